@@ -1,0 +1,65 @@
+# dflash-moe: everything a person or CI runs. `make demo` and `make test` set up what they need.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+READY     := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check format bench build clean
+
+help:
+	@echo "make demo      write text with the demo model, its experts in two daemon processes"
+	@echo "make test      run the test suite (make test-all: long fuzzing and the wide matrix too)"
+	@echo "make check     formatting, lint, types, import contracts"
+	@echo "make format    format the code"
+	@echo "make bench     measure the demo model, results in bench/results/"
+	@echo "make build     build the wheel into dist/"
+	@echo "make clean     remove everything that was made here"
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "dflash-moe needs Python 3.11 or newer; set PYTHON=")'
+	@echo "setting up $(VENV) (once; downloads the dependencies)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(READY_DEV): $(READY)
+	@echo "installing the test tools (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+DEMO_PROMPT := demo/prompt.txt
+
+demo: $(READY)
+	@cat $(DEMO_PROMPT)
+	@$(BIN)/dflash-moe generate --prompt-file $(DEMO_PROMPT) -n 200 --temp 0.6 --top-p 0.9 --seed 7 \
+	    --daemon cpu --daemon cpu
+
+test: $(READY_DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY_DEV)
+	$(BIN)/python -m pytest
+
+check: $(READY_DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY_DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m bench.demo_decode
+
+build: $(READY)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""Rotary position embedding: frequencies from metadata, with linear and YaRN context scaling.
+
+Knows nothing of arrays on devices: a table is a few float64 numbers that a backend turns into
+whatever its kernel wants.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from dflash_protocol.ids import F64Array
+
+
+class RopePairing(StrEnum):
+    """Which two values of a head form a pair."""
+
+    HALF_SPLIT = "half_split"
+    """(x[p], x[p + n/2]), "NEOX"."""
+    INTERLEAVED = "interleaved"
+    """(x[2p], x[2p+1]), "NORM"."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeTable:
+    """Angle per position and pair: ``position * inv_freq[p]``; cos and sin are scaled by `scale`.
+
+    Shapes: inv_freq [num_rotated / 2] float64. Dimensions from num_rotated on pass unchanged.
+    """
+
+    pairing: RopePairing
+    num_rotated: int
+    inv_freq: F64Array
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN as llama.cpp reads it: fixed betas, cos/sin scaled by ``1 + 0.1 ln(factor)``."""
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+def rope_table(
+    pairing: RopePairing,
+    num_rotated: int,
+    freq_base: float,
+    *,
+    linear_factor: float = 1.0,
+    yarn: YarnScaling | None = None,
+) -> RopeTable:
+    """Frequencies of every pair. `linear_factor` and `yarn` exclude each other.
+
+    Source: Su et al. 2021 (arXiv 2104.09864); Peng et al. 2023 (arXiv 2309.00071) for YaRN.
+    """
+    pair = np.arange(num_rotated // 2, dtype=np.float64)
+    inv_freq = freq_base ** (-2.0 * pair / num_rotated)
+    if yarn is None:
+        return RopeTable(pairing, num_rotated, inv_freq / linear_factor, 1.0)
+
+    def correction_dim(beta: float) -> float:
+        turns = yarn.original_context / (2.0 * math.pi * beta)
+        return num_rotated * math.log(turns) / (2.0 * math.log(freq_base))
+
+    low = max(0.0, math.floor(correction_dim(yarn.beta_fast)))
+    high = min(num_rotated - 1.0, math.ceil(correction_dim(yarn.beta_slow)))
+    ramp = 1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0)
+    scaled = inv_freq / yarn.factor * (1.0 - ramp) + inv_freq * ramp
+    return RopeTable(pairing, num_rotated, scaled, 1.0 + 0.1 * math.log(yarn.factor))

@@ -1,0 +1,219 @@
+"""The control socket: handshakes, heartbeats, goodbyes; one asyncio loop, never blocked by work.
+
+Knows nothing of how experts are computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+
+import psutil
+import zmq
+import zmq.asyncio
+
+from dflash_daemon.host import ExpertHost
+from dflash_daemon.service import ComputeService
+from dflash_protocol.errors import HandshakeRefused, ProtocolError
+from dflash_protocol.messages import (
+    HEADER_LIMIT_BYTES,
+    PROTOCOL_VERSIONS,
+    Bye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Welcome,
+    decode_header,
+    encode_header,
+)
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.transports.zmq_stream import LinkLimits
+
+_LOG = logging.getLogger(__name__)
+
+_MAX_LINKS = 64
+_LINK_SILENCE_S = 120.0
+"""A link whose parent has not pinged for so long is forgotten."""
+_PROGRESS_S = 0.5
+_HUNG_S = 10.0
+"""Computing one request for longer than this, a daemon takes no new parents."""
+
+
+class ControlServer:
+    """Answers every parent on one ROUTER socket.
+
+    Owns: the socket.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        host: ExpertHost,
+        service: ComputeService,
+        *,
+        data_port: int,
+        max_tokens: int,
+        device: str,
+    ) -> None:
+        self._host = host
+        self._service = service
+        self._data_port = data_port
+        self._max_tokens = max_tokens
+        self._device = device
+        self._last_seen_s: dict[str, float] = {}
+        self._hellos: dict[bytes, asyncio.Task[None]] = {}
+        num_experts = host.spec.moe.num_experts_total
+        placement_bytes = 4 * (num_experts + 2 * len(host.spec.moe.layers))
+        self._socket = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(HEADER_LIMIT_BYTES, placement_bytes))
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        try:
+            while True:
+                routing_id, *frames = await self._socket.recv_multipart()
+                await self._handle(routing_id, frames)
+        finally:
+            for task in self._hellos.values():
+                task.cancel()
+            await asyncio.gather(*self._hellos.values(), return_exceptions=True)
+            self._socket.close()
+
+    async def _handle(self, routing_id: bytes, frames: list[bytes]) -> None:
+        try:
+            if not frames:
+                raise ProtocolError("an empty message")
+            message = decode_header(frames[0])
+            if isinstance(message, Hello):
+                if len(frames) != 2:
+                    raise ProtocolError("hello comes with one placement frame")
+                self._start_hello(routing_id, message, frames[1])
+            elif isinstance(message, Ping):
+                await self._pong(routing_id, message)
+            elif isinstance(message, Bye):
+                self._forget(message.link_id)
+            else:
+                raise ProtocolError(f"{message.TYPE} does not belong on the control socket")
+        except ProtocolError as error:
+            await self._send(routing_id, Refused(error.code, str(error)[:1000]))
+
+    async def _pong(self, routing_id: bytes, ping: Ping) -> None:
+        known = self._service.knows_link(ping.link_id)
+        if known:
+            self._last_seen_s[ping.link_id] = time.monotonic()
+        await self._send(routing_id, Pong(ping.sequence, known, self._service.busy_s))
+
+    def _start_hello(self, routing_id: bytes, hello: Hello, placement: bytes) -> None:
+        if len(self._hellos) >= _MAX_LINKS or routing_id in self._hellos:
+            raise ProtocolError("too many handshakes at once", code="busy")
+        task = asyncio.create_task(self._greet(routing_id, hello, placement))
+        self._hellos[routing_id] = task
+        task.add_done_callback(lambda _: self._hellos.pop(routing_id, None))
+
+    async def _greet(self, routing_id: bytes, hello: Hello, placement: bytes) -> None:
+        """Check the parent's wishes, load if need be, and welcome it."""
+        try:
+            version = self._check(hello)
+            owned = OwnedExperts.from_bytes(placement, self._host.experts_per_layer)
+            if owned.fingerprint != hello.placement_fingerprint:
+                raise ProtocolError("the placement does not match its fingerprint")
+            await self._load(routing_id, owned)
+        except ProtocolError as error:
+            _LOG.warning("refused a parent: %s", error)
+            await self._send(routing_id, Refused(error.code, str(error)[:1000]))
+            return
+        except Exception as error:
+            _LOG.exception("loading failed")
+            await self._send(routing_id, Refused("internal", f"loading failed: {error}"[:1000]))
+            return
+        limits = LinkLimits(
+            hidden_size=self._host.spec.hidden_size,
+            max_tokens=min(self._max_tokens, max(1, hello.max_tokens)),
+        )
+        link_id = secrets.token_hex(8)
+        self._service.add_link(link_id, limits)
+        self._last_seen_s[link_id] = time.monotonic()
+        welcome = Welcome(
+            version=version,
+            link_id=link_id,
+            model_identity=self._host.identity,
+            placement_fingerprint=owned.fingerprint,
+            numeric_class=self._host.backend.numeric_class,
+            device=self._device,
+            data_port=self._data_port,
+            max_tokens=limits.max_tokens,
+            free_memory_bytes=psutil.virtual_memory().available,
+            pairs_per_second=self._host.pairs_per_second,
+        )
+        await self._send(routing_id, welcome)
+
+    def _check(self, hello: Hello) -> int:
+        """The protocol version to speak. Raises: HandshakeRefused with both sides' values."""
+        common = set(hello.versions) & set(PROTOCOL_VERSIONS)
+        if not common:
+            raise HandshakeRefused(
+                f"protocol versions {hello.versions} and {PROTOCOL_VERSIONS} have none in common",
+                code="version",
+            )
+        if hello.model_identity != self._host.identity:
+            raise HandshakeRefused(
+                f"this daemon runs model {self._host.identity[:16]} ({self._host.spec.name}), "
+                f"asked for is model {hello.model_identity[:16]}",
+                code="model",
+            )
+        if hello.moe_digest != self._host.spec.moe.digest:
+            raise HandshakeRefused(
+                f"this daemon reads the experts as {self._host.spec.moe.digest[:16]}, "
+                f"the parent as {hello.moe_digest[:16]}: different versions of this program?",
+                code="spec",
+            )
+        if self._service.busy_s > _HUNG_S:
+            raise HandshakeRefused(
+                f"computing one request for {self._service.busy_s:.0f} s already", code="busy"
+            )
+        self._forget_silent_links()
+        if self._service.num_links >= _MAX_LINKS:
+            raise HandshakeRefused(f"{_MAX_LINKS} parents are connected already", code="busy")
+        return max(common)
+
+    async def _load(self, routing_id: bytes, owned: OwnedExperts) -> None:
+        """Load off the loop, telling the parent every now and then that we are alive."""
+        state = ("compile", 0, 1)
+
+        def on_progress(stage: str, num_done: int, num_total: int) -> None:
+            nonlocal state
+            state = (stage, num_done, num_total)
+
+        loading = asyncio.ensure_future(asyncio.to_thread(self._host.load, owned, on_progress))
+        while not loading.done():
+            await asyncio.wait([loading], timeout=_PROGRESS_S)
+            if not loading.done():
+                await self._send(routing_id, Progress(*state))
+        await loading
+        self._service.set_banks(self._host.banks)
+
+    def _forget(self, link_id: str) -> None:
+        self._service.drop_link(link_id)
+        self._last_seen_s.pop(link_id, None)
+
+    def _forget_silent_links(self) -> None:
+        horizon_s = time.monotonic() - _LINK_SILENCE_S
+        for link_id in [id_ for id_, seen_s in self._last_seen_s.items() if seen_s < horizon_s]:
+            self._forget(link_id)
+
+    async def _send(self, routing_id: bytes, message: Message) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the peer may be gone; that is its business
+            await self._socket.send_multipart([routing_id, encode_header(message)], zmq.NOBLOCK)

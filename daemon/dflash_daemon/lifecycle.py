@@ -1,0 +1,163 @@
+"""The daemon's life: open the model, take the endpoint, serve, stop cleanly.
+
+Process manners: SIGTERM (and SIGINT, unless a parent owns us) ends it; so does the end of the
+life-line pipe and, through the kernel, the end of the parent's spawning thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import ipaddress
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from dflash_daemon.control import ControlServer
+from dflash_daemon.host import ExpertHost
+from dflash_daemon.service import ComputeService
+from dflash_protocol.endpoint import Endpoint, IpcClaim
+from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.settings import Settings
+from dflash_protocol.transports.zmq_stream import largest_frame_bytes
+from dflash_runtime.compute import BackendName, make_backend
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """What the command line said."""
+
+    model_path: Path
+    endpoint: Endpoint
+    device: str
+    backend: BackendName
+    num_threads: int | None
+    placement_path: Path | None
+    lifeline_fd: int | None
+
+
+def end_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the thread that spawned us ends; leave if it has already."""
+    parent_pid = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        raise DaemonUnavailable("the parent is gone already")
+
+
+def run_daemon(options: DaemonOptions, settings: Settings) -> None:
+    """Serve until told to stop.
+
+    Raises: DflashError for anything that a user can put right.
+    """
+    os.umask(0o077)
+    if options.lifeline_fd is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
+    _check_listen(options.endpoint)
+    backend = make_backend(options.backend, num_threads=options.num_threads)
+    try:
+        host = ExpertHost(options.model_path, backend)
+    except BaseException:
+        backend.close()
+        raise
+    try:
+        owned = host.read_placement(options.placement_path) if options.placement_path else None
+        with _claimed(options.endpoint), zmq.Context() as context:
+            if owned is not None:
+                host.load(owned, lambda stage, num_done, num_total: None)
+            asyncio.run(_serve(options, settings, host, context))
+    finally:
+        host.close()
+
+
+async def _serve(
+    options: DaemonOptions,
+    settings: Settings,
+    host: ExpertHost,
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if options.lifeline_fd is None:
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+    else:
+        # Nothing is ever written to the pipe: readable means that its other end is closed.
+        loop.add_reader(options.lifeline_fd, stop.set)
+    endpoint = options.endpoint
+    max_frame_bytes = largest_frame_bytes(
+        max_tokens=settings.batch_capacity,
+        hidden_size=host.spec.hidden_size,
+        max_pairs=settings.batch_capacity * host.max_experts_used,
+    )
+    service = ComputeService(
+        context,
+        endpoint.data_address(0) if endpoint.path else f"tcp://{endpoint.host}:*",
+        max_frame_bytes=max_frame_bytes,
+    )
+    service.set_banks(host.banks)
+    try:
+        data_port = service.start()
+        control = ControlServer(
+            context,
+            endpoint.address,
+            host,
+            service,
+            data_port=data_port,
+            max_tokens=settings.batch_capacity,
+            device=options.device,
+        )
+    except zmq.ZMQError as error:
+        service.close()
+        raise DaemonUnavailable(f"cannot listen on {endpoint.address}: {error.strerror}") from error
+    for path in endpoint.socket_paths:
+        path.chmod(0o600)
+    serving = asyncio.create_task(control.run())
+    if options.lifeline_fd is None:
+        print(
+            f"dflash-daemon: {host.spec.name}, {options.device} ({host.backend.name}), "
+            f"listening on {endpoint.address}",
+            file=sys.stderr,
+            flush=True,
+        )
+    try:
+        await stop.wait()
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        service.close()
+
+
+@contextlib.contextmanager
+def _claimed(endpoint: Endpoint) -> Iterator[None]:
+    """Hold an ipc path while serving; tcp ports are held by the kernel."""
+    if endpoint.path is None:
+        yield
+        return
+    claim = IpcClaim(endpoint)
+    try:
+        yield
+    finally:
+        claim.close()
+
+
+def _check_listen(endpoint: Endpoint) -> None:
+    """tcp carries no keys yet, so it is for this machine alone."""
+    if endpoint.host is None or endpoint.host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(endpoint.host.strip("[]")).is_loopback:
+            return
+    raise SettingsError(
+        f"{endpoint.address} is not a loopback address; a daemon has no keys to tell friend from "
+        "stranger, so it listens on ipc:// or tcp://127.0.0.1 only"
+    )

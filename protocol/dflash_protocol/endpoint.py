@@ -1,0 +1,110 @@
+"""Endpoints: the grammar of addresses, and taking and releasing an ``ipc://`` path.
+
+A link has two sockets. For ``ipc:///path`` they are ``/path`` (control) and ``/path.data``; for
+``tcp://host:port`` the data port is told in the handshake. ZeroMQ silently steals an ipc path that
+is in use, so a lock file beside it says whose it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A checked control address. Exactly one of `path` and `host` is set."""
+
+    address: str
+    path: Path | None
+    host: str | None
+    port: int
+
+    @property
+    def socket_paths(self) -> tuple[Path, ...]:
+        """The socket files that listening on an ipc endpoint makes."""
+        return () if self.path is None else (self.path, Path(f"{self.path}.data"))
+
+    def data_address(self, data_port: int) -> str:
+        """Address of the data socket."""
+        if self.path is not None:
+            return f"ipc://{self.path}.data"
+        return f"tcp://{self.host}:{data_port}"
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Raises: SettingsError saying what an endpoint looks like, or that its path is too long."""
+    kind, _, rest = text.partition("://")
+    if kind == "ipc" and rest.startswith("/") and "\0" not in rest:
+        if (length := len(os.fsencode(rest))) > ENDPOINT_PATH_LIMIT_BYTES:
+            raise SettingsError(
+                f"endpoint path of {length} bytes is longer than {ENDPOINT_PATH_LIMIT_BYTES}, "
+                f"which is all a socket address holds; use a shorter one: {rest}"
+            )
+        return Endpoint(text, Path(rest), None, 0)
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        if host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+            return Endpoint(text, None, host, int(port))
+    raise SettingsError(f"endpoint {text!r} is neither ipc:///absolute/path nor tcp://host:port")
+
+
+class IpcClaim:
+    """Holds an ipc path for this process until closed: lock taken, leftovers of the dead removed.
+
+    Owns: the lock file, and the two socket files that ZeroMQ makes.
+    Raises: SettingsError if the folder cannot be used, DaemonUnavailable if the path is in use.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        assert endpoint.path is not None
+        self._socket_paths = endpoint.socket_paths
+        self._lock_path = Path(f"{endpoint.path}.lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._lock_fd = os.open(self._lock_path, flags, 0o600)
+        except OSError as error:
+            raise SettingsError(f"endpoint {endpoint.address}: {error.strerror}") from error
+        try:
+            self._take(endpoint)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    def _take(self, endpoint: Endpoint) -> None:
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DaemonUnavailable(
+                f"endpoint {endpoint.address} is in use by another daemon"
+            ) from None
+        for path in self._socket_paths:
+            if not path.exists() and not path.is_symlink():
+                continue
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise SettingsError(f"endpoint {endpoint.address}: {path} exists and is no socket")
+            if _answers(path):
+                raise DaemonUnavailable(f"endpoint {endpoint.address} is in use by another program")
+            path.unlink()
+
+    def close(self) -> None:
+        """Remove what was made and let go of the lock."""
+        for path in (*self._socket_paths, self._lock_path):
+            path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,90 @@
+"""The exception tree: one root, branches by what the caller can do about it.
+
+::
+
+    DflashError
+    ├── SettingsError           a flag, variable or argument is wrong: change it
+    │   └── ContextExceeded     the prompt does not fit: shorten it, or open a larger context
+    ├── ModelFileError          the file is damaged or lies about itself: get another file
+    │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
+    ├── ProtocolError           the peer said something it must not: report it
+    │   └── HandshakeRefused    the peer will not work with us, and says why
+    └── DaemonUnavailable       a daemon is gone or late: retry, or compute elsewhere
+        └── DeadlineExceeded    nothing came within the time that was allowed
+
+Every message is one line that can be shown to a user as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class DflashError(Exception):
+    """Root of everything this project raises on purpose."""
+
+
+class SettingsError(DflashError):
+    """A setting, flag or argument has a value that cannot be used."""
+
+
+class ContextExceeded(SettingsError):
+    """A prompt needs more positions than the context has."""
+
+    def __init__(self, num_tokens: int, num_positions: int) -> None:
+        super().__init__(
+            f"a prompt of {num_tokens} tokens does not fit the context of {num_positions} "
+            "positions; shorten it or raise the context"
+        )
+        self.num_tokens = num_tokens
+        self.num_positions = num_positions
+
+
+class ModelFileError(DflashError):
+    """A model file is truncated, malformed or contradicts itself.
+
+    ``field`` names the key or tensor, ``offset_bytes`` the place in the file where it was read.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        path: Path | str,
+        field: str | None = None,
+        offset_bytes: int | None = None,
+    ) -> None:
+        where = str(path)
+        if field is not None:
+            where += f": {field}"
+        if offset_bytes is not None:
+            where += f" (at byte {offset_bytes})"
+        super().__init__(f"{where}: {reason}")
+        self.reason = reason
+        self.path = Path(path)
+        self.field = field
+        self.offset_bytes = offset_bytes
+
+
+class UnsupportedModel(ModelFileError):
+    """The file is well formed but holds something this version cannot run."""
+
+
+class ProtocolError(DflashError):
+    """A message broke the protocol; ``code`` is the short reason that travels on the wire."""
+
+    def __init__(self, message: str, *, code: str = "malformed") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class HandshakeRefused(ProtocolError):
+    """The peer understood us and declined: wrong model, wrong placement, wrong version."""
+
+
+class DaemonUnavailable(DflashError):
+    """An expert-compute daemon cannot be reached, ended, or did not start."""
+
+
+class DeadlineExceeded(DaemonUnavailable):
+    """Nothing came within the allowed time."""

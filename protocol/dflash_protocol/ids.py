@@ -1,0 +1,47 @@
+"""Id types and shape letters: the vocabulary every other module uses.
+
+======================  =================================================================
+thing                   name
+======================  =================================================================
+index in the model      ``global_expert_id``: 0 … num_experts-1 of one layer
+index at one owner      ``local_expert_id``: index among one owner's experts of that layer
+one expert of a layer   ``ExpertKey(layer_id, global_expert_id)``
+no expert               ``-1``, only in arrays; ``None`` in scalars
+======================  =================================================================
+
+Shape letters, one meaning each: ``T`` tokens, ``K`` experts a token, ``E`` experts in a layer,
+``P`` (token, expert) pairs, ``H`` hidden width, ``F`` expert FFN width, ``V`` vocabulary,
+``D`` head dimension, ``N`` positions in the KV cache.
+
+Array types: the element type is in the name, the shape is in the docstring of the function.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+AnyArray: TypeAlias = npt.NDArray[Any]
+F32Array: TypeAlias = npt.NDArray[np.float32]
+F64Array: TypeAlias = npt.NDArray[np.float64]
+I32Array: TypeAlias = npt.NDArray[np.int32]
+I64Array: TypeAlias = npt.NDArray[np.int64]
+U8Array: TypeAlias = npt.NDArray[np.uint8]
+
+
+class ExpertKey(NamedTuple):
+    """One expert of one layer, by its index in the model."""
+
+    layer_id: int
+    global_expert_id: int
+
+
+class Phase(StrEnum):
+    """What the parent is doing with the whole chunk; kernels are chosen by it, never by a slice."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"

@@ -1,0 +1,145 @@
+"""RoutedBatch: tokens and their (token, expert, weight) triples, grouped by expert as CSR.
+
+Ragged: a token may have 0..K experts here, an owner may get no token at all; nothing is padded.
+Knows nothing of who computes it; the expert ids are whatever index space both sides agreed on.
+
+::
+
+    hidden        [T, H] float32     one row a token, each sent once
+    expert_ids    [G]    int32       strictly ascending; every group has at least one pair
+    group_starts  [G+1]  int32       pairs of group g: group_starts[g] … group_starts[g+1]-1
+    token_indices [P]    int32       row of `hidden`; ascending inside a group
+    weights       [P]    float32     routing weight of the pair
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.ids import F32Array, I32Array, Phase
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedBatch:
+    """One layer's expert work for one owner. See the module's drawing for the arrays."""
+
+    phase: Phase
+    hidden: F32Array
+    expert_ids: I32Array
+    group_starts: I32Array
+    token_indices: I32Array
+    weights: F32Array
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.hidden.shape[0])
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.token_indices.shape[0])
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.expert_ids.shape[0])
+
+    def check(self, *, hidden_size: int, num_experts: int) -> None:
+        """Refuse a batch that came over the wire and does not hold together.
+
+        Raises: ProtocolError naming the first array that is wrong.
+        """
+        if self.hidden.ndim != 2 or self.hidden.shape[1] != hidden_size:
+            raise ProtocolError(f"hidden is {self.hidden.shape}, expected [T, {hidden_size}]")
+        num_groups, num_pairs, starts = self.num_groups, self.num_pairs, self.group_starts
+        if starts.shape != (num_groups + 1,) or self.weights.shape != (num_pairs,):
+            raise ProtocolError("group_starts or weights have the wrong length")
+        if starts[0] != 0 or starts[-1] != num_pairs or np.any(starts[1:] <= starts[:-1]):
+            raise ProtocolError("group_starts do not ascend from 0 to the number of pairs")
+        if num_pairs == 0:
+            return
+        ids, tokens = self.expert_ids, self.token_indices
+        if ids[0] < 0 or ids[-1] >= num_experts or np.any(ids[1:] <= ids[:-1]):
+            raise ProtocolError(f"expert ids must ascend within 0..{num_experts - 1}")
+        if tokens.min() < 0 or tokens.max() >= self.num_tokens:
+            raise ProtocolError(f"token indices must lie within 0..{self.num_tokens - 1}")
+        descents = np.flatnonzero(tokens[1:] <= tokens[:-1]) + 1
+        if not np.isin(descents, starts).all():
+            raise ProtocolError("token indices must ascend within each expert")
+
+
+def group_by_expert(
+    hidden: F32Array,
+    token_indices: I32Array,
+    expert_ids: I32Array,
+    weights: F32Array,
+    *,
+    phase: Phase,
+) -> RoutedBatch:
+    """Sort P pairs by (expert, token). A (token, expert) pair may occur once.
+
+    Shapes: hidden [T, H] float32; token_indices, expert_ids [P] int32; weights [P] float32.
+    """
+    order = np.lexsort((token_indices, expert_ids))
+    sorted_ids = expert_ids[order]
+    is_first = np.ones(sorted_ids.size, dtype=bool)
+    np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=is_first[1:])
+    starts = np.flatnonzero(is_first)
+    group_starts = np.empty(starts.size + 1, dtype=np.int32)
+    group_starts[:-1] = starts
+    group_starts[-1] = sorted_ids.size
+    return RoutedBatch(
+        phase=phase,
+        hidden=hidden,
+        expert_ids=sorted_ids[starts],
+        group_starts=group_starts,
+        token_indices=token_indices[order],
+        weights=weights[order],
+    )
+
+
+def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
+    """Keep only the rows of `hidden` that some pair uses, so that each is sent once and none for
+    nothing.
+
+    Returns the batch and the original index of each kept row [T'] int32; or the batch as it was and
+    None when every row is used.
+    """
+    is_used = np.zeros(batch.num_tokens, dtype=bool)
+    is_used[batch.token_indices] = True
+    rows = np.flatnonzero(is_used).astype(np.int32)
+    if rows.size == batch.num_tokens:
+        return batch, None
+    new_index = np.cumsum(is_used, dtype=np.int32) - 1
+    compacted = replace(
+        batch, hidden=batch.hidden[rows], token_indices=new_index[batch.token_indices]
+    )
+    return compacted, rows
+
+
+def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, RoutedBatch]]:
+    """Cut a batch into pieces of at most `max_tokens` consecutive rows, each with its first row.
+
+    A piece holds exactly the pairs of its rows; a piece without pairs is left out.
+    """
+    if batch.num_tokens <= max_tokens:
+        yield 0, batch
+        return
+    sizes = np.diff(batch.group_starts)
+    pair_expert_ids = np.repeat(batch.expert_ids, sizes)
+    for first in range(0, batch.num_tokens, max_tokens):
+        last = min(first + max_tokens, batch.num_tokens)
+        chosen = (batch.token_indices >= first) & (batch.token_indices < last)
+        if chosen.any():
+            yield (
+                first,
+                group_by_expert(
+                    batch.hidden[first:last],
+                    batch.token_indices[chosen] - np.int32(first),
+                    pair_expert_ids[chosen],
+                    batch.weights[chosen],
+                    phase=batch.phase,
+                ),
+            )

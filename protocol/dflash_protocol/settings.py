@@ -1,0 +1,125 @@
+"""The only reader of the environment: every variable, its type, its default, its bounds.
+
+A bad value or an unknown ``DFLASH_MOE_*`` name stops the program with the name in the message.
+Knows nothing of the command line; flags are applied over these values by their owner.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dflash_protocol.errors import SettingsError
+
+_PREFIX = "DFLASH_MOE_"
+_EXPERT_COMPUTE = _PREFIX + "EXPERT_COMPUTE_"
+
+ENDPOINT_PATH_LIMIT_BYTES = 100
+"""Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings that are not arguments of one run. Times in the unit of their name."""
+
+    deadline_ms: int = 250
+    """Shortest time a daemon is given to answer one request."""
+    heartbeat_ms: int = 1000
+    """Time between two pings on a link; five silent ones and the daemon counts as lost."""
+    connect_timeout_ms: int = 10_000
+    """Longest silence while a daemon is started, connected to, or loading."""
+    batch_capacity: int = 1024
+    """Most tokens in one request to a daemon."""
+    run_dir: str = ""
+    """Folder of sockets and locks; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in the temp dir."""
+
+
+_VARIABLES: dict[str, tuple[str, int, int]] = {
+    # variable: field, smallest, largest
+    _EXPERT_COMPUTE + "IPC_DEADLINE_MS": ("deadline_ms", 1, 3_600_000),
+    _EXPERT_COMPUTE + "HEARTBEAT_MS": ("heartbeat_ms", 10, 60_000),
+    _EXPERT_COMPUTE + "CONNECT_TIMEOUT_MS": ("connect_timeout_ms", 10, 3_600_000),
+    _EXPERT_COMPUTE + "IPC_BATCH_CAPACITY": ("batch_capacity", 1, 4096),
+}
+_RUN_DIR = _EXPERT_COMPUTE + "IPC_WORK_DIR"
+
+
+def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings.
+
+    Raises: SettingsError naming the variable, its value and what is allowed.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, int | str] = {}
+    for variable, text in environment.items():
+        if variable == _RUN_DIR:
+            values["run_dir"] = text
+        elif variable in _VARIABLES:
+            field, smallest, largest = _VARIABLES[variable]
+            values[field] = _whole_number(variable, text, smallest, largest)
+        elif variable.startswith(_PREFIX):
+            known = ", ".join(sorted([*_VARIABLES, _RUN_DIR]))
+            raise SettingsError(f"unknown variable {variable}; known are {known}")
+    assert set(values) <= {field.name for field in fields(Settings)}
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _whole_number(variable: str, text: str, smallest: int, largest: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = smallest - 1
+    if not smallest <= value <= largest:
+        raise SettingsError(
+            f"{variable}={text!r}: must be a whole number from {smallest} to {largest}"
+        )
+    return value
+
+
+def run_directory(settings: Settings) -> Path:
+    """The folder for sockets and locks, made with mode 0700.
+
+    Raises: SettingsError if it cannot be made, is a link, or belongs to somebody else.
+    """
+    if settings.run_dir:
+        path = Path(settings.run_dir)
+    elif runtime_dir := os.environ.get("XDG_RUNTIME_DIR"):
+        path = Path(runtime_dir) / "dflash-moe"
+    else:
+        path = Path(os.environ.get("TMPDIR") or "/tmp") / f"dflash-moe-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise SettingsError(f"run directory {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise SettingsError(f"run directory {path} is a link or belongs to another user")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise SettingsError(f"run directory {path} is open to others; chmod 700 it")
+    return path
+
+
+def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
+    """Environment of a spawned daemon: ours, with OpenMP waiting passively.
+
+    `python_paths` come first on the child's import path: where our own packages lie, for a launcher
+    that is this very interpreter and may be running uninstalled.
+    """
+    environment = dict(os.environ)
+    environment["OMP_WAIT_POLICY"] = "passive"
+    site_packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    roots = [str(path) for path in python_paths if path not in site_packages]
+    if roots:
+        inherited = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([*roots, *([inherited] if inherited else [])])
+    return environment
+
+
+def cache_directory() -> Path:
+    """Folder for data that can be made again; not created here."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "dflash-moe"

@@ -1,0 +1,1 @@
+"""Transports: ways to carry requests and replies between parent and daemon."""

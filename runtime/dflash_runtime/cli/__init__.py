@@ -1,0 +1,8 @@
+"""The command line: ``dflash-moe generate | daemon | inspect | version``.
+
+Knows nothing of how anything is computed; it reads flags, calls the engine and prints.
+"""
+
+from dflash_runtime.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,236 @@
+"""``dflash-moe generate``: text from a prompt, to stdout; a summary, to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_protocol.errors import SettingsError
+
+if TYPE_CHECKING:
+    from dflash_runtime.engine.engine import Engine
+
+_PROMPT_LIMIT_BYTES = 64 << 20
+
+_EPILOG = """\b
+Examples:
+  dflash-moe generate -p "def main():"
+  dflash-moe generate model.gguf -p "Once" -n 200 --daemon cpu --daemon cpu
+  dflash-moe generate model.gguf --chat -p "Why is the sky blue?" --temp 0.7 --top-p 0.9
+  dflash-moe generate model.gguf --prompt-file notes.txt --daemon cpu@/opt/other-env/bin/python
+  dflash-moe generate model.gguf --token-ids 1,2,3 --connect ipc:///run/moe/cpu0.sock --json
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", metavar="TEXT", help="Prompt.")
+@click.option(
+    "--prompt-file", metavar="FILE", type=click.Path(path_type=Path), help="Prompt, UTF-8."
+)
+@click.option("--token-ids", metavar="1,2,3", help="Prompt as token ids.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@click.option(
+    "-n",
+    "max_tokens",
+    metavar="N",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Most tokens to write.",
+)
+@click.option(
+    "--temp",
+    "temperature",
+    metavar="T",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="0 = always the most likely token.",
+)
+@click.option("--top-k", metavar="K", type=int, default=0, show_default=True, help="0 = all.")
+@click.option("--top-p", metavar="P", type=float, default=1.0, show_default=True)
+@click.option("--min-p", metavar="P", type=float, default=0.0, show_default=True)
+@click.option("--seed", metavar="S", type=int, help="Same seed, same text.")
+@click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
+@click.option(
+    "--daemon",
+    "daemons",
+    metavar="DEVICE[@LAUNCHER]",
+    multiple=True,
+    help="Spawn an expert daemon; repeatable. LAUNCHER: a Python or an executable.",
+)
+@click.option(
+    "--connect",
+    metavar="ENDPOINT",
+    multiple=True,
+    help="Use a daemon that is running already; repeatable.",
+)
+@click.option(
+    "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
+)
+@click.option(
+    "--require-daemons",
+    is_flag=True,
+    help="Fail if a daemon is lost, instead of computing its experts here.",
+)
+@click.option(
+    "--backend", type=click.Choice(["auto", "reference", "cpu"]), default="auto", show_default=True
+)
+@click.option(
+    "--kv-type",
+    type=click.Choice(["auto", "f32", "f16"]),
+    default="auto",
+    show_default=True,
+    help="Key/value cache.",
+)
+@click.option(
+    "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
+)
+@click.option(
+    "--threads", metavar="N", type=int, help="Threads of this process; default: all cores."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def generate(model: Path | None, **options: Any) -> None:
+    """Write text with MODEL, a GGUF file (default: the demo model)."""
+    prompts = [options[name] for name in ("prompt", "prompt_file", "token_ids")]
+    if sum(prompt is not None for prompt in prompts) != 1:
+        raise SettingsError("give exactly one of --prompt, --prompt-file and --token-ids")
+    if options["chat"] and options["token_ids"] is not None:
+        raise SettingsError("--chat needs a text prompt")
+    if options["max_tokens"] < 1:
+        raise SettingsError(f"-n {options['max_tokens']}: must be 1 or more")
+    text = _prompt_text(options)
+    token_ids = [] if text is not None else _parse_token_ids(options["token_ids"])
+
+    # Late: --help and misuse must not wait for numpy and the rest.
+    from dflash_runtime.cli.progress import ProgressReporter
+    from dflash_runtime.engine.engine import Engine
+
+    with (
+        ProgressReporter(enabled=sys.stderr.isatty()) as progress,
+        Engine.open(
+            model,
+            daemons=options["daemons"],
+            connect=options["connect"],
+            local_experts=options["local_experts"],
+            require_daemons=options["require_daemons"],
+            backend=options["backend"],
+            kv_type=options["kv_type"],
+            context=options["context"],
+            threads=options["threads"],
+            on_progress=progress.update,
+        ) as engine,
+    ):
+        prompt = token_ids
+        if text is not None:
+            prompt = engine.encode_prompt(text, chat=options["chat"])
+        pieces = []
+        generated = []
+        tokens = engine.generate(
+            prompt,
+            options["max_tokens"],
+            **{n: options[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed")},
+            ignore_eos=options["ignore_eos"],
+            on_prefill=lambda done, total: progress.update("prompt", "prefill", done, total),
+        )
+        for token in tokens:
+            progress.finish()
+            generated.append(token.token_id)
+            pieces.append(token.text)
+            if not options["as_json"]:
+                sys.stdout.write(token.text)
+                sys.stdout.flush()
+        if options["as_json"]:
+            record = _record(engine, prompt, generated, "".join(pieces))
+            sys.stdout.write(json.dumps(record) + "\n")
+        else:
+            if engine.tokenizer is None:
+                sys.stdout.write(",".join(map(str, generated)))
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        _print_summary(engine)
+
+
+def _prompt_text(options: dict[str, Any]) -> str | None:
+    if options["prompt_file"] is None:
+        prompt: str | None = options["prompt"]
+        return prompt
+    path: Path = options["prompt_file"]
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(_PROMPT_LIMIT_BYTES + 1)
+        if len(data) > _PROMPT_LIMIT_BYTES:
+            raise SettingsError(f"prompt file {path} is larger than 64 MiB")
+        return data.decode()
+    except OSError as error:
+        raise SettingsError(f"prompt file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise SettingsError(f"prompt file {path} is not UTF-8 text") from None
+
+
+def _parse_token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingsError(f"--token-ids {text[:40]!r}: must be numbers with commas") from None
+    if any(abs(token_id) >= 1 << 31 for token_id in ids):
+        raise SettingsError("--token-ids: a number is too large for a token id")
+    return ids
+
+
+def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> dict[str, object]:
+    last, stats = engine.last_generation, engine.stats()
+    return {
+        "model": engine.spec.name,
+        "arch": engine.spec.architecture,
+        "prompt_tokens": prompt,
+        "tokens": tokens,
+        "text": text,
+        "finish_reason": last.finish_reason,
+        "prefill_s": last.prefill_s,
+        "decode_s": last.decode_s,
+        "prefill_tok_s": last.prefill_tokens_per_s,
+        "decode_tok_s": last.decode_tokens_per_s,
+        "owners": {
+            name: {
+                "kind": owner.kind.value,
+                "experts": owner.num_experts,
+                "requests": owner.requests,
+                "bytes_sent": owner.bytes_sent,
+                "bytes_received": owner.bytes_received,
+                "wait_s": owner.wait_s,
+                "restarts": owner.restarts,
+            }
+            for name, owner in stats.owners.items()
+        },
+        "events": [
+            {"time_s": e.time_s, "kind": e.kind, "owner": e.owner, "reason": e.reason}
+            for e in stats.events
+        ],
+    }
+
+
+def _print_summary(engine: Engine) -> None:
+    """Rates and owners, to stderr."""
+    last, stats = engine.last_generation, engine.stats()
+    lines = [
+        "",
+        f"prefill  {last.num_prompt_tokens:6d} tokens  {last.prefill_tokens_per_s:9.1f} tokens/s",
+        f"decode   {last.num_generated_tokens:6d} tokens  {last.decode_tokens_per_s:9.1f} tokens/s"
+        f"  (ended: {last.finish_reason})",
+        f"{'owner':10s} {'kind':8s} {'experts':>8s} {'requests':>9s} {'sent':>10s} "
+        f"{'received':>10s} {'wait':>8s} {'restarts':>8s}",
+    ]
+    for name, owner in stats.owners.items():
+        lines.append(
+            f"{name:10s} {owner.kind.value:8s} {owner.num_experts:8d} {owner.requests:9d} "
+            f"{owner.bytes_sent / 2**20:6.1f} MiB {owner.bytes_received / 2**20:6.1f} MiB "
+            f"{owner.wait_s:6.2f} s {owner.restarts:8d}"
+        )
+    lines += [f"event    {e.time_s:.2f} s  {e.kind}  {e.owner}: {e.reason}" for e in stats.events]
+    click.echo("\n".join(lines), err=True)

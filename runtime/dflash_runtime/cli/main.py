@@ -1,0 +1,80 @@
+"""Entry point: commands, exit codes, and one-line errors.
+
+Exit codes: 0 done, 1 failed, 2 misused (a flag, a setting, a prompt), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from dflash_protocol import __version__
+from dflash_protocol.errors import DflashError, SettingsError
+from dflash_runtime.cli.generate import generate
+from dflash_runtime.cli.inspect import inspect
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every command has examples: dflash-moe COMMAND --help",
+)
+def cli() -> None:
+    """Run Mixture-of-Experts GGUF models with their experts computed by daemons."""
+
+
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def daemon(arguments: tuple[str, ...]) -> None:
+    """Compute experts for parents that connect (see `dflash-moe daemon --help`)."""
+    command = [sys.executable, "-m", "dflash_daemon", *arguments]
+    os.execv(command[0], command)
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"dflash-moe {__version__}")
+
+
+cli.add_command(generate)
+cli.add_command(inspect)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code."""
+    logging.basicConfig(format="dflash-moe: %(message)s", level=logging.WARNING)
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        cli.main(args=arguments, prog_name="dflash-moe", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except SettingsError as error:
+        return _fail(str(error), 2)
+    except DflashError as error:
+        return _fail(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Keep the interpreter from complaining about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _fail(message: str, exit_code: int) -> int:
+    first_line, *_ = message.splitlines() or [""]
+    click.echo(f"dflash-moe: error: {first_line}", err=True)
+    return exit_code

@@ -1,0 +1,31 @@
+"""Names of numba and llvmlite as ``Any``: what they annotate differs between versions we allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir
+import numba
+import numba.core.caching
+import numba.core.ccallback
+import numba.core.cgutils
+import numba.core.imputils
+import numba.core.registry
+import numba.core.typing
+import numba.core.typing.templates
+import numba.extending
+
+ir: Any = llvmlite.ir
+types: Any = numba.types
+njit: Any = numba.njit
+CFunc: Any = numba.core.ccallback.CFunc
+FunctionCache: Any = numba.core.caching.FunctionCache
+NullCache: Any = numba.core.caching.NullCache
+cgutils: Any = numba.core.cgutils
+cpu_target: Any = numba.core.registry.cpu_target
+lower_builtin: Any = numba.core.imputils.lower_builtin
+signature: Any = getattr(numba.core.typing, "signature")  # noqa: B009
+templates: Any = numba.core.typing.templates
+intrinsic: Any = numba.extending.intrinsic
+models: Any = numba.extending.models
+register_model: Any = numba.extending.register_model

@@ -1,0 +1,140 @@
+"""Types of 32 lanes, the operators on them, and the means to define more.
+
+Knows nothing of memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from dflash_runtime.compute.cpu.untyped import (
+    ir,
+    lower_builtin,
+    models,
+    register_model,
+    signature,
+    templates,
+    types,
+)
+
+LANES = 32
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+Emitter = Callable[..., Any]
+
+
+def lanes_of(element: Any, lanes: int = LANES) -> Any:
+    """The LLVM type of that many elements."""
+    return ir.VectorType(element, lanes)
+
+
+class _VectorType(types.Type):  # type: ignore[misc]
+    def __init__(self, name: str, element: Any) -> None:
+        super().__init__(name=name)
+        self.llvm_type = lanes_of(element)
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector_type: _VectorType) -> None:
+        super().__init__(manager, vector_type, vector_type.llvm_type)
+
+
+floats = _VectorType("float32x32", FLOAT)
+doubles = _VectorType("float64x32", DOUBLE)
+unsigned = _VectorType("uint8x32", I8)
+
+f32, f64, i64, void = (
+    types.float32,
+    types.float64,
+    types.int64,
+    types.void,
+)
+
+
+def _define(
+    key: Any, result: Any, arguments: tuple[Any, ...], emit: Emitter, *, extends: bool
+) -> None:
+    """Teach numba one more signature of a known function (`extends`), or a new function."""
+    name = getattr(key, "__name__", str(key))
+    cases = [signature(result, *arguments)]
+    template = type(name, (templates.ConcreteTemplate,), {"key": key, "cases": cases})
+    if extends:
+        templates.infer_global(key)(template)
+    else:
+        templates.infer_global(key, types.Function(template))
+
+    @lower_builtin(key, *arguments)  # type: ignore[untyped-decorator]
+    def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        del sig
+        value = emit(builder, *values)
+        return context.get_dummy_value() if result is void else value
+
+
+def primitive(result: Any, *arguments: Any) -> Callable[[Emitter], Callable[..., Any]]:
+    """Turn ``emit(builder, *values) -> value`` into a function that kernels can call."""
+
+    def register(emit: Emitter) -> Callable[..., Any]:
+        def only_in_kernels(*values: Any) -> Any:
+            raise NotImplementedError(f"{emit.__name__} exists in compiled kernels only")
+
+        only_in_kernels.__name__ = emit.__name__
+        only_in_kernels.__doc__ = emit.__doc__
+        _define(only_in_kernels, result, arguments, emit, extends=False)
+        return only_in_kernels
+
+    return register
+
+
+# -- operators ------------------------------------------------------------------------------------
+
+
+def emit_join(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors after one another."""
+    lanes = 2 * low.type.count
+    return builder.shuffle_vector(low, high, ir.Constant(lanes_of(I32, lanes), list(range(lanes))))
+
+
+def emit_splat(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(lanes_of(scalar.type), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(lanes_of(I32), [0] * LANES))
+
+
+def emit_constant(vector: Any, value: Any) -> Any:
+    """`value` in every lane, or once if the type is a scalar."""
+    if isinstance(vector, ir.VectorType):
+        return ir.Constant(vector, [value] * LANES)
+    return ir.Constant(vector, value)
+
+
+def _byte_operator(key: Any, method: str) -> None:
+    def with_bytes(builder: Any, a: Any, b: Any) -> Any:
+        return getattr(builder, method)(a, b)
+
+    def with_scalar(builder: Any, a: Any, b: Any) -> Any:
+        return getattr(builder, method)(a, emit_splat(builder, builder.trunc(b, I8)))
+
+    _define(key, unsigned, (unsigned, unsigned), with_bytes, extends=True)
+    _define(key, unsigned, (unsigned, i64), with_scalar, extends=True)
+
+
+def _float_operator(key: Any, method: str) -> None:
+    def emit(builder: Any, a: Any, b: Any) -> Any:
+        return getattr(builder, method)(a, b)
+
+    _define(key, floats, (floats, floats), emit, extends=True)
+
+
+_float_operator(operator.add, "fadd")
+_float_operator(operator.sub, "fsub")
+_float_operator(operator.mul, "fmul")
+_float_operator(operator.truediv, "fdiv")
+_byte_operator(operator.and_, "and_")
+_byte_operator(operator.or_, "or_")
+_byte_operator(operator.rshift, "lshr")
+_byte_operator(operator.lshift, "shl")

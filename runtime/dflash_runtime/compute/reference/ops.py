@@ -1,0 +1,160 @@
+"""Ops in plain numpy: what every other backend is compared with.
+
+Knows nothing of speed. Matrices are dequantised once, when they are loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.rope import RopePairing, RopeTable
+from dflash_protocol.ids import AnyArray, F32Array, I32Array
+
+_SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseMatrix:
+    """A weight expanded to float32 [rows, columns]."""
+
+    values: F32Array
+
+    @property
+    def rows(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def columns(self) -> int:
+        return int(self.values.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostKvCache:
+    """Keys and values, per layer [N, kv_heads, D], in the cache's element type."""
+
+    keys: list[AnyArray]
+    values: list[AnyArray]
+    capacity: int
+
+
+class ReferenceOps:
+    """Implements ops.Ops over numpy arrays."""
+
+    def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:
+        tensor = file.tensor(tensor_name)
+        return dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
+
+    def load_matrix(self, file: GgufFile, tensor_name: str) -> DenseMatrix:
+        return DenseMatrix(self.load_vector(file, tensor_name))
+
+    def new_kv_cache(
+        self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
+    ) -> HostKvCache:
+        dtype = np.float16 if kv_type is KvType.F16 else np.float32
+        return HostKvCache(
+            keys=[np.zeros((capacity, kv.num_heads, kv.key_dim), dtype) for kv in layers],
+            values=[np.zeros((capacity, kv.num_heads, kv.value_dim), dtype) for kv in layers],
+            capacity=capacity,
+        )
+
+    def embed(self, table: Matrix, token_ids: I32Array, out: F32Array | None = None) -> F32Array:
+        values = _dense(table)
+        if out is None:
+            out = np.empty((token_ids.size, values.shape[1]), np.float32)
+        np.take(values, token_ids, axis=0, out=out)
+        return out
+
+    def rms_norm(
+        self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
+    ) -> F32Array:
+        mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        normed = x / np.sqrt(mean_square + np.float32(eps))
+        return np.multiply(normed, weight, out=out)
+
+    def linear(self, x: F32Array, matrix: Matrix, out: F32Array | None = None) -> F32Array:
+        product: F32Array = np.matmul(x, _dense(matrix).T, out=out)
+        return product
+
+    def split_heads(self, x: F32Array, num_heads: int) -> F32Array:
+        return x.reshape(x.shape[0], num_heads, -1)
+
+    def merge_heads(self, x: F32Array) -> F32Array:
+        return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+    def rope(
+        self, x: F32Array, positions: I32Array, table: RopeTable, out: F32Array | None = None
+    ) -> F32Array:
+        angles = positions[:, None].astype(np.float64) * table.inv_freq
+        cos = (np.cos(angles) * table.scale).astype(np.float32)[:, None, :]
+        sin = (np.sin(angles) * table.scale).astype(np.float32)[:, None, :]
+        half = table.num_rotated // 2
+        if table.pairing is RopePairing.HALF_SPLIT:
+            first, second = slice(0, half), slice(half, 2 * half)
+        else:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        a, b = x[..., first].copy(), x[..., second].copy()
+        if out is None:
+            out = x.copy()
+        elif out is not x:
+            out[:] = x
+        out[..., first] = a * cos - b * sin
+        out[..., second] = a * sin + b * cos
+        return out
+
+    def attention(
+        self,
+        q: F32Array,
+        k: F32Array,
+        v: F32Array,
+        cache: KvCache,
+        cache_layer: int,
+        positions: I32Array,
+        scale: float,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, HostKvCache)
+        keys, values = cache.keys[cache_layer], cache.values[cache_layer]
+        num_tokens, num_heads, _ = q.shape
+        if out is None:
+            out = np.empty((num_tokens, num_heads, v.shape[2]), np.float32)
+        if num_tokens == 0:
+            return out
+        keys[positions] = k
+        values[positions] = v
+        num_visible = int(positions[-1]) + 1
+        group = num_heads // keys.shape[1]
+        hidden_from = np.arange(num_visible)[None, :] > positions[:, None]
+        for head in range(num_heads):
+            head_keys = keys[:num_visible, head // group].astype(np.float32)
+            head_values = values[:num_visible, head // group].astype(np.float32)
+            scores = (q[:, head] @ head_keys.T) * np.float32(scale)
+            scores[hidden_from] = -np.inf
+            scores -= scores.max(axis=1, keepdims=True)
+            np.exp(scores, out=scores)
+            out[:, head] = (scores @ head_values) / scores.sum(axis=1, keepdims=True)
+        return out
+
+    def route(self, logits: F32Array, rule: RoutingRule) -> tuple[I32Array, F32Array]:
+        probabilities = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+        # Stable, so that equal scores go to the lower id.
+        order = np.argsort(-probabilities, axis=1, kind="stable")
+        ids = order[:, : rule.num_experts_used].astype(np.int32)
+        weights = np.take_along_axis(probabilities, ids, axis=1)
+        if rule.normalise:
+            weights /= np.maximum(weights.sum(axis=1, keepdims=True), _SMALLEST_NORMAL_HALF)
+        return ids, weights
+
+    def add(self, x: F32Array, y: F32Array, out: F32Array | None = None) -> F32Array:
+        return np.add(x, y, out=out)
+
+
+def _dense(matrix: Matrix) -> F32Array:
+    assert isinstance(matrix, DenseMatrix)
+    return matrix.values

@@ -1,0 +1,345 @@
+"""Engine: a model opened for use. Prefill in chunks, decode, sample; logits for tests and tools.
+
+One sequence at a time, used by one thread. Knows nothing of how experts are spread; it hands every
+layer's routing to the MoeExpertComputeRuntime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.ops import KvType, Model
+from dflash_adapters.registry import adapter_for
+from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
+from dflash_protocol.endpoint import parse_endpoint
+from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_protocol.placement import Placement
+from dflash_protocol.settings import Settings, load_settings
+from dflash_runtime.compute import BackendName, ComputeBackend, make_backend
+from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.engine.owners import Event, Owners, daemon_names, parse_daemon
+from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.placement.split import even_split
+
+C = TypeVar("C", bound=StrEnum)
+
+_PREFILL_CHUNK = 512
+_DEFAULT_CONTEXT_LIMIT = 32768
+"""Context if none is asked for and the model has more: a cache larger than this is a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One generated token. `text` is what became readable with it: a character may need several."""
+
+    token_id: int
+    text: str
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """The last generation. Prefill ends with the first token; decode counts the ones after it."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finish_reason: str = ""
+    """``stop`` (the model ended), ``length`` (enough tokens), ``context`` (no position left)."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.num_prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        num_steps = max(0, self.num_generated_tokens - 1)
+        return num_steps / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine was opened: owners by name, events in order."""
+
+    owners: dict[str, OwnerStats]
+    events: list[Event]
+
+
+class Engine:
+    """A model with its experts placed. Made by `Engine.open`; close it, or use it in ``with``.
+
+    Owns: the mapped file, the backend, the daemons it spawned.
+    """
+
+    def __init__(
+        self,
+        file: GgufFile,
+        model: Model[AnyArray],
+        backend: ComputeBackend,
+        owners: Owners,
+        undo: contextlib.ExitStack,
+        *,
+        context: int,
+        kv_type: KvType,
+    ) -> None:
+        """Not for direct use; see `open`."""
+        self._file = file
+        self._model = model
+        self._owners = owners
+        self._undo = undo
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_is_loaded = False
+        self.spec = model.spec
+        self.backend_name = backend.name
+        self.num_positions = context
+        self.kv_type = kv_type
+        self.last_generation = GenerationStats()
+        self._cache = backend.ops.new_kv_cache(self.spec.kv_layers, context, kv_type)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path | None = None,
+        *,
+        daemons: Sequence[str] = (),
+        connect: Sequence[str] = (),
+        local_experts: int | None = None,
+        placement: Placement | None = None,
+        require_daemons: bool = False,
+        backend: str = "auto",
+        kv_type: str = "auto",
+        context: int | None = None,
+        threads: int | None = None,
+        settings: Settings | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> Engine:
+        """Open a GGUF file (None = the demo model) and make its experts ready wherever they go.
+
+        `daemons` are spawned (``DEVICE[@LAUNCHER]``), `connect` are endpoints of running ones.
+        `local_experts` a layer stay in this process; `placement` says it all and excludes it.
+        `kv_type` is ``f32``, ``f16`` or ``auto``: f32 if all matrices of the file are F32.
+        Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
+        """
+        backend_name = _choice(BackendName, "backend", backend)
+        chosen_kv = None if kv_type == "auto" else _choice(KvType, "kv_type", kv_type)
+        choices = [parse_daemon(text) for text in daemons]
+        endpoints = [parse_endpoint(text) for text in connect]
+        if placement is not None and local_experts is not None:
+            raise SettingsError("placement and local_experts exclude each other")
+        for name, value in (("threads", threads), ("context", context)):
+            if value is not None and value < 1:
+                raise SettingsError(f"{name}={value}: must be 1 or more")
+        settings = settings or load_settings()
+        with contextlib.ExitStack() as undo:
+            file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
+            adapter = adapter_for(file)
+            spec = adapter.read_spec(file)
+            if context is not None and context > spec.context_length:
+                raise SettingsError(
+                    f"context={context}: the model was made for up to {spec.context_length}"
+                )
+            if placement is None:
+                names = daemon_names(choices, endpoints)
+                placement = even_split(spec.moe, names, local_experts)
+            if chosen_kv is None:
+                chosen_kv = KvType.F32 if spec.all_matrices_f32 else KvType.F16
+            compute = make_backend(backend_name, num_threads=threads)
+            undo.callback(compute.close)
+            if on_progress is not None:
+                on_progress("parent", "compile", 0, 1)
+            compute.warm_up({tensor.tensor_type for tensor in file.tensors.values()})
+            owners = Owners(
+                file,
+                spec,
+                compute,
+                placement,
+                choices,
+                endpoints,
+                settings=settings,
+                require_daemons=require_daemons,
+                on_progress=on_progress,
+            )
+            undo.callback(owners.close)
+            return cls(
+                file,
+                adapter.load(file, compute.ops),
+                compute,
+                owners,
+                undo.pop_all(),
+                context=context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT),
+                kv_type=chosen_kv,
+            )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the daemons we spawned, leave the others, release the file."""
+        self._undo.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, loaded when first asked for; None if the file has none."""
+        if not self._tokenizer_is_loaded:
+            self._tokenizer = load_tokenizer(self._file)
+            self._tokenizer_is_loaded = True
+        return self._tokenizer
+
+    def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
+        """Token ids of a text, or with `chat` of the conversation that it opens.
+
+        Raises: SettingsError if the file has no tokenizer, or no chat template.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise SettingsError("this file has no tokenizer; give token ids instead of text")
+        if chat:
+            text = tokenizer.render_chat([{"role": "user", "content": text}])
+        return tokenizer.encode(text)
+
+    def logits(
+        self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None
+    ) -> F32Array:
+        """Logits after every position, from an empty state. Shapes: result [T, V] float32.
+
+        `chunk` is the most tokens computed at once, or the sizes of successive chunks.
+        Raises: SettingsError for a bad id, ContextExceeded, DaemonUnavailable.
+        """
+        ids = self._checked(token_ids)
+        out = np.empty((ids.size, self.spec.vocab_size), np.float32)
+        for first, last in _chunk_bounds(ids.size, chunk):
+            out[first:last] = self._model.head(self._forward(ids[first:last], first))
+        return out
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        on_prefill: Callable[[int, int], None] = lambda num_done, num_total: None,
+    ) -> Iterator[GeneratedToken]:
+        """Yield up to `max_tokens` tokens after the prompt, a text or token ids.
+
+        Ends early at a stop token of the model, which is not yielded, unless `ignore_eos`; and when
+        the context is full. `last_generation` holds times and the reason of the end; `on_prefill`
+        is told how many prompt tokens are done.
+        Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
+        are required.
+        """
+        sampler = Sampler(SamplingOptions(temperature, top_k, top_p, min_p, seed))
+        if max_tokens < 1:
+            raise SettingsError(f"max_tokens={max_tokens}: must be 1 or more")
+        ids = self._checked(self.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
+        if ids.size == 0:
+            raise SettingsError("the prompt is empty")
+        return self._generate(ids, max_tokens, sampler, ignore_eos, on_prefill)
+
+    def stats(self) -> EngineStats:
+        """Counters since opening."""
+        return EngineStats(self._owners.runtime.stats(), self._owners.events())
+
+    def _generate(
+        self,
+        prompt: I32Array,
+        max_tokens: int,
+        sampler: Sampler,
+        ignore_eos: bool,
+        on_prefill: Callable[[int, int], None],
+    ) -> Iterator[GeneratedToken]:
+        stats = self.last_generation = GenerationStats(num_prompt_tokens=prompt.size)
+        tokenizer = self.tokenizer
+        decoder = tokenizer.stream() if tokenizer is not None else None
+        stop_ids = tokenizer.stop_ids if tokenizer is not None and not ignore_eos else frozenset()
+        started_s = time.perf_counter()
+        for first, last in _chunk_bounds(prompt.size, None):
+            on_prefill(first, prompt.size)
+            hidden = self._forward(prompt[first:last], first)
+        token_id = sampler(self._model.head(hidden[-1:])[0])
+        num_positions = prompt.size
+        stats.prefill_s = time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        while True:
+            if token_id in stop_ids:
+                stats.finish_reason = "stop"
+                break
+            stats.num_generated_tokens += 1
+            stats.decode_s = time.perf_counter() - started_s
+            yield GeneratedToken(token_id, decoder.push(token_id) if decoder is not None else "")
+            if stats.num_generated_tokens == max_tokens:
+                stats.finish_reason = "length"
+                break
+            if num_positions == self.num_positions:
+                stats.finish_reason = "context"
+                break
+            hidden = self._forward(np.array([token_id], np.int32), num_positions)
+            token_id = sampler(self._model.head(hidden)[0])
+            num_positions += 1
+
+    def _forward(self, token_ids: I32Array, first_position: int) -> F32Array:
+        """One chunk through all layers. Shapes: token_ids [T]; result [T, H]."""
+        phase = Phase.DECODE if token_ids.size == 1 else Phase.PREFILL
+        positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
+        moe = partial(self._owners.runtime.compute, phase=phase)
+        return self._model.forward(token_ids, positions, self._cache, moe)
+
+    def _checked(self, token_ids: Sequence[int]) -> I32Array:
+        ids = np.array(token_ids, dtype=np.int64).reshape(-1)
+        bad = np.flatnonzero((ids < 0) | (ids >= self.spec.vocab_size))
+        if bad.size:
+            raise SettingsError(
+                f"token id {ids[bad[0]]} at position {bad[0]} is not within "
+                f"0..{self.spec.vocab_size - 1}"
+            )
+        if ids.size > self.num_positions:
+            raise ContextExceeded(ids.size, self.num_positions)
+        return ids.astype(np.int32)
+
+
+def _choice(kind: type[C], name: str, value: str) -> C:
+    """The member of that value. Raises: SettingsError naming the setting and what is allowed."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(kind)
+        raise SettingsError(f"{name}={value!r}: must be one of {allowed}") from None
+
+
+def _chunk_bounds(num_tokens: int, chunk: int | Iterable[int] | None) -> Iterator[tuple[int, int]]:
+    """Successive (first, last) of chunks that cover all tokens; the last size is repeated."""
+    sizes = iter([chunk or _PREFILL_CHUNK] if chunk is None or isinstance(chunk, int) else chunk)
+    first, size = 0, 0
+    while first < num_tokens:
+        size = next(sizes, size)
+        if size < 1:
+            raise SettingsError(f"chunk={size}: must be 1 or more")
+        last = min(first + size, num_tokens)
+        yield first, last
+        first = last

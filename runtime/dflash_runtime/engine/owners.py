@@ -1,0 +1,249 @@
+"""Setting up the owners of experts for one engine: local banks, daemons, fallback.
+
+Knows nothing of tokens; it joins placement, supervisor and expert computes, and ends them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ModelSpec
+from dflash_protocol.endpoint import Endpoint, parse_endpoint
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.settings import Settings, run_directory
+from dflash_runtime.compute import ComputeBackend, usable_cores
+from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.link import DaemonLink, Launch
+from dflash_runtime.experts.remote import RemoteExpertCompute
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.store import every_expert, expert_tensor_types, load_banks
+from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallback, Supervisor
+from dflash_runtime.placement.split import LOCAL_OWNER
+
+_PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonChoice:
+    """A daemon to spawn: a device and the program that starts it (None = this interpreter)."""
+
+    device: str
+    launcher: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that went otherwise than planned. Times are seconds since the engine was opened."""
+
+    time_s: float
+    kind: str
+    owner: str
+    reason: str
+
+
+def parse_daemon(text: str) -> DaemonChoice:
+    """Read ``DEVICE[@LAUNCHER]``.
+
+    Raises: SettingsError if the device is unknown or the launcher cannot be executed.
+    """
+    device, at, launcher = text.partition("@")
+    if device != "cpu":
+        raise SettingsError(
+            f"daemon {text!r}: device {device!r} is unknown; this version knows: cpu"
+        )
+    if not at:
+        return DaemonChoice(device, None)
+    path = Path(shutil.which(launcher) or launcher)
+    try:
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise SettingsError(f"daemon launcher {launcher!r}: {error.strerror}") from error
+    if not is_regular or not os.access(path, os.X_OK):
+        raise SettingsError(f"daemon launcher {launcher!r} is not an executable file")
+    return DaemonChoice(device, path.absolute())
+
+
+def daemon_names(choices: Sequence[DaemonChoice], endpoints: Sequence[Endpoint]) -> list[str]:
+    """Names for statistics and messages: ``cpu0, cpu1 …`` for spawned ones, ``link0 …`` else."""
+    return [f"{choice.device}{index}" for index, choice in enumerate(choices)] + [
+        f"link{index}" for index in range(len(endpoints))
+    ]
+
+
+class Owners:
+    """Everything that computes experts for one engine.
+
+    Owns: backend banks, ZeroMQ context, supervisor with its children, their socket folder.
+    Raises: DflashError if a daemon cannot be had; nothing is then left behind.
+    """
+
+    def __init__(
+        self,
+        file: GgufFile,
+        spec: ModelSpec,
+        backend: ComputeBackend,
+        placement: Placement,
+        choices: Sequence[DaemonChoice],
+        endpoints: Sequence[Endpoint],
+        *,
+        settings: Settings,
+        require_daemons: bool,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._events: list[Event] = []
+        self.placement = placement
+        self._opened_s = time.monotonic()
+        self._events_lock = threading.Lock()
+        self._undo = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            backend.warm_up(expert_tensor_types(spec.moe))
+            links = self._make_links(
+                undo, file.path, backend.name, placement, choices, endpoints, settings
+            )
+            computes: list[ExpertCompute] = []
+            context = undo.enter_context(zmq.Context()) if links else None
+            if context is not None:
+                supervisor = Supervisor(
+                    context,
+                    list(links.values()),
+                    Greeting(
+                        model_identity=file.identity(),
+                        moe_digest=spec.moe.digest,
+                        numeric_class=backend.numeric_class,
+                        max_tokens=settings.batch_capacity,
+                    ),
+                    Patience(settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3),
+                    on_progress,
+                )
+                undo.callback(supervisor.close)
+                supervisor.start()
+            for name, owned in zip(placement.owner_names, placement.owners, strict=True):
+                if name in links:
+                    assert context is not None
+                    computes.append(
+                        RemoteExpertCompute(
+                            links[name],
+                            context,
+                            hidden_size=spec.hidden_size,
+                            num_experts_used=max(x.num_experts_used for x in spec.moe.layers),
+                            min_deadline_s=settings.deadline_ms / 1e3,
+                        )
+                    )
+                    self._note_numeric_class(links[name], backend.numeric_class)
+                else:
+                    banks = load_banks(backend, file, spec.moe, owned, read_now=True)
+                    computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks))
+            fallback = None
+            if links and not require_daemons:
+                everything = every_expert(spec.moe)
+                fallback = LocalExpertCompute(
+                    OwnerKind.FALLBACK,
+                    load_banks(backend, file, spec.moe, everything, read_now=False),
+                )
+            self.runtime = MoeExpertComputeRuntime(placement, computes, fallback=fallback)
+            undo.callback(self.runtime.close)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """End daemons of our own, say goodbye to others, remove sockets."""
+        self._undo.close()
+
+    def events(self) -> list[Event]:
+        """What happened so far."""
+        with self._events_lock:
+            return list(self._events)
+
+    def _add_event(self, kind: str, owner: str, reason: str) -> None:
+        with self._events_lock:
+            self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
+
+    def _note_numeric_class(self, link: DaemonLink, ours: str) -> None:
+        """Bits are promised within one numeric class only, so another one is worth an event."""
+        session = link.session
+        if session is not None and session.welcome.numeric_class != ours:
+            theirs = session.welcome.numeric_class
+            self._add_event("numeric_class_differs", link.name, f"daemon {theirs}, parent {ours}")
+
+    def _make_links(
+        self,
+        undo: contextlib.ExitStack,
+        model_path: Path,
+        backend_name: str,
+        placement: Placement,
+        choices: Sequence[DaemonChoice],
+        endpoints: Sequence[Endpoint],
+        settings: Settings,
+    ) -> dict[str, DaemonLink]:
+        """A link per daemon of the placement, by owner name."""
+        owned = dict(zip(placement.owner_names, placement.owners, strict=True))
+        links: dict[str, DaemonLink] = {}
+
+        def add(name: str, endpoint: Endpoint, launch: Launch | None) -> None:
+            links[name] = DaemonLink(
+                name,
+                endpoint,
+                owned.get(name, OwnedExperts({})),
+                launch=launch,
+                on_lost=lambda owner, reason: self._add_event("daemon_lost", owner, reason),
+            )
+            undo.callback(links[name].close)
+
+        names = daemon_names(choices, endpoints)
+        if choices:
+            folder = run_directory(settings) / f"p{os.getpid()}-{secrets.token_hex(3)}"
+            folder.mkdir(mode=0o700)
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        for name, choice in zip(names, choices, strict=False):
+            command = _daemon_command(choice, model_path, backend_name, len(choices))
+            python_paths = _package_roots() if choice.launcher is None else ()
+            add(name, parse_endpoint(f"ipc://{folder}/{name}"), Launch(command, python_paths))
+        for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
+            add(name, endpoint, None)
+        strangers = [n for n in placement.owner_names if n not in links and n != LOCAL_OWNER]
+        if strangers:
+            raise SettingsError(f"the placement names owners that do not exist: {strangers}")
+        return links
+
+
+def _daemon_command(
+    choice: DaemonChoice, model_path: Path, backend_name: str, num_daemons: int
+) -> tuple[str, ...]:
+    """A Python interpreter runs our module; any other executable takes the arguments itself."""
+    launcher = choice.launcher or Path(sys.executable)
+    is_python = choice.launcher is None or launcher.name.startswith("python")
+    return (
+        str(launcher),
+        *(("-m", "dflash_daemon") if is_python else ()),
+        str(model_path.absolute()),
+        "--device",
+        choice.device,
+        "--backend",
+        backend_name,
+        "--threads",
+        str(max(1, usable_cores() // num_daemons)),
+    )
+
+
+def _package_roots() -> tuple[Path, ...]:
+    """Where our packages lie, so that a child finds them even if nothing is installed."""
+    roots = []
+    for package in _PACKAGES:
+        found = importlib.util.find_spec(package)
+        if found is not None and found.origin is not None:
+            roots.append(Path(found.origin).parents[1])
+    return tuple(dict.fromkeys(roots))

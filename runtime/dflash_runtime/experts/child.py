@@ -1,0 +1,82 @@
+"""A daemon process of our own: exec'd, watched, and never left behind.
+
+The child ends when the pipe whose write end we hold is closed, even if we are killed; besides, it
+asks the kernel to be ended with the thread that made it. Used within the supervisor's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+
+from dflash_protocol.endpoint import Endpoint
+from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.settings import child_environment
+from dflash_runtime.experts.link import Launch
+
+_TERMINATE_S = 3.0
+
+
+class DaemonProcess:
+    """One running child.
+
+    Owns: the process, its pidfd, and the write end of its life-line pipe.
+    Raises: DaemonUnavailable if it cannot be started.
+    """
+
+    def __init__(self, launch: Launch, endpoint: Endpoint) -> None:
+        self.ended = asyncio.Event()
+        lifeline_read, self._lifeline_write = os.pipe()
+        command = [
+            *launch.command, "--listen", endpoint.address, "--lifeline-fd", str(lifeline_read)
+        ]  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=child_environment(launch.python_paths),
+                pass_fds=(lifeline_read,),
+                process_group=0,  # Ctrl-C is for the parent; it ends its daemons in order
+            )
+        except OSError as error:
+            os.close(self._lifeline_write)
+            raise DaemonUnavailable(f"cannot start {command[0]}: {error.strerror}") from error
+        finally:
+            os.close(lifeline_read)
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.is_set()
+
+    @property
+    def how_it_ended(self) -> str:
+        """For people: ``ended with exit code 1`` or ``was ended by SIGKILL``."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    async def stop(self) -> None:
+        """Ask it to end, wait a little, then kill it. Returns when it is gone."""
+        if self._lifeline_write >= 0:
+            os.close(self._lifeline_write)
+            self._lifeline_write = -1
+        if not self.has_ended:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self.ended.wait(), _TERMINATE_S)
+            except TimeoutError:
+                self._process.kill()
+                await self.ended.wait()
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+        self.ended.set()

@@ -1,0 +1,108 @@
+"""DaemonLink: the state of one link, shared by the supervisor's thread and the data thread.
+
+Knows nothing of sockets. The supervisor makes sessions; the data thread uses the present one and
+may report it lost; whoever is first to report a session lost has it counted, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_protocol.endpoint import Endpoint
+from dflash_protocol.messages import Welcome
+from dflash_protocol.placement import OwnedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a daemon of our own: the command up to its endpoint and pipe arguments."""
+
+    command: tuple[str, ...]
+    python_paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One successful handshake. Each has a generation of its own, never used twice."""
+
+    generation: int
+    welcome: Welcome
+    data_address: str
+
+
+class DaemonLink:
+    """One daemon as the parent sees it.
+
+    Owns: an eventfd that is readable exactly while the last session is known to be lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: Endpoint,
+        owned: OwnedExperts,
+        *,
+        launch: Launch | None,
+        on_lost: Callable[[str, str], None],
+    ) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.owned = owned
+        self.launch = launch
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._num_sessions = 0
+        self._reason = "not connected yet"
+        self._wake_supervisor: Callable[[], None] = lambda: None
+
+    @property
+    def session(self) -> Session | None:
+        """The live session, or None while there is none."""
+        return self._session
+
+    @property
+    def restarts(self) -> int:
+        """Times the daemon came back after it was lost."""
+        return max(0, self._num_sessions - 1)
+
+    def lost_reason(self) -> str:
+        with self._lock:
+            return f"daemon {self.name}: {self._reason}"
+
+    def set_supervisor_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when the data thread reports a loss."""
+        self._wake_supervisor = wake
+
+    def mark_ready(self, welcome: Welcome) -> Session:
+        """Open a new session."""
+        with self._lock:
+            self._num_sessions += 1
+            session = Session(
+                self._num_sessions, welcome, self.endpoint.data_address(welcome.data_port)
+            )
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.lost_fd)
+            self._session = session
+            return session
+
+    def mark_lost(self, generation: int, reason: str) -> None:
+        """End the session of that generation, if it is still the live one."""
+        with self._lock:
+            if self._session is None or self._session.generation != generation:
+                return
+            self._session = None
+            self._reason = reason
+            os.eventfd_write(self.lost_fd, 1)
+        self._on_lost(self.name, reason)
+        self._wake_supervisor()
+
+    def close(self) -> None:
+        """Release the eventfd. The link must not be used afterwards."""
+        os.close(self.lost_fd)

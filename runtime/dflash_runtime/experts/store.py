@@ -1,0 +1,108 @@
+"""Loading experts: just the byte ranges of the experts that are owned here, and warming up.
+
+Knows nothing of who asks; the daemon, the parent's local experts and the fallback all load through
+here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import MoeLayer, MoeSpec
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.routed_batch import group_by_expert
+from dflash_runtime.compute import ComputeBackend, ExpertBank
+
+LoadProgress = Callable[[int, int], None]
+"""Called with layers done and layers in total."""
+
+
+def expert_tensor_types(spec: MoeSpec) -> frozenset[TensorType]:
+    """Every type that an expert projection of the model is stored in."""
+    return frozenset(
+        projection.tensor_type for layer in spec.layers for projection in layer.projections
+    )
+
+
+def every_expert(spec: MoeSpec) -> OwnedExperts:
+    """All experts of the model under their global ids."""
+    return OwnedExperts.from_lists(
+        {layer.layer_id: range(layer.num_experts) for layer in spec.layers}
+    )
+
+
+def load_banks(
+    backend: ComputeBackend,
+    file: GgufFile,
+    spec: MoeSpec,
+    owned: OwnedExperts,
+    *,
+    read_now: bool,
+    on_progress: LoadProgress = lambda num_done, num_total: None,
+) -> dict[int, ExpertBank]:
+    """A bank for each layer in which something is owned.
+
+    `read_now` brings the owned byte ranges, and no others, into memory; without it they are read
+    when first used, as suits a fallback that is hoped not to be needed.
+    """
+    banks = {}
+    for num_done, (layer_id, global_expert_ids) in enumerate(sorted(owned.by_layer.items())):
+        on_progress(num_done, len(owned.by_layer))
+        layer = spec.by_layer_id[layer_id]
+        if read_now:
+            _read_experts(file, layer, global_expert_ids)
+        banks[layer_id] = backend.load_experts(file, layer, global_expert_ids)
+    on_progress(len(owned.by_layer), len(owned.by_layer))
+    return banks
+
+
+def measure_pairs_per_second(banks: Iterable[ExpertBank]) -> float:
+    """Run every kind of bank once and say how many (token, expert) pairs the slowest does a second.
+
+    This also makes sure that every kernel is compiled and has run before we call ourselves ready.
+    """
+    slowest = float("inf")
+    seen = set()
+    for bank in banks:
+        layer = bank.layer
+        kind = tuple((p.tensor_type, p.rows, p.columns) for p in layer.projections)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        num_pairs = min(layer.num_experts_used, bank.num_experts)
+        batch = group_by_expert(
+            np.ones((1, layer.hidden_size), np.float32),
+            np.zeros(num_pairs, np.int32),
+            np.arange(num_pairs, dtype=np.int32),
+            np.ones(num_pairs, np.float32),
+            phase=Phase.DECODE,
+        )
+        out = np.zeros((1, layer.hidden_size))
+        bank.accumulate(batch, out)
+        started_s = time.perf_counter()
+        bank.accumulate(batch, out)
+        slowest = min(slowest, num_pairs / max(time.perf_counter() - started_s, 1e-7))
+    return slowest if seen else 1e9
+
+
+def _read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+    """Announce the ranges to the kernel, then touch each of their pages."""
+    ranges = [
+        (
+            projection.shard_index,
+            projection.offset_bytes + int(global_expert_id) * projection.stride_bytes,
+            projection.num_bytes,
+        )
+        for projection in layer.projections
+        for global_expert_id in global_expert_ids
+    ]
+    for each in ranges:
+        file.advise_willneed(*each)
+    for each in ranges:
+        file.region(*each)[::4096].max()

@@ -1,0 +1,352 @@
+"""The supervisor: starts, greets, watches and revives daemons, all links in one thread.
+
+One asyncio loop in one thread owns every control socket and every child process for life; the
+thread lives as long as the engine, since a child asks the kernel to end it with the thread that
+spawned it. Knows nothing of expert work; it only makes and ends sessions on DaemonLinks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, ProtocolError
+from dflash_protocol.messages import (
+    PROTOCOL_VERSIONS,
+    Bye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Welcome,
+    decode_header,
+    encode_header,
+)
+from dflash_runtime.experts.child import DaemonProcess
+from dflash_runtime.experts.link import DaemonLink, Session
+
+_LOG = logging.getLogger(__name__)
+
+_SPAWN_SILENCE_S = 60.0
+"""A child that is alive may be silent this long: importing and binding on a busy machine."""
+_MISSED_HEARTBEATS = 5
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_LAST_S = 5.0
+
+ProgressCallback = Callable[[str, str, int, int], None]
+"""Called with owner name, stage, number done, number in total."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a parent tells every daemon about itself and its model."""
+
+    model_identity: str
+    moe_digest: str
+    numeric_class: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the supervisor waits for what."""
+
+    connect_silence_s: float
+    heartbeat_s: float
+
+
+class Supervisor:
+    """Runs all links until closed.
+
+    Owns: its thread, the control sockets, the child processes.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        links: Sequence[DaemonLink],
+        greeting: Greeting,
+        patience: Patience,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self._context = zmq.asyncio.Context.shadow(context.underlying)
+        self._links = tuple(links)
+        self._greeting = greeting
+        self._patience = patience
+        self._on_progress = on_progress
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._first: dict[str, Future[None]] = {link.name: Future() for link in links}
+        self._thread = threading.Thread(target=self._run, name="dflash-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Start and wait until every daemon is ready.
+
+        Raises: the first daemon's DflashError if one cannot be had; everything is then closed.
+        """
+        self._thread.start()
+        try:
+            for link in self._links:
+                self._first[link.name].result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Say goodbye, end the children, end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._run_links())
+        finally:
+            for future in self._first.values():
+                if not future.done():
+                    future.set_exception(DaemonUnavailable("the engine was closed"))
+
+    async def _run_links(self) -> None:
+        tasks = [asyncio.create_task(_LinkTask(self, link).run()) for link in self._links]
+        await self._stop.wait()
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                _LOG.error("supervisor: %r", outcome)
+
+    def report_first(self, name: str, error: DflashError | None) -> None:
+        """Tell `start` how a link's first attempt ended."""
+        future = self._first[name]
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    # What the link tasks read:
+
+    @property
+    def context(self) -> zmq.asyncio.Context:
+        return self._context
+
+    @property
+    def greeting(self) -> Greeting:
+        return self._greeting
+
+    @property
+    def patience(self) -> Patience:
+        return self._patience
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def report_progress(self, name: str, progress: Progress) -> None:
+        if self._on_progress is not None and not self._first[name].done():
+            self._on_progress(name, progress.stage, progress.num_done, progress.num_total)
+
+
+class _LinkTask:
+    """One link's life: start, greet, watch, and again."""
+
+    def __init__(self, supervisor: Supervisor, link: DaemonLink) -> None:
+        self._supervisor = supervisor
+        self._link = link
+        self._process: DaemonProcess | None = None
+        self._attention = asyncio.Event()
+        loop = supervisor.loop
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed already
+                loop.call_soon_threadsafe(self._attention.set)
+
+        link.set_supervisor_wake(wake)
+
+    async def run(self) -> None:
+        backoff_s = 0.0
+        try:
+            while True:
+                try:
+                    await self._one_session()
+                    backoff_s = 0.0
+                except DflashError as error:
+                    self._supervisor.report_first(self._link.name, error)
+                    _LOG.info("daemon %s: %s", self._link.name, error)
+                    backoff_s = min(max(2 * backoff_s, _BACKOFF_FIRST_S), _BACKOFF_LAST_S)
+                    await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+        finally:
+            if self._process is not None:
+                await self._process.stop()
+
+    async def _one_session(self) -> None:
+        """From connecting to the session's end. Returns if a session was had, raises if not."""
+        link = self._link
+        if link.launch is not None and (self._process is None or self._process.has_ended):
+            if self._process is not None:
+                await self._process.stop()
+            self._process = DaemonProcess(link.launch, link.endpoint)
+        with self._supervisor.context.socket(zmq.DEALER) as control:
+            control.setsockopt(zmq.LINGER, 0)
+            control.setsockopt(zmq.RECONNECT_IVL, 20)
+            control.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            monitor = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                control.connect(link.endpoint.address)
+                try:
+                    welcome = await self._handshake(control)
+                except DaemonUnavailable:
+                    # A child that does not answer is of no use any more.
+                    if self._process is not None:
+                        await self._process.stop()
+                    raise
+                self._attention.clear()
+                session = link.mark_ready(welcome)
+                self._supervisor.report_first(link.name, None)
+                await self._watch(control, monitor, session)
+            finally:
+                control.disable_monitor()
+                monitor.close(linger=0)
+
+    async def _handshake(self, control: zmq.asyncio.Socket) -> Welcome:
+        greeting, link = self._supervisor.greeting, self._link
+        hello = Hello(
+            versions=PROTOCOL_VERSIONS,
+            model_identity=greeting.model_identity,
+            moe_digest=greeting.moe_digest,
+            placement_fingerprint=link.owned.fingerprint,
+            numeric_class=greeting.numeric_class,
+            max_tokens=greeting.max_tokens,
+        )
+        await control.send_multipart([encode_header(hello), link.owned.canonical_bytes])
+        silence_s = self._supervisor.patience.connect_silence_s
+        if self._process is not None:
+            silence_s = max(silence_s, _SPAWN_SILENCE_S)
+        while True:
+            message = await self._next_message(control, silence_s)
+            if isinstance(message, Progress):
+                self._supervisor.report_progress(link.name, message)
+            elif isinstance(message, Refused):
+                raise HandshakeRefused(
+                    f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}",
+                    code=message.code,
+                )
+            elif isinstance(message, Welcome):
+                _check_welcome(message, hello, link.name)
+                return message
+            else:
+                raise ProtocolError(f"daemon {link.name} answered hello with {message.TYPE}")
+
+    async def _next_message(self, control: zmq.asyncio.Socket, silence_s: float) -> Message:
+        """The next control message; a child's end or `silence_s` without one raises."""
+        link = self._link
+        receive = asyncio.ensure_future(control.recv_multipart())
+        waiting: list[asyncio.Future[object]] = [receive]  # type: ignore[list-item]
+        if self._process is not None:
+            waiting.append(asyncio.ensure_future(self._process.ended.wait()))
+        try:
+            await asyncio.wait(waiting, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            if receive.done():
+                frames: list[bytes] = receive.result()
+                return decode_header(frames[0])
+            if self._process is not None and self._process.has_ended:
+                raise DaemonUnavailable(
+                    f"daemon {link.name} {self._process.how_it_ended} before it was ready"
+                )
+            raise DaemonUnavailable(
+                f"daemon {link.name}: nothing answers at {link.endpoint.address} "
+                f"({silence_s:.0f} s); is it running?"
+            )
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    async def _watch(
+        self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, session: Session
+    ) -> None:
+        """Ping until the session ends, and see to it that the link knows why."""
+        link, heartbeat_s = self._link, self._supervisor.patience.heartbeat_s
+        watchers = [
+            asyncio.create_task(self._pings(control, session, heartbeat_s)),
+            asyncio.create_task(self._disconnected(monitor)),
+            asyncio.create_task(self._reported()),
+        ]
+        if self._process is not None:
+            watchers.append(asyncio.create_task(self._ended(self._process)))
+        try:
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                link.mark_lost(session.generation, task.result())
+        except asyncio.CancelledError:
+            with contextlib.suppress(zmq.ZMQError):
+                await control.send(encode_header(Bye(session.welcome.link_id)), zmq.NOBLOCK)
+            raise
+        finally:
+            for task in watchers:
+                task.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _pings(
+        self, control: zmq.asyncio.Socket, session: Session, heartbeat_s: float
+    ) -> str:
+        sequence = 0
+        num_missed = 0
+        while num_missed < _MISSED_HEARTBEATS:
+            sequence += 1
+            ping = Ping(sequence, session.welcome.link_id)
+            await control.send(encode_header(ping))
+            try:
+                frames = await asyncio.wait_for(control.recv_multipart(), heartbeat_s)
+            except TimeoutError:
+                num_missed += 1
+                continue
+            try:
+                pong = decode_header(frames[0])
+            except ProtocolError as error:
+                return str(error)
+            if isinstance(pong, Pong) and not pong.known:
+                return "the daemon no longer knows us"
+            num_missed = 0
+            await asyncio.sleep(heartbeat_s)
+        return f"no heartbeat for {num_missed * heartbeat_s:.1f} s"
+
+    async def _disconnected(self, monitor: zmq.asyncio.Socket) -> str:
+        await monitor.recv_multipart()
+        return "the connection ended"
+
+    async def _reported(self) -> str:
+        await self._attention.wait()
+        return "lost while computing"
+
+    async def _ended(self, process: DaemonProcess) -> str:
+        await process.ended.wait()
+        return process.how_it_ended
+
+
+def _check_welcome(welcome: Welcome, hello: Hello, name: str) -> None:
+    """Raises: HandshakeRefused, naming both sides, if the daemon is not what was asked for."""
+    for what, ours, theirs in (
+        ("model", hello.model_identity, welcome.model_identity),
+        ("placement", hello.placement_fingerprint, welcome.placement_fingerprint),
+    ):
+        if ours != theirs:
+            raise HandshakeRefused(f"daemon {name} has {what} {theirs[:16]}, ours is {ours[:16]}")
+    if welcome.version not in hello.versions:
+        raise HandshakeRefused(f"daemon {name} chose protocol version {welcome.version}")
+    if not welcome.max_tokens or welcome.pairs_per_second <= 0.0:
+        raise HandshakeRefused(f"daemon {name} offers no capacity")

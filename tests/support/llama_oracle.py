@@ -1,0 +1,495 @@
+"""llama.cpp as the numeric oracle: logits, inner tensors, token ids and quantised rows.
+
+The library is the extension module of the `xllamacpp` wheel, opened with ctypes: it exports the C
+interfaces of llama.cpp and ggml. Settings are those of exact comparison: CPU, no weight
+repacking, no flash attention. Knows nothing of the packages under test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import gguf
+import numpy as np
+
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
+
+_Params = TypeVar("_Params", bound=ctypes.Structure)
+
+_LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
+
+_LOG_LEVEL_ERROR = 4
+_FLASH_ATTENTION_DISABLED = 0
+_ELEMENT_TYPES = {0: np.float32, 1: np.float16, 26: np.int32}
+_KV_TYPE_IDS = {"f32": 0, "f16": 1}
+_NOT_FOR_WEIGHTS = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
+
+WEIGHT_TYPES = tuple(t.name for t in gguf.GGMLQuantizationType if t.name not in _NOT_FOR_WEIGHTS)
+"""Names of the GGML types that `quantise` makes."""
+
+
+class OracleError(RuntimeError):
+    """llama.cpp refused a request, or is not a build whose structures are known here."""
+
+
+class _ModelParams(ctypes.Structure):
+    """llama_model_params of b11549: 80 bytes."""
+
+    _fields_ = (
+        ("devices", ctypes.c_void_p),
+        ("tensor_buft_overrides", ctypes.c_void_p),
+        ("n_gpu_layers", ctypes.c_int32),
+        ("split_mode", ctypes.c_int32),
+        ("load_mode", ctypes.c_int32),
+        ("lazy_mode", ctypes.c_int32),
+        ("main_gpu", ctypes.c_int32),
+        ("tensor_split", ctypes.c_void_p),
+        ("progress_callback", ctypes.c_void_p),
+        ("progress_callback_user_data", ctypes.c_void_p),
+        ("kv_overrides", ctypes.c_void_p),
+        ("vocab_only", ctypes.c_bool),
+        ("check_tensors", ctypes.c_bool),
+        ("use_extra_bufts", ctypes.c_bool),
+        ("no_host", ctypes.c_bool),
+        ("no_alloc", ctypes.c_bool),
+        ("load_mtp", ctypes.c_bool),
+    )
+
+
+class _ContextParams(ctypes.Structure):
+    """llama_context_params of b11549: 168 bytes (160 before the expert cache's size came in)."""
+
+    _fields_ = (
+        ("n_ctx", ctypes.c_uint32),
+        ("n_batch", ctypes.c_uint32),
+        ("n_ubatch", ctypes.c_uint32),
+        ("n_seq_max", ctypes.c_uint32),
+        ("n_rs_seq", ctypes.c_uint32),
+        ("n_outputs_max", ctypes.c_uint32),
+        ("n_outputs_max_per_seq", ctypes.c_uint32),
+        ("n_threads", ctypes.c_int32),
+        ("n_threads_batch", ctypes.c_int32),
+        ("ctx_type", ctypes.c_int32),
+        ("rope_scaling_type", ctypes.c_int32),
+        ("pooling_type", ctypes.c_int32),
+        ("attention_type", ctypes.c_int32),
+        ("flash_attn_type", ctypes.c_int32),
+        ("rope_freq_base", ctypes.c_float),
+        ("rope_freq_scale", ctypes.c_float),
+        ("yarn_ext_factor", ctypes.c_float),
+        ("yarn_attn_factor", ctypes.c_float),
+        ("yarn_beta_fast", ctypes.c_float),
+        ("yarn_beta_slow", ctypes.c_float),
+        ("yarn_orig_ctx", ctypes.c_uint32),
+        ("defrag_thold", ctypes.c_float),
+        ("cb_eval", ctypes.c_void_p),
+        ("cb_eval_user_data", ctypes.c_void_p),
+        ("type_k", ctypes.c_int32),
+        ("type_v", ctypes.c_int32),
+        ("abort_callback", ctypes.c_void_p),
+        ("abort_callback_data", ctypes.c_void_p),
+        ("expert_cache_bytes", ctypes.c_uint64),
+        ("embeddings", ctypes.c_bool),
+        ("offload_kqv", ctypes.c_bool),
+        ("no_perf", ctypes.c_bool),
+        ("op_offload", ctypes.c_bool),
+        ("swa_full", ctypes.c_bool),
+        ("kv_unified", ctypes.c_bool),
+        ("samplers", ctypes.c_void_p),
+        ("n_samplers", ctypes.c_size_t),
+        ("ctx_other", ctypes.c_void_p),
+    )
+
+
+class _Batch(ctypes.Structure):
+    """llama_batch: 56 bytes."""
+
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.POINTER(ctypes.c_float)),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+class _TensorHead(ctypes.Structure):
+    """First fields of ggml_tensor."""
+
+    _fields_ = (
+        ("type", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    )
+
+
+_recent_errors: deque[str] = deque(maxlen=8)
+
+
+def _keep_error(level: int, text: bytes, _user_data: object) -> None:
+    if level == _LOG_LEVEL_ERROR:
+        _recent_errors.append(text.decode(errors="replace").strip())
+
+
+_on_log = _LOG_CALLBACK(_keep_error)  # llama.cpp keeps the pointer as long as the process lives
+
+
+_VOID, _INT, _LONG, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_bool
+
+_CALL_TYPES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_backend_tensor_get": (None, [_VOID, _VOID, ctypes.c_size_t, ctypes.c_size_t]),
+    "ggml_get_name": (ctypes.c_char_p, [_VOID]),
+    "ggml_nbytes": (ctypes.c_size_t, [_VOID]),
+    "ggml_quantize_chunk": (ctypes.c_size_t, [_INT, _VOID, _VOID, _LONG, _LONG, _LONG, _VOID]),
+    "ggml_quantize_requires_imatrix": (_BOOL, [_INT]),
+    "llama_backend_init": (None, []),
+    "llama_batch_init": (_Batch, [_INT, _INT, _INT]),
+    "llama_batch_free": (None, [_Batch]),
+    "llama_decode": (_INT, [_VOID, _Batch]),
+    "llama_free": (None, [_VOID]),
+    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_VOID, _INT]),
+    "llama_get_memory": (_VOID, [_VOID]),
+    "llama_init_from_model": (_VOID, [_VOID, _ContextParams]),
+    "llama_log_set": (None, [_LOG_CALLBACK, _VOID]),
+    "llama_memory_clear": (None, [_VOID, _BOOL]),
+    "llama_model_free": (None, [_VOID]),
+    "llama_model_get_vocab": (_VOID, [_VOID]),
+    "llama_model_load_from_file": (_VOID, [ctypes.c_char_p, _ModelParams]),
+    "llama_tokenize": (_INT, [_VOID, ctypes.c_char_p, _INT, _VOID, _INT, _BOOL, _BOOL]),
+    "llama_vocab_n_tokens": (_INT, [_VOID]),
+}
+
+
+@cache
+def llama_library() -> ctypes.CDLL:
+    """The C interface of llama.cpp, its log silenced, with the call types this module uses.
+
+    Raises: OracleError if the wheel is missing.
+    """
+    spec = importlib.util.find_spec("xllamacpp")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    files = [file for folder in folders for file in Path(folder).glob("xllamacpp*.so")]
+    if len(files) != 1:
+        raise OracleError(f"the xllamacpp wheel's extension library was looked for, found {files}")
+    library = ctypes.CDLL(str(files[0]))
+    for name, (result_type, argument_types) in _CALL_TYPES.items():
+        function = getattr(library, name)
+        function.restype = result_type
+        function.argtypes = argument_types
+    library.llama_log_set(_on_log, None)
+    library.llama_backend_init()
+    return library
+
+
+def default_params(function_name: str, layout: type[_Params]) -> _Params:
+    """Default parameters, after a check that the library writes exactly the bytes of `layout`.
+
+    The function fills a buffer twice, over two patterns: bytes equal in both are the ones it
+    writes, which gives the size of the structure and its padding.
+    Raises: OracleError if the build's structure is not the known one.
+    """
+    # A structure this large is returned through a pointer to it, passed as the first argument.
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)((function_name, llama_library()))
+    images: list[bytes] = []
+    for fill in (0xA5, 0x5A):
+        buffer = ctypes.create_string_buffer(bytes([fill]) * 1024, 1024)
+        function(ctypes.addressof(buffer))
+        images.append(buffer.raw)
+    written = [index for index, (a, b) in enumerate(zip(*images, strict=True)) if a == b]
+    fields = [getattr(layout, name) for name, *_ in layout._fields_]
+    known = [index for field in fields for index in range(field.offset, field.offset + field.size)]
+    if written != known:
+        size, holes = written[-1] + 1, sorted(set(range(written[-1])) - set(written))
+        raise OracleError(
+            f"{function_name} gives {size} bytes, not written {holes}; the layout known here "
+            f"({layout.__doc__}) has {ctypes.sizeof(layout)} bytes: "
+            "compare llama.h of the installed xllamacpp with tests/support/llama_oracle.py"
+        )
+    return layout.from_buffer_copy(images[0])
+
+
+def _model_params() -> _ModelParams:
+    params = default_params("llama_model_default_params", _ModelParams)
+    _check_defaults(params, use_extra_bufts=True, vocab_only=False, check_tensors=False)
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = False
+    return params
+
+
+def _context_params() -> _ContextParams:
+    params = default_params("llama_context_default_params", _ContextParams)
+    _check_defaults(params, n_ctx=512, n_batch=2048, n_ubatch=512, n_seq_max=1, offload_kqv=True)
+    _check_defaults(params, flash_attn_type=-1, type_k=1, type_v=1)
+    return params
+
+
+def _check_defaults(params: ctypes.Structure, **expected: int) -> None:
+    """Raises: OracleError if a field has not its known default, so stands elsewhere."""
+    found = {name: getattr(params, name) for name in expected}
+    if found != expected:
+        raise OracleError(f"defaults {found} of {type(params).__doc__} were expected as {expected}")
+
+
+class LlamaOracle:
+    """One GGUF file loaded in llama.cpp, with one sequence and its KV cache.
+
+    Owns: the model and the context, freed by `close` or at the end of a `with` block.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        context_length: int,
+        kv_type: Literal["f32", "f16"] = "f32",
+        threads: int = 1,
+        max_batch: int | None = None,
+        vocab_only: bool = False,
+    ) -> None:
+        """Load `path`, or the first shard of it.
+
+        `max_batch` limits the tokens of one decode call (default: `context_length`);
+        `vocab_only` reads no weights, for `tokenize` alone.
+        Raises: OracleError if llama.cpp does not load the file.
+        """
+        self._context: int | None = None
+        self._model: int | None = None
+        self._library = llama_library()
+        self._context_length = context_length
+        self._max_batch = max_batch or context_length
+        self._kv_type_id = _KV_TYPE_IDS[kv_type]
+        self._threads = threads
+        self._vocab_only = vocab_only
+        params = _model_params()
+        params.vocab_only = vocab_only
+        _recent_errors.clear()
+        self._model = self._library.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise OracleError(f"llama.cpp does not load {path}: {'; '.join(_recent_errors)}")
+        self._vocab = self._library.llama_model_get_vocab(self._model)
+        self.vocab_size: int = self._library.llama_vocab_n_tokens(self._vocab)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free context and model. May be called again."""
+        if self._context:
+            self._library.llama_free(self._context)
+        if self._model:
+            self._library.llama_model_free(self._model)
+        self._context = self._model = None
+
+    def logits(
+        self,
+        token_ids: Sequence[int] | AnyArray,
+        chunks: Sequence[int] | None = None,
+        start_position: int = 0,
+    ) -> F32Array:
+        """Logits after every position, from an empty KV cache.
+
+        `chunks` are the sizes of the pieces decoded one after another (default: as few as
+        `max_batch` allows); the first token stands at `start_position`.
+        Shapes: token_ids [T]; result [T, V] float32.
+        """
+        if self._context is None:
+            self._context = self._new_context(None)
+        return self._decode(self._context, token_ids, chunks, start_position)
+
+    def layer_tensors(
+        self,
+        token_ids: Sequence[int] | AnyArray,
+        names: Collection[str],
+        start_position: int = 0,
+    ) -> dict[str, AnyArray]:
+        """Inner tensors of one decode of all tokens, by llama.cpp's name, such as ``l_out-3``.
+
+        Useful names: attn_norm, Qcur, Kcur, Vcur, kqv_out, ffn_norm, ffn_moe_logits,
+        ffn_moe_topk, ffn_moe_weights_norm, ffn_moe_out, l_out with ``-<layer>``; result_norm.
+        A name that the graph uses again keeps its last value: Qcur is after norm and rotation.
+        Shapes: row-major with the token axis first, such as Qcur [T, heads, D], l_out [T, H].
+        Raises: OracleError for a name that the graph has not.
+        """
+        found: dict[str, AnyArray] = {}
+
+        def on_tensor(tensor: int, asked: bool, _user_data: object) -> bool:
+            name = self._library.ggml_get_name(tensor).decode()
+            if name not in names:
+                return not asked
+            if not asked:
+                found[name] = self._read_tensor(tensor, len(token_ids))
+            return True
+
+        callback = _EVAL_CALLBACK(on_tensor)
+        context = self._new_context(callback)
+        try:
+            self._decode(context, token_ids, [len(token_ids)], start_position)
+        finally:
+            self._library.llama_free(context)
+        if missing := sorted(set(names) - found.keys()):
+            raise OracleError(f"the graph has no tensor named {', '.join(missing)}")
+        return found
+
+    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`, without a token for the beginning of the sequence."""
+        encoded = text.encode()
+        buffer = (ctypes.c_int32 * (len(encoded) + 8))()
+        count = self._library.llama_tokenize(
+            self._vocab, encoded, len(encoded), buffer, len(buffer), False, parse_special
+        )
+        if count < 0:
+            raise OracleError(f"llama.cpp does not tokenise {text!r}: code {count}")
+        return list(buffer[:count])
+
+    def _new_context(self, on_tensor: Callable[..., Any] | None) -> int:
+        if self._model is None or self._vocab_only:
+            raise OracleError("the oracle is closed, or was opened for its vocabulary alone")
+        params = _context_params()
+        params.n_ctx = self._context_length
+        params.n_batch = params.n_ubatch = self._max_batch
+        params.n_threads = params.n_threads_batch = self._threads
+        params.flash_attn_type = _FLASH_ATTENTION_DISABLED
+        params.type_k = params.type_v = self._kv_type_id
+        params.no_perf = True
+        if on_tensor is not None:
+            params.cb_eval = ctypes.cast(on_tensor, ctypes.c_void_p)  # type: ignore[arg-type]
+        _recent_errors.clear()
+        context = self._library.llama_init_from_model(self._model, params)
+        if not context:
+            raise OracleError(f"llama.cpp makes no context: {'; '.join(_recent_errors)}")
+        return int(context)
+
+    def _decode(
+        self,
+        context: int,
+        token_ids: Sequence[int] | AnyArray,
+        chunks: Sequence[int] | None,
+        start_position: int,
+    ) -> F32Array:
+        ids = np.asarray(token_ids, dtype=np.int32)
+        if ids.ndim != 1 or not np.all((ids >= 0) & (ids < self.vocab_size)):
+            raise ValueError(f"token ids must be one row of 0 … {self.vocab_size - 1}")
+        if len(ids) > self._context_length:
+            raise ValueError(f"{len(ids)} tokens exceed the context of {self._context_length}")
+        if chunks is None:
+            whole, rest = divmod(len(ids), self._max_batch)
+            chunks = [self._max_batch] * whole + [rest] * (rest > 0)
+        if sum(chunks) != len(ids) or not all(0 < size <= self._max_batch for size in chunks):
+            raise ValueError(
+                f"chunks {list(chunks)} must be of 1 … {self._max_batch} tokens, {len(ids)} in all"
+            )
+        self._library.llama_memory_clear(self._library.llama_get_memory(context), True)
+        result = np.empty((len(ids), self.vocab_size), dtype=np.float32)
+        done = 0
+        for size in chunks:
+            chunk = slice(done, done + size)
+            self._decode_chunk(context, ids[chunk], start_position + done, result[chunk])
+            done += size
+        return result
+
+    def _decode_chunk(
+        self, context: int, ids: AnyArray, first_position: int, out: F32Array
+    ) -> None:
+        batch = self._library.llama_batch_init(len(ids), 0, 1)
+        try:
+            batch.n_tokens = len(ids)
+            for index, token_id in enumerate(ids):
+                batch.token[index] = int(token_id)
+                batch.pos[index] = first_position + index
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = 0
+                batch.logits[index] = 1
+            _recent_errors.clear()
+            if code := self._library.llama_decode(context, batch):
+                raise OracleError(f"llama_decode: code {code}; {'; '.join(_recent_errors)}")
+        finally:
+            self._library.llama_batch_free(batch)
+        for index in range(len(ids)):
+            row = self._library.llama_get_logits_ith(context, index)
+            if not row:
+                raise OracleError(f"llama.cpp has no logits for token {index} of the chunk")
+            out[index] = np.ctypeslib.as_array(row, shape=(self.vocab_size,))
+
+    def _read_tensor(self, tensor: int, num_tokens: int) -> AnyArray:
+        """Copy of a tensor, by its own strides: some are views of wider tensors."""
+        head = _TensorHead.from_address(tensor)
+        raw = np.empty(self._library.ggml_nbytes(tensor), dtype=np.uint8)
+        self._library.ggml_backend_tensor_get(tensor, raw.ctypes.data, 0, raw.nbytes)
+        shape, strides = list(head.ne)[::-1], list(head.nb)[::-1]
+        values: AnyArray = np.ndarray(
+            shape, dtype=_ELEMENT_TYPES[head.type], buffer=raw, strides=strides
+        )
+        values = values[0]
+        return (values[0] if values.shape[:2] == (1, num_tokens) else values).copy()
+
+
+def quantise(values: F32Array, tensor_type_name: str) -> U8Array:
+    """Rows in a GGML block format, by llama.cpp's own quantiser; F32, F16 and BF16 too.
+
+    Formats that need an importance matrix get one that is the same everywhere.
+    Shapes: values [rows, columns] float32; result [rows, row_bytes] uint8.
+    Raises: ValueError for a type not in `WEIGHT_TYPES`, or columns that are not whole blocks.
+    """
+    if tensor_type_name not in WEIGHT_TYPES:  # the quantiser would abort the process
+        raise ValueError(f"{tensor_type_name} is not one of {', '.join(WEIGHT_TYPES)}")
+    library = llama_library()
+    tensor_type = gguf.GGMLQuantizationType[tensor_type_name]
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
+    rows, columns = values.shape
+    if columns % block_elements:
+        raise ValueError(f"{columns} columns are not whole {tensor_type_name} blocks")
+    source = np.ascontiguousarray(values, dtype=np.float32)
+    result = np.empty((rows, columns // block_elements * block_bytes), dtype=np.uint8)
+    importance = None
+    if library.ggml_quantize_requires_imatrix(tensor_type):
+        importance = np.ones(columns, dtype=np.float32)
+    num_bytes = library.ggml_quantize_chunk(
+        tensor_type,
+        source.ctypes.data,
+        result.ctypes.data,
+        0,
+        rows,
+        columns,
+        None if importance is None else importance.ctypes.data,
+    )
+    if num_bytes != result.nbytes:
+        raise OracleError(f"{tensor_type_name}: {num_bytes} bytes written, not {result.nbytes}")
+    return result
+
+
+def relative_error(values: AnyArray, reference: AnyArray) -> float:
+    """``max|values - reference| / max|reference|``, in float64."""
+    return float(np.max(position_errors(values, reference)))
+
+
+def position_errors(values: AnyArray, reference: AnyArray) -> F64Array:
+    """`relative_error` of each position, on the scale of the whole reference.
+
+    For quantised files, where a rounding can flip an expert of some position: take the median.
+    Shapes: values, reference [T, ...]; result [T].
+    """
+    if values.shape != reference.shape:
+        raise ValueError(f"shapes differ: {values.shape} and {reference.shape}")
+    exact = np.asarray(reference, dtype=np.float64).reshape(len(reference), -1)
+    difference = np.asarray(values, dtype=np.float64).reshape(exact.shape) - exact
+    errors: F64Array = np.abs(difference).max(axis=1) / np.abs(exact).max()
+    return errors

@@ -1,0 +1,37 @@
+"""llama.cpp's tokenizer of a GGUF file, without its weights: the oracle for token ids.
+
+Knows nothing of the packages under test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from support.llama_oracle import LlamaOracle
+
+
+class LlamaTokenizer(LlamaOracle):
+    """The vocabulary of one file, loaded in llama.cpp. To be closed, or used in a `with` block."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, context_length=8, vocab_only=True)
+        self._is_end = self._library.llama_vocab_is_eog
+        self._is_end.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+        self._is_end.restype = ctypes.c_bool
+        self._to_piece = self._library.llama_token_to_piece
+        self._to_piece.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p),
+            *(ctypes.c_int32, ctypes.c_int32, ctypes.c_bool),
+        ]
+        self._to_piece.restype = ctypes.c_int32
+
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that llama.cpp ends a text at."""
+        return frozenset(i for i in range(self.vocab_size) if self._is_end(self._vocab, i))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, control tokens in full."""
+        buffer = ctypes.create_string_buffer(4096)
+        count = self._to_piece(self._vocab, token_id, buffer, len(buffer), 0, True)
+        return buffer.raw[:count]

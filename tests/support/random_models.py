@@ -1,0 +1,487 @@
+"""GGUF files with random weights: small ones that compute something, and one that is only large.
+
+Every value follows from the seed and the tensor's name, so files of one seed that differ in
+types, shards or tokenizer hold the same model. Knows nothing of the packages under test.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+from zlib import crc32
+
+import gguf
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I32Array, U8Array
+from support.llama_oracle import quantise
+
+TensorTypes: TypeAlias = str | Mapping[str, str] | Callable[[str], str]
+"""One type name for all matrices; type names by tensor ("attn_q"); or a function of full names."""
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN from `original_context` positions to `factor` times as many."""
+
+    factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3MoeShape:
+    """Dimensions of a qwen3moe model."""
+
+    name: str = "default"
+    num_layers: int = 5
+    hidden_size: int = 52
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 10
+    num_experts: int = 11
+    num_experts_used: int = 3
+    ffn_size: int = 36
+    vocab_size: int = 101
+    context_length: int = 256
+    rope_freq_base: float = 10_000.0
+    rms_eps: float = 1e-6
+    tied_output: bool = False
+    rope_scaling: LinearRope | YarnRope | None = None
+
+
+ODD_SHAPES: tuple[Qwen3MoeShape, ...] = (
+    Qwen3MoeShape("odd widths"),
+    Qwen3MoeShape(
+        "seven heads on one",
+        hidden_size=45,
+        num_heads=7,
+        num_kv_heads=1,
+        head_dim=18,
+        ffn_size=23,
+        vocab_size=97,
+        rope_freq_base=1e6,
+        rms_eps=1e-5,
+    ),
+    Qwen3MoeShape(
+        "yarn",
+        head_dim=24,
+        context_length=4096,
+        rope_scaling=YarnRope(factor=4.0, original_context=1024),
+    ),
+    Qwen3MoeShape(
+        "yarn from few positions",
+        hidden_size=37,
+        head_dim=14,
+        rope_freq_base=5e5,
+        rope_scaling=YarnRope(factor=8.0, original_context=32),
+    ),
+    Qwen3MoeShape("linear rope", head_dim=12, rope_scaling=LinearRope(factor=2.5)),
+    Qwen3MoeShape("tied output", hidden_size=60, vocab_size=113, tied_output=True),
+    Qwen3MoeShape("every expert used", num_experts=5, num_experts_used=5),
+    Qwen3MoeShape("one expert used", num_experts=7, num_experts_used=1, num_kv_heads=6),
+    Qwen3MoeShape("one layer", num_layers=1, hidden_size=33, head_dim=6),
+)
+"""Shapes in which nothing is round, for F32 files."""
+
+BLOCK_32_SHAPE = Qwen3MoeShape(
+    "blocks of 32", hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=160
+)
+"""Rows of whole blocks of 32 values: Q8_0, Q4_0, IQ4_NL, MXFP4 and the like."""
+
+BLOCK_256_SHAPE = Qwen3MoeShape(
+    "blocks of 256",
+    num_layers=2,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    num_experts=6,
+    num_experts_used=2,
+    ffn_size=512,
+)
+"""Rows of whole blocks of 256 values: every GGML type."""
+
+
+def tensor_shapes(shape: Qwen3MoeShape) -> dict[str, tuple[int, ...]]:
+    """Row-major shapes by tensor name, in file order."""
+    hidden, experts = shape.hidden_size, shape.num_experts
+    q_width = shape.num_heads * shape.head_dim
+    kv_width = shape.num_kv_heads * shape.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,),
+        "attn_q": (q_width, hidden),
+        "attn_k": (kv_width, hidden),
+        "attn_v": (kv_width, hidden),
+        "attn_q_norm": (shape.head_dim,),
+        "attn_k_norm": (shape.head_dim,),
+        "attn_output": (hidden, q_width),
+        "ffn_norm": (hidden,),
+        "ffn_gate_inp": (experts, hidden),
+        "ffn_gate_exps": (experts, shape.ffn_size, hidden),
+        "ffn_up_exps": (experts, shape.ffn_size, hidden),
+        "ffn_down_exps": (experts, hidden, shape.ffn_size),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, hidden)}
+    for layer_id in range(shape.num_layers):
+        shapes |= {f"blk.{layer_id}.{kind}.weight": dims for kind, dims in layer.items()}
+    shapes["output_norm.weight"] = (hidden,)
+    if not shape.tied_output:
+        shapes["output.weight"] = (shape.vocab_size, hidden)
+    return shapes
+
+
+def random_tensors(shape: Qwen3MoeShape, *, seed: int) -> dict[str, F32Array]:
+    """Weights by tensor name, before any quantisation.
+
+    Scales keep every layer's share of the hidden state of the same order, spread the router's
+    scores over the experts, and give logits of about 5.
+    """
+    gains = {"ffn_gate_inp": 2.0, "ffn_down_exps": 2.0, "attn_output": 2.0, "output": 1.7}
+    gains["token_embd"] = gains["output"] if shape.tied_output else math.sqrt(shape.hidden_size)
+    tensors: dict[str, F32Array] = {}
+    for name, dims in tensor_shapes(shape).items():
+        random = np.random.default_rng([seed, crc32(name.encode())])
+        if len(dims) == 1:
+            tensors[name] = random.uniform(0.6, 1.5, dims).astype(np.float32)
+        else:
+            deviation = gains.get(_kind(name), 1.2) / math.sqrt(dims[-1])
+            tensors[name] = random.standard_normal(dims, dtype=np.float32) * np.float32(deviation)
+    return tensors
+
+
+def write_qwen3moe(
+    path: Path,
+    shape: Qwen3MoeShape,
+    *,
+    seed: int,
+    tensor_type: TensorTypes = "F32",
+    dequantised: bool = False,
+    tokenizer: Literal["none", "bytes"] = "none",
+    split_into: int = 1,
+) -> Path:
+    """Write a random model; gives the path to open, which for shards is the first one's.
+
+    `tensor_type` names GGML types. A plain name is for all matrices except the router's, a
+    mapping's missing tensors are F32, a function decides for every matrix; norms are F32 always.
+    `dequantised` stores as F32 the values that the types leave, for exact comparisons.
+    `split_into` shards are named as llama.cpp wants them: ``<stem>-00001-of-0000N.gguf``.
+    """
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    _add_metadata(writer, shape)
+    if tokenizer == "bytes":
+        _add_byte_tokenizer(writer, shape.vocab_size)
+    else:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(shape.vocab_size)
+    tensors = random_tensors(shape, seed=seed)
+    if not 1 <= split_into <= len(tensors):
+        raise ValueError(f"{len(tensors)} tensors cannot fill {split_into} shards")
+    first_of_shard = {len(tensors) * shard // split_into for shard in range(1, split_into)}
+    for index, (name, values) in enumerate(tensors.items()):
+        if index in first_of_shard:
+            writer.tensors.append({})
+        type_name = "F32" if values.ndim == 1 else _type_name(tensor_type, name)
+        stored = values if type_name == "F32" else _quantise_stack(values, type_name)
+        ggml_type = gguf.GGMLQuantizationType[type_name]
+        if dequantised and type_name != "F32":
+            stored, ggml_type = gguf.dequantize(stored, ggml_type), gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, stored, raw_dtype=ggml_type)
+    files = writer.format_shard_names(path)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return files[0]
+
+
+def _kind(name: str) -> str:
+    """``attn_q`` of ``blk.3.attn_q.weight``."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _type_name(tensor_type: TensorTypes, name: str) -> str:
+    if callable(tensor_type):
+        return tensor_type(name)
+    if isinstance(tensor_type, str):
+        return "F32" if _kind(name) == "ffn_gate_inp" else tensor_type
+    return tensor_type.get(_kind(name), "F32")
+
+
+def _quantise_stack(values: F32Array, type_name: str) -> U8Array:
+    """Shapes: values [..., columns]; result [..., row_bytes] uint8."""
+    rows = quantise(values.reshape(-1, values.shape[-1]), type_name)
+    return rows.reshape(*values.shape[:-1], -1)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, shape: Qwen3MoeShape) -> None:
+    writer.add_type("model")
+    writer.add_name(f"random qwen3moe, {shape.name}")
+    writer.add_quantization_version(2)
+    writer.add_block_count(shape.num_layers)
+    writer.add_context_length(shape.context_length)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_feed_forward_length(shape.ffn_size * shape.num_experts_used)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_freq_base)
+    writer.add_layer_norm_rms_eps(shape.rms_eps)
+    writer.add_expert_count(shape.num_experts)
+    writer.add_expert_used_count(shape.num_experts_used)
+    writer.add_expert_feed_forward_length(shape.ffn_size)
+    match shape.rope_scaling:
+        case LinearRope(factor):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(factor)
+        case YarnRope(factor, original_context):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(factor)
+            writer.add_rope_scaling_orig_ctx_len(original_context)
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level BPE, by byte value.
+
+    Source: Radford et al. 2019 (GPT-2): printable bytes stand for themselves, the rest follow 255.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [
+        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
+    ]
+
+
+BYTE_MERGES = ("Ġ t", "h e", "Ġt he", "i n", "Ġ a", "e r", "Ġa n", "Ġan d")
+"""Merges of the byte tokenizer; each gives one token after the 256 bytes."""
+
+END_OF_TEXT_ID = 256 + len(BYTE_MERGES)
+"""Id of `END_OF_TEXT` in the byte tokenizer."""
+
+
+def _add_byte_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """Ids in order: 256 bytes, the merges' tokens, the end of text, unused padding."""
+    normal = byte_characters() + [merge.replace(" ", "") for merge in BYTE_MERGES]
+    num_unused = vocab_size - len(normal) - 1
+    if num_unused < 0:
+        raise ValueError(f"the byte tokenizer needs a vocabulary of {len(normal) + 1} or more")
+    padding = [f"[PAD{vocab_size - num_unused + index}]" for index in range(num_unused)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*normal, END_OF_TEXT, *padding])
+    writer.add_token_types(
+        [gguf.TokenType.NORMAL] * len(normal)
+        + [gguf.TokenType.CONTROL]
+        + [gguf.TokenType.UNUSED] * num_unused
+    )
+    writer.add_token_merges(BYTE_MERGES)
+    writer.add_eos_token_id(END_OF_TEXT_ID)
+    writer.add_add_bos_token(False)
+
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n\\nFunction signatures are within <tools></tools> tags:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""The dialogue format of the Qwen3 models, with tools and thinking."""
+
+# fmt: off
+_CONTROL_TOKENS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
+    "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+]
+_USER_TOKENS = [
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+    "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
+    "<think>", "</think>",
+]
+# fmt: on
+
+_NUM_MERGES_30B = 151_387
+_SHAPE_30B = Qwen3MoeShape(
+    "Qwen3 30B A3B",
+    num_layers=48,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_used=8,
+    ffn_size=768,
+    vocab_size=151_936,
+    context_length=40_960,
+    rope_freq_base=1e6,
+)
+
+
+def write_sparse_30b(path: Path) -> Path:
+    """Write what Qwen3-30B-A3B in Q4_K_M is from outside: 18.6 GB, of which few are on disk.
+
+    Metadata, a vocabulary of 151,936 tokens with its merges, and 579 tensors of the types that
+    llama-quantize chooses; their data is a hole in the file, which reads as zeros.
+    """
+    alignment = gguf.GGUF_DEFAULT_ALIGNMENT
+    metadata = _metadata_30b()
+    tensors = tensor_shapes(_SHAPE_30B)
+    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        header += _gguf_string(key) + _gguf_value(value)
+    offset = 0
+    for name, dims in tensors.items():
+        ggml_type = gguf.GGMLQuantizationType[_q4_k_m_type(name, _SHAPE_30B.num_layers)]
+        block_elements, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        header += _gguf_string(name) + struct.pack("<I", len(dims))
+        header += struct.pack(f"<{len(dims)}QIQ", *reversed(dims), ggml_type, offset)
+        num_bytes = math.prod(dims) // block_elements * block_bytes
+        offset += num_bytes + -num_bytes % alignment
+    header += bytes(-len(header) % alignment)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + offset)
+    return path
+
+
+def _q4_k_m_type(name: str, num_layers: int) -> str:
+    """Source: llama-quantize, the rule that gives some layers more bits."""
+    kind = _kind(name)
+    if kind.endswith("_norm") or kind == "ffn_gate_inp":
+        return "F32"
+    if kind == "output":
+        return "Q6_K"
+    if kind in {"attn_v", "ffn_down_exps"}:
+        layer_id, eighth = int(name.split(".")[1]), num_layers // 8
+        first_or_last = not eighth <= layer_id < 7 * eighth
+        return "Q6_K" if first_or_last or (layer_id - eighth) % 3 == 2 else "Q4_K"
+    return "Q4_K"
+
+
+_MetadataValue: TypeAlias = str | bool | int | float | list[bytes] | I32Array
+
+
+def _metadata_30b() -> dict[str, _MetadataValue]:
+    shape = _SHAPE_30B
+    words, merges = _random_merges(_NUM_MERGES_30B)
+    added = [token.encode() for token in (*_CONTROL_TOKENS, *_USER_TOKENS)]
+    normal = [character.encode() for character in byte_characters()] + words
+    first_unused = len(normal) + len(added)
+    unused = [f"[PAD{token_id}]".encode() for token_id in range(first_unused, shape.vocab_size)]
+    types = (
+        [gguf.TokenType.NORMAL] * len(normal)
+        + [gguf.TokenType.CONTROL] * len(_CONTROL_TOKENS)
+        + [gguf.TokenType.USER_DEFINED] * len(_USER_TOKENS)
+        + [gguf.TokenType.UNUSED] * len(unused)
+    )
+    end_of_text_id = len(normal)
+    return {
+        "general.architecture": "qwen3moe",
+        "general.type": "model",
+        "general.name": shape.name,
+        "general.basename": "Qwen3",
+        "general.size_label": "30B-A3B",
+        "qwen3moe.block_count": shape.num_layers,
+        "qwen3moe.context_length": shape.context_length,
+        "qwen3moe.embedding_length": shape.hidden_size,
+        "qwen3moe.feed_forward_length": 6144,
+        "qwen3moe.attention.head_count": shape.num_heads,
+        "qwen3moe.attention.head_count_kv": shape.num_kv_heads,
+        "qwen3moe.rope.freq_base": shape.rope_freq_base,
+        "qwen3moe.attention.layer_norm_rms_epsilon": shape.rms_eps,
+        "qwen3moe.expert_used_count": shape.num_experts_used,
+        "qwen3moe.attention.key_length": shape.head_dim,
+        "qwen3moe.attention.value_length": shape.head_dim,
+        "qwen3moe.expert_count": shape.num_experts,
+        "qwen3moe.expert_feed_forward_length": shape.ffn_size,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": [*normal, *added, *unused],
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": end_of_text_id + _CONTROL_TOKENS.index("<|im_end|>"),
+        "tokenizer.ggml.padding_token_id": end_of_text_id,
+        "tokenizer.ggml.bos_token_id": end_of_text_id,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+        "general.quantization_version": 2,
+        "general.file_type": 15,
+    }
+
+
+def _random_merges(count: int) -> tuple[list[bytes], list[bytes]]:
+    """`count` tokens of several letters and the merges that make them, as long as real ones."""
+    random = np.random.default_rng(0)
+    space = "Ġ".encode()
+    parts = [space, *(bytes([letter]) for letter in b"etaoinshrdlcumwfgypbvkxjqzETAOINSHRDLCUM")]
+    words: list[bytes] = []
+    merges: list[bytes] = []
+    seen: set[bytes] = set()
+    while len(merges) < count:
+        for first, second in random.random((count, 2)).tolist():
+            left, right = parts[int(first * len(parts))], parts[int(second * len(parts))]
+            word = left + right
+            if word not in seen and not right.startswith(space) and len(merges) < count:
+                seen.add(word)
+                words.append(word)
+                merges.append(left + b" " + right)
+                if len(parts) < 8_000 and len(word) <= 5:
+                    parts.append(word)
+    return words, merges
+
+
+def _gguf_string(text: str | bytes) -> bytes:
+    encoded = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _gguf_value(value: _MetadataValue) -> bytes:
+    """A metadata value after its type."""
+    kind = gguf.GGUFValueType
+    if isinstance(value, bool):
+        return struct.pack("<I?", kind.BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", kind.UINT32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", kind.FLOAT32, value)
+    if isinstance(value, str):
+        return struct.pack("<I", kind.STRING) + _gguf_string(value)
+    if isinstance(value, list):
+        texts = b"".join(_gguf_string(text) for text in value)
+        return struct.pack("<IIQ", kind.ARRAY, kind.STRING, len(value)) + texts
+    return struct.pack("<IIQ", kind.ARRAY, kind.INT32, len(value)) + value.tobytes()
