@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
+import numpy as np
+
 from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_metadata import Metadata
 from dflash_adapters.gguf_shards import Shard, open_shards
@@ -44,6 +46,8 @@ class GgufFile(Metadata):
         self.size_bytes = sum(shard.size_bytes for shard in shards)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_all_tensors(shards))
         self.architecture = self.get_str("general.architecture", max_bytes=64)
+        # Last: a mapping that is looked at cannot be closed if something above fails.
+        self._data = [np.frombuffer(shard.mapping, dtype=np.uint8) for shard in shards]
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -62,6 +66,7 @@ class GgufFile(Metadata):
         for shard in self._shards:
             shard.file.close()
         self._shards = ()
+        self._data = []
 
     def __enter__(self) -> Self:
         return self
@@ -91,8 +96,8 @@ class GgufFile(Metadata):
 
     def region(self, shard_index: int, offset_bytes: int, num_bytes: int) -> U8Array:
         """Bytes of one shard, without a copy. Shapes: [num_bytes] uint8, read-only."""
-        shard = self._shard(shard_index, offset_bytes, num_bytes)
-        return shard.data[offset_bytes : offset_bytes + num_bytes]
+        self._shard(shard_index, offset_bytes, num_bytes)
+        return self._data[shard_index][offset_bytes : offset_bytes + num_bytes]
 
     def advise_willneed(self, shard_index: int, offset_bytes: int, num_bytes: int) -> None:
         """Ask the system to start reading bytes of one shard; returns at once."""

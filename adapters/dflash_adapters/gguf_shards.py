@@ -15,14 +15,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_metadata import Metadata
 from dflash_adapters.gguf_scanner import scan_gguf
 from dflash_adapters.gguf_types import MetadataValue, TensorInfo
 from dflash_protocol.errors import ModelFileError
-from dflash_protocol.ids import U8Array
 
 # Each shard holds two descriptors (its own and the mapping's); the usual limit is 1024 a process.
 MAX_SHARDS = 256
@@ -34,7 +31,7 @@ _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One open file of a model. Shapes: data [size_bytes] uint8, the mapped file, read-only."""
+    """One open file of a model."""
 
     path: Path
     file: io.FileIO
@@ -43,7 +40,6 @@ class Shard:
     tensors: list[TensorInfo]
     metadata_bytes: int
     mapping: mmap.mmap
-    data: U8Array
 
     def read(self, offset_bytes: int, num_bytes: int) -> bytes:
         """Bytes read through the descriptor.
@@ -160,7 +156,9 @@ def _open_shard(path: Path, shard_index: int, on_error: ExitStack) -> Shard:
         raise ModelFileError("not a regular file", path=path)
     scan = scan_gguf(file.fileno(), path, opened.st_size, shard_index)
     try:
-        mapping = mmap.mmap(file.fileno(), opened.st_size, access=mmap.ACCESS_READ)
+        mapping = on_error.enter_context(
+            mmap.mmap(file.fileno(), opened.st_size, access=mmap.ACCESS_READ)
+        )
     except (OSError, ValueError) as error:
         # ValueError: the file became shorter since it was scanned.
         raise ModelFileError(f"cannot be mapped: {error}", path=path) from error
@@ -172,7 +170,6 @@ def _open_shard(path: Path, shard_index: int, on_error: ExitStack) -> Shard:
         tensors=scan.tensors,
         metadata_bytes=scan.metadata_bytes,
         mapping=mapping,
-        data=np.frombuffer(mapping, dtype=np.uint8),
     )
 
 

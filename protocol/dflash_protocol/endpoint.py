@@ -51,7 +51,8 @@ def parse_endpoint(text: str) -> Endpoint:
         return Endpoint(text, Path(rest), None, 0)
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
-        if host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+        is_number = port.isascii() and port.isdigit() and len(port) <= 5
+        if host and is_number and 0 < int(port) < 65536:
             return Endpoint(text, None, host, int(port))
     raise SettingsError(f"endpoint {text!r} is neither ipc:///absolute/path nor tcp://host:port")
 
@@ -67,24 +68,15 @@ class IpcClaim:
         assert endpoint.path is not None
         self._socket_paths = endpoint.socket_paths
         self._lock_path = Path(f"{endpoint.path}.lock")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock_fd = _locked_file(self._lock_path, endpoint.address)
         try:
-            self._lock_fd = os.open(self._lock_path, flags, 0o600)
-        except OSError as error:
-            raise SettingsError(f"endpoint {endpoint.address}: {error.strerror}") from error
-        try:
-            self._take(endpoint)
+            self._sweep(endpoint)
         except BaseException:
-            os.close(self._lock_fd)
+            self._let_go()
             raise
 
-    def _take(self, endpoint: Endpoint) -> None:
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DaemonUnavailable(
-                f"endpoint {endpoint.address} is in use by another daemon"
-            ) from None
+    def _sweep(self, endpoint: Endpoint) -> None:
+        """Remove the sockets of the dead; refuse whatever else is in the way."""
         for path in self._socket_paths:
             if not path.exists() and not path.is_symlink():
                 continue
@@ -96,15 +88,44 @@ class IpcClaim:
 
     def close(self) -> None:
         """Remove what was made and let go of the lock."""
-        for path in (*self._socket_paths, self._lock_path):
+        for path in self._socket_paths:
             path.unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
         os.close(self._lock_fd)
 
 
+def _locked_file(path: Path, address: str) -> int:
+    """Descriptor of the lock file, locked. Raises: as IpcClaim."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        try:
+            fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise SettingsError(f"endpoint {address}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last owner may have removed it after we opened it: then it locks nothing.
+            if os.path.samestat(os.fstat(fd), path.lstat()):
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise DaemonUnavailable(f"endpoint {address} is in use by another daemon") from None
+        os.close(fd)
+
+
 def _answers(path: Path) -> bool:
+    """Whether somebody listens; one too busy to take us, or who may not, counts as well."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except OSError:
+            return True
     return True

@@ -198,7 +198,9 @@ _FIELDS: dict[type[Message], dict[str, Any]] = {
 
 def encode_header(message: Message) -> bytes:
     """The first frame of a message."""
-    header: bytes = msgpack.packb({"type": message.TYPE, **asdict(message)})
+    values = {"type": message.TYPE, **asdict(message)}
+    # Reasons may quote file names, which need not be valid text; the peer would refuse them.
+    header: bytes = msgpack.packb(values, unicode_errors="replace")
     return header
 
 
@@ -224,7 +226,7 @@ def decode_header(frame: bytes | memoryview) -> Message:
         raise ProtocolError(f"unknown message type {str(tag)[:40]!r}", code="unknown_type")
     expected = _FIELDS[record]
     if values.keys() != expected.keys():
-        odd = sorted(map(str, values.keys() ^ expected.keys()))
+        odd = sorted(map(ascii, values.keys() ^ expected.keys()))
         raise ProtocolError(f"{record.TYPE}: fields missing or unknown: {', '.join(odd)[:200]}")
     for name, kind in expected.items():
         if not _CHECKS[kind](values[name]):

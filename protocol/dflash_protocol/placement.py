@@ -61,21 +61,25 @@ class OwnedExperts:
     ) -> OwnedExperts:
         """Read the wire form, checking it against the model's layers.
 
-        Raises: ProtocolError if it is cut short or names a layer or expert that does not exist.
+        Raises: ProtocolError if it is cut short, out of order, or names a layer or expert that does
+        not exist.
         """
         if len(frame) % 4:
             raise ProtocolError("placement: not a whole number of int32")
         values = np.frombuffer(frame, dtype="<i4").astype(np.int32)
         by_layer: dict[int, I32Array] = {}
-        position = 0
+        position, last_layer_id = 0, -1
         while position < values.size:
             if position + 2 > values.size:
                 raise ProtocolError("placement: cut short")
             layer_id, count = int(values[position]), int(values[position + 1])
             ids = values[position + 2 : position + 2 + count]
-            if layer_id in by_layer or count < 1 or ids.size != count:
-                raise ProtocolError(f"placement: layer {layer_id} twice, empty or cut short")
+            if count < 1 or ids.size != count:
+                raise ProtocolError(f"placement: layer {layer_id} is empty or cut short")
+            if layer_id <= last_layer_id:
+                raise ProtocolError(f"placement: layer {layer_id} after layer {last_layer_id}")
             by_layer[layer_id] = ids
+            last_layer_id = layer_id
             position += 2 + count
         owned = cls(by_layer)
         owned.check(experts_per_layer)
@@ -158,9 +162,11 @@ def read_owned_experts(path: Path, experts_per_layer: Mapping[int, int]) -> Owne
         return SettingsError(f"placement file {path}: {reason}")
 
     try:
-        if path.stat().st_size > _JSON_LIMIT_BYTES:
+        with path.open("rb") as file:
+            content = file.read(_JSON_LIMIT_BYTES + 1)  # its size may be unknown: a pipe, a device
+        if len(content) > _JSON_LIMIT_BYTES:
             raise wrong("larger than 64 MiB")
-        document: Any = json.loads(path.read_bytes())
+        document: Any = json.loads(content)
     except OSError as error:
         raise wrong(str(error.strerror)) from error
     except (ValueError, RecursionError) as error:

@@ -91,6 +91,7 @@ def run_directory(settings: Settings) -> Path:
         path = Path(runtime_dir) / "dflash-moe"
     else:
         path = Path(os.environ.get("TMPDIR") or "/tmp") / f"dflash-moe-{os.getuid()}"
+    path = path.absolute()  # endpoints are made of it
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()

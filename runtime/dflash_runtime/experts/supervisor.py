@@ -209,7 +209,7 @@ class _LinkTask:
             try:
                 control.connect(link.endpoint.address)
                 try:
-                    welcome = await self._handshake(control)
+                    welcome = await self._handshake(control, monitor)
                 except DaemonUnavailable:
                     # A child that does not answer is of no use any more.
                     if self._process is not None:
@@ -223,7 +223,9 @@ class _LinkTask:
                 control.disable_monitor()
                 monitor.close(linger=0)
 
-    async def _handshake(self, control: zmq.asyncio.Socket) -> Welcome:
+    async def _handshake(
+        self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
+    ) -> Welcome:
         greeting, link = self._supervisor.greeting, self._link
         hello = Hello(
             versions=PROTOCOL_VERSIONS,
@@ -238,7 +240,7 @@ class _LinkTask:
         if self._process is not None:
             silence_s = max(silence_s, _SPAWN_SILENCE_S)
         while True:
-            message = await self._next_message(control, silence_s)
+            message = await self._next_message(control, monitor, silence_s)
             if isinstance(message, Progress):
                 self._supervisor.report_progress(link.name, message)
             elif isinstance(message, Refused):
@@ -252,11 +254,18 @@ class _LinkTask:
             else:
                 raise ProtocolError(f"daemon {link.name} answered hello with {message.TYPE}")
 
-    async def _next_message(self, control: zmq.asyncio.Socket, silence_s: float) -> Message:
-        """The next control message; a child's end or `silence_s` without one raises."""
+    async def _next_message(
+        self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, silence_s: float
+    ) -> Message:
+        """The next control message.
+
+        Raises: DaemonUnavailable after `silence_s` without one, or at once if the child ended or
+        the connection did: what was sent over it is lost, and only a new hello is of use.
+        """
         link = self._link
         receive = asyncio.ensure_future(control.recv_multipart())
-        waiting: list[asyncio.Future[object]] = [receive]  # type: ignore[list-item]
+        disconnected = asyncio.ensure_future(monitor.recv_multipart())
+        waiting: list[asyncio.Future[object]] = [receive, disconnected]  # type: ignore[list-item]
         if self._process is not None:
             waiting.append(asyncio.ensure_future(self._process.ended.wait()))
         try:
@@ -267,6 +276,10 @@ class _LinkTask:
             if self._process is not None and self._process.has_ended:
                 raise DaemonUnavailable(
                     f"daemon {link.name} {self._process.how_it_ended} before it was ready"
+                )
+            if disconnected.done():
+                raise DaemonUnavailable(
+                    f"daemon {link.name} at {link.endpoint.address} hung up before it was ready"
                 )
             raise DaemonUnavailable(
                 f"daemon {link.name}: nothing answers at {link.endpoint.address} "

@@ -10,11 +10,16 @@ import numpy as np
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_adapters.quant import TensorType
+from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I32Array
-from dflash_runtime.compute.cpu.compiling import numeric_class
+from dflash_runtime.compute.cpu import compiling
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.matrix import as_matrix
-from dflash_runtime.compute.cpu.matrix_kernels import expert_ffn_kernel
+from dflash_runtime.compute.cpu.matrix_kernels import (
+    embed_kernel,
+    expert_ffn_kernel,
+    linear_kernel,
+)
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.workers import Workers
 
@@ -24,16 +29,19 @@ class CpuBackend:
 
     Weights of any type are multiplied as the float32 values they stand for; nothing is rounded to
     fewer bits. Results do not depend on `num_threads`.
+    Raises: SettingsError on a CPU that the kernels cannot run on.
     """
 
     name = "cpu"
 
     def __init__(self, *, num_threads: int) -> None:
+        if not compiling.is_supported_cpu():
+            raise SettingsError("backend cpu needs a CPU that converts halves (F16C on x86-64)")
         self._workers = Workers(num_threads)
 
     @cached_property
     def numeric_class(self) -> str:
-        return numeric_class()
+        return compiling.numeric_class()
 
     @cached_property
     def ops(self) -> CpuOps:
@@ -45,14 +53,19 @@ class CpuBackend:
         return CpuExpertBank(file, layer, global_expert_ids, self._workers)
 
     def warm_up(self, tensor_types: Iterable[TensorType]) -> None:
+        # Not through `ops`: a daemon never needs the dense kernels.
+        embed, linear = embed_kernel(), linear_kernel()
         expert_ffn_kernel()
         for tensor_type in tensor_types:
             columns = tensor_type.layout.block_elements
-            data = np.zeros(tensor_type.row_bytes(columns), np.uint8)
+            data = np.zeros(tensor_type.layout.block_bytes, np.uint8)
             matrix = as_matrix(data, tensor_type, 1, columns)
-            self.ops.embed(matrix, np.zeros(1, np.int32))
-            for num_tokens in (1, 5):
-                self.ops.linear(np.zeros((num_tokens, columns), np.float32), matrix)
+            row = np.empty((1, columns), np.float32)
+            embed(np.zeros(1, np.int32), matrix.address, matrix.expand_address, 0, 1, row)
+            for num_tokens in (1, 5):  # one vector; four at once and one left
+                x = np.zeros((num_tokens, columns), np.float32)
+                out = np.empty((num_tokens, 1), np.float32)
+                linear(x, matrix.address, matrix.layout, 0, 1, out, row[0])
 
     def close(self) -> None:
         self._workers.close()

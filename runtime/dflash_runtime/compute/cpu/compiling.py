@@ -7,6 +7,7 @@ for one signature. Knows nothing of what they compute.
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -17,7 +18,14 @@ import llvmlite
 import numba
 
 from dflash_protocol.fingerprint import digest
-from dflash_runtime.compute.cpu.untyped import CFunc, FunctionCache, NullCache, cpu_target, njit
+from dflash_runtime.compute.cpu.untyped import (
+    CFunc,
+    FunctionCache,
+    NullCache,
+    cpu_target,
+    llvm,
+    njit,
+)
 
 # Part of the numeric class: raise it when a change to a kernel changes the bits of a result.
 KERNEL_VERSION = 1
@@ -50,6 +58,7 @@ class RowFunction:
         callback.compile()
         self._callback = callback
         self.address = int(callback.address)
+        self.came_from_cache: bool = callback.cache_hits > 0
 
 
 def helper(function: Kernel) -> Kernel:
@@ -65,6 +74,14 @@ def numeric_class() -> str:
         f"cpu-{KERNEL_VERSION}/{cpu_name}+{features_digest}"
         f"/numba-{numba.__version__}/llvmlite-{llvmlite.__version__}"
     )
+
+
+def is_supported_cpu() -> bool:
+    """Whether kernels can run here: LLVM would call functions that do not exist to read halves."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return bool(llvm.get_host_cpu_features().get("f16c"))
+    return machine in ("aarch64", "arm64")
 
 
 @cache
@@ -89,10 +106,12 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # a damaged file can raise whatever unpickling can
+            with suppress(OSError):
+                self.flush()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with suppress(OSError):  # no space, or no longer ours to write
+        with suppress(Exception):  # no space, no longer ours to write, damaged meanwhile
             super().save_overload(sig, data)
 
 

@@ -19,7 +19,7 @@ from dflash_runtime.compute.cpu.matrix_kernels import (
 from dflash_runtime.compute.cpu.rows import is_native
 from dflash_runtime.compute.cpu.workers import Workers, share
 
-PARALLEL_WEIGHTS = 1 << 20
+PARALLEL_PRODUCTS = 1 << 20
 """Products below which handing work to other threads costs more than it saves."""
 
 
@@ -58,7 +58,7 @@ class CpuExpertBank:
         """See backend.ExpertBank; expert ids of the batch are local."""
         hidden, num_pairs = batch.hidden, batch.num_pairs
         hidden_size, ffn_size = self.layer.hidden_size, self.layer.ffn_size
-        if hidden.shape != out.shape or hidden.shape[1] != hidden_size:
+        if hidden.shape != out.shape or hidden.shape[1:] != (hidden_size,):
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected [T, {hidden_size}]")
         if batch.weights.shape != batch.token_indices.shape:
             raise ValueError("a weight for every pair is needed")
@@ -91,7 +91,7 @@ class CpuExpertBank:
                 raise ValueError("the batch names experts, tokens or pairs that do not exist")
 
         num_products = 3 * num_pairs * hidden_size * ffn_size
-        if num_products < PARALLEL_WEIGHTS or self._workers.num_threads == 1:
+        if num_products < PARALLEL_PRODUCTS or self._workers.num_threads == 1:
             compute(GATE_UP, 0, ffn_size, terms)
             compute(DOWN, 0, hidden_size, terms)
             return

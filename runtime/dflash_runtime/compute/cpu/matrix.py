@@ -29,6 +29,7 @@ class CpuMatrix:
 
     rows: int
     columns: int
+    row_bytes: int
     address: int
     layout: I64Array
     expand_address: int
@@ -49,13 +50,14 @@ def load_matrix(file: GgufFile, tensor_name: str) -> CpuMatrix:
 
 def as_matrix(data: U8Array, tensor_type: TensorType, rows: int, columns: int) -> CpuMatrix:
     """Stored bytes as a matrix, in place if the type is native. Shapes: data [num_bytes] uint8."""
-    row_bytes = tensor_type.row_bytes(columns)
-    if data.shape != (rows * row_bytes,) or not data.flags.c_contiguous:
-        raise ValueError(f"{data.shape} bytes for {rows} rows of {row_bytes}")
+    num_bytes = rows * tensor_type.row_bytes(columns)
+    if data.shape != (num_bytes,) or data.dtype != np.uint8 or not data.flags.c_contiguous:
+        raise ValueError(f"{data.dtype} {data.shape}, expected {num_bytes} contiguous bytes")
     data, tensor_type = native_rows(data, tensor_type, rows, columns)
     return CpuMatrix(
         rows=rows,
         columns=columns,
+        row_bytes=tensor_type.row_bytes(columns),
         address=data.ctypes.data,
         layout=row_layout(tensor_type, columns),
         expand_address=row_kernels(tensor_type).expand.address,

@@ -55,9 +55,8 @@ class CpuOps:
     def embed(self, table: Matrix, token_ids: I32Array, out: F32Array | None = None) -> F32Array:
         assert isinstance(table, CpuMatrix)
         out = _result((token_ids.shape[0], table.columns), out)
-        row_bytes = int(table.layout[0])
         bad = self._embed(
-            token_ids, table.address, table.expand_address, row_bytes, table.rows, out
+            token_ids, table.address, table.expand_address, table.row_bytes, table.rows, out
         )
         if bad >= 0:
             raise ValueError(f"token id {token_ids[bad]} is not within 0..{table.rows - 1}")

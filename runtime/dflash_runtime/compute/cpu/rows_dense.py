@@ -48,10 +48,7 @@ def dot_f32_by_4(
         total1 = v.fma(part, v.load_padded(x1 + offset, rest), total1)
         total2 = v.fma(part, v.load_padded(x2 + offset, rest), total2)
         total3 = v.fma(part, v.load_padded(x3 + offset, rest), total3)
-    v.store_float(out, v.sum_of(total0))
-    v.store_float(out + out_stride, v.sum_of(total1))
-    v.store_float(out + 2 * out_stride, v.sum_of(total2))
-    v.store_float(out + 3 * out_stride, v.sum_of(total3))
+    v.store_sums(out, out_stride, total0, total1, total2, total3)
 
 
 def expand_f32(row: int, columns: int, out: int) -> None:

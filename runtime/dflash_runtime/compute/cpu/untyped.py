@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding
 import llvmlite.ir
 import numba
 import numba.core.caching
@@ -15,6 +16,7 @@ import numba.core.typing
 import numba.core.typing.templates
 import numba.extending
 
+llvm: Any = llvmlite.binding
 ir: Any = llvmlite.ir
 types: Any = numba.types
 njit: Any = numba.njit

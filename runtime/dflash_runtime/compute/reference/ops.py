@@ -74,8 +74,8 @@ class ReferenceOps:
         self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
     ) -> F32Array:
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-        normed = x / np.sqrt(mean_square + np.float32(eps))
-        return np.multiply(normed, weight, out=out)
+        scaled: F32Array = np.multiply(x / np.sqrt(mean_square + np.float32(eps)), weight, out=out)
+        return scaled
 
     def linear(self, x: F32Array, matrix: Matrix, out: F32Array | None = None) -> F32Array:
         product: F32Array = np.matmul(x, _dense(matrix).T, out=out)

@@ -48,12 +48,7 @@ floats = _VectorType("float32x32", FLOAT)
 doubles = _VectorType("float64x32", DOUBLE)
 unsigned = _VectorType("uint8x32", I8)
 
-f32, f64, i64, void = (
-    types.float32,
-    types.float64,
-    types.int64,
-    types.void,
-)
+f32, f64, i64, void = types.float32, types.float64, types.int64, types.void
 
 
 def _define(
@@ -95,14 +90,18 @@ def primitive(result: Any, *arguments: Any) -> Callable[[Emitter], Callable[...,
 
 def emit_join(builder: Any, low: Any, high: Any) -> Any:
     """Two vectors after one another."""
-    lanes = 2 * low.type.count
-    return builder.shuffle_vector(low, high, ir.Constant(lanes_of(I32, lanes), list(range(lanes))))
+    return emit_shuffle(builder, low, high, list(range(2 * low.type.count)))
+
+
+def emit_shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
+    """Lanes of `a` and, numbered after them, of `b`."""
+    return builder.shuffle_vector(a, b, ir.Constant(lanes_of(I32, len(order)), order))
 
 
 def emit_splat(builder: Any, scalar: Any) -> Any:
     undefined = ir.Constant(lanes_of(scalar.type), ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(lanes_of(I32), [0] * LANES))
+    return emit_shuffle(builder, first, undefined, [0] * LANES)
 
 
 def emit_constant(vector: Any, value: Any) -> Any:

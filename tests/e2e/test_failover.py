@@ -1,0 +1,197 @@
+"""A lost daemon costs time, never a token; a wrong daemon is never used."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dflash_adapters.gguf_file import GgufFile, sample_places
+from dflash_adapters.qwen3moe import read_spec
+from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
+from dflash_protocol.settings import Settings, load_settings
+from dflash_runtime import Engine
+from support.processes import running_daemon, wait_until
+from support.random_models import ODD_SHAPES, write_qwen3moe
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = list(range(1, 30))
+NUM_TOKENS = 60
+KILL_AFTER = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3moe(tmp_path_factory.mktemp("model") / "m.gguf", ODD_SHAPES[0], seed=10)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> list[int]:
+    with Engine.open(model) as engine:
+        return [token.token_id for token in engine.generate(PROMPT, NUM_TOKENS)]
+
+
+@pytest.fixture
+def endpoint(run_dir: Path) -> str:
+    return f"ipc://{run_dir}/daemon.sock"
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "dflash_daemon" in " ".join(p.cmdline())]
+
+
+def generate(engine: Engine, *, kill: psutil.Process | None = None) -> list[int]:
+    """Token ids; `kill` is ended without warning after some of them."""
+    tokens = []
+    for token in engine.generate(PROMPT, NUM_TOKENS):
+        tokens.append(token.token_id)
+        if len(tokens) == KILL_AFTER and kill is not None:
+            kill.send_signal(signal.SIGKILL)
+    return tokens
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_spawned_daemon_killed_in_mid_generation_costs_no_token(
+    model: Path, backend: str
+) -> None:
+    with Engine.open(model, backend=backend) as engine:
+        expected = generate(engine)
+    with Engine.open(model, daemons=["cpu", "cpu"], backend=backend) as engine:
+        victim = children()[0]
+        assert generate(engine, kill=victim) == expected
+        stats = engine.stats()
+        assert [event.kind for event in stats.events] == ["daemon_lost"]
+        assert "SIGKILL" in stats.events[0].reason or "connection" in stats.events[0].reason
+        assert stats.owners["fallback"].requests > 0
+
+        def is_back() -> bool:
+            fallback_before = engine.stats().owners["fallback"].requests
+            assert generate(engine) == expected
+            return engine.stats().owners["fallback"].requests == fallback_before
+
+        wait_until(is_back, "the killed daemon to be restarted and used again")
+        stats = engine.stats()
+        assert sorted(owner.restarts for owner in stats.owners.values()) == [0, 0, 1]
+        assert len(stats.events) == 1
+
+
+def test_a_connected_daemon_is_used_again_when_it_comes_back(
+    model: Path, undisturbed: list[int], endpoint: str
+) -> None:
+    with running_daemon(model, endpoint) as first, Engine.open(model, connect=[endpoint]) as engine:
+        assert generate(engine, kill=psutil.Process(first.pid)) == undisturbed
+        assert [event.kind for event in engine.stats().events] == ["daemon_lost"]
+        assert engine.stats().owners["link0"].restarts == 0
+        first.wait()
+        with running_daemon(model, endpoint):
+
+            def is_back() -> bool:
+                assert generate(engine) == undisturbed
+                return engine.stats().owners["link0"].restarts == 1
+
+            wait_until(is_back, "the new daemon to be connected to")
+            fallback_requests = engine.stats().owners["fallback"].requests
+            assert generate(engine) == undisturbed
+            assert engine.stats().owners["fallback"].requests == fallback_requests
+
+
+def test_a_stopped_daemon_is_late_and_its_experts_are_computed_here(
+    model: Path, undisturbed: list[int], endpoint: str
+) -> None:
+    settings = Settings(
+        deadline_ms=250, run_dir=load_settings().run_dir, connect_timeout_ms=5000, heartbeat_ms=200
+    )
+    with (
+        running_daemon(model, endpoint) as daemon,
+        Engine.open(model, connect=[endpoint], settings=settings) as engine,
+    ):
+        daemon.send_signal(signal.SIGSTOP)
+        try:
+            assert generate(engine) == undisturbed
+            assert [event.kind for event in engine.stats().events] == ["daemon_lost"]
+        finally:
+            daemon.send_signal(signal.SIGCONT)
+
+        def is_back() -> bool:
+            assert generate(engine) == undisturbed
+            return engine.stats().owners["link0"].restarts == 1
+
+        wait_until(is_back, "the daemon to be used again once it runs again")
+
+
+def test_required_daemons_are_required(model: Path) -> None:
+    with (
+        Engine.open(model, daemons=["cpu"], require_daemons=True) as engine,
+        pytest.raises(DaemonUnavailable, match="cpu0"),
+    ):
+        generate(engine, kill=children()[0])
+
+
+@pytest.fixture
+def other_model(tmp_path: Path) -> Iterator[Path]:
+    yield write_qwen3moe(tmp_path / "other.gguf", ODD_SHAPES[0], seed=11)
+
+
+def test_a_daemon_with_another_model_is_refused_naming_both(
+    model: Path, other_model: Path, endpoint: str, undisturbed: list[int]
+) -> None:
+    identities = []
+    for path in (model, other_model):
+        with GgufFile.open(path) as file:
+            identities.append(file.identity())
+    with running_daemon(other_model, endpoint):
+        with pytest.raises(HandshakeRefused) as caught:
+            Engine.open(model, connect=[endpoint])
+        assert all(identity[:16] in str(caught.value) for identity in identities)
+        with Engine.open(other_model, connect=[endpoint]) as engine:
+            assert len(generate(engine)) == NUM_TOKENS
+    with running_daemon(model, endpoint), Engine.open(model, connect=[endpoint]) as engine:
+        assert generate(engine) == undisturbed
+
+
+def test_files_that_differ_in_one_sampled_byte_of_one_expert_are_different_models(
+    model: Path, tmp_path: Path, endpoint: str
+) -> None:
+    with GgufFile.open(model) as file:
+        down = read_spec(file).moe.layers[2].down
+        # A sampled place in the middle of the stack, and so inside the slab of one expert.
+        places = sample_places(file.tensor(down.tensor_name).num_bytes)
+        offset, _ = places[len(places) // 2]
+        place = file.tensor(down.tensor_name).offset_bytes + offset
+    changed = tmp_path / "changed.gguf"
+    data = bytearray(model.read_bytes())
+    data[place] ^= 1
+    changed.write_bytes(data)
+    with running_daemon(changed, endpoint), pytest.raises(HandshakeRefused, match="model"):
+        Engine.open(model, connect=[endpoint])
+
+
+def test_another_placement_of_the_same_model_is_refused(
+    model: Path, endpoint: str, undisturbed: list[int]
+) -> None:
+    with running_daemon(model, endpoint):
+        with Engine.open(model, connect=[endpoint]) as engine:
+            assert generate(engine) == undisturbed
+        with pytest.raises(HandshakeRefused, match="placement"):
+            Engine.open(model, connect=[endpoint], local_experts=3)
+        with Engine.open(model, connect=[endpoint]) as engine:
+            assert generate(engine) == undisturbed
+
+
+def test_several_parents_use_one_daemon(
+    model: Path, endpoint: str, undisturbed: list[int]
+) -> None:
+    with (
+        running_daemon(model, endpoint),
+        Engine.open(model, connect=[endpoint]) as first,
+        Engine.open(model, connect=[endpoint]) as second,
+    ):
+        pairs = list(
+            zip(first.generate(PROMPT, NUM_TOKENS), second.generate(PROMPT, NUM_TOKENS), strict=True)
+        )
+        assert [a.token_id for a, _ in pairs] == [b.token_id for _, b in pairs] == undisturbed
+        assert first.stats().events == second.stats().events == []

@@ -1,0 +1,92 @@
+"""The exception tree is the one that the module draws, and every message is one line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from dflash_protocol import errors
+from dflash_protocol.errors import (
+    ContextExceeded,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DflashError,
+    HandshakeRefused,
+    ModelFileError,
+    ProtocolError,
+    SettingsError,
+    UnsupportedModel,
+)
+
+SAMPLES: dict[type[DflashError], DflashError] = {
+    DflashError: DflashError("something"),
+    SettingsError: SettingsError("threads=0: must be 1 or more"),
+    ContextExceeded: ContextExceeded(300, 256),
+    ModelFileError: ModelFileError("damaged", path="m.gguf", field="a.key", offset_bytes=24),
+    UnsupportedModel: UnsupportedModel("unknown architecture", path=Path("m.gguf")),
+    ProtocolError: ProtocolError("malformed"),
+    HandshakeRefused: HandshakeRefused("another model", code="model"),
+    DaemonUnavailable: DaemonUnavailable("nothing answers"),
+    DeadlineExceeded: DeadlineExceeded("no reply within 250 ms"),
+}
+
+
+def drawn_tree() -> dict[str, str]:
+    """Parent of every class by name, from the drawing in the module's docstring."""
+    assert errors.__doc__ is not None
+    parents: dict[str, str] = {}
+    path: list[str] = []
+    for line in errors.__doc__.splitlines():
+        drawn = re.match(r"^    ([│ ├└─]*)([A-Z]\w+)", line)
+        if drawn is None:
+            continue
+        depth = len(drawn[1]) // 4
+        path = [*path[:depth], drawn[2]]
+        if depth:
+            parents[drawn[2]] = path[-2]
+    return parents
+
+
+def real_tree() -> dict[str, str]:
+    return {
+        name: member.__bases__[0].__name__
+        for name, member in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(member, DflashError) and member is not DflashError
+    }
+
+
+def test_the_tree_that_is_drawn_is_the_tree_that_is() -> None:
+    assert drawn_tree() == real_tree()
+
+
+def test_every_class_has_a_sample_here() -> None:
+    assert {kind.__name__ for kind in SAMPLES} == {"DflashError", *real_tree()}
+
+
+@pytest.mark.parametrize("error", SAMPLES.values(), ids=lambda error: type(error).__name__)
+def test_a_message_is_one_line_to_show_to_a_user(error: DflashError) -> None:
+    assert str(error)
+    assert len(str(error).splitlines()) == 1
+
+
+def test_a_model_file_error_names_file_field_and_offset_as_far_as_known() -> None:
+    everything = ModelFileError("damaged", path="m.gguf", field="a.key", offset_bytes=0)
+    assert str(everything) == "m.gguf: a.key (at byte 0): damaged"
+    assert (everything.reason, everything.path) == ("damaged", Path("m.gguf"))
+    assert (everything.field, everything.offset_bytes) == ("a.key", 0)
+    assert str(ModelFileError("empty", path="m.gguf")) == "m.gguf: empty"
+
+
+def test_context_exceeded_says_both_amounts() -> None:
+    error = ContextExceeded(300, 256)
+    assert "300" in str(error)
+    assert "256" in str(error)
+    assert (error.num_tokens, error.num_positions) == (300, 256)
+
+
+def test_a_protocol_error_is_malformed_unless_it_says_otherwise() -> None:
+    assert ProtocolError("what").code == "malformed"
+    assert HandshakeRefused("what", code="model").code == "model"

@@ -1,0 +1,357 @@
+"""Placements: canonical bytes, lookup tables, the JSON file, and every wrong one of them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dflash_protocol.errors import ProtocolError, SettingsError
+from dflash_protocol.placement import (
+    OwnedExperts,
+    Placement,
+    read_owned_experts,
+    write_owned_experts,
+)
+
+EXPERTS_PER_LAYER = {0: 4, 2: 3, 5: 1}
+BIG = 2**31 - 1
+
+Lists = Mapping[int, list[int]]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[int, int]:
+    """Experts per layer; not every layer has some."""
+    return draw(st.dictionaries(st.integers(0, 9), st.integers(1, 8), min_size=1, max_size=5))
+
+
+@st.composite
+def owners(draw: st.DrawFn, experts_per_layer: Mapping[int, int]) -> OwnedExperts:
+    """Any experts of a model, in any local order."""
+    return OwnedExperts.from_lists(
+        {
+            layer_id: draw(st.lists(st.integers(0, num_experts - 1), unique=True))
+            for layer_id, num_experts in experts_per_layer.items()
+        }
+    )
+
+
+def lists_of(owned: OwnedExperts) -> dict[int, list[int]]:
+    return {layer_id: ids.tolist() for layer_id, ids in owned.by_layer.items()}
+
+
+def wire(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def test_wire_form_is_layer_count_and_ids_with_layers_ascending() -> None:
+    owned = OwnedExperts.from_lists({2: [1], 0: [3, 0], 5: []})
+    assert owned.canonical_bytes == wire(0, 2, 3, 0, 2, 1, 1)
+    assert lists_of(owned) == {0: [3, 0], 2: [1]}
+    assert owned.num_experts == 3
+
+
+def test_an_owner_of_nothing_is_no_bytes() -> None:
+    nothing = OwnedExperts.from_lists({0: [], 2: []})
+    assert nothing.canonical_bytes == b""
+    assert nothing.num_experts == 0
+    assert lists_of(OwnedExperts.from_bytes(b"", EXPERTS_PER_LAYER)) == {}
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_wire_form_comes_back_as_it_was(data: st.DataObject) -> None:
+    experts_per_layer = data.draw(models())
+    owned = data.draw(owners(experts_per_layer))
+    for frame in (owned.canonical_bytes, memoryview(owned.canonical_bytes)):
+        received = OwnedExperts.from_bytes(frame, experts_per_layer)
+        assert lists_of(received) == lists_of(owned)
+        assert received.fingerprint == owned.fingerprint
+        assert received.num_experts == owned.num_experts
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(st.integers(-2, 6) | st.sampled_from([BIG, -BIG - 1]), max_size=12))
+@example([0, 1, 3])
+@example([0, 1, 3, 2, 1, 2])
+def test_any_integers_are_canonical_bytes_or_refused(values: list[int]) -> None:
+    frame = wire(*values)
+    try:
+        owned = OwnedExperts.from_bytes(frame, EXPERTS_PER_LAYER)
+    except ProtocolError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert owned.canonical_bytes == frame
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=40))
+def test_any_bytes_are_canonical_or_refused(frame: bytes) -> None:
+    try:
+        owned = OwnedExperts.from_bytes(frame, EXPERTS_PER_LAYER)
+    except ProtocolError:
+        return
+    assert owned.canonical_bytes == frame
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"\0\0\0", "whole number of int32"),
+        (wire(0), "cut short"),
+        (wire(0, 2, 1), "cut short"),
+        (wire(0, 1, 1, 2), "cut short"),
+        (wire(0, 0), "empty"),
+        (wire(0, -1, 1), "empty"),
+        (wire(0, -BIG - 1, 1), "empty"),
+        (wire(0, BIG, 1), "cut short"),
+        (wire(BIG, BIG), "cut short"),
+        (wire(0, 1, 1, 0, 1, 2), "layer 0 after layer 0"),
+        (wire(2, 1, 1, 0, 1, 2), "layer 0 after layer 2"),
+        (wire(-1, 1, 0), "layer -1"),
+        (wire(1, 1, 0), "layer 1 has no experts"),
+        (wire(BIG, 1, 0), f"layer {BIG} has no experts"),
+        (wire(0, 1, 4), "outside 0..3"),
+        (wire(0, 1, -1), "outside 0..3"),
+        (wire(0, 1, BIG), "outside 0..3"),
+        (wire(0, 2, 1, 1), "names an expert twice"),
+    ],
+)
+def test_a_wrong_wire_form_is_refused_and_costs_no_memory(frame: bytes, reason: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=reason):
+            OwnedExperts.from_bytes(frame, EXPERTS_PER_LAYER)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert OwnedExperts.from_bytes(wire(0, 1, 3), EXPERTS_PER_LAYER).num_experts == 1
+
+
+def test_a_wire_form_cut_anywhere_is_refused_or_ends_with_a_layer() -> None:
+    owned = OwnedExperts.from_lists({0: [3, 0, 1], 2: [2], 5: [0]})
+    whole = owned.canonical_bytes
+    ends = []
+    for length in range(len(whole)):
+        try:
+            part = OwnedExperts.from_bytes(whole[:length], EXPERTS_PER_LAYER)
+        except ProtocolError:
+            continue
+        ends.append(length)
+        assert part.fingerprint != owned.fingerprint
+    assert ends == [0, 20, 32]
+
+
+def test_fingerprint_tells_local_orders_apart() -> None:
+    ways: list[Lists] = [{0: [0, 1]}, {0: [1, 0]}, {0: [0], 2: [1]}, {2: [0, 1]}, {0: [0]}, {}]
+    assert len({OwnedExperts.from_lists(lists).fingerprint for lists in ways}) == len(ways)
+
+
+def placement(*lists: Lists, names: tuple[str, ...] | None = None) -> Placement:
+    names = tuple(f"owner{index}" for index in range(len(lists))) if names is None else names
+    return Placement({0: 3}, names, tuple(OwnedExperts.from_lists(each) for each in lists))
+
+
+def test_placement_fingerprint_depends_on_owners_in_order_but_not_on_names() -> None:
+    first = placement({0: [0, 1]}, {0: [2]})
+    assert first.fingerprint == placement({0: [0, 1]}, {0: [2]}, names=("a", "b")).fingerprint
+    others = [
+        placement({0: [2]}, {0: [0, 1]}),
+        placement({0: [1, 0]}, {0: [2]}),
+        placement({0: [0, 1]}, {0: [2]}, {}),
+        placement({0: [0, 1, 2]}),
+    ]
+    assert len({each.fingerprint for each in (first, *others)}) == 5
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) -> None:
+    experts_per_layer = data.draw(models())
+    everyone = [data.draw(owners(experts_per_layer)) for _ in range(data.draw(st.integers(1, 4)))]
+    naive = {
+        (layer_id, global_id): next(
+            (
+                (index, lists_of(owned)[layer_id].index(global_id))
+                for index, owned in enumerate(everyone)
+                if global_id in lists_of(owned).get(layer_id, [])
+            ),
+            None,
+        )
+        for layer_id, num_experts in experts_per_layer.items()
+        for global_id in range(num_experts)
+    }
+    names = tuple(f"owner{index}" for index in range(len(everyone)))
+    if None in naive.values():
+        with pytest.raises(ProtocolError, match="has no owner"):
+            Placement(experts_per_layer, names, tuple(everyone))
+        return
+    routing = Placement(experts_per_layer, names, tuple(everyone)).routing
+    for (layer_id, global_id), owner in naive.items():
+        table = routing[layer_id]
+        assert (table.owner_index[global_id], table.local_expert_id[global_id]) == owner
+    assert {(i, t.owner_index.size, t.local_expert_id.size) for i, t in routing.items()} == {
+        (layer_id, count, count) for layer_id, count in experts_per_layer.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("lists", "reason"),
+    [
+        ([{0: [0, 1]}], "layer 0 expert 2 has no owner"),
+        ([], "layer 0 expert 0 has no owner"),
+        ([{0: [0, 1, 2]}, {0: [3]}], "outside 0..2"),
+        ([{0: [0, 1, 2]}, {1: [0]}], "layer 1 has no experts"),
+        ([{0: [0, 1, 2, 2]}], "names an expert twice"),
+    ],
+)
+def test_a_placement_that_does_not_fit_the_model_is_refused(
+    lists: list[Lists], reason: str
+) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        placement(*lists)
+
+
+def test_a_placement_names_every_owner() -> None:
+    with pytest.raises(ProtocolError, match="differ in number"):
+        placement({0: [0, 1, 2]}, names=())
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_placement_file_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    experts_per_layer = data.draw(models())
+    owned = data.draw(owners(experts_per_layer))
+    path = tmp_path_factory.mktemp("placement") / "placement.json"
+    write_owned_experts(
+        path,
+        owned,
+        num_layers=max(experts_per_layer) + 1,
+        num_experts=max(experts_per_layer.values()),
+        num_experts_used=1,
+    )
+    assert read_owned_experts(path, experts_per_layer).fingerprint == owned.fingerprint
+
+
+def good_document() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "n_layer": 3,
+        "n_expert": 4,
+        "n_expert_used": 2,
+        "total_hot": 3,
+        "hot_counts": [2, 0, 1],
+        "hot_expert_ids": [[3, 0], [], [1]],
+    }
+
+
+def test_placement_file_is_written_with_its_counts(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    owned = OwnedExperts.from_lists({0: [3, 0], 2: [1]})
+    write_owned_experts(path, owned, num_layers=3, num_experts=4, num_experts_used=2)
+    assert json.loads(path.read_text()) == good_document()
+
+
+def refuse(folder: Path, path: Path, reason: str) -> None:
+    """Reading raises one line with the file and the reason; a good file is read afterwards."""
+    with pytest.raises(SettingsError, match=reason) as caught:
+        read_owned_experts(path, EXPERTS_PER_LAYER)
+    assert f"placement file {path}: " in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    good = folder / "good.json"
+    good.write_text(json.dumps(good_document()))
+    assert read_owned_experts(good, EXPERTS_PER_LAYER).num_experts == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "version must be 1"),
+        ({"version": "1"}, "version must be 1"),
+        ({"version": None}, "version must be 1"),
+        ({"n_layer": 2}, "list of n_layer lists"),
+        ({"n_layer": None}, "list of n_layer lists"),
+        ({"hot_expert_ids": None}, "list of n_layer lists"),
+        ({"hot_expert_ids": {"0": [1]}}, "list of n_layer lists"),
+        ({"hot_expert_ids": [[3], None, []]}, "layer 1 is not a list of expert ids"),
+        ({"hot_expert_ids": [[3], [], [1.0]]}, "layer 2 is not a list of expert ids"),
+        ({"hot_expert_ids": [[True], [], []]}, "layer 0 is not a list of expert ids"),
+        ({"hot_expert_ids": [["1"], [], []]}, "layer 0 is not a list of expert ids"),
+        ({"hot_expert_ids": [[-1], [], []]}, "layer 0 is not a list of expert ids"),
+        ({"hot_expert_ids": [[2**31], [], []]}, "layer 0 is not a list of expert ids"),
+        ({"hot_expert_ids": [[10**400], [], []]}, "layer 0 is not a list of expert ids"),
+        ({"hot_expert_ids": [[BIG], [], []]}, "outside 0..3"),
+        ({"hot_expert_ids": [[1, 1], [], []]}, "names an expert twice"),
+        ({"hot_expert_ids": [[], [0], []]}, "layer 1 has no experts"),
+        ({"n_expert": 5}, "n_expert is 5, the model says otherwise"),
+        ({"n_expert": None}, "the model says otherwise"),
+    ],
+)
+def test_a_wrong_placement_file_is_refused_naming_what(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    document = {k: v for k, v in (good_document() | changes).items() if v is not None}
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps(document))
+    refuse(tmp_path, path, reason)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"version": 1} trailing', "not JSON"),
+        (b'{"version": \xff}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"9" * 5000, "not JSON"),
+        (b"[1]", "version must be 1"),
+        (b"null", "version must be 1"),
+    ],
+    ids=["empty", "open", "trailing", "not text", "deep", "long number", "list", "null"],
+)
+def test_what_is_no_placement_file_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "placement.json"
+    path.write_bytes(content)
+    refuse(tmp_path, path, reason)
+
+
+def test_a_placement_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+    refuse(tmp_path, tmp_path / "nothing.json", "No such file or directory")
+    (tmp_path / "folder").mkdir()
+    refuse(tmp_path, tmp_path / "folder", "Is a directory")
+
+
+def test_a_huge_or_endless_placement_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    with path.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    refuse(tmp_path, path, "larger than 64 MiB")
+    refuse(tmp_path, Path("/dev/zero"), "larger than 64 MiB")
+
+
+def test_a_placement_of_no_layers_owns_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps({"version": 1, "n_layer": 0, "hot_expert_ids": []}))
+    assert read_owned_experts(path, EXPERTS_PER_LAYER).num_experts == 0
+
+
+def test_a_layer_without_an_id_of_the_owner_has_no_local_id() -> None:
+    both = placement({0: [0, 1, 2]}, {0: [2, 1]})
+    np.testing.assert_array_equal(both.routing[0].owner_index, [0, 0, 0])
+    replicas_first = placement({0: [2, 1]}, {0: [0, 1, 2]})
+    np.testing.assert_array_equal(replicas_first.routing[0].owner_index, [1, 0, 0])
+    np.testing.assert_array_equal(replicas_first.routing[0].local_expert_id, [0, 1, 0])

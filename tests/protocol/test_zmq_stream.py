@@ -1,0 +1,454 @@
+"""The stream transport over real ipc and tcp sockets.
+
+One thread plays both ends: ZeroMQ carries the messages in threads of its own, so a submitted
+request waits for `receive` as long as it must.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+
+from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
+from dflash_protocol.messages import (
+    ExpertReply,
+    ExpertRequest,
+    Ping,
+    RequestFailed,
+    decode_header,
+    encode_header,
+    encode_request,
+)
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.transport import ReceivedRequest
+from dflash_protocol.transports.zmq_stream import (
+    LinkLimits,
+    StreamClient,
+    StreamServer,
+    largest_frame_bytes,
+)
+from support.routed_batches import HIDDEN_SIZE, assert_same_batch, batch_of, pair_sets
+
+PATIENCE_S = 20.0
+"""Longer than any good message takes on the slowest machine; never waited out."""
+CAPACITY = 6
+MAX_FRAME_BYTES = largest_frame_bytes(
+    max_tokens=CAPACITY, hidden_size=HIDDEN_SIZE, max_pairs=5 * CAPACITY
+)
+PAIRS = {(0, 1): 0.5, (1, 1): 0.25, (1, 4): -0.5}
+
+Socket = zmq.Socket[bytes]
+
+
+class Wire:
+    """A server, and clients of links that it knows."""
+
+    def __init__(self, undo: ExitStack, address: str) -> None:
+        self._undo = undo
+        self.context = undo.enter_context(zmq.Context())
+        self.links: dict[str, LinkLimits] = {}
+        self.server = StreamServer(
+            self.context, address, max_frame_bytes=MAX_FRAME_BYTES, limits_of=self.links.get
+        )
+        undo.callback(self.server.close)
+        self.address = address.replace("*", str(self.server.port))
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        undo.callback(os.close, self.lost_fd)
+
+    def client(self, *, link_id: str | None = None, is_known: bool = True) -> StreamClient:
+        link_id = link_id or secrets.token_hex(8)
+        if is_known:
+            self.links[link_id] = LinkLimits(HIDDEN_SIZE, CAPACITY)
+        return client_of(self._undo, self.context, self.address, self.lost_fd, link_id)
+
+    def stranger(self) -> Socket:
+        """A socket that may say what no client of ours would."""
+        link_id = secrets.token_bytes(8)
+        self.links[link_id.hex()] = LinkLimits(HIDDEN_SIZE, CAPACITY)
+        socket = self.context.socket(zmq.DEALER)
+        self._undo.callback(socket.close, linger=0)
+        socket.setsockopt(zmq.ROUTING_ID, link_id)
+        socket.connect(self.address)
+        return socket
+
+    def receive(self) -> ReceivedRequest:
+        """The next good request; bad ones are answered on the way."""
+        end_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end_s:
+            if (request := self.server.receive(0.05)) is not None:
+                return request
+        raise AssertionError("no request came")
+
+    def assert_serves(self, client: StreamClient, *, first: int = 1) -> None:
+        """One good request, there and back."""
+        batch = batch_of(2, PAIRS)
+        sequence = client.submit(3, batch, deadline_s=PATIENCE_S)
+        request = self.receive()
+        assert_same_batch(request.batch, batch)
+        sums = np.full((2, HIDDEN_SIZE), float(first))
+        self.server.reply(request, sums, 0.5)
+        reply = client.wait(sequence, deadline_s=PATIENCE_S)
+        np.testing.assert_array_equal(reply.sums, sums, strict=True)
+
+
+def client_of(
+    undo: ExitStack, context: zmq.Context[Socket], address: str, lost_fd: int, link_id: str
+) -> StreamClient:
+    client = StreamClient(
+        context,
+        address,
+        link_id,
+        hidden_size=HIDDEN_SIZE,
+        max_frame_bytes=MAX_FRAME_BYTES,
+        lost_fd=lost_fd,
+        lost_reason=lambda: "daemon cpu0: it was ended",
+    )
+    undo.callback(client.close)
+    return client
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def wire(request: pytest.FixtureRequest, run_dir: Path) -> Iterator[Wire]:
+    address = f"ipc://{run_dir}/data" if request.param == "ipc" else "tcp://127.0.0.1:*"
+    with ExitStack() as undo:
+        yield Wire(undo, address)
+
+
+def test_a_request_arrives_as_it_was_sent_and_its_sums_come_back(wire: Wire) -> None:
+    client = wire.client(link_id="00ff" * 4)
+    batch = batch_of(2, PAIRS)
+    sequence = client.submit(47, batch, deadline_s=0.25)
+    request = wire.receive()
+    assert request.link_id == "00ff" * 4
+    assert request.header == ExpertRequest(sequence, 47, 2, 2, 3, "prefill", "f32", 250.0)
+    assert_same_batch(request.batch, batch)
+    sums = np.array([[1.0, 2.0, 3.0], [np.pi, -0.0, 1e300]])
+    wire.server.reply(request, sums, 0.125)
+    reply = client.wait(sequence, deadline_s=PATIENCE_S)
+    assert reply.sums.tobytes() == sums.tobytes()
+    assert reply.compute_s == 0.125
+
+
+def test_bytes_are_counted_without_headers(wire: Wire) -> None:
+    client = wire.client()
+    wire.assert_serves(client)
+    hidden, routing, weights = 2 * HIDDEN_SIZE * 4, (2 + 3 + 3) * 4, 3 * 4
+    assert client.bytes_sent == hidden + routing + weights
+    assert client.bytes_received == 2 * HIDDEN_SIZE * 8
+
+
+def test_no_tokens_and_no_pairs_can_be_sent(wire: Wire) -> None:
+    client = wire.client()
+    for num_tokens in (0, 2):
+        sequence = client.submit(0, batch_of(num_tokens, {}), deadline_s=PATIENCE_S)
+        request = wire.receive()
+        assert (request.batch.num_tokens, request.batch.num_pairs) == (num_tokens, 0)
+        wire.server.reply(request, np.zeros((num_tokens, HIDDEN_SIZE)), 0.0)
+        reply = client.wait(sequence, deadline_s=PATIENCE_S)
+        assert reply.sums.shape == (num_tokens, HIDDEN_SIZE)
+
+
+def test_replies_may_come_in_any_order(wire: Wire) -> None:
+    client = wire.client()
+    sequences = [client.submit(n, batch_of(n, {}), deadline_s=PATIENCE_S) for n in range(5)]
+    requests = [wire.receive() for _ in sequences]
+    for index in (3, 0, 4, 2, 1):
+        sums = np.full((index, HIDDEN_SIZE), float(index))
+        wire.server.reply(requests[index], sums, 0.0)
+    for index in (1, 4, 0, 3, 2):
+        reply = client.wait(sequences[index], deadline_s=PATIENCE_S)
+        np.testing.assert_array_equal(reply.sums, np.full((index, HIDDEN_SIZE), float(index)))
+
+
+def test_every_link_gets_its_own_replies(wire: Wire) -> None:
+    clients = [wire.client() for _ in range(4)]
+    sequences = [client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S) for client in clients]
+    assert len(set(sequences)) == 1, "links number their requests independently"
+    number_of = {link_id: float(number) for number, link_id in enumerate(wire.links)}
+    for _ in clients:
+        request = wire.receive()
+        wire.server.reply(request, np.full((1, HIDDEN_SIZE), number_of[request.link_id]), 0.0)
+    for number, client in enumerate(clients):
+        reply = client.wait(sequences[number], deadline_s=PATIENCE_S)
+        assert reply.sums[0, 0] == number
+
+
+def failure_of(wire: Wire, client: StreamClient, batch: RoutedBatch) -> ProtocolError:
+    sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
+    assert wire.server.receive(PATIENCE_S) is None
+    with pytest.raises(ProtocolError) as caught:
+        client.wait(sequence, deadline_s=PATIENCE_S)
+    return caught.value
+
+
+def test_a_link_without_a_handshake_is_told_to_say_hello(wire: Wire) -> None:
+    client = wire.client(link_id="ab" * 8, is_known=False)
+    error = failure_of(wire, client, batch_of(2, PAIRS))
+    assert error.code == "unknown_link"
+    assert "say hello" in str(error)
+    wire.links["ab" * 8] = LinkLimits(HIDDEN_SIZE, CAPACITY)
+    wire.assert_serves(client)
+
+
+def test_more_tokens_than_negotiated_are_refused(wire: Wire) -> None:
+    client = wire.client()
+    error = failure_of(wire, client, batch_of(CAPACITY + 1, {}))
+    assert error.code == "capacity"
+    assert f"{CAPACITY + 1} tokens exceed the capacity of {CAPACITY}" in str(error)
+    wire.assert_serves(client)
+
+
+def test_a_failed_request_raises_its_code_and_reason_where_it_is_waited_for(wire: Wire) -> None:
+    client = wire.client()
+    failing = client.submit(1, batch_of(1, {}), deadline_s=PATIENCE_S)
+    passing = client.submit(2, batch_of(1, {}), deadline_s=PATIENCE_S)
+    for request in (wire.receive(), wire.receive()):
+        if request.header.layer_id == 1:
+            error = ProtocolError("no experts of layer 1 here", code="not_owned")
+            wire.server.fail(request.link_id, request.header.sequence, error)
+        else:
+            wire.server.reply(request, np.zeros((1, HIDDEN_SIZE)), 0.0)
+    client.wait(passing, deadline_s=PATIENCE_S)
+    with pytest.raises(ProtocolError, match="no experts of layer 1 here") as caught:
+        client.wait(failing, deadline_s=PATIENCE_S)
+    assert caught.value.code == "not_owned"
+    wire.assert_serves(client)
+
+
+HEADER = encode_header(ExpertRequest(7, 0, 2, 2, 3, "decode", "f32", 1.0))
+ARRAYS = [bytes(24), bytes(32), bytes(12)]
+
+
+@pytest.mark.parametrize(
+    ("frames", "sequence", "code"),
+    [
+        ([b""], 0, "malformed"),
+        ([b"garbage"], 0, "malformed"),
+        ([b"\xff" * 16_385], 0, "malformed"),
+        ([b"\x81\xa4type\xa3odd"], 0, "unknown_type"),
+        ([encode_header(Ping(1, "00"))], 0, "malformed"),
+        ([encode_header(ExpertReply(1, 0, 0.0)), b""], 0, "malformed"),
+        ([HEADER], 7, "malformed"),
+        ([HEADER, *ARRAYS[:2]], 7, "malformed"),
+        ([HEADER, *ARRAYS, b""], 7, "malformed"),
+        ([HEADER, bytes(25), *ARRAYS[1:]], 7, "malformed"),
+        ([HEADER, ARRAYS[0], bytes(28), ARRAYS[2]], 7, "malformed"),
+        ([HEADER, *ARRAYS[:2], b""], 7, "malformed"),
+        ([HEADER] + [b""] * 8, 0, "malformed"),
+        ([b"", HEADER, *ARRAYS], 0, "malformed"),
+        ([b"x"] * 500, 0, "malformed"),
+    ],
+)
+def test_a_malformed_request_gets_a_typed_error_and_the_next_good_one_is_served(
+    wire: Wire, frames: list[bytes], sequence: int, code: str
+) -> None:
+    stranger = wire.stranger()
+    stranger.send_multipart(frames)
+    assert wire.server.receive(PATIENCE_S) is None
+    assert stranger.poll(PATIENCE_S * 1e3)
+    answer = decode_header(stranger.recv_multipart()[0])
+    assert isinstance(answer, RequestFailed)
+    assert (answer.sequence, answer.code) == (sequence, code)
+    wire.assert_serves(wire.client())
+
+
+def test_a_frame_larger_than_any_legal_one_costs_its_sender_the_connection_only(wire: Wire) -> None:
+    good = wire.client()
+    wire.assert_serves(good)
+    stranger = wire.stranger()
+    stranger.send_multipart([HEADER, bytes(MAX_FRAME_BYTES + 1), *ARRAYS[1:]])
+    for number in range(3):
+        wire.assert_serves(good, first=number)
+    assert wire.server.receive(0) is None
+
+
+def test_a_peer_that_gives_no_name_is_an_unknown_link(wire: Wire) -> None:
+    nameless = wire.context.socket(zmq.DEALER)
+    try:
+        nameless.connect(wire.address)
+        batch = batch_of(2, PAIRS)
+        nameless.send_multipart(encode_request(batch, sequence=3, layer_id=0, deadline_s=1.0))
+        assert wire.server.receive(PATIENCE_S) is None
+        assert nameless.poll(PATIENCE_S * 1e3)
+        answer = decode_header(nameless.recv_multipart()[0])
+    finally:
+        nameless.close(linger=0)
+    assert isinstance(answer, RequestFailed)
+    assert (answer.sequence, answer.code) == (3, "unknown_link")
+    wire.assert_serves(wire.client())
+
+
+def test_nothing_within_the_deadline_is_said_so_and_the_late_reply_is_harmless(wire: Wire) -> None:
+    client = wire.client()
+    late = client.submit(0, batch_of(1, {}), deadline_s=0.02)
+    with pytest.raises(DeadlineExceeded, match="no reply within 20 ms"):
+        client.wait(late, deadline_s=0.02)
+    wire.server.reply(wire.receive(), np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.assert_serves(client)
+
+
+def test_a_deadline_holds_although_other_messages_keep_coming(wire: Wire) -> None:
+    """A daemon that answers what nobody asked must not keep a waiter from its deadline."""
+    client = wire.client()
+    sequence = client.submit(0, batch_of(0, {}), deadline_s=PATIENCE_S)
+    request = wire.receive()
+    stop = threading.Event()
+
+    def flood() -> None:
+        end_s = time.monotonic() + 3.0
+        while not stop.is_set() and time.monotonic() < end_s:
+            wire.server.fail(request.link_id, 1_000_000, ProtocolError("?"))
+
+    flooder = threading.Thread(target=flood)
+    flooder.start()
+    started_s = time.monotonic()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            client.wait(sequence, deadline_s=0.2)
+        assert time.monotonic() - started_s < 2.0
+    finally:
+        stop.set()
+        flooder.join()
+    wire.assert_serves(client)
+
+
+def test_a_waiter_is_woken_at_once_when_the_link_is_lost(wire: Wire) -> None:
+    client = wire.client()
+    sequence = client.submit(0, batch_of(1, {}), deadline_s=600.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(client.wait, sequence, deadline_s=600.0)
+        os.eventfd_write(wire.lost_fd, 1)
+        with pytest.raises(DaemonUnavailable, match="cpu0: it was ended") as caught:
+            waiter.result(PATIENCE_S)
+    assert not isinstance(caught.value, DeadlineExceeded)
+    os.eventfd_read(wire.lost_fd)
+    wire.server.reply(wire.receive(), np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.assert_serves(client)
+
+
+def test_a_reply_that_arrived_counts_although_the_link_is_lost(wire: Wire) -> None:
+    client = wire.client()
+    first = client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S)
+    second = client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S)
+    for request in (wire.receive(), wire.receive()):
+        wire.server.reply(request, np.ones((1, HIDDEN_SIZE)), 0.0)
+    client.wait(second, deadline_s=PATIENCE_S)
+    os.eventfd_write(wire.lost_fd, 1)
+    assert client.wait(first, deadline_s=0.0).sums[0, 0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda n: [b"garbage"], "not msgpack"),
+        (lambda n: [encode_header(Ping(n, "00"))], "the daemon sent ping on the data socket"),
+        (lambda n: [HEADER, *ARRAYS], "the daemon sent request"),
+        (lambda n: [encode_header(ExpertReply(n, 2, 0.0))], "not the shape"),
+        (lambda n: [encode_header(ExpertReply(n, 1, 0.0)), bytes(24)], "not the shape"),
+        (lambda n: [encode_header(ExpertReply(n, 2, 0.0)), bytes(24)], "not the shape"),
+        (lambda n: [encode_header(ExpertReply(n, 2, 0.0)), bytes(48), b""], "not the shape"),
+    ],
+)
+def test_a_malformed_answer_is_a_protocol_error(
+    run_dir: Path, answer: Callable[[int], list[bytes]], reason: str
+) -> None:
+    with ExitStack() as undo:
+        context = undo.enter_context(zmq.Context())
+        daemon = context.socket(zmq.ROUTER)
+        undo.callback(daemon.close, linger=0)
+        daemon.bind(f"ipc://{run_dir}/data")
+        lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        undo.callback(os.close, lost_fd)
+        client = client_of(undo, context, f"ipc://{run_dir}/data", lost_fd, "ab" * 8)
+        sequence = client.submit(0, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+        parent, *_ = daemon.recv_multipart()
+        daemon.send_multipart([parent, *answer(sequence)])
+        with pytest.raises(ProtocolError, match=reason):
+            client.wait(sequence, deadline_s=PATIENCE_S)
+        again = client.submit(0, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+        sums = np.ones((2, HIDDEN_SIZE)).tobytes()
+        daemon.send_multipart([parent, encode_header(ExpertReply(again, 2, 0.0)), sums])
+        assert client.wait(again, deadline_s=PATIENCE_S).sums.sum() == 6.0
+
+
+def test_a_parent_whose_daemon_takes_nothing_is_told_so(run_dir: Path) -> None:
+    with ExitStack() as undo:
+        context = undo.enter_context(zmq.Context())
+        lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        undo.callback(os.close, lost_fd)
+        client = client_of(undo, context, f"ipc://{run_dir}/nobody", lost_fd, "ab" * 8)
+        empty = batch_of(0, {})
+        with pytest.raises(DaemonUnavailable, match="queue is full"):
+            for _ in range(10_000):
+                client.submit(0, empty, deadline_s=1.0)
+
+
+def test_a_parent_that_reads_no_replies_does_not_stop_the_server(wire: Wire) -> None:
+    wire.client(link_id="ab" * 8)
+    deaf = wire.client(link_id="cd" * 8)
+    deaf.submit(0, batch_of(CAPACITY, {}), deadline_s=1.0)
+    request = wire.receive()
+    sums = np.zeros((CAPACITY, HIDDEN_SIZE))
+    for _ in range(5_000):
+        wire.server.reply(request, sums, 0.0)
+    wire.assert_serves(wire.client())
+
+
+def test_a_parent_that_comes_back_under_its_name_is_served(wire: Wire) -> None:
+    """Its old connection may not have been noticed as dead yet."""
+    first = wire.client(link_id="ab" * 8)
+    wire.assert_serves(first)
+    second = wire.client(link_id="ab" * 8)
+    wire.assert_serves(second)
+
+
+def test_closing_does_not_wait_for_what_was_not_delivered(run_dir: Path) -> None:
+    address = f"ipc://{run_dir}/data"
+    with ExitStack() as undo:
+        context = undo.enter_context(zmq.Context())
+        lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        undo.callback(os.close, lost_fd)
+        client = client_of(undo, context, address, lost_fd, "ab" * 8)
+        client.submit(0, batch_of(2, PAIRS), deadline_s=1.0)
+        client.close()
+        server = StreamServer(
+            context, address, max_frame_bytes=MAX_FRAME_BYTES, limits_of={}.get
+        )
+        server.fail("cd" * 8, 1, ProtocolError("nobody of that name"))
+        assert server.port == 0
+        server.close()
+    assert list(run_dir.iterdir()) == []
+
+
+def test_only_one_server_can_have_a_tcp_port(wire: Wire) -> None:
+    if wire.server.port == 0:
+        pytest.skip("an ipc path is guarded by its claim")
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        StreamServer(wire.context, wire.address, max_frame_bytes=1, limits_of={}.get)
+    wire.assert_serves(wire.client())
+
+
+@settings(deadline=None, max_examples=100)
+@given(pair_sets(max_tokens=CAPACITY))
+def test_no_legal_frame_is_longer_than_the_largest(
+    pair_set: tuple[int, dict[tuple[int, int], float]],
+) -> None:
+    num_tokens, pairs = pair_set
+    batch = batch_of(num_tokens, pairs)
+    frames = encode_request(batch, sequence=(1 << 62) - 1, layer_id=1 << 30, deadline_s=1e6)
+    sums = np.zeros(batch.hidden.shape)
+    longest = max(memoryview(frame).nbytes for frame in (*frames, sums))
+    assert longest <= largest_frame_bytes(
+        max_tokens=num_tokens, hidden_size=HIDDEN_SIZE, max_pairs=len(pairs)
+    )

@@ -1,0 +1,26 @@
+"""Random placements: any owner may have any experts, in any local order, some of them twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_adapters.moe_spec import MoeSpec
+from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_runtime.placement.split import make_placement
+
+
+def random_placement(
+    spec: MoeSpec, owner_names: Sequence[str], random: np.random.Generator
+) -> Placement:
+    """Each expert gets one owner at random, and now and then a second one, its replica."""
+    by_owner: dict[str, dict[int, list[int]]] = {name: {} for name in owner_names}
+    for layer in spec.layers:
+        for global_expert_id in random.permutation(layer.num_experts).tolist():
+            num_owners = 2 if len(owner_names) > 1 and random.random() < 0.2 else 1
+            for name in random.choice(owner_names, size=num_owners, replace=False).tolist():
+                by_owner[name].setdefault(layer.layer_id, []).append(global_expert_id)
+    return make_placement(
+        spec, {name: OwnedExperts.from_lists(layers) for name, layers in by_owner.items()}
+    )

@@ -1,0 +1,70 @@
+"""Starting our programs as a user would, as processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCE_ROOTS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime")]
+START_S = 30.0
+"""Longest a program may take to start on a busy machine with cold kernel caches."""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment with our sources importable."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(_SOURCE_ROOTS), **extra}
+
+
+def run_cli(
+    *arguments: str | Path, timeout_s: float = 120.0, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``dflash-moe`` to its end."""
+    return subprocess.run(
+        [*cli_command(), *map(str, arguments)],
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def cli_command() -> list[str]:
+    """The command that the console script ``dflash-moe`` stands for."""
+    return [sys.executable, "-c", "from dflash_runtime.cli import main; main()"]
+
+
+@contextlib.contextmanager
+def running_daemon(
+    model: Path, listen: str, arguments: Sequence[str] = (), **extra: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A daemon that is listening; ended with SIGTERM if the test has not ended it itself."""
+    command = [sys.executable, "-m", "dflash_daemon", str(model), "--listen", listen, *arguments]
+    with subprocess.Popen(
+        command, env=environment(**extra), stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "listening on" in line, line
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(timeout=START_S)
+
+
+def wait_until(condition: object, what: str, *, within_s: float = START_S) -> None:
+    """Call `condition` until it is true. Fails the test, naming `what`, if it never is."""
+    assert callable(condition)
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, f"waited {within_s:.0f} s for {what}"
+        time.sleep(0.01)
