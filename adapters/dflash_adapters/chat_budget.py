@@ -5,6 +5,7 @@ Knows nothing of Jinja's workings.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection
 from typing import Any
@@ -23,7 +24,12 @@ class Budget:
 
     def __init__(self, inputs: Any, deadline_s: float) -> None:
         """Start the clock. Raises: SecurityError if the inputs are nested too deeply."""
-        weight = _weigh(inputs, 1 << 62, 0)
+        self._inputs = inputs
+        # Weights of all containers in the inputs, by identity: templates ask for the number of
+        # messages once a message, and must not have all of them weighed each time.
+        self._known: dict[int, int] = {}
+        self._max_weight = sys.maxsize
+        weight = self._weigh(inputs, 0, self._known)
         self._max_weight = _VALUE_ALLOWANCE + _VALUE_MULTIPLE * weight
         self._left = _TOTAL_ALLOWANCE + _TOTAL_MULTIPLE * weight
         self._ends_at = time.monotonic() + deadline_s
@@ -42,11 +48,11 @@ class Budget:
             raise SecurityError("the template makes too large a value")
 
     def measure(self, value: Any) -> int:
-        """Weight of a value that may be made.
+        """Characters and items in a value, each as often as it occurs.
 
-        Raises: SecurityError if it may not.
+        Raises: SecurityError if there are more than a value may have.
         """
-        weight = _weigh(value, self._max_weight, 0)
+        weight = self._weigh(value, 0, None)
         self.check(weight)
         return weight
 
@@ -59,23 +65,24 @@ class Budget:
         self.charge(1 + (len(value) if isinstance(value, Collection) else 0))
         return value
 
-
-def _weigh(value: Any, limit: int, depth: int) -> int:
-    """Characters and items in a value, each as often as it occurs; stops counting past `limit`."""
-    if isinstance(value, str):
-        return _ITEM_WEIGHT + len(value)
-    if isinstance(value, int):
-        return _ITEM_WEIGHT + value.bit_length() // 8
-    if isinstance(value, range):
-        return _ITEM_WEIGHT + len(value)
-    if not isinstance(value, Collection):
-        return _ITEM_WEIGHT
-    if depth >= _MAX_DEPTH:
-        raise SecurityError("a value is nested too deeply")
-    items = (x for pair in value.items() for x in pair) if isinstance(value, dict) else value
-    weight = _ITEM_WEIGHT
-    for item in items:
-        weight += _weigh(item, limit, depth + 1)
-        if weight > limit:
-            break
-    return weight
+    def _weigh(self, value: Any, depth: int, record: dict[int, int] | None) -> int:
+        """Weight of a value, or of enough of it to be too much."""
+        if isinstance(value, (str, range)):
+            return _ITEM_WEIGHT + len(value)
+        if isinstance(value, int):
+            return _ITEM_WEIGHT + value.bit_length() // 8
+        if not isinstance(value, Collection):
+            return _ITEM_WEIGHT
+        if (known := self._known.get(id(value))) is not None:
+            return known
+        if depth >= _MAX_DEPTH:
+            raise SecurityError("a value is nested too deeply")
+        items = (x for pair in value.items() for x in pair) if isinstance(value, dict) else value
+        weight = _ITEM_WEIGHT
+        for item in items:
+            weight += self._weigh(item, depth + 1, record)
+            if weight > self._max_weight:
+                break
+        if record is not None:
+            record[id(value)] = weight
+        return weight

@@ -1,14 +1,18 @@
-"""The tokenizer: the ids of llama.cpp, texts that come back, and files that contradict themselves."""
+"""The tokenizer: llama.cpp's ids, texts that come back, and files that contradict themselves."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -30,10 +34,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = (int(t) for t in list(gguf.Toke
 CORPUS = [
     "The quick brown fox jumps over the lazy dog; don't tell him, he'll know it's you've 1234.",
     "def tokenize(text: str) -> list[int]:\n    return [ord(c) for c in text]\n\n\n",
-    "Größe, naïve café, façade. Привет, мир! Это проверка. 你好，世界。今天天气很好。こんにちは世界",
+    "Größe, naïve café, façade. Привет, мир! Это проверка.",
+    "你好\uff0c世界。今天天气很好。こんにちは世界",
     "1 22 333 4444 55555 3.14159 0x7fff 10^-3 ½ ٣٤ 五  \t\t tabs\r\nand   many    spaces     ",
     "😀😃 👩‍👩‍👧 flags 🇩🇪🇫🇷 e\u0301 combining \u200b zero\u00a0width \ufeff",
-] * 4
+] * 8
 
 SPECIAL = {
     "<|endoftext|>": CONTROL,
@@ -58,7 +63,7 @@ TEXTS = [
     "\n",
     "Hello world",
     "Hello, y'all! How are you 😁 ?",
-    "don't DON'T I'm i'M we'Ll they'VE he'd 'tis it'ſ ''s",
+    "don't DON'T I'm i'M we'Ll they'VE he'd 'tis it'\u017f ''s",
     "  leading and   inner    runs\t\ttabs \n\n\n newlines\r\n\r\n  \n end  ",
     "a\u3000b\u00a0c\u2003d\u2028e\u0085f\u200bg\x0bh\x0ci\x1cj",
     "1 12 123 1234567890 ١٢٣ ½ Ⅷ ²³ 3.14 1,000",
@@ -125,12 +130,10 @@ def trained_vocabulary() -> Vocabulary:
         vocab_size=700, initial_alphabet=byte_characters(), show_progress=False
     )
     trained.train_from_iterator(CORPUS, trainer)
-    by_id = {token_id: text for text, token_id in trained.get_vocab().items()}
-    normal = [by_id[token_id] for token_id in range(len(by_id))]
-    # A merge makes exactly one token, so a token's own split tells the merge that made it.
-    merges = [" ".join(_parts(trained, token)) for token in normal if len(token) > 1]
-    first_special = len(normal)
-    ids = {text: first_special + index for index, text in enumerate(SPECIAL)}
+    model = json.loads(trained.to_str())["model"]
+    normal = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [" ".join(merge) for merge in model["merges"]]
+    ids = {text: len(normal) + index for index, text in enumerate(SPECIAL)}
     return Vocabulary(
         [*normal, *SPECIAL],
         [NORMAL] * len(normal) + list(SPECIAL.values()),
@@ -145,14 +148,390 @@ def trained_vocabulary() -> Vocabulary:
     )
 
 
-def _parts(trained: TrainedTokenizer, token: str) -> Sequence[str]:
-    for left, right in _merges_of(trained):
-        if left + right == token:
-            return left, right
-    raise AssertionError(token)
+def boundary_vocabulary() -> Vocabulary:
+    """Merges over every place where a word could end, so that ids tell where words ended.
+
+    In ``e?e??1??1 ?`` with any character for ``?``: its first byte joins an ``e`` or the last byte
+    of a character before it, its last byte joins an ``e`` after it.
+    """
+    alphabet = byte_characters()
+    ascii_bytes, last = alphabet[:0x80], alphabet[0x80:0xC0]
+    first = alphabet[0xC2:0xF5]
+    pairs = [
+        *((byte, "e") for byte in (*last, *ascii_bytes)),
+        *(("e", byte) for byte in (*first, *ascii_bytes)),
+        *product(last, first),
+        *product(ascii_bytes, ascii_bytes),
+    ]
+    pairs = list(dict.fromkeys(pairs))
+    made = dict.fromkeys("".join(pair) for pair in pairs)
+    merges = [" ".join(pair) for pair in pairs]
+    tokens = [*alphabet, *made]
+    return Vocabulary(list(tokens), [NORMAL] * len(tokens), list(merges))
 
 
-def _merges_of(trained: TrainedTokenizer) -> list[tuple[str, str]]:
-    import json
+def around(character: str) -> str:
+    return f"e{character}e{character}{character}1{character}{character}1 {character}\n"
 
-    return [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
+
+def load(vocabulary: Vocabulary, folder: Path) -> Tokenizer:
+    with GgufFile.open(vocabulary.write(folder / "m.gguf")) as file:
+        tokenizer = load_tokenizer(file)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@dataclass
+class Pair:
+    """One file in our tokenizer and in llama.cpp's."""
+
+    ours: Tokenizer
+    theirs: LlamaTokenizer
+
+    def check(self, text: str) -> None:
+        for parse_special in (True, False):
+            expected = self.theirs.tokenize(text, parse_special=parse_special)
+            assert self.ours.encode(text, parse_special=parse_special) == expected
+            assert self.ours.decode(expected) == text
+
+
+def pair(vocabulary: Vocabulary, folder: Path) -> Iterator[Pair]:
+    ours = load(vocabulary, folder)
+    with LlamaTokenizer(folder / "m.gguf") as theirs:
+        yield Pair(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    yield from pair(trained_vocabulary(), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def boundary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    yield from pair(boundary_vocabulary(), tmp_path_factory.mktemp("boundary"))
+
+
+# The oracle.
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_ids_are_llama_cpps(trained: Pair, text: str) -> None:
+    trained.check(text)
+
+
+def test_the_texts_use_merges_and_every_special_token(trained: Pair) -> None:
+    used = {token_id for text in TEXTS for token_id in trained.ours.encode(text)}
+    special = {trained.ours.encode(t)[0] for t, kind in SPECIAL.items() if kind != UNUSED}
+    assert len(special) == len(SPECIAL) - 2
+    assert special - {trained.ours.encode("k>")[0]} <= used
+    assert len(used) > 200
+    assert sum(len(trained.ours.token_bytes(token_id)) > 2 for token_id in used) >= 20
+
+
+# Characters that our word splitter knows, and Python: both know Unicode up to some version below
+# the newest, llama.cpp the newest.
+_known = st.characters(exclude_categories=("Cs", "Cn", "Co"))
+_words = st.sampled_from([*SPECIAL, *"\n\r\t  '", "'s", "'LL", " the", "don't", "12", "\r\n", "<|"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_words | _known | st.text(_known, max_size=8), max_size=30).map("".join))
+def test_ids_are_llama_cpps_for_any_text(trained: Pair, text: str) -> None:
+    trained.check(text)
+
+
+def test_words_end_where_llama_cpp_ends_them(boundary: Pair) -> None:
+    assert boundary.ours.encode("e1e") != boundary.ours.encode("eee")
+    characters = [chr(code) for code in (*range(1, 0x3100), *range(0xFE00, 0x10000))]
+    known = [c for c in characters if unicodedata.category(c) not in ("Cs", "Cn")]
+    for start in range(0, len(known), 64):
+        boundary.check("".join(around(c) for c in known[start : start + 64]))
+
+
+@pytest.mark.slow
+def test_words_end_where_llama_cpp_ends_them_for_every_character(boundary: Pair) -> None:
+    known = [c for c in map(chr, range(1, 0x110000)) if unicodedata.category(c) not in ("Cs", "Cn")]
+    for start in range(0, len(known), 64):
+        boundary.check("".join(around(c) for c in known[start : start + 64]))
+
+
+def test_token_bytes_and_stop_ids_are_llama_cpps(trained: Pair) -> None:
+    ours, theirs = trained.ours, trained.theirs
+    assert ours.vocab_size == theirs.vocab_size
+    for token_id in range(ours.vocab_size):
+        assert ours.token_bytes(token_id) == theirs.token_bytes(token_id)
+    assert ours.stop_ids == theirs.stop_ids()
+    assert {ours.decode([i]) for i in ours.stop_ids} == {
+        *("<|im_end|>", "<|endoftext|>", "<|file_sep|>")
+    }
+
+
+# Decoding.
+
+
+@given(st.lists(st.integers(0, 511), max_size=40))
+def test_a_stream_gives_what_decode_gives(trained: Pair, numbers: list[int]) -> None:
+    # Half of them special tokens or words, half of them bytes.
+    token_ids = [n if n < 256 else trained.ours.vocab_size - 1 - n % 256 for n in numbers]
+    for keep_special in (True, False):
+        stream = trained.ours.stream(keep_special=keep_special)
+        pieces = [stream.push(token_id) for token_id in token_ids]
+        whole = "".join(pieces) + stream.flush()
+        assert whole == trained.ours.decode(token_ids, keep_special=keep_special)
+        assert stream.flush() == ""
+
+
+def test_a_stream_holds_back_a_character_until_it_is_whole(tmp_path: Path) -> None:
+    tokenizer = load(small(), tmp_path)
+    stream = tokenizer.stream()
+    assert [stream.push(byte) for byte in "a€b".encode()] == ["a", "", "", "€", "b"]
+    assert stream.flush() == ""
+
+
+def test_a_stream_replaces_invalid_bytes_as_soon_as_that_is_certain(tmp_path: Path) -> None:
+    stream = load(small(), tmp_path).stream()
+    assert stream.push(0xFF) == "\ufffd"
+    assert stream.push(0xE2) == ""
+    assert stream.push(ord("x")) == "\ufffdx"
+    assert stream.push(0xE2) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.push(ord("y")) == "y"
+
+
+def test_control_tokens_can_be_left_out_of_the_text(trained: Pair) -> None:
+    ids = trained.ours.encode("<|im_start|>a<think>b<unk><|im_end|>")
+    assert trained.ours.decode(ids) == "<|im_start|>a<think>b<unk><|im_end|>"
+    assert trained.ours.decode(ids, keep_special=False) == "a<think>b"
+
+
+def test_a_token_that_does_not_exist_is_the_callers_mistake(tmp_path: Path) -> None:
+    tokenizer = load(small(), tmp_path)
+    for token_id in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=r"token .* of 259"):
+            tokenizer.token_bytes(token_id)
+        with pytest.raises(ValueError, match=r"token .* of 259"):
+            tokenizer.decode([0, token_id])
+
+
+def test_a_normal_token_outside_the_byte_alphabet_is_plain_text(tmp_path: Path) -> None:
+    vocabulary = small()
+    vocabulary.tokens.append("你 好")
+    assert vocabulary.types is not None
+    vocabulary.types.append(NORMAL)
+    assert load(vocabulary, tmp_path).token_bytes(259) == "你 好".encode()
+
+
+# Encoding.
+
+
+def test_lone_surrogates_count_as_replacement_characters(tmp_path: Path) -> None:
+    tokenizer = load(small(), tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀"
+
+
+def test_special_tokens_are_added_only_when_asked(tmp_path: Path) -> None:
+    true = raw.scalar(raw.BOOL, 1)
+    vocabulary = small(
+        add_bos_token=true,
+        add_eos_token=true,
+        bos_token_id=raw.scalar(raw.UINT32, 65),
+        eos_token_id=raw.scalar(raw.UINT32, 66),
+    )
+    tokenizer = load(vocabulary, tmp_path)
+    assert tokenizer.encode("x") == [ord("x")]
+    assert tokenizer.encode("x", add_special=True) == [65, ord("x"), 66]
+    assert load(small(), tmp_path).encode("x", add_special=True) == [ord("x")]
+
+
+def test_what_the_file_says_of_its_special_tokens_is_kept(trained: Pair, tmp_path: Path) -> None:
+    assert trained.ours.bos_text == "<|endoftext|>"
+    assert trained.ours.eos_text == "<|im_end|>"
+    assert trained.ours.chat_template == "{{ messages }}"
+    assert not trained.ours.adds_bos
+    plain = load(
+        small(eot_token_id=raw.scalar(raw.UINT32, 3), eom_token_id=raw.scalar(raw.INT32, 4)),
+        tmp_path,
+    )
+    assert (plain.bos_id, plain.eos_id, plain.bos_text, plain.eos_text) == (None, None, "", "")
+    assert plain.stop_ids == {3, 4, 258}
+    assert plain.chat_template is None
+
+
+def test_types_may_be_missing(tmp_path: Path) -> None:
+    vocabulary = small()
+    vocabulary.types = None
+    tokenizer = load(vocabulary, tmp_path)
+    assert tokenizer.encode("hello<|im_end|>") == [257, ord("l"), ord("o"), 258]
+
+
+# Refusals.
+
+
+def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    for builder in (
+        GgufBuilder(),
+        GgufBuilder().add("tokenizer.ggml.model", raw.string("none")),
+    ):
+        with GgufFile.open(builder.write(tmp_path / "m.gguf")) as file:
+            assert load_tokenizer(file) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "words"),
+    [
+        ("llama", None, "tokenizer model llama"),
+        ("gpt2", None, "pre-tokenizer default"),
+        ("gpt2", "deepseek-v3", "pre-tokenizer deepseek-v3"),
+        ("gpt2", "a\nb", "pre-tokenizer 'a\\nb'"),
+    ],
+)
+def test_other_kinds_of_tokenizer_are_unsupported(
+    tmp_path: Path, model: str, pre: str | None, words: str
+) -> None:
+    vocabulary = small()
+    vocabulary.model, vocabulary.pre = model, pre
+    with (
+        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(UnsupportedModel) as caught,
+    ):
+        load_tokenizer(file)
+    assert caught.value.reason == f"{words} is not supported"
+
+
+_Change = Callable[[Vocabulary], None]
+
+
+def changed(**attributes: Any) -> _Change:
+    return lambda vocabulary: vars(vocabulary).update(attributes)
+
+
+def with_token(text: str | bytes, token_type: int = NORMAL) -> _Change:
+    def change(vocabulary: Vocabulary) -> None:
+        assert vocabulary.types is not None
+        vocabulary.tokens.append(text)
+        vocabulary.types.append(token_type)
+
+    return change
+
+
+def with_key(key: str, value: bytes) -> _Change:
+    return lambda vocabulary: vocabulary.extra.update({f"tokenizer.{key}": value})
+
+
+CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
+    "no tokens": (changed(tokens=[]), "tokens", "0 tokens"),
+    "a byte without token": (
+        lambda vocabulary: vocabulary.tokens.__setitem__(0, "first"),
+        "tokens",
+        "no token for the byte 0x00",
+    ),
+    "the same token twice": (with_token("hel"), "tokens", "tokens 257 and 259 are the same"),
+    "an empty token": (with_token(""), "tokens", "token 259 has 0 bytes"),
+    "a very long token": (with_token("x" * 4097), "tokens", "token 259 has 4097 bytes"),
+    "a token not UTF-8": (with_token(b"\xff"), "tokens", "token 259 is not valid UTF-8"),
+    "too few types": (changed(types=[NORMAL] * 258), "token_type", "258 types for 259 tokens"),
+    "type zero": (changed(types=[0] * 259), "token_type", "token 0 of type 0"),
+    "type six": (with_token("<0x0A>", 6), "token_type", "token 259 of type 6"),
+    "negative type": (changed(types=[-1] * 259), "token_type", "outside"),
+    "merge of one": (changed(merges=["he"]), "merges", "merge 0 is not two tokens"),
+    "merge of nothing": (changed(merges=["h "]), "merges", "merge 0 is not two tokens"),
+    "merge not UTF-8": (changed(merges=[b"\xff h"]), "merges", "merge 0 is not valid UTF-8"),
+    "unknown left": (changed(merges=["h e", "hx l"]), "merges", "merge 1 needs hx"),
+    "unknown right": (changed(merges=["h ll"]), "merges", "merge 0 needs ll"),
+    "unknown result": (changed(merges=["h x"]), "merges", "merge 0 needs hx"),
+    "a line break in a merge": (changed(merges=["h \n"]), "merges", "merge 0 needs '\\n'"),
+    "eos beyond the end": (
+        with_key("ggml.eos_token_id", raw.scalar(raw.UINT32, 259)),
+        "eos_token_id",
+        "259 is outside 0 … 258",
+    ),
+    "eot negative": (
+        with_key("ggml.eot_token_id", raw.scalar(raw.INT32, -1)),
+        "eot_token_id",
+        "-1 is outside",
+    ),
+    "adds a token it has not": (
+        with_key("ggml.add_bos_token", raw.scalar(raw.BOOL, 1)),
+        "add_bos_token",
+        "there is no bos token",
+    ),
+    "template not UTF-8": (
+        with_key("chat_template", raw.string(b"\xff")),
+        "chat_template",
+        "not valid UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_vocabulary_that_contradicts_itself_is_refused(tmp_path: Path, case: str) -> None:
+    change, key, reason = CONTRADICTIONS[case]
+    vocabulary = small()
+    change(vocabulary)
+    with (
+        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(ModelFileError) as caught,
+    ):
+        load_tokenizer(file)
+    assert caught.value.field is not None
+    assert caught.value.field.removeprefix("tokenizer.").removeprefix("ggml.") == key
+    assert reason in caught.value.reason
+    assert "\n" not in str(caught.value)
+    assert load(small(), tmp_path).encode("hel") == [257]
+
+
+def test_a_vocabulary_without_merges_key_is_refused(tmp_path: Path) -> None:
+    builder = GgufBuilder().add("tokenizer.ggml.model", raw.string("gpt2"))
+    builder.add("tokenizer.ggml.pre", raw.string("qwen2"))
+    builder.add("tokenizer.ggml.tokens", raw.strings(list(byte_characters())))
+    with (
+        GgufFile.open(builder.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(ModelFileError, match="merges: required key is missing"),
+    ):
+        load_tokenizer(file)
+
+
+def test_a_merge_that_occurs_twice_keeps_its_first_rank(tmp_path: Path) -> None:
+    vocabulary = small()
+    vocabulary.tokens += ["el"]
+    assert vocabulary.types is not None
+    vocabulary.types += [NORMAL]
+    vocabulary.merges = ["h e", "e l", "he l", "h e"]
+    for ours_and_theirs in pair(vocabulary, tmp_path):
+        assert ours_and_theirs.ours.encode("hel") == [257]
+        ours_and_theirs.check("hel")
+
+
+# Cost.
+
+
+def test_a_vocabulary_of_152k_loads_in_a_few_seconds(tmp_path: Path) -> None:
+    with GgufFile.open(write_sparse_30b(tmp_path / "30b.gguf")) as file:
+        start = time.process_time()
+        tokenizer = load_tokenizer(file)
+        assert time.process_time() - start < 4.0
+        assert tokenizer is not None
+        assert tokenizer.vocab_size == 151_936
+
+
+def test_long_texts_without_a_break_take_linear_time(trained: Pair) -> None:
+    start = time.process_time()
+    for text in ("a" * 200_000, " " * 200_000, "\n" * 200_000, "!" * 200_000, " \n" * 100_000):
+        assert trained.ours.decode(trained.ours.encode(text)) == text
+    assert time.process_time() - start < 4.0
+
+
+def test_the_library_is_imported_only_when_a_tokenizer_is_loaded() -> None:
+    code = (
+        "import sys, dflash_adapters.tokenizer as t; "
+        "print('tokenizers' in sys.modules, 'gguf' in sys.modules, *t.DIALECTS)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "False", *DIALECTS]

@@ -22,8 +22,8 @@ CHUNKS = [NUM_PREFILL, 1]
 
 
 def token_ids(vocab_size: int) -> list[int]:
-    random = np.random.default_rng(3)
-    return random.integers(0, vocab_size, NUM_PREFILL + NUM_DECODE).tolist()
+    ids = np.random.default_rng(3).integers(0, vocab_size, NUM_PREFILL + NUM_DECODE)
+    return [int(token_id) for token_id in ids]
 
 
 @pytest.fixture(scope="module", params=["F32", "Q8_0"])

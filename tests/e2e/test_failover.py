@@ -182,16 +182,16 @@ def test_another_placement_of_the_same_model_is_refused(
             assert generate(engine) == undisturbed
 
 
-def test_several_parents_use_one_daemon(
-    model: Path, endpoint: str, undisturbed: list[int]
-) -> None:
+def test_several_parents_use_one_daemon(model: Path, endpoint: str, undisturbed: list[int]) -> None:
     with (
         running_daemon(model, endpoint),
         Engine.open(model, connect=[endpoint]) as first,
         Engine.open(model, connect=[endpoint]) as second,
     ):
         pairs = list(
-            zip(first.generate(PROMPT, NUM_TOKENS), second.generate(PROMPT, NUM_TOKENS), strict=True)
+            zip(
+                first.generate(PROMPT, NUM_TOKENS), second.generate(PROMPT, NUM_TOKENS), strict=True
+            )
         )
         assert [a.token_id for a, _ in pairs] == [b.token_id for _, b in pairs] == undisturbed
         assert first.stats().events == second.stats().events == []

@@ -27,7 +27,8 @@ BACKENDS = ["reference", "cpu"]
 
 
 def token_ids(shape: Qwen3MoeShape) -> list[int]:
-    return (np.random.default_rng(10).integers(0, 90, NUM_TOKENS) % shape.vocab_size).tolist()
+    ids = np.random.default_rng(10).integers(0, 90, NUM_TOKENS) % shape.vocab_size
+    return [int(token_id) for token_id in ids]
 
 
 def engine_arguments(split: str, shape: Qwen3MoeShape) -> dict[str, Any]:
@@ -48,9 +49,7 @@ def case(
         return shape, path, oracle.logits(token_ids(shape))
 
 
-def check_logits(
-    case: tuple[Qwen3MoeShape, Path, F32Array], backend: str, split: str
-) -> None:
+def check_logits(case: tuple[Qwen3MoeShape, Path, F32Array], backend: str, split: str) -> None:
     shape, path, expected = case
     with Engine.open(path, backend=backend, **engine_arguments(split, shape)) as engine:
         for chunk in CHUNKS:
@@ -96,4 +95,4 @@ def test_a_split_file_gives_the_same_bits_as_a_whole_one(tmp_path: Path, backend
     for path in (whole, parts):
         with Engine.open(path, backend=backend) as engine:
             logits.append(engine.logits(token_ids(shape)))
-    assert np.array_equal(*logits)
+    assert np.array_equal(logits[0], logits[1])

@@ -20,7 +20,14 @@ def test_digest_is_sha256_of_length_prefixed_chunks() -> None:
 
 
 def test_chunks_do_not_run_together() -> None:
-    ways = [[b"abc"], [b"ab", b"c"], [b"a", b"bc"], [b"abc", b""], [b"", b"abc"], [b"a", b"b", b"c"]]
+    ways = [
+        [b"abc"],
+        [b"ab", b"c"],
+        [b"a", b"bc"],
+        [b"abc", b""],
+        [b"", b"abc"],
+        [b"a", b"b", b"c"],
+    ]
     assert len({digest("domain", chunks) for chunks in ways}) == len(ways)
 
 

@@ -423,7 +423,9 @@ def receive(frames: list[bytes]) -> None:
             batch = decode_request(message, rest, hidden_size=HIDDEN_SIZE, max_tokens=8)
             batch.check(hidden_size=HIDDEN_SIZE, num_experts=5)
         case ExpertReply():
-            decode_reply(message, rest or [memoryview(bytes(48))], num_tokens=2, hidden_size=HIDDEN_SIZE)
+            decode_reply(
+                message, rest or [memoryview(bytes(48))], num_tokens=2, hidden_size=HIDDEN_SIZE
+            )
         case Hello():
             for frame in rest:
                 OwnedExperts.from_bytes(frame, {0: 4, 2: 3})

@@ -321,9 +321,7 @@ def test_a_wrong_placement_file_is_refused_naming_what(
     ],
     ids=["empty", "open", "trailing", "not text", "deep", "long number", "list", "null"],
 )
-def test_what_is_no_placement_file_is_refused(
-    tmp_path: Path, content: bytes, reason: str
-) -> None:
+def test_what_is_no_placement_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "placement.json"
     path.write_bytes(content)
     refuse(tmp_path, path, reason)

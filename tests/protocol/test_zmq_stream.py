@@ -6,9 +6,9 @@ request waits for `receive` as long as it must.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +20,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 
+from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.messages import (
     ExpertReply,
@@ -43,9 +44,7 @@ from support.routed_batches import HIDDEN_SIZE, assert_same_batch, batch_of, pai
 PATIENCE_S = 20.0
 """Longer than any good message takes on the slowest machine; never waited out."""
 CAPACITY = 6
-MAX_FRAME_BYTES = largest_frame_bytes(
-    max_tokens=CAPACITY, hidden_size=HIDDEN_SIZE, max_pairs=5 * CAPACITY
-)
+MAX_FRAME_BYTES = 20_000
 PAIRS = {(0, 1): 0.5, (1, 1): 0.25, (1, 4): -0.5}
 
 Socket = zmq.Socket[bytes]
@@ -56,6 +55,8 @@ class Wire:
 
     def __init__(self, undo: ExitStack, address: str) -> None:
         self._undo = undo
+        if address.startswith("ipc:"):  # ZeroMQ leaves its socket files behind; a claim removes them
+            undo.callback(IpcClaim(parse_endpoint(address)).close)
         self.context = undo.enter_context(zmq.Context())
         self.links: dict[str, LinkLimits] = {}
         self.server = StreamServer(
@@ -298,28 +299,22 @@ def test_nothing_within_the_deadline_is_said_so_and_the_late_reply_is_harmless(w
     wire.assert_serves(client)
 
 
-def test_a_deadline_holds_although_other_messages_keep_coming(wire: Wire) -> None:
-    """A daemon that answers what nobody asked must not keep a waiter from its deadline."""
+def test_a_deadline_holds_although_other_messages_keep_coming(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that nobody asked for, read a second apiece, must not keep a waiter for minutes."""
     client = wire.client()
     sequence = client.submit(0, batch_of(0, {}), deadline_s=PATIENCE_S)
     request = wire.receive()
-    stop = threading.Event()
-
-    def flood() -> None:
-        end_s = time.monotonic() + 3.0
-        while not stop.is_set() and time.monotonic() < end_s:
-            wire.server.fail(request.link_id, 1_000_000, ProtocolError("?"))
-
-    flooder = threading.Thread(target=flood)
-    flooder.start()
-    started_s = time.monotonic()
-    try:
+    for _ in range(200):
+        wire.server.fail(request.link_id, 1_000_000, ProtocolError("?"))
+    wire.server.reply(request, np.zeros((0, HIDDEN_SIZE)), 0.0)
+    seconds = itertools.count()
+    with monkeypatch.context() as slow:
+        slow.setattr(time, "monotonic", lambda: float(next(seconds)))
         with pytest.raises(DeadlineExceeded):
-            client.wait(sequence, deadline_s=0.2)
-        assert time.monotonic() - started_s < 2.0
-    finally:
-        stop.set()
-        flooder.join()
+            client.wait(sequence, deadline_s=10.0)
+    assert next(seconds) < 20
     wire.assert_serves(client)
 
 
@@ -364,6 +359,7 @@ def test_a_malformed_answer_is_a_protocol_error(
     run_dir: Path, answer: Callable[[int], list[bytes]], reason: str
 ) -> None:
     with ExitStack() as undo:
+        undo.callback(IpcClaim(parse_endpoint(f"ipc://{run_dir}/data")).close)
         context = undo.enter_context(zmq.Context())
         daemon = context.socket(zmq.ROUTER)
         undo.callback(daemon.close, linger=0)
@@ -416,19 +412,17 @@ def test_a_parent_that_comes_back_under_its_name_is_served(wire: Wire) -> None:
 def test_closing_does_not_wait_for_what_was_not_delivered(run_dir: Path) -> None:
     address = f"ipc://{run_dir}/data"
     with ExitStack() as undo:
+        undo.callback(IpcClaim(parse_endpoint(address)).close)
         context = undo.enter_context(zmq.Context())
         lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
         undo.callback(os.close, lost_fd)
         client = client_of(undo, context, address, lost_fd, "ab" * 8)
         client.submit(0, batch_of(2, PAIRS), deadline_s=1.0)
         client.close()
-        server = StreamServer(
-            context, address, max_frame_bytes=MAX_FRAME_BYTES, limits_of={}.get
-        )
+        server = StreamServer(context, address, max_frame_bytes=MAX_FRAME_BYTES, limits_of={}.get)
         server.fail("cd" * 8, 1, ProtocolError("nobody of that name"))
         assert server.port == 0
         server.close()
-    assert list(run_dir.iterdir()) == []
 
 
 def test_only_one_server_can_have_a_tcp_port(wire: Wire) -> None:

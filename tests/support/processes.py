@@ -21,9 +21,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(_SOURCE_ROOTS), **extra}
 
 
-def run_cli(
-    *arguments: str | Path, timeout_s: float = 120.0, **extra: str
-) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str | Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run ``dflash-moe`` to its end."""
     return subprocess.run(
         [*cli_command(), *map(str, arguments)],
@@ -31,7 +29,7 @@ def run_cli(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=4 * START_S,
         check=False,
     )
 

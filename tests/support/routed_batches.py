@@ -115,7 +115,9 @@ class ScalingBank:
 
     def __init__(self, layer: MoeLayer, global_expert_ids: list[int] | None = None) -> None:
         self.layer = layer
-        self._ids = list(range(layer.num_experts)) if global_expert_ids is None else global_expert_ids
+        self._ids = (
+            list(range(layer.num_experts)) if global_expert_ids is None else global_expert_ids
+        )
 
     @property
     def num_experts(self) -> int:

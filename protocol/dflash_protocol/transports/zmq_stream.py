@@ -33,6 +33,8 @@ from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import ReceivedRequest, Reply
 
 _MAX_FRAMES = 8
+_DRAIN_MS = 1000.0
+"""How long past its deadline a waiter still reads what has arrived already."""
 
 
 def largest_frame_bytes(*, max_tokens: int, hidden_size: int, max_pairs: int) -> int:
@@ -61,6 +63,7 @@ class StreamClient:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._hidden_size = hidden_size
+        self._lost_fd = lost_fd
         self._lost_reason = lost_reason
         self._sequence = 0
         self._num_tokens: dict[int, int] = {}
@@ -92,9 +95,9 @@ class StreamClient:
         while sequence not in self._arrived:
             remaining_ms = (end_s - time.monotonic()) * 1e3
             ready = dict(self._poller.poll(max(0, math.ceil(remaining_ms))))
-            if self._socket in ready:
+            if self._socket in ready and remaining_ms > -_DRAIN_MS:
                 self._receive()
-            elif ready:
+            elif self._lost_fd in ready:
                 raise DaemonUnavailable(self._lost_reason())
             elif remaining_ms <= 0:
                 raise DeadlineExceeded(f"no reply within {deadline_s * 1e3:.0f} ms")
@@ -153,7 +156,11 @@ class StreamServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         # A parent that reconnects quickly must not find its name taken by its own dead socket.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
         self.port = _bound_port(self._socket)
 
     def receive(self, timeout_s: float) -> ReceivedRequest | None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from dflash_adapters.chat import render_chat
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.ops import KvType, Model
 from dflash_adapters.registry import adapter_for
@@ -215,9 +216,18 @@ class Engine:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise SettingsError("this file has no tokenizer; give token ids instead of text")
-        if chat:
-            text = tokenizer.render_chat([{"role": "user", "content": text}])
-        return tokenizer.encode(text)
+        if not chat:
+            return tokenizer.encode(text, add_special=True)
+        if tokenizer.chat_template is None:
+            raise SettingsError("this model has no chat template; give a plain prompt")
+        rendered = render_chat(
+            tokenizer.chat_template,
+            [{"role": "user", "content": text}],
+            bos_token=tokenizer.bos_text,
+            eos_token=tokenizer.eos_text,
+            path=self._file.path,
+        )
+        return tokenizer.encode(rendered)
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import zmq
 
 from dflash_adapters.gguf_file import GgufFile
@@ -31,7 +32,12 @@ from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ow
 from dflash_runtime.experts.link import DaemonLink, Launch
 from dflash_runtime.experts.remote import RemoteExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
-from dflash_runtime.experts.store import every_expert, expert_tensor_types, load_banks
+from dflash_runtime.experts.store import (
+    every_expert,
+    expert_tensor_types,
+    load_banks,
+    measure_pairs_per_second,
+)
 from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallback, Supervisor
 from dflash_runtime.placement.split import LOCAL_OWNER
 
@@ -147,14 +153,14 @@ class Owners:
                     self._note_numeric_class(links[name], backend.numeric_class)
                 else:
                     banks = load_banks(backend, file, spec.moe, owned, read_now=True)
+                    measure_pairs_per_second(banks.values())
                     computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks))
             fallback = None
             if links and not require_daemons:
                 everything = every_expert(spec.moe)
-                fallback = LocalExpertCompute(
-                    OwnerKind.FALLBACK,
-                    load_banks(backend, file, spec.moe, everything, read_now=False),
-                )
+                banks = load_banks(backend, file, spec.moe, everything, read_now=False)
+                measure_pairs_per_second(banks.values())
+                fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks)
             self.runtime = MoeExpertComputeRuntime(placement, computes, fallback=fallback)
             undo.callback(self.runtime.close)
             self._undo = undo.pop_all()
@@ -205,8 +211,7 @@ class Owners:
 
         names = daemon_names(choices, endpoints)
         if choices:
-            folder = run_directory(settings) / f"p{os.getpid()}-{secrets.token_hex(3)}"
-            folder.mkdir(mode=0o700)
+            folder = _new_socket_folder(run_directory(settings))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         for name, choice in zip(names, choices, strict=False):
             command = _daemon_command(choice, model_path, backend_name, len(choices))
@@ -218,6 +223,17 @@ class Owners:
         if strangers:
             raise SettingsError(f"the placement names owners that do not exist: {strangers}")
         return links
+
+
+def _new_socket_folder(run_dir: Path) -> Path:
+    """A folder for the sockets of our daemons; those of parents that are gone are removed."""
+    for leftover in run_dir.glob("p*-*"):
+        pid = leftover.name[1:].partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    folder = run_dir / f"p{os.getpid()}-{secrets.token_hex(3)}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def _daemon_command(

@@ -65,7 +65,7 @@ def load_banks(
 def measure_pairs_per_second(banks: Iterable[ExpertBank]) -> float:
     """Run every kind of bank once and say how many (token, expert) pairs the slowest does a second.
 
-    This also makes sure that every kernel is compiled and has run before we call ourselves ready.
+    This also makes sure that every kernel is compiled and has run before anyone is called ready.
     """
     slowest = float("inf")
     seen = set()

@@ -223,9 +223,7 @@ class _LinkTask:
                 control.disable_monitor()
                 monitor.close(linger=0)
 
-    async def _handshake(
-        self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
-    ) -> Welcome:
+    async def _handshake(self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> Welcome:
         greeting, link = self._supervisor.greeting, self._link
         hello = Hello(
             versions=PROTOCOL_VERSIONS,

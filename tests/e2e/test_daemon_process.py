@@ -1,0 +1,206 @@
+"""The daemon as a process: endpoints, permissions, signals, and never outliving its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.qwen3moe import read_spec
+from dflash_protocol.placement import write_owned_experts
+from dflash_runtime import Engine
+from dflash_runtime.placement.split import even_split
+from support.processes import cli_command, environment, run_cli, running_daemon, wait_until
+from support.random_models import ODD_SHAPES, write_qwen3moe
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3moe(tmp_path_factory.mktemp("model") / "m.gguf", ODD_SHAPES[0], seed=10)
+
+
+def daemon_fails(*arguments: str | Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_daemon", *map(str, arguments)],
+        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_stops_cleanly_when_told_to(model: Path, run_dir: Path, number: int) -> None:
+    with running_daemon(model, f"ipc://{run_dir}/d.sock") as daemon:
+        for name in ("d.sock", "d.sock.data"):
+            mode = (run_dir / name).stat().st_mode
+            assert stat.S_ISSOCK(mode)
+            assert stat.S_IMODE(mode) == 0o600
+        daemon.send_signal(number)
+        assert daemon.wait(timeout=10) == 0
+        assert list(run_dir.iterdir()) == []
+
+
+def test_an_endpoint_in_use_is_left_to_its_owner(model: Path, run_dir: Path) -> None:
+    endpoint = f"ipc://{run_dir}/d.sock"
+    with running_daemon(model, endpoint):
+        code, message = daemon_fails(model, "--listen", endpoint)
+        assert code == 1
+        assert "in use" in message
+        with Engine.open(model, connect=[endpoint]) as engine:
+            assert len(engine.logits([1, 2, 3])) == 3
+
+
+def test_leftovers_of_a_killed_daemon_are_no_obstacle(model: Path, run_dir: Path) -> None:
+    endpoint = f"ipc://{run_dir}/d.sock"
+    with running_daemon(model, endpoint) as daemon:
+        daemon.kill()
+        daemon.wait()
+    assert (run_dir / "d.sock").exists()
+    with running_daemon(model, endpoint), Engine.open(model, connect=[endpoint]) as engine:
+        assert len(engine.logits([1, 2, 3])) == 3
+
+
+def test_tcp_on_the_loopback_address_works(model: Path) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"tcp://127.0.0.1:{port}"
+    with running_daemon(model, endpoint):
+        with Engine.open(model, connect=[endpoint]) as engine:
+            assert len(engine.logits([1, 2, 3])) == 3
+            assert engine.stats().owners["link0"].bytes_received > 0
+        code, message = daemon_fails(model, "--listen", endpoint)
+        assert (code, "cannot listen" in message) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "tcp://0.0.0.0:7777"], "not a loopback address"),
+        (["--listen", "ipc:///" + "x" * 101], "longer than 100"),
+        (["--listen", "somewhere"], "neither ipc"),
+        (["--listen", "ipc:///no/such/folder/d.sock"], "No such file"),
+        (["--device", "tpu:0"], "'tpu:0' is unknown"),
+        (["--placement", "/no/such/file"], "No such file"),
+    ],
+    ids=["public address", "long path", "no endpoint", "no folder", "no device", "no placement"],
+)
+def test_misuse_is_one_line(model: Path, run_dir: Path, arguments: list[str], message: str) -> None:
+    if "--listen" not in arguments:
+        arguments = [*arguments, "--listen", f"ipc://{run_dir}/d.sock"]
+    code, line = daemon_fails(model, *arguments)
+    assert code == 2
+    assert message in line
+
+
+def test_a_placement_file_is_loaded_at_once(model: Path, run_dir: Path, tmp_path: Path) -> None:
+    with GgufFile.open(model) as file:
+        spec = read_spec(file).moe
+    placement = even_split(spec, ["link0"], 4)
+    layer = spec.layers[0]
+    path = tmp_path / "placement.json"
+    write_owned_experts(
+        path,
+        placement.owners[placement.owner_names.index("link0")],
+        num_layers=len(spec.layers),
+        num_experts=layer.num_experts,
+        num_experts_used=layer.num_experts_used,
+    )
+    endpoint = f"ipc://{run_dir}/d.sock"
+    with (
+        running_daemon(model, endpoint, ["--placement", str(path)]),
+        Engine.open(model, connect=[endpoint], local_experts=4) as engine,
+    ):
+        assert len(engine.logits([1, 2, 3])) == 3
+        assert engine.stats().owners["link0"].requests > 0
+
+
+def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:
+    command = [*cli_command(), "generate", str(model), "--token-ids", "1", "-n", "200"]
+    with subprocess.Popen(
+        [*command, "--daemon", "cpu", "--daemon", "cpu"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as parent:
+        watched = psutil.Process(parent.pid)
+
+        def both_run() -> bool:
+            return len([c for c in watched.children() if "dflash_daemon" in c.cmdline()]) == 2
+
+        wait_until(both_run, "two daemons")
+        daemons = watched.children()
+        parent.kill()
+    _, alive = psutil.wait_procs(daemons, timeout=10)
+    assert alive == []
+
+
+def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
+    command = [*cli_command(), "generate", str(model), "--token-ids", "1", "-n", "250"]
+    with subprocess.Popen(
+        [*command, "--daemon", "cpu", "--ignore-eos"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        watched = psutil.Process(parent.pid)
+        wait_until(lambda: len(watched.children()) == 1, "the daemon")
+        daemons = watched.children()
+        parent.send_signal(signal.SIGINT)
+        _, errors = parent.communicate(timeout=30)
+    assert parent.returncode == 130
+    assert errors.splitlines()[-1:] == ["dflash-moe: error: interrupted"]
+    assert "Traceback" not in errors
+    _, alive = psutil.wait_procs(daemons, timeout=10)
+    assert alive == []
+
+
+def test_a_launcher_may_be_another_program(model: Path, tmp_path: Path) -> None:
+    """An executable that is no Python gets the daemon's arguments and starts it as it likes."""
+    launcher = tmp_path / "launch.sh"
+    launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_daemon "$@"\n')
+    launcher.chmod(0o700)
+    for program in (launcher, Path(sys.executable)):
+        done = run_cli(
+            "generate", model, "--token-ids", "1,2", "-n", "3", "--json",
+            "--daemon", f"cpu@{program}",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        assert record["owners"]["cpu0"]["requests"] > 0
+        assert record["events"] == []
+
+
+def test_a_launcher_that_fails_is_reported(model: Path) -> None:
+    done = run_cli("generate", model, "--token-ids", "1", "--daemon", "cpu@/bin/false")
+    assert done.returncode == 1
+    assert "ended with exit code 1 before it was ready" in done.stderr
+
+
+def test_no_descriptor_is_lost_over_many_engines(model: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def use() -> None:
+        with Engine.open(model, daemons=["cpu"], backend="reference") as engine:
+            engine.logits([1, 2])
+
+    use()
+    before = descriptors()
+    for _ in range(3):
+        use()
+    assert descriptors() <= before
