@@ -23,6 +23,7 @@ from dflash_protocol.ids import AnyArray, F32Array, I64Array
 MAX_STRING_BYTES = 4 << 20  # the longest published string, a chat template, is under 64 KiB
 MAX_ARRAY_LENGTH = 1 << 20  # the longest published array, token scores, has 262144 entries
 _U32_MAX = 2**32 - 1
+_I64_MAX = 2**63 - 1
 _WINDOW_BYTES = 256 << 10
 
 _INTEGERS = frozenset(
@@ -122,6 +123,7 @@ class Metadata:
         if value.value_type not in _INTEGERS:
             self._fail(key, value, "is not an array of integers")
         numbers = self._read_array(key, value, max_length)
+        maximum = min(maximum, _I64_MAX)
         if numbers.size and not (numbers.min() >= 0 and numbers.max() <= maximum):
             self._fail(key, value, f"an element is outside 0 … {maximum}")
         return numbers.astype(np.int64)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeAlias, get_type_hints
 
 import msgpack
@@ -198,7 +198,8 @@ _FIELDS: dict[type[Message], dict[str, Any]] = {
 
 def encode_header(message: Message) -> bytes:
     """The first frame of a message."""
-    values = {"type": message.TYPE, **asdict(message)}
+    values = {name: getattr(message, name) for name in _FIELDS[type(message)]}
+    values["type"] = message.TYPE
     # Reasons may quote file names, which need not be valid text; the peer would refuse them.
     header: bytes = msgpack.packb(values, unicode_errors="replace")
     return header

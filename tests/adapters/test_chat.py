@@ -275,13 +275,14 @@ _HALF = MAX_TEMPLATE_CHARACTERS // 2
 
 
 def many(statement: str) -> str:
-    """As many numbered statements as fit."""
-    count = MAX_TEMPLATE_CHARACTERS // (len(statement) + 4) - 5
-    return "".join(statement.replace("#", str(index)) for index in range(count))
+    """A hundred statements, each of which keeps what it makes."""
+    return "".join(statement.replace("#", str(index)) for index in range(100))
 
 
 HOSTILE = {
-    "loops in loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "loops in loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
     "loops that filter all": (
         "{% for i in range(99999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}"
     ),
@@ -355,6 +356,7 @@ HOSTILE = {
     "deep loops": "{% for a in x %}" * 2_000 + "{% endfor %}" * 2_000,
     "open braces": "{" * MAX_TEMPLATE_CHARACTERS,
     "open comments": "{#" * _HALF,
+    "as long as may be": "{{a.b|e}}" * (MAX_TEMPLATE_CHARACTERS // 9),
     "too long": "a" * (MAX_TEMPLATE_CHARACTERS + 1),
 }
 
@@ -370,7 +372,7 @@ results = {}
 for name, template in json.load(sys.stdin).items():
     start, before = time.process_time(), peak()
     try:
-        outcome = "rendered " + render_chat(template, messages, deadline_s=0.5)[:40]
+        outcome = "rendered " + render_chat(template, messages, deadline_s=0.2)[:40]
     except UnsupportedModel as error:
         outcome = "" if "\\n" not in str(error) else "more than a line"
     results[name] = outcome, time.process_time() - start, peak() - before

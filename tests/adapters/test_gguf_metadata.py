@@ -111,6 +111,7 @@ def test_array_getters_check_type_range_and_length(tmp_path: Path) -> None:
         failures: list[tuple[Callable[[], object], str]] = [
             (lambda: file.get_uint_array("negative"), "an element is outside"),
             (lambda: file.get_uint_array("huge"), "an element is outside"),
+            (lambda: file.get_uint_array("huge", maximum=2**64), "an element is outside"),
             (lambda: file.get_uint_array("ints", maximum=4), "outside 0 … 4"),
             (lambda: file.get_uint_array("ints", max_length=1), "2 elements; at most 1"),
             (lambda: file.get_uint_array("floats"), "not an array of integers"),

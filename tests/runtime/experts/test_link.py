@@ -1,0 +1,150 @@
+"""DaemonLink: one loss is counted once, and its eventfd says whether the link is lost."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dflash_protocol.endpoint import parse_endpoint
+from dflash_protocol.messages import Welcome
+from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.experts.link import DaemonLink
+
+WELCOME = Welcome(2, "00ff", "model", "placement", "class", "cpu", 40001, 16, 1 << 30, 1e3)
+
+
+class Losses:
+    """Records what a link reports."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def __call__(self, name: str, reason: str) -> None:
+        assert name == "cpu0"
+        self.reasons.append(reason)
+
+
+@pytest.fixture
+def losses() -> Losses:
+    return Losses()
+
+
+@pytest.fixture
+def link(losses: Losses) -> Iterator[DaemonLink]:
+    endpoint = parse_endpoint("ipc:///run/cpu0")
+    link = DaemonLink("cpu0", endpoint, OwnedExperts({}), launch=None, on_lost=losses)
+    yield link
+    link.close()
+
+
+def is_readable(link: DaemonLink) -> bool:
+    return bool(select.select([link.lost_fd], [], [], 0)[0])
+
+
+def test_a_new_link_is_not_connected_and_nothing_is_lost(link: DaemonLink, losses: Losses) -> None:
+    assert link.session is None
+    assert link.lost_reason() == "daemon cpu0: not connected yet"
+    assert not is_readable(link)
+    assert link.restarts == 0
+    link.mark_lost(0, "what")
+    link.mark_lost(1, "what")
+    assert losses.reasons == []
+    assert not is_readable(link)
+
+
+def test_eventfd_is_readable_exactly_while_the_last_session_is_known_to_be_lost(
+    link: DaemonLink,
+) -> None:
+    for _ in range(3):
+        session = link.mark_ready(WELCOME)
+        assert link.session is session
+        assert not is_readable(link)
+        link.mark_lost(session.generation, "it was ended")
+        assert link.session is None
+        assert is_readable(link)
+        assert link.lost_reason() == "daemon cpu0: it was ended"
+    link.mark_ready(WELCOME)
+    assert not is_readable(link)
+
+
+def test_generations_are_never_used_twice_and_restarts_are_counted(link: DaemonLink) -> None:
+    generations = []
+    for number in range(4):
+        generations.append(link.mark_ready(WELCOME).generation)
+        assert link.restarts == number
+        link.mark_lost(generations[-1], "again")
+    assert len(set(generations)) == 4
+
+
+def test_a_loss_of_an_older_session_does_not_touch_the_new_one(
+    link: DaemonLink, losses: Losses
+) -> None:
+    old = link.mark_ready(WELCOME)
+    link.mark_lost(old.generation, "first")
+    new = link.mark_ready(WELCOME)
+    link.mark_lost(old.generation, "late news")
+    assert link.session is new
+    assert not is_readable(link)
+    assert losses.reasons == ["first"]
+
+
+def test_whoever_is_first_to_report_a_loss_has_it_counted_once(
+    link: DaemonLink, losses: Losses
+) -> None:
+    session = link.mark_ready(WELCOME)
+    start = threading.Barrier(8)
+
+    def report(number: int) -> None:
+        start.wait()
+        link.mark_lost(session.generation, f"reporter {number}")
+
+    reporters = [threading.Thread(target=report, args=(number,)) for number in range(8)]
+    for reporter in reporters:
+        reporter.start()
+    for reporter in reporters:
+        reporter.join()
+    assert len(losses.reasons) == 1
+    assert link.lost_reason() == f"daemon cpu0: {losses.reasons[0]}"
+
+
+def test_the_supervisor_is_woken_by_a_loss_and_only_then(link: DaemonLink) -> None:
+    woken = []
+    link.set_supervisor_wake(lambda: woken.append(link.session))
+    session = link.mark_ready(WELCOME)
+    assert woken == []
+    link.mark_lost(session.generation, "late")
+    link.mark_lost(session.generation, "late")
+    assert woken == [None]
+
+
+def test_a_loss_may_be_handled_by_looking_at_the_link(losses: Losses) -> None:
+    """The callbacks run without the link's lock."""
+
+    def look(name: str, reason: str) -> None:
+        losses(name, link.lost_reason())
+
+    link = DaemonLink(
+        "cpu0", parse_endpoint("ipc:///run/cpu0"), OwnedExperts({}), launch=None, on_lost=look
+    )
+    link.mark_lost(link.mark_ready(WELCOME).generation, "late")
+    link.close()
+    assert losses.reasons == ["daemon cpu0: late"]
+
+
+def test_data_goes_beside_an_ipc_endpoint_or_to_the_port_that_was_told() -> None:
+    for address, data_address in (
+        ("ipc:///run/cpu0", "ipc:///run/cpu0.data"),
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:40001"),
+    ):
+        link = DaemonLink(
+            "cpu0",
+            parse_endpoint(address),
+            OwnedExperts({}),
+            launch=None,
+            on_lost=lambda name, reason: None,
+        )
+        assert link.mark_ready(WELCOME).data_address == data_address
+        link.close()

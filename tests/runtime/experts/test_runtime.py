@@ -1,0 +1,339 @@
+"""MoeExpertComputeRuntime against the naive sum over all pairs, with owners that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.qwen3moe import read_spec
+from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_runtime.compute.reference import ReferenceBackend
+from dflash_runtime.experts.compute import (
+    ExpertCompute,
+    LocalExpertCompute,
+    OwnerKind,
+    OwnerStats,
+    Ticket,
+)
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.store import every_expert, load_banks
+from dflash_runtime.placement.split import make_placement
+from support.placements import random_placement
+from support.random_models import ODD_SHAPES, write_qwen3moe
+from support.routed_batches import (
+    HIDDEN_SIZE,
+    ScalingBank,
+    moe_layer,
+    naive_sums,
+    numbered_rows,
+)
+
+LAYER_ID = 2
+NUM_EXPERTS = 6
+SPEC = MoeSpec((moe_layer(layer_id=LAYER_ID, num_experts=NUM_EXPERTS),))
+
+
+class FakeCompute:
+    """Computes with a ScalingBank; `fails` names the call that raises, if any.
+
+    Submits and collects are written to a log that several may share.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owned: OwnedExperts,
+        log: list[str],
+        *,
+        kind: OwnerKind = OwnerKind.DAEMON,
+        fails: str = "",
+    ) -> None:
+        self.stats = OwnerStats(kind, owned.num_experts)
+        self.name = name
+        self.fails = fails
+        self.log = log
+        self.batches: list[RoutedBatch] = []
+        self._bank = ScalingBank(SPEC.layers[0], owned.by_layer[LAYER_ID].tolist())
+
+    def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
+        assert layer_id == LAYER_ID
+        batch.check(hidden_size=HIDDEN_SIZE, num_experts=self._bank.num_experts)
+        self.log.append(f"submit {self.name}")
+        if self.fails == "submit":
+            raise DaemonUnavailable(f"daemon {self.name}: not connected yet")
+        self.batches.append(batch)
+        return Ticket(layer_id, batch)
+
+    def collect(self, ticket: Ticket, out: F64Array) -> None:
+        self.log.append(f"collect {self.name}")
+        if self.fails == "collect":
+            raise DeadlineExceeded(f"daemon {self.name}: no reply within 250 ms")
+        self._bank.accumulate(ticket.batch, out)
+        self.stats.requests += 1
+
+    def close(self) -> None:
+        self.log.append(f"close {self.name}")
+
+
+class Rig:
+    """A runtime over fake owners."""
+
+    def __init__(
+        self, placement: Placement, *, fails: dict[str, str], with_fallback: bool = True
+    ) -> None:
+        self.log: list[str] = []
+        self.owners = {
+            name: FakeCompute(
+                name,
+                owned,
+                self.log,
+                kind=OwnerKind.LOCAL if name == "local" else OwnerKind.DAEMON,
+                fails=fails.get(name, ""),
+            )
+            for name, owned in zip(placement.owner_names, placement.owners, strict=True)
+        }
+        self.fallback = FakeCompute(
+            "fallback", every_expert(SPEC), self.log, kind=OwnerKind.FALLBACK
+        )
+        owners: list[ExpertCompute] = list(self.owners.values())
+        self.runtime = MoeExpertComputeRuntime(
+            placement, owners, fallback=self.fallback if with_fallback else None
+        )
+
+    def compute(self, hidden: F32Array, ids: I32Array, weights: F32Array) -> F32Array:
+        return self.runtime.compute(LAYER_ID, hidden, ids, weights, phase=Phase.PREFILL)
+
+    def assert_right(self) -> None:
+        """One good layer."""
+        hidden, ids, weights = numbered_rows(4), *routing_of(4, seed=1)
+        np.testing.assert_array_equal(
+            self.compute(hidden, ids, weights), expected(hidden, ids, weights)
+        )
+
+
+def routing_of(
+    num_tokens: int, *, seed: int, num_used: int = 3, num_experts: int = NUM_EXPERTS
+) -> tuple[I32Array, F32Array]:
+    """Different experts for each token, weights of eighths. Shapes: both [T, K]."""
+    random = np.random.default_rng(seed)
+    ids = np.argsort(random.random((num_tokens, num_experts)), axis=1)[:, :num_used]
+    weights = random.integers(1, 9, (num_tokens, num_used)) / 8
+    return ids.astype(np.int32), weights.astype(np.float32)
+
+
+def expected(hidden: F32Array, ids: I32Array, weights: F32Array) -> F32Array:
+    pairs = {
+        (token_idx, int(global_expert_id)): float(weights[token_idx, slot])
+        for token_idx, chosen in enumerate(ids)
+        for slot, global_expert_id in enumerate(chosen)
+    }
+    return naive_sums(hidden, pairs).astype(np.float32)
+
+
+def split(*lists: list[int], names: tuple[str, ...] = ("local", "cpu0", "cpu1")) -> Placement:
+    owners = {
+        name: OwnedExperts.from_lists({LAYER_ID: ids})
+        for name, ids in zip(names, lists, strict=False)
+    }
+    return make_placement(SPEC, owners)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_every_placement_gives_the_naive_sum_whoever_is_lost(data: st.DataObject) -> None:
+    num_owners = data.draw(st.integers(1, 4))
+    names = ["local", "cpu0", "cpu1", "cpu2"][:num_owners]
+    seed = data.draw(st.integers(0, 1 << 20))
+    placement = random_placement(SPEC, names, np.random.default_rng(seed))
+    # An owner of nothing has no bank to fake.
+    owners = {
+        name: owned
+        for name, owned in zip(placement.owner_names, placement.owners, strict=True)
+        if owned.num_experts
+    }
+    rig = Rig(
+        make_placement(SPEC, owners),
+        fails={name: data.draw(st.sampled_from(["", "submit", "collect"])) for name in owners},
+    )
+    num_tokens = data.draw(st.integers(0, 9))
+    num_used = data.draw(st.integers(1, NUM_EXPERTS))
+    hidden = numbered_rows(num_tokens)
+    ids, weights = routing_of(num_tokens, seed=seed, num_used=num_used)
+    sums = rig.compute(hidden, ids, weights)
+    np.testing.assert_array_equal(sums, expected(hidden, ids, weights), strict=True)
+
+
+@pytest.mark.parametrize("how", ["submit", "collect"])
+def test_pairs_of_a_lost_owner_are_computed_by_the_fallback_and_only_they(how: str) -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": how})
+    rig.assert_right()
+    assert [batch.expert_ids.tolist() for batch in rig.fallback.batches] == [[2, 3]]
+    rig.owners["cpu0"].fails = ""
+    rig.fallback.batches.clear()
+    rig.assert_right()
+    assert rig.fallback.batches == []
+
+
+def test_the_fallback_computes_everything_when_all_owners_are_lost() -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"local": "collect", "cpu0": "submit"})
+    rig.owners["cpu1"].fails = "collect"
+    rig.assert_right()
+    for owner in rig.owners.values():
+        owner.fails = ""
+    rig.assert_right()
+
+
+@pytest.mark.parametrize("how", ["submit", "collect"])
+def test_without_a_fallback_a_lost_owner_is_an_error_that_names_it(how: str) -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": how}, with_fallback=False)
+    with pytest.raises(DaemonUnavailable, match="daemon cpu0: "):
+        rig.assert_right()
+    rig.owners["cpu0"].fails = ""
+    rig.assert_right()
+
+
+def test_all_owners_are_at_work_before_any_is_waited_for_and_local_work_goes_first() -> None:
+    rig = Rig(split([4, 5], [0, 1], [2, 3], names=("cpu0", "local", "cpu1")), fails={})
+    rig.assert_right()
+    assert set(rig.log[:3]) == {"submit cpu0", "submit local", "submit cpu1"}
+    assert rig.log[3] == "collect local"
+    assert set(rig.log[4:]) == {"collect cpu0", "collect cpu1"}
+
+
+def test_an_owner_without_a_pair_of_the_batch_is_not_asked() -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "submit", "cpu1": "collect"})
+    ids = np.array([[0, 1], [1, 0]], dtype=np.int32)
+    weights = np.full((2, 2), 0.5, dtype=np.float32)
+    hidden = numbered_rows(2)
+    np.testing.assert_array_equal(
+        rig.compute(hidden, ids, weights), expected(hidden, ids, weights)
+    )
+    assert rig.log == ["submit local", "collect local"]
+
+
+def test_an_owner_gets_its_own_local_ids_and_the_pairs_of_its_experts_only() -> None:
+    rig = Rig(split([5, 0], [3, 1, 2, 4]), fails={})
+    ids = np.array([[0, 3], [4, 5], [1, 2]], dtype=np.int32)
+    weights = np.ones((3, 2), dtype=np.float32)
+    rig.compute(numbered_rows(3), ids, weights)
+    local, remote = rig.owners["local"].batches[0], rig.owners["cpu0"].batches[0]
+    assert local.expert_ids.tolist() == [0, 1]  # global 5 and 0
+    assert local.token_indices.tolist() == [1, 0]
+    assert remote.expert_ids.tolist() == [0, 1, 2, 3]  # global 3, 1, 2, 4
+    assert remote.token_indices.tolist() == [0, 2, 2, 1]
+    assert local.phase is Phase.PREFILL
+
+
+def test_replicas_do_not_compute_twice() -> None:
+    rig = Rig(split([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), fails={"cpu0": "submit"})
+    rig.assert_right()
+    assert rig.log == ["submit local", "collect local"]
+
+
+@pytest.mark.parametrize("with_fallback", [True, False])
+def test_no_tokens_ask_nobody(with_fallback: bool) -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "submit"}, with_fallback=with_fallback)
+    sums = rig.compute(numbered_rows(0), *routing_of(0, seed=1))
+    assert sums.shape == (0, HIDDEN_SIZE)
+    assert sums.dtype == np.float32
+    assert rig.log == []
+
+
+def test_one_expert_a_token_is_legal() -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={})
+    ids = np.array([[5], [2], [2], [0]], dtype=np.int32)
+    weights = np.ones((4, 1), dtype=np.float32)
+    hidden = numbered_rows(4)
+    np.testing.assert_array_equal(
+        rig.compute(hidden, ids, weights), expected(hidden, ids, weights)
+    )
+
+
+def test_partial_sums_of_different_owners_are_rounded_to_float32_once() -> None:
+    """1 + 2⁻²⁴ + 2⁻²⁴ is 1 if it is rounded after each addition."""
+    rig = Rig(split([0], [1, 2], [3, 4, 5]), fails={})
+    hidden = np.ones((1, HIDDEN_SIZE), dtype=np.float32)
+    ids = np.array([[0, 1, 3]], dtype=np.int32)
+    terms = np.array([1.0, 2**-24, 2**-24])
+    scales = 1 + np.array([0, 1, 3]) / 4
+    weights = (terms / scales).astype(np.float32)[None]
+    sums = rig.compute(hidden, ids, weights)
+    exact = np.sum(weights.astype(np.float64) * scales)
+    np.testing.assert_array_equal(sums, np.full((1, HIDDEN_SIZE), np.float32(exact)))
+    assert sums[0, 0] > 1.0
+
+
+def test_the_callers_arrays_are_left_alone() -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "collect"})
+    hidden, ids, weights = numbered_rows(4), *routing_of(4, seed=1)
+    before = hidden.copy(), ids.copy(), weights.copy()
+    sums = rig.compute(hidden, ids, weights)
+    for array, old in zip((hidden, ids, weights), before, strict=True):
+        np.testing.assert_array_equal(array, old)
+    assert not np.shares_memory(sums, hidden)
+
+
+def test_stats_are_by_owner_name_and_the_fallback_appears_when_used() -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={})
+    rig.assert_right()
+    assert list(rig.runtime.stats()) == ["local", "cpu0", "cpu1"]
+    rig.owners["cpu1"].fails = "submit"
+    rig.assert_right()
+    stats = rig.runtime.stats()
+    assert list(stats) == ["local", "cpu0", "cpu1", "fallback"]
+    assert stats["fallback"].kind is OwnerKind.FALLBACK
+    assert stats["fallback"].requests == 1
+
+
+def test_closing_closes_every_owner_and_the_fallback() -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={})
+    rig.runtime.close()
+    assert sorted(rig.log) == ["close cpu0", "close cpu1", "close fallback", "close local"]
+    Rig(split([0, 1, 2, 3, 4, 5]), fails={}, with_fallback=False).runtime.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+    shape = replace(ODD_SHAPES[0], num_layers=2)
+    path: Path = tmp_path_factory.mktemp("model") / "model.gguf"
+    with GgufFile.open(write_qwen3moe(path, shape, seed=10)) as file:
+        yield file
+
+
+def test_the_split_of_a_real_model_does_not_show_in_the_bits(model: GgufFile) -> None:
+    spec = read_spec(model).moe
+    layer = spec.layers[1]
+    backend = ReferenceBackend()
+    random = np.random.default_rng(5)
+    hidden = random.standard_normal((9, layer.hidden_size), dtype=np.float32)
+    ids, _ = routing_of(9, seed=6, num_experts=layer.num_experts)
+    weights = random.random(ids.shape, dtype=np.float32)
+
+    def logits_of(placement: Placement) -> bytes:
+        owners = [
+            LocalExpertCompute(
+                OwnerKind.LOCAL, load_banks(backend, model, spec, owned, read_now=False)
+            )
+            for owned in placement.owners
+        ]
+        runtime = MoeExpertComputeRuntime(placement, owners, fallback=None)
+        sums = runtime.compute(layer.layer_id, hidden, ids, weights, phase=Phase.DECODE)
+        runtime.close()
+        return sums.tobytes()
+
+    whole = logits_of(make_placement(spec, {"local": every_expert(spec)}))
+    for seed in range(8):
+        names = ["local", "cpu0", "cpu1", "cpu2"][: 2 + seed % 3]
+        assert logits_of(random_placement(spec, names, np.random.default_rng(seed))) == whole
+    backend.close()
