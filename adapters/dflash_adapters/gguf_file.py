@@ -39,7 +39,8 @@ class GgufFile(Metadata):
 
     def __init__(self, path: Path, shards: tuple[Shard, ...]) -> None:
         """Take over open shards; use `GgufFile.open`."""
-        super().__init__(path, shards[0].file, shards[0].values)
+        super().__init__(shards[0].path, shards[0].file, shards[0].values)
+        self.path = path
         self._shards = shards
         self._identity: str | None = None
         self.shard_paths = tuple(shard.path for shard in shards)

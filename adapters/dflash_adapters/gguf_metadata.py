@@ -48,7 +48,7 @@ class Metadata:
     """
 
     def __init__(self, path: Path, file: io.FileIO, values: dict[str, MetadataValue]) -> None:
-        self.path = path
+        self._metadata_path = path
         self._file = file
         self._values = values
 
@@ -179,7 +179,9 @@ class Metadata:
     def _require(self, key: str) -> MetadataValue:
         value = self._values.get(key)
         if value is None:
-            raise ModelFileError("required key is missing", path=self.path, field=shown(key))
+            raise ModelFileError(
+                "required key is missing", path=self._metadata_path, field=shown(key)
+            )
         return value
 
     def _array(self, key: str) -> MetadataValue:
@@ -202,12 +204,12 @@ class Metadata:
             data = os.pread(self._file.fileno(), num_bytes, offset_bytes)
         except OSError as error:
             raise ModelFileError(
-                f"cannot be read: {error.strerror}", path=self.path, field=shown(key)
+                f"cannot be read: {error.strerror}", path=self._metadata_path, field=shown(key)
             ) from error
         if len(data) < (num_bytes if at_least is None else at_least):
             raise ModelFileError(
                 "the file became shorter while it was read",
-                path=self.path,
+                path=self._metadata_path,
                 field=shown(key),
                 offset_bytes=offset_bytes + len(data),
             )
@@ -215,5 +217,5 @@ class Metadata:
 
     def _fail(self, key: str, value: MetadataValue, reason: str) -> NoReturn:
         raise ModelFileError(
-            reason, path=self.path, field=shown(key), offset_bytes=value.offset_bytes
+            reason, path=self._metadata_path, field=shown(key), offset_bytes=value.offset_bytes
         )

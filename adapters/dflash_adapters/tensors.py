@@ -10,8 +10,6 @@ from dflash_adapters.moe_spec import ExpertProjection
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 
-_INTEGERS = (TensorType.I8, TensorType.I16, TensorType.I32, TensorType.I64)
-
 
 def expect_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorInfo:
     """The tensor of that name, if it has the expected row-major shape and holds numbers.
@@ -22,7 +20,7 @@ def expect_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorIn
     tensor = file.tensor(name)
     if tensor.shape != shape:
         raise ModelFileError(f"shape {tensor.shape}, expected {shape}", path=file.path, field=name)
-    if tensor.tensor_type in _INTEGERS:
+    if tensor.tensor_type.is_integer:
         raise UnsupportedModel(
             f"weights of type {tensor.tensor_type.name}", path=file.path, field=name
         )

@@ -47,6 +47,9 @@ _VARIABLES: dict[str, tuple[str, int, int]] = {
 }
 _RUN_DIR = _EXPERT_COMPUTE + "IPC_WORK_DIR"
 
+VARIABLES = tuple(sorted([*_VARIABLES, _RUN_DIR]))
+"""Names of all variables that are read."""
+
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read the settings.
@@ -62,7 +65,7 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
             field, smallest, largest = _VARIABLES[variable]
             values[field] = _whole_number(variable, text, smallest, largest)
         elif variable.startswith(_PREFIX):
-            known = ", ".join(sorted([*_VARIABLES, _RUN_DIR]))
+            known = ", ".join(VARIABLES)
             raise SettingsError(f"unknown variable {variable}; known are {known}")
     assert set(values) <= {field.name for field in fields(Settings)}
     return Settings(**values)  # type: ignore[arg-type]
@@ -118,9 +121,3 @@ def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([*roots, *([inherited] if inherited else [])])
     return environment
-
-
-def cache_directory() -> Path:
-    """Folder for data that can be made again; not created here."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "dflash-moe"

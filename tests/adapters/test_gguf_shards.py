@@ -79,6 +79,15 @@ def test_a_model_split_by_the_gguf_package_opens(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, values)
 
 
+def test_a_wrong_key_is_looked_for_in_the_first_shard(tmp_path: Path) -> None:
+    paths = write_split(tmp_path, 2)
+    with GgufFile.open(paths[1]) as file:
+        assert file.path == paths[1]
+        with pytest.raises(ModelFileError, match="required key is missing") as caught:
+            file.get_uint("qwen3moe.block_count")
+        assert caught.value.path == paths[0]
+
+
 def other_architecture() -> GgufBuilder:
     return shard_builder(1, 3).add("general.architecture", raw.string("llama"))
 

@@ -8,13 +8,11 @@ import subprocess
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +20,20 @@ from tokenizers import Tokenizer as TrainedTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.tokenizer import DIALECTS, Tokenizer, load_tokenizer
-from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
+from dflash_adapters.vocabulary import DIALECTS
 from support import gguf_builder as raw
-from support.gguf_builder import GgufBuilder
 from support.llama_tokenizer import LlamaTokenizer
 from support.random_models import byte_characters, write_sparse_30b
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = (int(t) for t in list(gguf.TokenType)[:5])
+from support.vocabularies import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    RawVocabulary,
+    small,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog; don't tell him, he'll know it's you've 1234.",
@@ -87,42 +91,7 @@ TEXTS = [
 ]
 
 
-@dataclass
-class Vocabulary:
-    """What goes into a file; each test changes what it is about."""
-
-    tokens: list[str | bytes]
-    types: list[int] | None
-    merges: list[str | bytes]
-    model: str = "gpt2"
-    pre: str | None = "qwen2"
-    extra: dict[str, bytes] = field(default_factory=dict)
-
-    def write(self, path: Path) -> Path:
-        builder = GgufBuilder().add("tokenizer.ggml.model", raw.string(self.model))
-        if self.pre is not None:
-            builder.add("tokenizer.ggml.pre", raw.string(self.pre))
-        builder.add("tokenizer.ggml.tokens", raw.strings(self.tokens))
-        if self.types is not None:
-            builder.add("tokenizer.ggml.token_type", raw.array(raw.INT32, self.types))
-        builder.add("tokenizer.ggml.merges", raw.strings(self.merges))
-        for key, value in self.extra.items():
-            builder.add(key, value)
-        return builder.write(path)
-
-
-def small(**extra: bytes) -> Vocabulary:
-    """256 bytes, two merges, and an end-of-turn token, the last."""
-    tokens: list[str | bytes] = [*byte_characters(), "he", "hel", "<|im_end|>"]
-    return Vocabulary(
-        tokens,
-        [NORMAL] * 258 + [CONTROL],
-        ["h e", "he l"],
-        extra={f"tokenizer.ggml.{key}": value for key, value in extra.items()},
-    )
-
-
-def trained_vocabulary() -> Vocabulary:
+def trained_vocabulary() -> RawVocabulary:
     """A vocabulary trained on the corpus, with the special tokens after it."""
     trained = TrainedTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -134,7 +103,7 @@ def trained_vocabulary() -> Vocabulary:
     normal = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [" ".join(merge) for merge in model["merges"]]
     ids = {text: len(normal) + index for index, text in enumerate(SPECIAL)}
-    return Vocabulary(
+    return RawVocabulary(
         [*normal, *SPECIAL],
         [NORMAL] * len(normal) + list(SPECIAL.values()),
         list(merges),
@@ -148,7 +117,7 @@ def trained_vocabulary() -> Vocabulary:
     )
 
 
-def boundary_vocabulary() -> Vocabulary:
+def boundary_vocabulary() -> RawVocabulary:
     """Merges over every place where a word could end, so that ids tell where words ended.
 
     In ``e?e??1??1 ?`` with any character for ``?``: its first byte joins an ``e`` or the last byte
@@ -167,14 +136,14 @@ def boundary_vocabulary() -> Vocabulary:
     made = dict.fromkeys("".join(pair) for pair in pairs)
     merges = [" ".join(pair) for pair in pairs]
     tokens = [*alphabet, *made]
-    return Vocabulary(list(tokens), [NORMAL] * len(tokens), list(merges))
+    return RawVocabulary(list(tokens), [NORMAL] * len(tokens), list(merges))
 
 
 def around(character: str) -> str:
     return f"e{character}e{character}{character}1{character}{character}1 {character}\n"
 
 
-def load(vocabulary: Vocabulary, folder: Path) -> Tokenizer:
+def load(vocabulary: RawVocabulary, folder: Path) -> Tokenizer:
     with GgufFile.open(vocabulary.write(folder / "m.gguf")) as file:
         tokenizer = load_tokenizer(file)
     assert tokenizer is not None
@@ -195,7 +164,7 @@ class Pair:
             assert self.ours.decode(expected) == text
 
 
-def pair(vocabulary: Vocabulary, folder: Path) -> Iterator[Pair]:
+def pair(vocabulary: RawVocabulary, folder: Path) -> Iterator[Pair]:
     ours = load(vocabulary, folder)
     with LlamaTokenizer(folder / "m.gguf") as theirs:
         yield Pair(ours, theirs)
@@ -249,8 +218,13 @@ def test_words_end_where_llama_cpp_ends_them(boundary: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_words_end_where_llama_cpp_ends_them_for_every_character(boundary: Pair) -> None:
-    known = [c for c in map(chr, range(1, 0x110000)) if unicodedata.category(c) not in ("Cs", "Cn")]
+@pytest.mark.parametrize("plane", [0, 1, 2, 3, 14])
+def test_words_end_where_llama_cpp_ends_them_for_every_character(
+    boundary: Pair, plane: int
+) -> None:
+    characters = map(chr, range(max(1, plane << 16), plane + 1 << 16))
+    known = [c for c in characters if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
+    assert known
     for start in range(0, len(known), 64):
         boundary.check("".join(around(c) for c in known[start : start + 64]))
 
@@ -365,133 +339,6 @@ def test_types_may_be_missing(tmp_path: Path) -> None:
     assert tokenizer.encode("hello<|im_end|>") == [257, ord("l"), ord("o"), 258]
 
 
-# Refusals.
-
-
-def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
-    for builder in (
-        GgufBuilder(),
-        GgufBuilder().add("tokenizer.ggml.model", raw.string("none")),
-    ):
-        with GgufFile.open(builder.write(tmp_path / "m.gguf")) as file:
-            assert load_tokenizer(file) is None
-
-
-@pytest.mark.parametrize(
-    ("model", "pre", "words"),
-    [
-        ("llama", None, "tokenizer model llama"),
-        ("gpt2", None, "pre-tokenizer default"),
-        ("gpt2", "deepseek-v3", "pre-tokenizer deepseek-v3"),
-        ("gpt2", "a\nb", "pre-tokenizer 'a\\nb'"),
-    ],
-)
-def test_other_kinds_of_tokenizer_are_unsupported(
-    tmp_path: Path, model: str, pre: str | None, words: str
-) -> None:
-    vocabulary = small()
-    vocabulary.model, vocabulary.pre = model, pre
-    with (
-        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
-        pytest.raises(UnsupportedModel) as caught,
-    ):
-        load_tokenizer(file)
-    assert caught.value.reason == f"{words} is not supported"
-
-
-_Change = Callable[[Vocabulary], None]
-
-
-def changed(**attributes: Any) -> _Change:
-    return lambda vocabulary: vars(vocabulary).update(attributes)
-
-
-def with_token(text: str | bytes, token_type: int = NORMAL) -> _Change:
-    def change(vocabulary: Vocabulary) -> None:
-        assert vocabulary.types is not None
-        vocabulary.tokens.append(text)
-        vocabulary.types.append(token_type)
-
-    return change
-
-
-def with_key(key: str, value: bytes) -> _Change:
-    return lambda vocabulary: vocabulary.extra.update({f"tokenizer.{key}": value})
-
-
-CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
-    "no tokens": (changed(tokens=[]), "tokens", "0 tokens"),
-    "a byte without token": (
-        lambda vocabulary: vocabulary.tokens.__setitem__(0, "first"),
-        "tokens",
-        "no token for the byte 0x00",
-    ),
-    "the same token twice": (with_token("hel"), "tokens", "tokens 257 and 259 are the same"),
-    "an empty token": (with_token(""), "tokens", "token 259 has 0 bytes"),
-    "a very long token": (with_token("x" * 4097), "tokens", "token 259 has 4097 bytes"),
-    "a token not UTF-8": (with_token(b"\xff"), "tokens", "token 259 is not valid UTF-8"),
-    "too few types": (changed(types=[NORMAL] * 258), "token_type", "258 types for 259 tokens"),
-    "type zero": (changed(types=[0] * 259), "token_type", "token 0 of type 0"),
-    "type six": (with_token("<0x0A>", 6), "token_type", "token 259 of type 6"),
-    "negative type": (changed(types=[-1] * 259), "token_type", "outside"),
-    "merge of one": (changed(merges=["he"]), "merges", "merge 0 is not two tokens"),
-    "merge of nothing": (changed(merges=["h "]), "merges", "merge 0 is not two tokens"),
-    "merge not UTF-8": (changed(merges=[b"\xff h"]), "merges", "merge 0 is not valid UTF-8"),
-    "unknown left": (changed(merges=["h e", "hx l"]), "merges", "merge 1 needs hx"),
-    "unknown right": (changed(merges=["h ll"]), "merges", "merge 0 needs ll"),
-    "unknown result": (changed(merges=["h x"]), "merges", "merge 0 needs hx"),
-    "a line break in a merge": (changed(merges=["h \n"]), "merges", "merge 0 needs '\\n'"),
-    "eos beyond the end": (
-        with_key("ggml.eos_token_id", raw.scalar(raw.UINT32, 259)),
-        "eos_token_id",
-        "259 is outside 0 … 258",
-    ),
-    "eot negative": (
-        with_key("ggml.eot_token_id", raw.scalar(raw.INT32, -1)),
-        "eot_token_id",
-        "-1 is outside",
-    ),
-    "adds a token it has not": (
-        with_key("ggml.add_bos_token", raw.scalar(raw.BOOL, 1)),
-        "add_bos_token",
-        "there is no bos token",
-    ),
-    "template not UTF-8": (
-        with_key("chat_template", raw.string(b"\xff")),
-        "chat_template",
-        "not valid UTF-8",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_vocabulary_that_contradicts_itself_is_refused(tmp_path: Path, case: str) -> None:
-    change, key, reason = CONTRADICTIONS[case]
-    vocabulary = small()
-    change(vocabulary)
-    with (
-        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
-        pytest.raises(ModelFileError) as caught,
-    ):
-        load_tokenizer(file)
-    assert caught.value.field is not None
-    assert caught.value.field.removeprefix("tokenizer.").removeprefix("ggml.") == key
-    assert reason in caught.value.reason
-    assert "\n" not in str(caught.value)
-    assert load(small(), tmp_path).encode("hel") == [257]
-
-
-def test_a_vocabulary_without_merges_key_is_refused(tmp_path: Path) -> None:
-    builder = GgufBuilder().add("tokenizer.ggml.model", raw.string("gpt2"))
-    builder.add("tokenizer.ggml.pre", raw.string("qwen2"))
-    builder.add("tokenizer.ggml.tokens", raw.strings(list(byte_characters())))
-    with (
-        GgufFile.open(builder.write(tmp_path / "m.gguf")) as file,
-        pytest.raises(ModelFileError, match="merges: required key is missing"),
-    ):
-        load_tokenizer(file)
-
-
 def test_a_merge_that_occurs_twice_keeps_its_first_rank(tmp_path: Path) -> None:
     vocabulary = small()
     vocabulary.tokens += ["el"]
@@ -517,9 +364,9 @@ def test_a_vocabulary_of_152k_loads_in_a_few_seconds(tmp_path: Path) -> None:
 
 def test_long_texts_without_a_break_take_linear_time(trained: Pair) -> None:
     start = time.process_time()
-    for text in ("a" * 200_000, " " * 200_000, "\n" * 200_000, "!" * 200_000, " \n" * 100_000):
+    for text in ("a" * 100_000, " " * 100_000, "\n" * 100_000, "!" * 100_000, " \n" * 50_000):
         assert trained.ours.decode(trained.ours.encode(text)) == text
-    assert time.process_time() - start < 4.0
+    assert time.process_time() - start < 3.0
 
 
 def test_the_library_is_imported_only_when_a_tokenizer_is_loaded() -> None:

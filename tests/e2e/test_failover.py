@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -132,8 +131,8 @@ def test_required_daemons_are_required(model: Path) -> None:
 
 
 @pytest.fixture
-def other_model(tmp_path: Path) -> Iterator[Path]:
-    yield write_qwen3moe(tmp_path / "other.gguf", ODD_SHAPES[0], seed=11)
+def other_model(tmp_path: Path) -> Path:
+    return write_qwen3moe(tmp_path / "other.gguf", ODD_SHAPES[0], seed=11)
 
 
 def test_a_daemon_with_another_model_is_refused_naming_both(

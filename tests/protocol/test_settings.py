@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import (
     Settings,
-    cache_directory,
     child_environment,
     load_settings,
     run_directory,
@@ -188,14 +187,3 @@ def test_a_child_is_not_told_of_site_packages_which_it_has_itself(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     installed = Path(sysconfig.get_path("purelib"))
     assert "PYTHONPATH" not in child_environment((installed,))
-
-
-def test_the_cache_directory_follows_the_environment_and_is_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "dflash-moe"
-    assert not cache_directory().exists()
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / ".cache" / "dflash-moe"

@@ -59,6 +59,11 @@ class TensorType(IntEnum):
         """Block size of this type."""
         return _LAYOUTS[self]
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether it holds whole numbers, which are never weights."""
+        return TensorType.I8 <= self <= TensorType.I64
+
     def row_bytes(self, num_elements: int) -> int:
         """Bytes of one row.
 

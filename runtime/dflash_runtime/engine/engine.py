@@ -162,7 +162,8 @@ class Engine:
             undo.callback(compute.close)
             if on_progress is not None:
                 on_progress("parent", "compile", 0, 1)
-            compute.warm_up({tensor.tensor_type for tensor in file.tensors.values()})
+            types = {tensor.tensor_type for tensor in file.tensors.values()}
+            compute.warm_up(each for each in types if not each.is_integer)
             owners = Owners(
                 file,
                 spec,

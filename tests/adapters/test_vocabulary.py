@@ -1,0 +1,146 @@
+"""Vocabularies that are refused, and how that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.tokenizer import load_tokenizer
+from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from support import gguf_builder as raw
+from support.gguf_builder import GgufBuilder
+from support.random_models import byte_characters
+from support.vocabularies import (
+    NORMAL,
+    RawVocabulary,
+    small,
+)
+
+
+def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    for builder in (
+        GgufBuilder(),
+        GgufBuilder().add("tokenizer.ggml.model", raw.string("none")),
+    ):
+        with GgufFile.open(builder.write(tmp_path / "m.gguf")) as file:
+            assert load_tokenizer(file) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "words"),
+    [
+        ("llama", None, "tokenizer model llama"),
+        ("gpt2", None, "pre-tokenizer default"),
+        ("gpt2", "deepseek-v3", "pre-tokenizer deepseek-v3"),
+        ("gpt2", "a\nb", "pre-tokenizer 'a\\nb'"),
+    ],
+)
+def test_other_kinds_of_tokenizer_are_unsupported(
+    tmp_path: Path, model: str, pre: str | None, words: str
+) -> None:
+    vocabulary = small()
+    vocabulary.model, vocabulary.pre = model, pre
+    with (
+        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(UnsupportedModel) as caught,
+    ):
+        load_tokenizer(file)
+    assert caught.value.reason == f"{words} is not supported"
+
+
+_Change = Callable[[RawVocabulary], None]
+
+
+def changed(**attributes: Any) -> _Change:
+    return lambda vocabulary: vars(vocabulary).update(attributes)
+
+
+def with_token(text: str | bytes, token_type: int = NORMAL) -> _Change:
+    def change(vocabulary: RawVocabulary) -> None:
+        assert vocabulary.types is not None
+        vocabulary.tokens.append(text)
+        vocabulary.types.append(token_type)
+
+    return change
+
+
+def with_key(key: str, value: bytes) -> _Change:
+    return lambda vocabulary: vocabulary.extra.update({f"tokenizer.{key}": value})
+
+
+CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
+    "no tokens": (changed(tokens=[]), "tokens", "0 tokens"),
+    "a byte without token": (
+        lambda vocabulary: vocabulary.tokens.__setitem__(0, "first"),
+        "tokens",
+        "no token for the byte 0x00",
+    ),
+    "the same token twice": (with_token("hel"), "tokens", "tokens 257 and 259 are the same"),
+    "an empty token": (with_token(""), "tokens", "token 259 has 0 bytes"),
+    "a very long token": (with_token("x" * 4097), "tokens", "token 259 has 4097 bytes"),
+    "a token not UTF-8": (with_token(b"\xff"), "tokens", "token 259 is not valid UTF-8"),
+    "too few types": (changed(types=[NORMAL] * 258), "token_type", "258 types for 259 tokens"),
+    "type zero": (changed(types=[0] * 259), "token_type", "token 0 of type 0"),
+    "type six": (with_token("<0x0A>", 6), "token_type", "token 259 of type 6"),
+    "negative type": (changed(types=[-1] * 259), "token_type", "outside"),
+    "merge of one": (changed(merges=["he"]), "merges", "merge 0 is not two tokens"),
+    "merge of nothing": (changed(merges=["h "]), "merges", "merge 0 is not two tokens"),
+    "merge not UTF-8": (changed(merges=[b"\xff h"]), "merges", "merge 0 is not valid UTF-8"),
+    "unknown left": (changed(merges=["h e", "hx l"]), "merges", "merge 1 needs hx"),
+    "unknown right": (changed(merges=["h ll"]), "merges", "merge 0 needs ll"),
+    "unknown result": (changed(merges=["h x"]), "merges", "merge 0 needs hx"),
+    "a line break in a merge": (changed(merges=["h \n"]), "merges", "merge 0 needs '\\n'"),
+    "eos beyond the end": (
+        with_key("ggml.eos_token_id", raw.scalar(raw.UINT32, 259)),
+        "eos_token_id",
+        "259 is outside 0 … 258",
+    ),
+    "eot negative": (
+        with_key("ggml.eot_token_id", raw.scalar(raw.INT32, -1)),
+        "eot_token_id",
+        "-1 is outside",
+    ),
+    "adds a token it has not": (
+        with_key("ggml.add_bos_token", raw.scalar(raw.BOOL, 1)),
+        "add_bos_token",
+        "there is no bos token",
+    ),
+    "template not UTF-8": (
+        with_key("chat_template", raw.string(b"\xff")),
+        "chat_template",
+        "not valid UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_vocabulary_that_contradicts_itself_is_refused(tmp_path: Path, case: str) -> None:
+    change, key, reason = CONTRADICTIONS[case]
+    vocabulary = small()
+    change(vocabulary)
+    with (
+        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(ModelFileError) as caught,
+    ):
+        load_tokenizer(file)
+    assert caught.value.field is not None
+    assert caught.value.field.removeprefix("tokenizer.").removeprefix("ggml.") == key
+    assert reason in caught.value.reason
+    assert "\n" not in str(caught.value)
+    with GgufFile.open(small().write(tmp_path / "m.gguf")) as file:
+        assert load_tokenizer(file) is not None
+
+
+def test_a_vocabulary_without_merges_key_is_refused(tmp_path: Path) -> None:
+    builder = GgufBuilder().add("tokenizer.ggml.model", raw.string("gpt2"))
+    builder.add("tokenizer.ggml.pre", raw.string("qwen2"))
+    builder.add("tokenizer.ggml.tokens", raw.strings(list(byte_characters())))
+    with (
+        GgufFile.open(builder.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(ModelFileError, match="merges: required key is missing"),
+    ):
+        load_tokenizer(file)

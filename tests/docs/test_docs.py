@@ -1,0 +1,52 @@
+"""What the documents claim is so: settings, commands, folders, dependencies."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from dflash_protocol.settings import VARIABLES
+from support.processes import ROOT, run_cli
+
+README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+
+
+def test_every_setting_is_documented_and_every_documented_one_exists() -> None:
+    assert set(re.findall(r"`(DFLASH_MOE_[A-Z_]+)`", OPERATIONS)) == set(VARIABLES)
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for path in ("README.md", "CONTRIBUTING.md", "bench/README.md"):
+        named = re.findall(r"make ([a-z-]+)(?=[`\s])", (ROOT / path).read_text())
+        code = {name for name in named if name not in ("a", "sure")}
+        assert code <= targets, path
+
+
+def test_the_folder_tree_of_the_readme_is_the_real_one() -> None:
+    tree = README.partition("## What is where")[2].split("```")[1]
+    for line in tree.strip().splitlines():
+        folder = line.split()[0]
+        if "to come" not in line:
+            assert (ROOT / folder).is_dir(), folder
+
+
+def test_every_command_and_flag_of_the_readme_exists() -> None:
+    commands = re.findall(r"dflash-moe (generate|daemon|inspect)(.*)", README)
+    assert commands
+    helps = {name: run_cli(name, "--help").stdout for name in ("generate", "daemon", "inspect")}
+    for name, arguments in commands:
+        for flag in re.findall(r"(?<=\s)(--?[a-z][a-z-]*)", arguments):
+            assert flag in helps[name], (name, flag)
+
+
+def test_every_dependency_is_justified() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    groups = [project["dependencies"], project["optional-dependencies"]["dev"]]
+    for requirement in [each for group in groups for each in group]:
+        name = re.match(r"[a-z0-9-]+", requirement)
+        assert name is not None
+        assert name[0] in text, name[0]

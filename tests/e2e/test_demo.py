@@ -1,0 +1,113 @@
+"""The demo model, as `make demo` uses it, and against llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime import Engine
+from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from support.llama_oracle import LlamaOracle
+from support.processes import ROOT, run_cli
+
+pytestmark = pytest.mark.e2e
+
+PROMPT_FILE = ROOT / "demo" / "prompt.txt"
+NUM_POSITIONS = 3000
+
+
+@pytest.fixture(scope="module")
+def held_out_ids() -> list[int]:
+    """Tokens of a module that the demo model has never seen (demo/data.py holds it out)."""
+    text = Path(textwrap.__file__).read_text()
+    with Engine.open() as engine:
+        return engine.encode_prompt(text)[:NUM_POSITIONS]
+
+
+@pytest.fixture(scope="module")
+def expected(held_out_ids: list[int]) -> F32Array:
+    with LlamaOracle(demo_model_path(), context_length=4096, kv_type="f16", threads=2) as oracle:
+        return oracle.logits(held_out_ids)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
+def test_the_top_token_is_llama_cpps_at_99_percent_of_positions(
+    held_out_ids: list[int], expected: F32Array, backend: str
+) -> None:
+    assert len(held_out_ids) == NUM_POSITIONS
+    with Engine.open(daemons=["cpu"], kv_type="f16", backend=backend) as engine:
+        logits = engine.logits(held_out_ids)
+    agreement = np.mean(logits.argmax(axis=1) == expected.argmax(axis=1))
+    assert agreement >= 0.99
+
+
+def test_tokens_are_llama_cpps(held_out_ids: list[int]) -> None:
+    text = Path(textwrap.__file__).read_text()
+    with LlamaOracle(demo_model_path(), context_length=64, vocab_only=True) as oracle:
+        assert oracle.tokenize(text)[:NUM_POSITIONS] == held_out_ids
+
+
+def test_the_model_predicts_what_it_has_not_seen(held_out_ids: list[int]) -> None:
+    """Far better than chance, or the wrong file was shipped: 8 bits a token at most of 12."""
+    with Engine.open() as engine:
+        logits = engine.logits(held_out_ids[:1000]).astype(np.float64)
+    peak = logits.max(axis=1, keepdims=True)
+    log_probabilities = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+    chosen = log_probabilities[np.arange(999), held_out_ids[1:1000]]
+    assert -chosen.mean() / np.log(2) < 8.0
+
+
+def test_every_expert_of_the_demo_model_is_alive(
+    held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[int, list[I32Array]] = {}
+    compute = MoeExpertComputeRuntime.compute
+
+    def spy(
+        self: MoeExpertComputeRuntime, layer_id: int, hidden: F32Array, ids: I32Array, *rest: Any,
+        **more: Any,
+    ) -> F32Array:  # fmt: skip
+        chosen.setdefault(layer_id, []).append(ids)
+        return compute(self, layer_id, hidden, ids, *rest, **more)
+
+    monkeypatch.setattr(MoeExpertComputeRuntime, "compute", spy)
+    with Engine.open() as engine:
+        engine.logits(held_out_ids)
+        layers = engine.spec.moe.layers
+    for layer in layers:
+        used = np.unique(np.concatenate(chosen[layer.layer_id]))
+        assert used.size == layer.num_experts, layer.layer_id
+
+
+def test_the_demo_writes_the_same_python_with_and_without_daemons() -> None:
+    arguments = ["generate", "--prompt-file", PROMPT_FILE, "-n", "60", "--json"]
+    alone = json.loads(run_cli(*arguments).stdout)
+    spread = json.loads(run_cli(*arguments, "--daemon", "cpu", "--daemon", "cpu").stdout)
+    assert alone["tokens"] == spread["tokens"]
+    assert alone["text"] == spread["text"]
+    assert set(spread["owners"]) == {"cpu0", "cpu1"}
+    assert all(owner["requests"] > 0 for owner in spread["owners"].values())
+    assert alone["owners"]["local"]["kind"] == "local"
+    assert spread["decode_tok_s"] > 0
+
+
+def test_sampled_text_follows_from_the_seed() -> None:
+    def text(seed: str) -> str:
+        arguments = ["-n", "30", "--temp", "0.8", "--top-k", "50", "--seed", seed, "--json"]
+        done = run_cli("generate", "--prompt-file", PROMPT_FILE, *arguments)
+        return str(json.loads(done.stdout)["text"])
+
+    assert text("3") == text("3") != text("4")
+
+
+def test_no_chat_without_a_template() -> None:
+    done = run_cli("generate", "--chat", "-p", "hello")
+    assert done.returncode == 2
+    assert "no chat template" in done.stderr

@@ -1,0 +1,119 @@
+"""A daemon that says on its control socket what the test tells it to, and nothing else.
+
+Owned and played by the test's thread; the parent under test runs in threads of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import zmq
+
+from dflash_protocol.endpoint import IpcClaim, parse_endpoint
+from dflash_protocol.messages import (
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Welcome,
+    decode_header,
+    encode_header,
+)
+
+PATIENCE_S = 20.0
+"""Longer than any message takes on the slowest machine; never waited out by a test that passes."""
+LINK_ID = "ab" * 8
+
+M = TypeVar("M", bound=Message)
+
+
+class ScriptedDaemon:
+    """The daemon's end of a control socket. Answers go to whoever spoke last.
+
+    Owns: its ZeroMQ context, and the claim of an ipc path.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.endpoint = parse_endpoint(address)
+        self._claim = IpcClaim(self.endpoint) if self.endpoint.path is not None else None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._parent = b""
+        self.frames: list[bytes] = []
+        """Frames after the header of the last message."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._context.destroy(linger=0)
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def expect(
+        self,
+        record: type[M],
+        *,
+        skipping: tuple[type[Message], ...] = (),
+        within_s: float = PATIENCE_S,
+    ) -> M:
+        """The next message, which must be of this kind, but for ones to be skipped."""
+        end_s = time.monotonic() + within_s
+        while True:
+            remaining_ms = max(0.0, end_s - time.monotonic()) * 1e3
+            assert self._socket.poll(remaining_ms), f"no {record.TYPE} came within {within_s} s"
+            self._parent, header, *self.frames = self._socket.recv_multipart()
+            message = decode_header(header)
+            if isinstance(message, record):
+                return message
+            assert isinstance(message, skipping), f"{message} came, expected {record.TYPE}"
+
+    def is_silent(self, within_s: float) -> bool:
+        """Whether nothing comes for so long."""
+        return not self._socket.poll(within_s * 1e3)
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.say_frames(encode_header(message))
+
+    def say_frames(self, *frames: bytes) -> None:
+        self._socket.send_multipart([self._parent, *frames])
+
+    def let_in(self, **changes: Any) -> Hello:
+        """Welcome the next parent and answer its first ping."""
+        hello = self.expect(Hello, skipping=(Ping,))
+        self.say(welcome_to(hello, **changes))
+        self.say(Pong(self.expect(Ping).sequence, True, 0.0))
+        return hello
+
+
+def welcome_to(hello: Hello, **changes: Any) -> Welcome:
+    """What a good daemon answers, with some fields replaced."""
+    good = Welcome(
+        version=max(hello.versions),
+        link_id=LINK_ID,
+        model_identity=hello.model_identity,
+        placement_fingerprint=hello.placement_fingerprint,
+        numeric_class=hello.numeric_class,
+        device="cpu",
+        data_port=40001,
+        max_tokens=hello.max_tokens,
+        free_memory_bytes=1 << 30,
+        pairs_per_second=1000.0,
+    )
+    return replace(good, **changes)
