@@ -27,7 +27,7 @@ from dflash_protocol.errors import ModelFileError, UnsupportedModel
 # A hostile file may be as large as its sender likes, so the bounds that keep a scan short and small
 # are on counts. Each is several times what the largest published models need.
 MAX_VALUES = 1024  # in one shard; published: < 100; 5 µs each
-MAX_TENSORS = 4096  # in one shard; published: < 2000; 6 µs each
+MAX_TENSORS = 3072  # in one shard; published: < 1500; 6 µs each
 MAX_KEY_BYTES = 256  # the format allows 65535; 1024 keys of that length would be 64 MiB
 MAX_NAME_BYTES = 64  # GGML_MAX_NAME
 MAX_STRINGS = 1 << 22  # over all arrays of a shard; published: 0.8 million; 0.3 µs each

@@ -23,7 +23,7 @@ from dflash_protocol.errors import ModelFileError
 
 # Each shard holds two descriptors (its own and the mapping's); the usual limit is 1024 a process.
 MAX_SHARDS = 256
-# Over all shards, so that many small ones do not add up to a large table. Published: < 2000.
+# Over all shards, so that many small ones do not add up to a large table. Published: < 1500.
 MAX_MODEL_TENSORS = 16384
 
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)

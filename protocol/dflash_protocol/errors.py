@@ -54,7 +54,8 @@ class ModelFileError(DflashError):
         field: str | None = None,
         offset_bytes: int | None = None,
     ) -> None:
-        where = str(path)
+        # A name may hold line breaks or bytes that are no text; the message stays one line of it.
+        where = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(path))
         if field is not None:
             where += f": {field}"
         if offset_bytes is not None:

@@ -276,7 +276,8 @@ def peak():
     # Not getrusage, whose peak begins with that of the process that started this one.
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
 before, best, outcome = peak(), 1e9, ""
-for _ in range(3):
+until = time.process_time() + 0.3
+for _ in range(10):
     start = time.process_time()
     try:
         file = GgufFile.open(sys.argv[1])
@@ -285,7 +286,7 @@ for _ in range(3):
     except ModelFileError as error:
         outcome = error.reason
     best = min(best, time.process_time() - start)
-    if best > 0.2:
+    if time.process_time() > until:
         break
 assert "gguf" not in sys.modules and "tokenizers" not in sys.modules
 print(best, peak() - before, outcome)

@@ -87,7 +87,7 @@ def test_every_expert_of_the_demo_model_is_alive(
 
 
 def test_the_demo_writes_the_same_python_with_and_without_daemons() -> None:
-    arguments = ["generate", "--prompt-file", PROMPT_FILE, "-n", "60", "--json"]
+    arguments = ["generate", "--prompt-file", str(PROMPT_FILE), "-n", "60", "--json"]
     alone = json.loads(run_cli(*arguments).stdout)
     spread = json.loads(run_cli(*arguments, "--daemon", "cpu", "--daemon", "cpu").stdout)
     assert alone["tokens"] == spread["tokens"]

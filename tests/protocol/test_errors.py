@@ -90,3 +90,8 @@ def test_context_exceeded_says_both_amounts() -> None:
 def test_a_protocol_error_is_malformed_unless_it_says_otherwise() -> None:
     assert ProtocolError("what").code == "malformed"
     assert HandshakeRefused("what", code="model").code == "model"
+
+
+def test_a_path_with_odd_characters_stays_on_one_line() -> None:
+    error = ModelFileError("is empty", path="/models/a\nb\udcff.gguf")
+    assert str(error) == "/models/a\\nb\\udcff.gguf: is empty"

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 misused (a flag, a setting, a prompt), 130 inter
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -49,6 +50,10 @@ cli.add_command(inspect)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character must not end the run.
+            stream.reconfigure(errors="replace")
     logging.basicConfig(format="dflash-moe: %(message)s", level=logging.WARNING)
     sys.exit(_run(arguments))
 

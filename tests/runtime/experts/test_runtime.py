@@ -203,6 +203,16 @@ def test_without_a_fallback_a_lost_owner_is_an_error_that_names_it(how: str) -> 
     rig.assert_right()
 
 
+@pytest.mark.parametrize("how", ["submit", "collect"])
+def test_what_other_owners_were_asked_is_collected_although_one_is_lost(how: str) -> None:
+    """An answer that nobody takes would be kept, and its pairs counted as in flight, for ever."""
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": how}, with_fallback=False)
+    with pytest.raises(DaemonUnavailable, match="daemon cpu0: "):
+        rig.assert_right()
+    assert sorted(rig.log)[-3:] == ["submit cpu0", "submit cpu1", "submit local"]
+    assert {"collect cpu1", "collect local"} <= set(rig.log)
+
+
 def test_all_owners_are_at_work_before_any_is_waited_for_and_local_work_goes_first() -> None:
     rig = Rig(split([4, 5], [0, 1], [2, 3], names=("cpu0", "local", "cpu1")), fails={})
     rig.assert_right()

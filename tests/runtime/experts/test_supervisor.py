@@ -62,6 +62,8 @@ class Parent:
         launch: Launch | None = None,
     ) -> None:
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.may_report = threading.Event()
+        self.may_report.set()
         self.progress: queue.Queue[tuple[str, str, int, int]] = queue.Queue()
         self.links = [
             DaemonLink(
@@ -69,7 +71,7 @@ class Parent:
                 parse_endpoint(address),
                 OWNED,
                 launch=launch,
-                on_lost=lambda name, reason: self.losses.put((name, reason)),
+                on_lost=self._on_lost,
             )
             for index, address in enumerate(addresses)
         ]
@@ -82,6 +84,10 @@ class Parent:
         undo.callback(self.supervisor.close)
         self._pool = undo.enter_context(ThreadPoolExecutor(1))
         undo.callback(self.supervisor.close)  # before the pool waits for a start that hangs
+
+    def _on_lost(self, name: str, reason: str) -> None:
+        self.losses.put((name, reason))
+        assert self.may_report.wait(PATIENCE_S)
 
     @property
     def link(self) -> DaemonLink:
@@ -457,29 +463,21 @@ def test_a_loss_that_the_data_thread_reports_is_followed_by_a_new_hello(
 def test_a_late_wake_up_call_does_not_end_the_next_session(
     undo: ExitStack, daemon: ScriptedDaemon
 ) -> None:
-    """The data thread reports a loss and is held up until the supervisor has dealt with it."""
+    """The data thread reports a loss, and is held up until the supervisor has dealt with it."""
     parent = Parent(undo, daemon.endpoint.address)
-    is_back = threading.Event()
-    wakes = [lambda: None]
-    set_wake = parent.link.set_supervisor_wake
-    set_wake(lambda: None)
     start = parent.start()
-    first = welcome_to(daemon.expect(Hello))
-    wakes[0] = parent.link._wake_supervisor
-    set_wake(lambda: (is_back.wait(PATIENCE_S), wakes[0]()))  # type: ignore[func-returns-value]
-    daemon.say(first)
+    daemon.say(welcome_to(daemon.expect(Hello)))
     ping = daemon.expect(Ping)
     start.result(PATIENCE_S)
+    parent.may_report.clear()
     with ThreadPoolExecutor(1) as data_thread:
         report = data_thread.submit(parent.link.mark_lost, 1, "no reply within 250 ms")
         parent.next_loss()
         daemon.say(Pong(ping.sequence, False, 0.0))
-        hello = daemon.expect(Hello)
-        daemon.say(welcome_to(hello))
+        daemon.let_in()
         parent.wait_for_session(2)
-        is_back.set()
+        parent.may_report.set()
         report.result(PATIENCE_S)
-    daemon.say(Pong(daemon.expect(Ping).sequence, True, 0.0))
     assert daemon.is_silent(0.3), "no third hello"
     assert parent.losses.empty()
 
@@ -531,6 +529,22 @@ def test_closing_twice_and_before_starting_is_harmless(undo: ExitStack, address:
     parent = Parent(undo, address)
     parent.supervisor.close()
     parent.supervisor.close()
+
+
+def test_closing_does_not_wait_for_heartbeats_when_a_pong_comes_in_that_moment(
+    undo: ExitStack, daemon: ScriptedDaemon
+) -> None:
+    for _ in range(40):
+        with ExitStack() as parent_undo:
+            parent = Parent(parent_undo, daemon.endpoint.address, patience=Patience(PATIENCE_S, 0.5))
+            start = parent.start()
+            daemon.say(welcome_to(daemon.expect(Hello, skipping=(Ping, Bye))))
+            start.result(PATIENCE_S)
+            ping = daemon.expect(Ping)
+            daemon.say(Pong(ping.sequence, True, 0.0))
+            started_s = time.monotonic()
+            parent.supervisor.close()
+            assert time.monotonic() - started_s < 2.0  # five heartbeats would be 2.5 s
 
 
 def test_closing_during_the_handshake_does_not_wait_for_the_daemon(
