@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_protocol.fingerprint import digest
+from dflash_protocol.fingerprint import BytesLike, digest
 
 CHUNKS = st.lists(st.binary(max_size=12), max_size=5)
 
@@ -50,5 +50,5 @@ def test_digests_are_equal_exactly_when_the_chunks_are(
 
 
 def test_kind_of_buffer_does_not_matter() -> None:
-    kinds = [b"abc", bytearray(b"abc"), memoryview(b"xabcx")[1:4]]
+    kinds: list[BytesLike] = [b"abc", bytearray(b"abc"), memoryview(b"xabcx")[1:4]]
     assert len({digest("domain", [kind]) for kind in kinds}) == 1

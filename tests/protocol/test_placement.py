@@ -88,7 +88,8 @@ def test_any_integers_are_canonical_bytes_or_refused(values: list[int]) -> None:
     try:
         owned = OwnedExperts.from_bytes(frame, EXPERTS_PER_LAYER)
     except ProtocolError as error:
-        assert len(str(error).splitlines()) == 1
+        reason = str(error)
+        assert len(reason.splitlines()) == 1
     else:
         assert owned.canonical_bytes == frame
 

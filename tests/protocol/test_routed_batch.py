@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -182,7 +183,7 @@ def is_sound(batch: RoutedBatch) -> bool:
         return False
     if ids != sorted(set(ids)) or any(not 0 <= expert_id < NUM_EXPERTS for expert_id in ids):
         return False
-    groups = [tokens[first:last] for first, last in zip(starts, starts[1:], strict=False)]
+    groups = [tokens[first:last] for first, last in pairwise(starts)]
     return all(
         group == sorted(set(group)) and all(0 <= row < batch.num_tokens for row in group)
         for group in groups

@@ -62,8 +62,9 @@ def test_any_text_is_a_number_in_bounds_or_refused(text: str) -> None:
     try:
         loaded = load_settings({PREFIX + "IPC_BATCH_CAPACITY": text})
     except SettingsError as error:
-        assert PREFIX + "IPC_BATCH_CAPACITY" in str(error)
-        assert len(str(error).splitlines()) == 1
+        reason = str(error)
+        assert PREFIX + "IPC_BATCH_CAPACITY" in reason
+        assert len(reason.splitlines()) == 1
     else:
         assert 1 <= loaded.batch_capacity <= 4096
 

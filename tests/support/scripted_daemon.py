@@ -75,7 +75,7 @@ class ScriptedDaemon:
         """The next message, which must be of this kind, but for ones to be skipped."""
         end_s = time.monotonic() + within_s
         while True:
-            remaining_ms = max(0.0, end_s - time.monotonic()) * 1e3
+            remaining_ms = max(0, int((end_s - time.monotonic()) * 1e3))
             assert self._socket.poll(remaining_ms), f"no {record.TYPE} came within {within_s} s"
             self._parent, header, *self.frames = self._socket.recv_multipart()
             message = decode_header(header)
@@ -85,7 +85,7 @@ class ScriptedDaemon:
 
     def is_silent(self, within_s: float) -> bool:
         """Whether nothing comes for so long."""
-        return not self._socket.poll(within_s * 1e3)
+        return not self._socket.poll(int(within_s * 1e3))
 
     def say(self, *messages: Message) -> None:
         for message in messages:

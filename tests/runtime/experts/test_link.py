@@ -124,13 +124,13 @@ def test_a_loss_may_be_handled_by_looking_at_the_link(losses: Losses) -> None:
     """The callbacks run without the link's lock."""
 
     def look(name: str, reason: str) -> None:
-        losses(name, link.lost_reason())
+        losses(name, looked_at.lost_reason())
 
-    link = DaemonLink(
+    looked_at = DaemonLink(
         "cpu0", parse_endpoint("ipc:///run/cpu0"), OwnedExperts({}), launch=None, on_lost=look
     )
-    link.mark_lost(link.mark_ready(WELCOME).generation, "late")
-    link.close()
+    looked_at.mark_lost(looked_at.mark_ready(WELCOME).generation, "late")
+    looked_at.close()
     assert losses.reasons == ["daemon cpu0: late"]
 
 

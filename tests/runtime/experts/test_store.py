@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_tensor_types_are_those_of_the_experts(spec: MoeSpec) -> None:
 class CountingBank(ScalingBank):
     """Counts how often it is asked."""
 
-    calls: Counter[int] = Counter()
+    calls: ClassVar[Counter[int]] = Counter()
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         assert batch.phase is Phase.DECODE

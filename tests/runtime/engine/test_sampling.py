@@ -1,0 +1,184 @@
+"""Sampling against a naive implementation that works on lists of probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import F32Array
+from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+
+LOGITS = st.lists(st.integers(-512, 512).map(lambda number: number / 128), min_size=1)
+"""Exact in float32; the shares used with them below are ones that no sum of theirs meets."""
+
+
+def row(values: list[float]) -> F32Array:
+    return np.array(values, dtype=np.float32)
+
+
+def naive_distribution(values: list[float], options: SamplingOptions) -> dict[int, float]:
+    """Probability of every token that may be drawn."""
+    order = sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
+    if options.top_k:
+        order = order[: options.top_k]
+    best = values[order[0]]
+    terms = [math.exp((values[token_id] - best) / options.temperature) for token_id in order]
+    kept: dict[int, float] = {}
+    reached = 0.0
+    for token_id, term in zip(order, terms, strict=True):
+        probability = term / sum(terms)
+        if reached >= options.top_p or probability < options.min_p * terms[0] / sum(terms):
+            break
+        kept[token_id] = probability
+        reached += probability
+    return {token_id: probability / sum(kept.values()) for token_id, probability in kept.items()}
+
+
+def draw(values: list[float], options: SamplingOptions, count: int) -> list[int]:
+    sampler = Sampler(options)
+    return [sampler(row(values)) for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(LOGITS)
+def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
+    (token_id,) = draw(values, SamplingOptions(), 1)
+    assert token_id == values.index(max(values))
+    assert draw(values, SamplingOptions(temperature=0.0, top_k=3, seed=1), 3) == [token_id] * 3
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    LOGITS,
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.integers(0, 6),
+    st.sampled_from([0.0503, 0.3719, 0.8017, 0.99913, 1.0]),
+    st.sampled_from([0.0, 0.0131, 0.3109, 1.0]),
+)
+def test_only_what_the_filters_leave_is_drawn(
+    values: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    options = SamplingOptions(temperature, top_k, top_p, min_p, seed=3)
+    allowed = naive_distribution(values, options)
+    assert set(draw(values, options, 30)) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(1.0, seed=1),
+        SamplingOptions(0.5, seed=2),
+        SamplingOptions(3.0, seed=3),
+        SamplingOptions(1.0, top_k=3, seed=4),
+        SamplingOptions(1.0, top_p=0.7, seed=5),
+        SamplingOptions(1.0, min_p=0.2, seed=6),
+        SamplingOptions(1.5, top_k=5, top_p=0.9, min_p=0.1, seed=7),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(options: SamplingOptions) -> None:
+    values = [0.1, 2.0, -1.0, 1.5, 0.7, 0.0, 1.9]
+    count = 20_000
+    drawn = Counter(draw(values, options, count))
+    expected = naive_distribution(values, options)
+    assert set(drawn) == set(expected)
+    for token_id, probability in expected.items():
+        deviation = math.sqrt(count * probability * (1 - probability))
+        assert abs(drawn[token_id] - count * probability) <= 5 * deviation
+
+
+def test_a_seed_gives_the_same_tokens_again_and_none_gives_others() -> None:
+    values = [0.0] * 50
+    first = draw(values, SamplingOptions(1.0, seed=42), 50)
+    assert draw(values, SamplingOptions(1.0, seed=42), 50) == first
+    assert draw(values, SamplingOptions(1.0, seed=43), 50) != first
+    assert draw(values, SamplingOptions(1.0), 50) != draw(values, SamplingOptions(1.0), 50)
+
+
+def test_equally_likely_tokens_are_taken_in_order_of_their_ids() -> None:
+    options = SamplingOptions(1.0, top_k=2, seed=5)
+    assert set(draw([1.0, 1.0, 1.0, 1.0], options, 50)) == {0, 1}
+
+
+OVERFLOWS = pytest.mark.xfail(reason="logits are divided before they are made small")
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        1e-3,
+        1e-30,
+        1e-300,
+        pytest.param(1e-310, marks=OVERFLOWS),
+        pytest.param(5e-324, marks=OVERFLOWS),
+    ],
+)
+def test_as_temperature_falls_to_nothing_the_most_likely_token_is_certain(
+    temperature: float,
+) -> None:
+    values = [1.0, 7.5, -3.0, 7.0]
+    for options in (
+        SamplingOptions(temperature, seed=1),
+        SamplingOptions(temperature, top_k=3, top_p=0.9, min_p=0.1, seed=1),
+    ):
+        assert draw(values, options, 20) == [1] * 20
+
+
+def test_a_high_temperature_makes_all_tokens_equally_likely() -> None:
+    options = SamplingOptions(100.0, seed=1)
+    assert set(draw([0.0, 4.0, -4.0, 1.0], options, 200)) == {0, 1, 2, 3}
+
+
+def test_what_is_impossible_is_never_drawn() -> None:
+    values = [-math.inf, 0.0, -math.inf, 0.0]
+    assert set(draw(values, SamplingOptions(2.0, seed=1), 200)) == {1, 3}
+    assert draw([-math.inf, 3.0, -math.inf], SamplingOptions(1.0, top_p=0.5, seed=1), 5) == [1] * 5
+
+
+def test_far_apart_logits_do_not_overflow() -> None:
+    values = [3e38, -3e38, 0.0]
+    assert draw(values, SamplingOptions(0.01, seed=1), 5) == [0] * 5
+
+
+def test_top_k_of_more_than_there_are_keeps_all() -> None:
+    assert set(draw([0.0, 0.0], SamplingOptions(1.0, top_k=1000, seed=1), 50)) == {0, 1}
+
+
+def test_the_smallest_top_p_keeps_the_most_likely_token() -> None:
+    assert draw([0.0, 0.1, 0.0], SamplingOptions(1.0, top_p=1e-9, seed=1), 20) == [1] * 20
+
+
+def test_a_vocabulary_of_one_has_one_answer() -> None:
+    for options in (SamplingOptions(), SamplingOptions(1.0, top_p=0.5, min_p=1.0, seed=1)):
+        assert draw([-5.0], options, 3) == [0] * 3
+
+
+def test_logits_are_left_alone() -> None:
+    logits = row([0.5, 2.0, 1.0])
+    Sampler(SamplingOptions(0.7, top_k=2, top_p=0.9, min_p=0.1, seed=1))(logits)
+    np.testing.assert_array_equal(logits, row([0.5, 2.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("temperature", [-0.1, 100.1, math.nan, math.inf], [0.0, 100.0]),
+        ("top_k", [-1], [0, 1, 1 << 40]),
+        ("top_p", [0.0, -0.5, 1.0001, math.nan], [1e-9, 1.0]),
+        ("min_p", [-0.001, 1.001, math.nan], [0.0, 1.0]),
+        ("seed", [-1], [None, 0, 1 << 70]),
+    ],
+)
+def test_an_option_out_of_range_is_refused_with_its_name(
+    name: str, bad: list[float], good: list[float]
+) -> None:
+    for value in bad:
+        with pytest.raises(SettingsError, match=f"^{name}=.*: must be "):
+            SamplingOptions(**{name: value})  # type: ignore[arg-type]
+    for value in good:
+        Sampler(SamplingOptions(**{name: value}))(row([0.0, 1.0]))  # type: ignore[arg-type]
