@@ -15,7 +15,12 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import Activation, KvLayer, ModelSpec, MoeLayer, MoeSpec
 from dflash_adapters.ops import Gating, KvCache, Matrix, MoeBlock, Ops, RoutingRule
 from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
-from dflash_adapters.tensors import all_matrices_f32, expect_tensor, stacked_experts
+from dflash_adapters.tensors import (
+    all_matrices_f32,
+    expect_tensor,
+    refuse_other_tensors,
+    stacked_experts,
+)
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import I32Array
 
@@ -74,6 +79,12 @@ def read_config(file: GgufFile) -> Config:
         num_experts_used=num_experts_used,
         ffn_size=ffn_size,
     )
+    if not 0.0 < config.rms_eps < 1.0:
+        raise ModelFileError(
+            f"{config.rms_eps} is out of range",
+            path=file.path,
+            field=f"{_ARCH}.attention.layer_norm_rms_epsilon",
+        )
     if config.num_heads % config.num_kv_heads:
         raise ModelFileError(
             f"{config.num_heads} heads cannot share {config.num_kv_heads} key/value heads",
@@ -105,14 +116,19 @@ def read_rope(file: GgufFile, config: Config) -> RopeTable:
     base = file.get_float(f"{_ARCH}.rope.freq_base", 10000.0)
     kind = file.get_str(f"{_ARCH}.rope.scaling.type", "none")
     factor = file.get_float(f"{_ARCH}.rope.scaling.factor", 1.0)
-    if base <= 1.0 or factor <= 0.0:
-        raise ModelFileError("must be positive", path=file.path, field=f"{_ARCH}.rope")
+    for key, is_sound in (("freq_base", 1.0 < base < 1e12), ("scaling.factor", factor >= 1.0)):
+        if not is_sound:
+            raise ModelFileError("out of range", path=file.path, field=f"{_ARCH}.rope.{key}")
+    if file.get_float(f"{_ARCH}.rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedModel(
+            "only 1 is known", path=file.path, field=f"{_ARCH}.rope.scaling.attn_factor"
+        )
     linear_factor, yarn = 1.0, None
     if kind == "linear":
         linear_factor = factor
     elif kind == "yarn":
         original = file.get_uint(
-            f"{_ARCH}.rope.scaling.original_context_length", config.context_length
+            f"{_ARCH}.rope.scaling.original_context_length", config.context_length, minimum=1
         )
         yarn = YarnScaling(factor, original)
     elif kind != "none":
@@ -127,13 +143,18 @@ def read_rope(file: GgufFile, config: Config) -> RopeTable:
 def read_spec(file: GgufFile) -> ModelSpec:
     """See registry.Adapter."""
     config = read_config(file)
-    read_rope(file, config)
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     vocab_size = file.tensor("token_embd.weight").num_rows
-    expect_tensor(file, "token_embd.weight", (vocab_size, hidden))
-    expect_tensor(file, "output_norm.weight", (hidden,))
-    expect_tensor(file, _output_name(file), (vocab_size, hidden))
+    known = set()
+
+    def check(name: str, *shape: int) -> None:
+        expect_tensor(file, name, shape)
+        known.add(name)
+
+    check("token_embd.weight", vocab_size, hidden)
+    check("output_norm.weight", hidden)
+    check(_output_name(file), vocab_size, hidden)
     layers = []
     for layer_id in range(config.num_layers):
         prefix = f"blk.{layer_id}."
@@ -148,7 +169,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
             ("ffn_norm", (hidden,)),
             ("ffn_gate_inp", (config.num_experts, hidden)),
         ):
-            expect_tensor(file, f"{prefix}{name}.weight", shape)
+            check(f"{prefix}{name}.weight", *shape)
         gate, up, down = (
             stacked_experts(
                 file,
@@ -163,6 +184,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
                 ("down", hidden, config.ffn_size),
             )
         )
+        known |= {gate.tensor_name, up.tensor_name, down.tensor_name}
         layers.append(
             MoeLayer(
                 layer_id=layer_id,
@@ -176,6 +198,8 @@ def read_spec(file: GgufFile) -> ModelSpec:
                 down=down,
             )
         )
+    refuse_other_tensors(file, known)
+    read_rope(file, config)
     return ModelSpec(
         architecture=_ARCH,
         name=file.get_str("general.name", file.path.stem),

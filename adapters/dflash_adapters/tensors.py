@@ -5,6 +5,8 @@ Knows nothing of any architecture: it compares what the file says with what an a
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from dflash_adapters.gguf_file import GgufFile, TensorInfo
 from dflash_adapters.moe_spec import ExpertProjection
 from dflash_adapters.quant import TensorType
@@ -41,6 +43,20 @@ def stacked_experts(
         offset_bytes=tensor.offset_bytes,
         stride_bytes=tensor.num_bytes // num_experts,
     )
+
+
+def refuse_other_tensors(file: GgufFile, known: Set[str]) -> None:
+    """A tensor that an adapter does not use is one whose effect it would leave out.
+
+    Raises: UnsupportedModel naming the first that is not among `known`.
+    """
+    for name in file.tensors:
+        if name not in known:
+            raise UnsupportedModel(
+                "a tensor that this architecture's adapter does not compute with",
+                path=file.path,
+                field=name,
+            )
 
 
 def all_matrices_f32(file: GgufFile) -> bool:

@@ -6,11 +6,12 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError
-from dflash_protocol.settings import load_settings, run_directory
+from dflash_protocol.settings import MAX_THREADS, load_settings, run_directory
 
 _EXAMPLES = """examples:
   dflash-moe daemon model.gguf
@@ -48,21 +49,29 @@ def main(arguments: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"dflash-daemon: error: {error}", file=sys.stderr)
         return 2
-    except DflashError as error:
+    except (DflashError, OSError) as error:
         print(f"dflash-daemon: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"dflash-daemon: error: {message}\n")
+
+
 def _threads(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1024:
-        raise argparse.ArgumentTypeError("must be from 1 to 1024")
-    return value
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_THREADS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_THREADS}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dflash-daemon",
         description="Compute a model's experts for parents that connect. Reads the model's "
         "metadata at start, and only its own experts when a placement is known.",

@@ -139,9 +139,13 @@ class ControlServer:
             _LOG.exception("loading failed")
             await self._send(routing_id, Refused("internal", f"loading failed: {error}"[:1000]))
             return
+        if self._service.num_links >= _MAX_LINKS:  # others may have come while we were loading
+            await self._send(routing_id, Refused("busy", f"{_MAX_LINKS} parents are connected"))
+            return
         limits = LinkLimits(
             hidden_size=self._host.spec.hidden_size,
             max_tokens=min(self._max_tokens, max(1, hello.max_tokens)),
+            max_experts_used=self._host.max_experts_used,
         )
         link_id = secrets.token_hex(8)
         self._service.add_link(link_id, limits)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.registry import adapter_for
-from dflash_protocol.errors import HandshakeRefused
+from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.experts.store import (
@@ -40,6 +40,7 @@ class ExpertHost:
         self.banks: dict[int, ExpertBank] = {}
         self.pairs_per_second = 0.0
         self._load_lock = threading.Lock()
+        self._is_cancelled = False
 
     @property
     def experts_per_layer(self) -> dict[int, int]:
@@ -57,7 +58,7 @@ class ExpertHost:
         """Load these experts; returns when every kernel they need has run once.
 
         Loading what is loaded already is free. Safe to call from several threads.
-        Raises: HandshakeRefused if another placement is loaded.
+        Raises: HandshakeRefused if another placement is loaded; DaemonUnavailable if cancelled.
         """
         with self._load_lock:
             if self.owned is not None:
@@ -71,17 +72,22 @@ class ExpertHost:
                 return
             on_progress("compile", 0, 1)
             self.backend.warm_up(expert_tensor_types(self.spec.moe))
+
+            def on_layer(num_done: int, num_total: int) -> None:
+                if self._is_cancelled:
+                    raise DaemonUnavailable("told to stop while loading")
+                on_progress("load", num_done, num_total)
+
             banks = load_banks(
-                self.backend,
-                self._file,
-                self.spec.moe,
-                owned,
-                read_now=True,
-                on_progress=lambda num_done, num_total: on_progress("load", num_done, num_total),
+                self.backend, self._file, self.spec.moe, owned, read_now=True, on_progress=on_layer
             )
             self.pairs_per_second = measure_pairs_per_second(banks.values())
             self.banks = banks
             self.owned = owned
+
+    def cancel_loading(self) -> None:
+        """Let a `load` that is under way, or comes yet, raise DaemonUnavailable."""
+        self._is_cancelled = True
 
     def close(self) -> None:
         self.banks = {}

@@ -24,6 +24,7 @@ from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.settings import Settings
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.compute import BackendName, make_backend
@@ -71,9 +72,7 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
     try:
         owned = host.read_placement(options.placement_path) if options.placement_path else None
         with _claimed(options.endpoint), zmq.Context() as context:
-            if owned is not None:
-                host.load(owned, lambda stage, num_done, num_total: None)
-            asyncio.run(_serve(options, settings, host, context))
+            asyncio.run(_serve(options, settings, host, context, owned))
     finally:
         host.close()
         if options.lifeline_fd is not None and options.endpoint.path is not None:
@@ -88,25 +87,24 @@ async def _serve(
     settings: Settings,
     host: ExpertHost,
     context: zmq.Context[zmq.Socket[bytes]],
+    owned: OwnedExperts | None,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    if options.lifeline_fd is None:
-        loop.add_signal_handler(signal.SIGINT, stop.set)
-    else:
-        # Nothing is ever written to the pipe: readable means that its other end is closed.
-        loop.add_reader(options.lifeline_fd, stop.set)
+    """Load what is to be loaded at once, listen, and serve until told to stop."""
     endpoint = options.endpoint
+    stop = _stop_event(options.lifeline_fd, host)
+    if owned is not None:
+        await asyncio.to_thread(host.load, owned, lambda stage, num_done, num_total: None)
     max_frame_bytes = largest_frame_bytes(
         max_tokens=settings.batch_capacity,
         hidden_size=host.spec.hidden_size,
         max_pairs=settings.batch_capacity * host.max_experts_used,
     )
+    loop = asyncio.get_running_loop()
     service = ComputeService(
         context,
         endpoint.data_address(0) if endpoint.path else f"tcp://{endpoint.host}:*",
         max_frame_bytes=max_frame_bytes,
+        on_failure=lambda: loop.call_soon_threadsafe(stop.set),
     )
     service.set_banks(host.banks)
     try:
@@ -120,26 +118,63 @@ async def _serve(
             max_tokens=settings.batch_capacity,
             device=options.device,
         )
+        for path in endpoint.socket_paths:
+            path.chmod(0o600)
+        if options.lifeline_fd is None:
+            print(
+                f"dflash-daemon: {host.spec.name}, {options.device} ({host.backend.name}), "
+                f"listening on {endpoint.address}",
+                file=sys.stderr,
+                flush=True,
+            )
+        await _serve_until(stop, control)
     except zmq.ZMQError as error:
-        service.close()
         raise DaemonUnavailable(f"cannot listen on {endpoint.address}: {error.strerror}") from error
-    for path in endpoint.socket_paths:
-        path.chmod(0o600)
-    serving = asyncio.create_task(control.run())
-    if options.lifeline_fd is None:
-        print(
-            f"dflash-daemon: {host.spec.name}, {options.device} ({host.backend.name}), "
-            f"listening on {endpoint.address}",
-            file=sys.stderr,
-            flush=True,
-        )
-    try:
-        await stop.wait()
     finally:
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
         service.close()
+    if service.failure is not None:
+        raise DaemonUnavailable(f"the compute thread failed: {service.failure!r}")
+
+
+async def _serve_until(stop: asyncio.Event, control: ControlServer) -> None:
+    """Serve until `stop` is set. Raises: whatever ended the control server before that."""
+    serving = asyncio.create_task(control.run())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
+    """An event that is set by SIGTERM, and by SIGINT or the end of the life-line.
+
+    Handlers of our own rather than the loop's: those go with the loop, and a second SIGTERM would
+    then end the process in the middle of its cleaning up.
+    Raises: SettingsError if the life-line cannot be watched.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def request_stop() -> None:
+        host.cancel_loading()
+        stop.set()
+
+    def on_signal(number: int, frame: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping already
+            loop.call_soon_threadsafe(request_stop)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    if lifeline_fd is None:
+        signal.signal(signal.SIGINT, on_signal)
+        return stop
+    try:
+        # Nothing is ever written to the pipe: readable means that its other end is closed.
+        loop.add_reader(lifeline_fd, request_stop)
+    except OSError as error:
+        raise SettingsError(f"life-line descriptor {lifeline_fd}: {error.strerror}") from error
+    return stop
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -26,6 +27,8 @@ _POLL_S = 0.25
 class ComputeService:
     """Serves the experts of `banks`, which may be set once they are loaded.
 
+    `on_failure` is called, from the compute thread, if that ends without being told to.
+
     Owns: the compute thread and, through it, the data socket.
     """
 
@@ -35,7 +38,11 @@ class ComputeService:
         data_address: str,
         *,
         max_frame_bytes: int,
+        on_failure: Callable[[], object] = lambda: None,
     ) -> None:
+        self.failure: Exception | None = None
+        """What ended the compute thread before it was told to end."""
+        self._on_failure = on_failure
         self._links: dict[str, LinkLimits] = {}
         self._banks: dict[int, ExpertBank] = {}
         self._busy_since_s: float | None = None
@@ -103,6 +110,11 @@ class ComputeService:
                 request = server.receive(_POLL_S)
                 if request is not None:
                     self._serve(server, request)
+        except Exception as error:
+            # A daemon whose heart beats and whose hands do nothing is worse than none.
+            _LOG.exception("the compute thread failed")
+            self.failure = error
+            self._on_failure()
         finally:
             server.close()
 

@@ -224,7 +224,8 @@ def decode_header(frame: bytes | memoryview) -> Message:
     tag = values.pop("type", None)
     record = _RECORDS.get(tag) if isinstance(tag, str) else None
     if record is None:
-        raise ProtocolError(f"unknown message type {str(tag)[:40]!r}", code="unknown_type")
+        shown = repr(tag[:40]) if isinstance(tag, str) else type(tag).__name__
+        raise ProtocolError(f"unknown message type {shown}", code="unknown_type")
     expected = _FIELDS[record]
     if values.keys() != expected.keys():
         odd = sorted(map(ascii, values.keys() ^ expected.keys()))
@@ -256,9 +257,15 @@ def encode_request(
 
 
 def decode_request(
-    header: ExpertRequest, frames: list[memoryview], *, hidden_size: int, max_tokens: int
+    header: ExpertRequest,
+    frames: list[memoryview],
+    *,
+    hidden_size: int,
+    max_tokens: int,
+    max_experts_used: int,
 ) -> RoutedBatch:
-    """The batch of a request whose counts and frame sizes fit each other and the link's capacity.
+    """The batch of a request whose counts and frame sizes fit each other and the link's capacity:
+    at most `max_tokens` tokens, and for each of them at most `max_experts_used` pairs.
 
     Ids are not checked here: only the receiver knows how many experts it has (RoutedBatch.check).
     Raises: ProtocolError before anything is allocated.
@@ -281,6 +288,8 @@ def decode_request(
     sizes = tuple(len(frame) for frame in frames)
     if sizes != expected:
         raise ProtocolError(f"frames of {sizes} bytes, header says {expected}")
+    if num_pairs > num_tokens * max_experts_used:
+        raise ProtocolError(f"{num_pairs} pairs are too many for {num_tokens} tokens")
     routing = np.frombuffer(frames[1], dtype="<i4")
     return RoutedBatch(
         phase=phase,

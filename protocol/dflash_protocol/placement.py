@@ -128,15 +128,34 @@ class Placement:
                     f"placement: layer {layer_id} expert {homeless[0]} has no owner"
                 )
 
-    @cached_property
+    @property
     def routing(self) -> dict[int, LayerRouting]:
         """Lookup tables of every layer."""
+        return self.routing_without(frozenset())
+
+    def routing_without(self, lost: frozenset[int]) -> dict[int, LayerRouting]:
+        """Lookup tables of every layer if these owners, by index, hold nothing.
+
+        An expert that nobody else holds has owner -1 and local id -1.
+        """
+        tables = self._tables.get(lost)
+        if tables is None:
+            tables = self._tables[lost] = self._make_tables(lost)
+        return tables
+
+    @cached_property
+    def _tables(self) -> dict[frozenset[int], dict[int, LayerRouting]]:
+        return {}
+
+    def _make_tables(self, lost: frozenset[int]) -> dict[int, LayerRouting]:
         tables = {}
         for layer_id, num_experts in self.experts_per_layer.items():
             owner_index = np.full(num_experts, -1, dtype=np.int32)
             local_id = np.full(num_experts, -1, dtype=np.int32)
             # Later owners first, so that the first one to hold an expert has the last word.
             for index in reversed(range(len(self.owners))):
+                if index in lost:
+                    continue
                 ids = self.owners[index].by_layer.get(layer_id)
                 if ids is not None:
                     owner_index[ids] = index

@@ -22,6 +22,10 @@ ENDPOINT_PATH_LIMIT_BYTES = 100
 """Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
 
 
+MAX_THREADS = 1024
+"""Most compute threads a process may be asked to use."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings that are not arguments of one run. Times in the unit of their name."""

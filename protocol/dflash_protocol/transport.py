@@ -40,6 +40,9 @@ class ClientTransport(Protocol):
         the daemon refused the request or answered with the wrong shape.
         """
 
+    def forget(self, sequence: int) -> None:
+        """Nobody will wait for this request: drop its reply, come or to come."""
+
     def close(self) -> None: ...
 
 

@@ -241,23 +241,21 @@ WHOLE_NUMBERS = [
 ]
 
 
+IMPOSSIBLE: list[tuple[Any, str]] = [
+    (0, "0 is out of range"),
+    (1 << 31, "is out of range"),
+    ((1 << 32) - 1, "is out of range"),
+    (-1, "-1 is outside"),
+    (1.0, "is not an integer"),
+    ("2", "is not an integer"),
+    (True, "is not an integer"),
+]
+
+
 @pytest.mark.parametrize("key", WHOLE_NUMBERS)
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (0, "0 is out of range"),
-        (1 << 31, "is out of range"),
-        ((1 << 32) - 1, "is out of range"),
-        (-1, "-1 is outside"),
-        (1.0, "is not an integer"),
-        ("2", "is not an integer"),
-        (True, "is not an integer"),
-    ],
-)
-def test_a_key_of_an_impossible_value_is_named(
-    tmp_path: Path, key: str, value: Any, reason: str
-) -> None:
-    refuse(write(tmp_path / "model.gguf", keys={key: value}), key, reason)
+def test_a_key_of_an_impossible_value_is_named(tmp_path: Path, key: str) -> None:
+    for value, reason in IMPOSSIBLE:
+        refuse(write(tmp_path / "model.gguf", keys={key: value}), key, reason)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +267,12 @@ def test_a_key_of_an_impossible_value_is_named(
         ("attention.layer_norm_rms_epsilon", math.nan, None, "not finite"),
         ("attention.layer_norm_rms_epsilon", math.inf, None, "not finite"),
         ("attention.layer_norm_rms_epsilon", 1, None, "not a float"),
-        ("rope.freq_base", 0.0, "rope", "must be positive"),
-        ("rope.freq_base", 1.0, "rope", "must be positive"),
-        ("rope.freq_base", -5.0, "rope", "must be positive"),
+        ("rope.freq_base", 0.0, None, "out of range"),
+        ("rope.freq_base", 1.0, None, "out of range"),
+        ("rope.freq_base", -5.0, None, "out of range"),
         ("rope.freq_base", math.nan, None, "not finite"),
-        ("rope.scaling.factor", 0.0, "rope", "must be positive"),
-        ("rope.scaling.factor", -2.0, "rope", "must be positive"),
+        ("rope.scaling.factor", 0.0, None, "out of range"),
+        ("rope.scaling.factor", -2.0, None, "out of range"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
@@ -284,7 +282,6 @@ def test_numbers_that_contradict_each_other_are_refused(
     refuse(path, f"qwen3moe.{field or key}", reason)
 
 
-@pytest.mark.xfail(reason="only its being finite is checked")
 @pytest.mark.parametrize("epsilon", [-1e-6, -1.0])
 def test_a_negative_epsilon_is_refused(tmp_path: Path, epsilon: float) -> None:
     """A norm would be the root of a negative number for small rows."""
@@ -315,12 +312,13 @@ def test_a_setting_that_is_not_computed_here_is_unsupported(
     refuse(path, f"qwen3moe.{field}", reason, UnsupportedModel)
 
 
-@pytest.mark.parametrize("name", [name for name in tensor_shapes(SHAPE) if name != "output.weight"])
-def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
-    refuse(write(tmp_path / "model.gguf", tensors={name: None}), name, "missing")
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    for name in tensor_shapes(SHAPE):
+        if name != "output.weight":
+            refuse(write(tmp_path / "model.gguf", tensors={name: None}), name, "missing")
 
 
-@pytest.mark.parametrize("name", tensor_shapes(SHAPE))
+@pytest.mark.parametrize("name", [name for name in tensor_shapes(SHAPE) if "blk.1." not in name])
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path, name: str) -> None:
     shape = tensor_shapes(SHAPE)[name]
     others: list[tuple[int, ...]] = [
@@ -349,7 +347,6 @@ def test_more_layers_than_there_are_tensors_for_are_refused_quickly(tmp_path: Pa
     refuse(write(tmp_path / "model.gguf", keys=keys), "blk.2.attn_norm.weight", "missing")
 
 
-@pytest.mark.xfail(reason="frequencies are made before the tensors are checked")
 def test_a_head_wider_than_the_file_is_refused_before_anything_is_made_for_it(
     tmp_path: Path,
 ) -> None:
@@ -399,7 +396,6 @@ def test_context_scaling_is_read_from_the_file(
     assert (table.pairing, table.num_rotated) == (RopePairing.HALF_SPLIT, 6)
 
 
-@pytest.mark.xfail(reason="a logarithm of zero")
 def test_yarn_from_a_context_of_nothing_is_refused(tmp_path: Path) -> None:
     keys = {
         f"{SCALING}.type": "yarn",
@@ -414,7 +410,7 @@ NASTY: list[Any] = [None, 0, 1, 3, 1 << 16, (1 << 31) - 1, 1 << 31, -1, -1.0, 0.
 NASTY += [math.nan, math.inf, "", "yarn", "linear", True]
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(
     st.dictionaries(
         st.sampled_from([*KEYS, *(f"{SCALING}.{key}" for key in ("type", "factor"))]),

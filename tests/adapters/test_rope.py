@@ -24,7 +24,7 @@ def turns(frequency: float, num_positions: int) -> float:
     return num_positions * frequency / (2 * math.pi)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(EVEN_DIMS, BASES)
 def test_plain_frequencies_fall_geometrically_from_one(num_rotated: int, base: float) -> None:
     plain = table(num_rotated, base)
@@ -35,7 +35,7 @@ def test_plain_frequencies_fall_geometrically_from_one(num_rotated: int, base: f
     assert (plain.num_rotated, plain.scale) == (num_rotated, 1.0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(EVEN_DIMS, BASES, st.floats(0.25, 64.0))
 def test_linear_scaling_divides_every_frequency(
     num_rotated: int, base: float, factor: float
@@ -62,7 +62,7 @@ def naive_yarn(num_rotated: int, base: float, yarn: YarnScaling) -> list[float]:
     return frequencies
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(EVEN_DIMS, BASES, st.floats(1.0, 64.0), st.integers(1, 1 << 20))
 def test_yarn_follows_its_formula_and_stays_between_both_ends(
     num_rotated: int, base: float, factor: float, original_context: int

@@ -74,7 +74,7 @@ class Rig:
 
     def client(self, link_id: str | None = None) -> StreamClient:
         link_id = link_id or secrets.token_hex(8)
-        self.service.add_link(link_id, LinkLimits(HIDDEN_SIZE, CAPACITY))
+        self.service.add_link(link_id, LinkLimits(HIDDEN_SIZE, CAPACITY, 8))
         never_lost = os.eventfd(0, os.EFD_CLOEXEC)
         self._undo.callback(os.close, never_lost)
         client = StreamClient(
@@ -204,7 +204,7 @@ def test_a_link_is_served_from_when_it_is_added_until_it_is_dropped(rig: Rig) ->
     assert rig.service.num_links == 1
     assert refusal(first, batch_of(3, PAIRS)).code == "unknown_link"
     assert_serves(second)
-    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY))
+    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 8))
     assert_serves(first)
 
 

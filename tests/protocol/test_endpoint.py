@@ -98,7 +98,7 @@ def test_a_path_of_100_bytes_is_the_longest(letter: str) -> None:
         parse_endpoint(f"ipc://{longest}x")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(
     st.one_of(
         st.text(max_size=20),

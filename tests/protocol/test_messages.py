@@ -98,7 +98,7 @@ def test_every_record_has_an_example_here() -> None:
     assert 2 in PROTOCOL_VERSIONS
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(st.data())
 def test_records_come_back_as_they_were(data: st.DataObject) -> None:
     record = type(data.draw(st.sampled_from(EXAMPLES)))
@@ -222,7 +222,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=120)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_any_value_in_any_field_is_right_or_refused(message: Message, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["type", *kinds_of(type(message))]))
@@ -236,7 +236,7 @@ def test_any_value_in_any_field_is_right_or_refused(message: Message, data: st.D
     assert found == (tuple(value) if isinstance(value, list) else value)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=64) | ANYTHING.map(msgpack.packb))
 def test_any_bytes_are_a_record_or_refused(frame: bytes) -> None:
     try:
@@ -260,7 +260,7 @@ def request_frames(num_tokens: int, pairs: dict[tuple[int, int], float]) -> list
 
 
 def decode(header: ExpertRequest, frames: list[memoryview]) -> object:
-    return decode_request(header, frames, hidden_size=HIDDEN_SIZE, max_tokens=8)
+    return decode_request(header, frames, hidden_size=HIDDEN_SIZE, max_tokens=8, max_experts_used=5)
 
 
 PAIRS = {(0, 1): 0.5, (1, 1): 0.25, (0, 4): 1.0, (1, 4): -0.5}
@@ -270,7 +270,7 @@ def test_the_example_request_is_what_is_sent_for_its_pairs() -> None:
     assert decode_header(request_frames(2, PAIRS)[0]) == REQUEST
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(pair_sets(), st.sampled_from(list(Phase)))
 def test_a_request_comes_back_as_it_was(
     pair_set: tuple[int, dict[tuple[int, int], float]], phase: Phase
@@ -280,7 +280,9 @@ def test_a_request_comes_back_as_it_was(
     message = decode_header(header)
     assert isinstance(message, ExpertRequest)
     assert (message.sequence, message.layer_id, message.deadline_ms) == (3, 5, 500.0)
-    received = decode_request(message, frames, hidden_size=HIDDEN_SIZE, max_tokens=7)
+    received = decode_request(
+        message, frames, hidden_size=HIDDEN_SIZE, max_tokens=7, max_experts_used=5
+    )
     assert_same_batch(received, batch)
     received.check(hidden_size=HIDDEN_SIZE, num_experts=5)
 
@@ -421,7 +423,9 @@ def receive(frames: list[bytes]) -> None:
     rest = [memoryview(frame) for frame in frames[1:]]
     match message:
         case ExpertRequest():
-            batch = decode_request(message, rest, hidden_size=HIDDEN_SIZE, max_tokens=8)
+            batch = decode_request(
+                message, rest, hidden_size=HIDDEN_SIZE, max_tokens=8, max_experts_used=5
+            )
             batch.check(hidden_size=HIDDEN_SIZE, num_experts=5)
         case ExpertReply():
             decode_reply(

@@ -67,7 +67,7 @@ def test_an_owner_of_nothing_is_no_bytes() -> None:
     assert lists_of(OwnedExperts.from_bytes(b"", EXPERTS_PER_LAYER)) == {}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_wire_form_comes_back_as_it_was(data: st.DataObject) -> None:
     experts_per_layer = data.draw(models())
@@ -79,7 +79,7 @@ def test_wire_form_comes_back_as_it_was(data: st.DataObject) -> None:
         assert received.num_experts == owned.num_experts
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(-2, 6) | st.sampled_from([BIG, -BIG - 1]), max_size=12))
 @example([0, 1, 3])
 @example([0, 1, 3, 2, 1, 2])
@@ -94,7 +94,7 @@ def test_any_integers_are_canonical_bytes_or_refused(values: list[int]) -> None:
         assert owned.canonical_bytes == frame
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_canonical_or_refused(frame: bytes) -> None:
     try:
@@ -174,7 +174,7 @@ def test_placement_fingerprint_depends_on_owners_in_order_but_not_on_names() -> 
     assert len({each.fingerprint for each in (first, *others)}) == 5
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) -> None:
     experts_per_layer = data.draw(models())

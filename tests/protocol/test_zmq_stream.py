@@ -78,13 +78,13 @@ class Wire:
     def client(self, *, link_id: str | None = None, is_known: bool = True) -> StreamClient:
         link_id = link_id or secrets.token_hex(8)
         if is_known:
-            self.links[link_id] = LinkLimits(HIDDEN_SIZE, CAPACITY)
+            self.links[link_id] = LinkLimits(HIDDEN_SIZE, CAPACITY, 8)
         return client_of(self._undo, self.context, self.address, self.lost_fd, link_id)
 
     def stranger(self) -> Socket:
         """A socket that may say what no client of ours would."""
         link_id = secrets.token_bytes(8)
-        self.links[link_id.hex()] = LinkLimits(HIDDEN_SIZE, CAPACITY)
+        self.links[link_id.hex()] = LinkLimits(HIDDEN_SIZE, CAPACITY, 8)
         socket = self.context.socket(zmq.DEALER)
         self._undo.callback(socket.close, linger=0)
         socket.setsockopt(zmq.ROUTING_ID, link_id)
@@ -206,7 +206,7 @@ def test_a_link_without_a_handshake_is_told_to_say_hello(wire: Wire) -> None:
     error = failure_of(wire, client, batch_of(2, PAIRS))
     assert error.code == "unknown_link"
     assert "say hello" in str(error)
-    wire.links["ab" * 8] = LinkLimits(HIDDEN_SIZE, CAPACITY)
+    wire.links["ab" * 8] = LinkLimits(HIDDEN_SIZE, CAPACITY, 8)
     wire.assert_serves(client)
 
 

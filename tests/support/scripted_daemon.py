@@ -14,6 +14,7 @@ import zmq
 
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.messages import (
+    Bye,
     Hello,
     Message,
     Ping,
@@ -72,7 +73,10 @@ class ScriptedDaemon:
         skipping: tuple[type[Message], ...] = (),
         within_s: float = PATIENCE_S,
     ) -> M:
-        """The next message, which must be of this kind, but for ones to be skipped."""
+        """The next message, which must be of this kind, but for ones to be skipped.
+
+        The goodbye of a session before this one may come at any time.
+        """
         end_s = time.monotonic() + within_s
         while True:
             remaining_ms = max(0, int((end_s - time.monotonic()) * 1e3))
@@ -81,7 +85,7 @@ class ScriptedDaemon:
             message = decode_header(header)
             if isinstance(message, record):
                 return message
-            assert isinstance(message, skipping), f"{message} came, expected {record.TYPE}"
+            assert isinstance(message, (Bye, *skipping)), f"{message} came, expected {record.TYPE}"
 
     def is_silent(self, within_s: float) -> bool:
         """Whether nothing comes for so long."""
@@ -111,7 +115,7 @@ def welcome_to(hello: Hello, **changes: Any) -> Welcome:
         placement_fingerprint=hello.placement_fingerprint,
         numeric_class=hello.numeric_class,
         device="cpu",
-        data_port=40001,
+        data_port=0,  # beside the control socket: ipc
         max_tokens=hello.max_tokens,
         free_memory_bytes=1 << 30,
         pairs_per_second=1000.0,

@@ -33,6 +33,8 @@ from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import ReceivedRequest, Reply
 
 _MAX_FRAMES = 8
+_QUEUED_REQUESTS = 16
+"""Requests of one link that may wait; further ones stay with the parent."""
 _DRAIN_MS = 1000.0
 """How long past its deadline a waiter still reads what has arrived already."""
 
@@ -69,10 +71,14 @@ class StreamClient:
         self._num_tokens: dict[int, int] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        self._socket.connect(data_address)
+        try:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
+            self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+            self._socket.connect(data_address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise DaemonUnavailable(f"cannot reach {data_address}: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(lost_fd, zmq.POLLIN)
@@ -106,6 +112,10 @@ class StreamClient:
             raise outcome
         return outcome
 
+    def forget(self, sequence: int) -> None:
+        self._num_tokens.pop(sequence, None)
+        self._arrived.pop(sequence, None)
+
     def close(self) -> None:
         self._socket.close(linger=0)
 
@@ -130,16 +140,17 @@ class StreamClient:
 
 @dataclass(slots=True)
 class LinkLimits:
-    """What a link negotiated: the width of a row and the most tokens in a request."""
+    """What bounds a link's requests: width of a row, most tokens, most experts of a token."""
 
     hidden_size: int
     max_tokens: int
+    max_experts_used: int
 
 
 class StreamServer:
     """The daemon's end: all links' requests come in here, one at a time, in order of arrival.
 
-    Owned by the compute thread, except for `wake`, which any thread may call.
+    Owned by the compute thread.
     """
 
     def __init__(
@@ -154,6 +165,7 @@ class StreamServer:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
         # A parent that reconnects quickly must not find its name taken by its own dead socket.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
@@ -186,6 +198,7 @@ class StreamServer:
                 frames[1:],
                 hidden_size=limits.hidden_size,
                 max_tokens=limits.max_tokens,
+                max_experts_used=limits.max_experts_used,
             )
         except ProtocolError as error:
             self.fail(routing_id.hex(), sequence, error)

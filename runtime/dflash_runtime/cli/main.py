@@ -34,7 +34,8 @@ def cli() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def daemon(arguments: tuple[str, ...]) -> None:
     """Compute experts for parents that connect (see `dflash-moe daemon --help`)."""
-    command = [sys.executable, "-m", "dflash_daemon", *arguments]
+    # -P: what lies in the folder we were started in is not ours to import.
+    command = [sys.executable, "-P", "-m", "dflash_daemon", *arguments]
     os.execv(command[0], command)
 
 
@@ -50,6 +51,9 @@ cli.add_command(inspect)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end the run.
@@ -61,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         cli.main(args=arguments, prog_name="dflash-moe", standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 2
@@ -73,10 +78,18 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        # Whoever read our output has seen enough. Keep the interpreter from complaining about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has seen enough.
+        _discard_stdout()
         return 1
+    except OSError as error:
+        _discard_stdout()
+        return _fail(f"cannot write: {error.strerror}", 1)
     return 0
+
+
+def _discard_stdout() -> None:
+    """Nothing can be written any more; keep the interpreter from trying once again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -8,35 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 import numpy as np
+import psutil
 
 from dflash_adapters.chat import render_chat
 from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ModelSpec
 from dflash_adapters.ops import KvType, Model
 from dflash_adapters.registry import adapter_for
 from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
-from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.settings import MAX_THREADS, Settings, load_settings
 from dflash_runtime.compute import BackendName, ComputeBackend, make_backend
+from dflash_runtime.engine.arguments import choice, chunk_bounds, token_id_array, whole_number
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.engine.owners import Event, Owners, daemon_names, parse_daemon
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.placement.split import even_split
-
-C = TypeVar("C", bound=StrEnum)
 
 _PREFILL_CHUNK = 512
 _DEFAULT_CONTEXT_LIMIT = 32768
@@ -92,7 +92,6 @@ class Engine:
         model: Model[AnyArray],
         backend: ComputeBackend,
         owners: Owners,
-        undo: contextlib.ExitStack,
         *,
         context: int,
         kv_type: KvType,
@@ -101,7 +100,7 @@ class Engine:
         self._file = file
         self._model = model
         self._owners = owners
-        self._undo = undo
+        self._num_runs = 0
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_is_loaded = False
         self.spec = model.spec
@@ -110,6 +109,7 @@ class Engine:
         self.kv_type = kv_type
         self.last_generation = GenerationStats()
         self._cache = backend.ops.new_kv_cache(self.spec.kv_layers, context, kv_type)
+        self._release: Callable[[], object] = lambda: None
 
     @classmethod
     def open(
@@ -135,15 +135,18 @@ class Engine:
         `kv_type` is ``f32``, ``f16`` or ``auto``: f32 if all matrices of the file are F32.
         Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
         """
-        backend_name = _choice(BackendName, "backend", backend)
-        chosen_kv = None if kv_type == "auto" else _choice(KvType, "kv_type", kv_type)
+        backend_name = choice(BackendName, "backend", backend)
+        chosen_kv = None if kv_type == "auto" else choice(KvType, "kv_type", kv_type)
         choices = [parse_daemon(text) for text in daemons]
         endpoints = [parse_endpoint(text) for text in connect]
         if placement is not None and local_experts is not None:
             raise SettingsError("placement and local_experts exclude each other")
-        for name, value in (("threads", threads), ("context", context)):
-            if value is not None and value < 1:
-                raise SettingsError(f"{name}={value}: must be 1 or more")
+        if threads is not None:
+            threads = whole_number("threads", threads, smallest=1, largest=MAX_THREADS)
+        if context is not None:
+            context = whole_number("context", context, smallest=1)
+        if local_experts is not None:
+            local_experts = whole_number("local_experts", local_experts, smallest=0)
         settings = settings or load_settings()
         with contextlib.ExitStack() as undo:
             file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
@@ -158,6 +161,8 @@ class Engine:
                 placement = even_split(spec.moe, names, local_experts)
             if chosen_kv is None:
                 chosen_kv = KvType.F32 if spec.all_matrices_f32 else KvType.F16
+            num_positions = context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
+            _check_cache_fits(spec, num_positions, chosen_kv)
             compute = make_backend(backend_name, num_threads=threads)
             undo.callback(compute.close)
             if on_progress is not None:
@@ -176,15 +181,11 @@ class Engine:
                 on_progress=on_progress,
             )
             undo.callback(owners.close)
-            return cls(
-                file,
-                adapter.load(file, compute.ops),
-                compute,
-                owners,
-                undo.pop_all(),
-                context=context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT),
-                kv_type=chosen_kv,
-            )
+            model = adapter.load(file, compute.ops)
+            engine = cls(file, model, compute, owners, context=num_positions, kv_type=chosen_kv)
+            # An engine that is dropped without being closed must not leave its daemons running.
+            engine._release = weakref.finalize(engine, undo.pop_all().close)
+            return engine
 
     def __enter__(self) -> Engine:
         return self
@@ -198,8 +199,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the daemons we spawned, leave the others, release the file."""
-        self._undo.close()
+        """End the daemons we spawned, leave the others, release the file. May be called twice."""
+        self._num_runs = -1
+        self._release()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -239,9 +241,10 @@ class Engine:
         Raises: SettingsError for a bad id, ContextExceeded, DaemonUnavailable.
         """
         ids = self._checked(token_ids)
+        run = self._begin_run()
         out = np.empty((ids.size, self.spec.vocab_size), np.float32)
-        for first, last in _chunk_bounds(ids.size, chunk):
-            out[first:last] = self._model.head(self._forward(ids[first:last], first))
+        for first, last in chunk_bounds(ids.size, chunk, _PREFILL_CHUNK):
+            out[first:last] = self._model.head(self._forward(run, ids[first:last], first))
         return out
 
     def generate(
@@ -266,8 +269,7 @@ class Engine:
         are required.
         """
         sampler = Sampler(SamplingOptions(temperature, top_k, top_p, min_p, seed))
-        if max_tokens < 1:
-            raise SettingsError(f"max_tokens={max_tokens}: must be 1 or more")
+        max_tokens = whole_number("max_tokens", max_tokens, smallest=1)
         ids = self._checked(self.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
         if ids.size == 0:
             raise SettingsError("the prompt is empty")
@@ -285,72 +287,75 @@ class Engine:
         ignore_eos: bool,
         on_prefill: Callable[[int, int], None],
     ) -> Iterator[GeneratedToken]:
+        run = self._begin_run()
         stats = self.last_generation = GenerationStats(num_prompt_tokens=prompt.size)
         tokenizer = self.tokenizer
         decoder = tokenizer.stream() if tokenizer is not None else None
         stop_ids = tokenizer.stop_ids if tokenizer is not None and not ignore_eos else frozenset()
         started_s = time.perf_counter()
-        for first, last in _chunk_bounds(prompt.size, None):
+        for first, last in chunk_bounds(prompt.size, None, _PREFILL_CHUNK):
             on_prefill(first, prompt.size)
-            hidden = self._forward(prompt[first:last], first)
+            hidden = self._forward(run, prompt[first:last], first)
         token_id = sampler(self._model.head(hidden[-1:])[0])
         num_positions = prompt.size
         stats.prefill_s = time.perf_counter() - started_s
-        started_s = time.perf_counter()
-        while True:
-            if token_id in stop_ids:
-                stats.finish_reason = "stop"
-                break
+        while token_id not in stop_ids:
             stats.num_generated_tokens += 1
-            stats.decode_s = time.perf_counter() - started_s
-            yield GeneratedToken(token_id, decoder.push(token_id) if decoder is not None else "")
             if stats.num_generated_tokens == max_tokens:
                 stats.finish_reason = "length"
-                break
-            if num_positions == self.num_positions:
+            elif num_positions == self.num_positions:
                 stats.finish_reason = "context"
-                break
-            hidden = self._forward(np.array([token_id], np.int32), num_positions)
+            text = decoder.push(token_id) if decoder is not None else ""
+            if decoder is not None and stats.finish_reason:
+                text += decoder.flush()
+            yield GeneratedToken(token_id, text)
+            if stats.finish_reason:
+                return
+            started_s = time.perf_counter()
+            hidden = self._forward(run, np.array([token_id], np.int32), num_positions)
             token_id = sampler(self._model.head(hidden)[0])
             num_positions += 1
+            stats.decode_s += time.perf_counter() - started_s
+        stats.finish_reason = "stop"
 
-    def _forward(self, token_ids: I32Array, first_position: int) -> F32Array:
-        """One chunk through all layers. Shapes: token_ids [T]; result [T, H]."""
+    def _begin_run(self) -> int:
+        """A number for a run over the one sequence; the run before it is at its end.
+
+        Raises: SettingsError if the engine is closed.
+        """
+        if self._num_runs < 0:
+            raise SettingsError("this engine is closed")
+        self._num_runs += 1
+        return self._num_runs
+
+    def _forward(self, run: int, token_ids: I32Array, first_position: int) -> AnyArray:
+        """One chunk of a run through all layers. Shapes: token_ids [T]; result [T, H].
+
+        Raises: SettingsError if another run has taken over the sequence, or the engine is closed.
+        """
+        if run != self._num_runs:
+            raise SettingsError(
+                "this engine is closed"
+                if self._num_runs < 0
+                else "another call to this engine has taken over its one sequence"
+            )
         phase = Phase.DECODE if token_ids.size == 1 else Phase.PREFILL
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
         moe = partial(self._owners.runtime.compute, phase=phase)
         return self._model.forward(token_ids, positions, self._cache, moe)
 
     def _checked(self, token_ids: Sequence[int]) -> I32Array:
-        ids = np.array(token_ids, dtype=np.int64).reshape(-1)
-        bad = np.flatnonzero((ids < 0) | (ids >= self.spec.vocab_size))
-        if bad.size:
-            raise SettingsError(
-                f"token id {ids[bad[0]]} at position {bad[0]} is not within "
-                f"0..{self.spec.vocab_size - 1}"
-            )
-        if ids.size > self.num_positions:
-            raise ContextExceeded(ids.size, self.num_positions)
-        return ids.astype(np.int32)
+        return token_id_array(
+            token_ids, vocab_size=self.spec.vocab_size, num_positions=self.num_positions
+        )
 
 
-def _choice(kind: type[C], name: str, value: str) -> C:
-    """The member of that value. Raises: SettingsError naming the setting and what is allowed."""
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(kind)
-        raise SettingsError(f"{name}={value!r}: must be one of {allowed}") from None
-
-
-def _chunk_bounds(num_tokens: int, chunk: int | Iterable[int] | None) -> Iterator[tuple[int, int]]:
-    """Successive (first, last) of chunks that cover all tokens; the last size is repeated."""
-    sizes = iter([chunk or _PREFILL_CHUNK] if chunk is None or isinstance(chunk, int) else chunk)
-    first, size = 0, 0
-    while first < num_tokens:
-        size = next(sizes, size)
-        if size < 1:
-            raise SettingsError(f"chunk={size}: must be 1 or more")
-        last = min(first + size, num_tokens)
-        yield first, last
-        first = last
+def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
+    """Raises: SettingsError if the key/value cache would be larger than this machine's memory."""
+    values = sum(kv.num_heads * (kv.key_dim + kv.value_dim) for kv in spec.kv_layers)
+    num_bytes = num_positions * values * (2 if kv_type is KvType.F16 else 4)
+    if num_bytes > psutil.virtual_memory().total:
+        raise SettingsError(
+            f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "
+            "more than this machine has; ask for a smaller one"
+        )

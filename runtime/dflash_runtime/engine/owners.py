@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from dflash_runtime.experts.store import (
 from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallback, Supervisor
 from dflash_runtime.placement.split import LOCAL_OWNER
 
+_EVENTS_KEPT = 1000
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
 
 
@@ -111,7 +113,7 @@ class Owners:
         require_daemons: bool,
         on_progress: ProgressCallback | None,
     ) -> None:
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.placement = placement
         self._opened_s = time.monotonic()
         self._events_lock = threading.Lock()
@@ -119,7 +121,7 @@ class Owners:
         with contextlib.ExitStack() as undo:
             backend.warm_up(expert_tensor_types(spec.moe))
             links = self._make_links(
-                undo, file.path, backend.name, placement, choices, endpoints, settings
+                undo, file.path, backend, placement, choices, endpoints, settings
             )
             computes: list[ExpertCompute] = []
             context = undo.enter_context(zmq.Context()) if links else None
@@ -150,7 +152,6 @@ class Owners:
                             min_deadline_s=settings.deadline_ms / 1e3,
                         )
                     )
-                    self._note_numeric_class(links[name], backend.numeric_class)
                 else:
                     banks = load_banks(backend, file, spec.moe, owned, read_now=True)
                     measure_pairs_per_second(banks.values())
@@ -170,7 +171,7 @@ class Owners:
         self._undo.close()
 
     def events(self) -> list[Event]:
-        """What happened so far."""
+        """What happened so far, the latest thousand."""
         with self._events_lock:
             return list(self._events)
 
@@ -178,18 +179,11 @@ class Owners:
         with self._events_lock:
             self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
 
-    def _note_numeric_class(self, link: DaemonLink, ours: str) -> None:
-        """Bits are promised within one numeric class only, so another one is worth an event."""
-        session = link.session
-        if session is not None and session.welcome.numeric_class != ours:
-            theirs = session.welcome.numeric_class
-            self._add_event("numeric_class_differs", link.name, f"daemon {theirs}, parent {ours}")
-
     def _make_links(
         self,
         undo: contextlib.ExitStack,
         model_path: Path,
-        backend_name: str,
+        backend: ComputeBackend,
         placement: Placement,
         choices: Sequence[DaemonChoice],
         endpoints: Sequence[Endpoint],
@@ -205,7 +199,8 @@ class Owners:
                 endpoint,
                 owned.get(name, OwnedExperts({})),
                 launch=launch,
-                on_lost=lambda owner, reason: self._add_event("daemon_lost", owner, reason),
+                numeric_class=backend.numeric_class,
+                on_event=self._add_event,
             )
             undo.callback(links[name].close)
 
@@ -214,7 +209,7 @@ class Owners:
             folder = _new_socket_folder(run_directory(settings))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         for name, choice in zip(names, choices, strict=False):
-            command = _daemon_command(choice, model_path, backend_name, len(choices))
+            command = _daemon_command(choice, model_path, backend.name, len(choices))
             python_paths = _package_roots() if choice.launcher is None else ()
             add(name, parse_endpoint(f"ipc://{folder}/{name}"), Launch(command, python_paths))
         for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
@@ -232,7 +227,10 @@ def _new_socket_folder(run_dir: Path) -> Path:
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(leftover, ignore_errors=True)
     folder = run_dir / f"p{os.getpid()}-{secrets.token_hex(3)}"
-    folder.mkdir(mode=0o700)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise SettingsError(f"run directory {run_dir}: {error.strerror}") from error
     return folder
 
 
@@ -244,7 +242,8 @@ def _daemon_command(
     is_python = choice.launcher is None or launcher.name.startswith("python")
     return (
         str(launcher),
-        *(("-m", "dflash_daemon") if is_python else ()),
+        # -P: what lies in the folder we were started in is not ours to import.
+        *(("-P", "-m", "dflash_daemon") if is_python else ()),
         str(model_path.absolute()),
         "--device",
         choice.device,

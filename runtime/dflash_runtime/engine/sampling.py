@@ -32,6 +32,12 @@ class SamplingOptions:
     """Start of the random sequence; None = a new one each time."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), float | int):
+                raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number")
+        for name in ("top_k", "seed"):
+            if not isinstance(getattr(self, name), int | None):
+                raise SettingsError(f"{name}={getattr(self, name)!r}: must be a whole number")
         for name, value, is_good, allowed in (
             ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
             ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
@@ -59,8 +65,9 @@ class Sampler:
         order = np.argsort(-logits, kind="stable")
         if options.top_k:
             order = order[: options.top_k]
-        scaled = logits[order].astype(np.float64) / options.temperature
-        probabilities = np.exp(scaled - scaled[0])
+        below_peak = logits[order].astype(np.float64) - np.float64(logits[order[0]])
+        with np.errstate(over="ignore"):  # a tiny temperature takes all but the peak to nothing
+            probabilities = np.exp(below_peak / options.temperature)
         probabilities /= probabilities.sum()
         if options.top_p < 1.0:
             before = np.cumsum(probabilities) - probabilities

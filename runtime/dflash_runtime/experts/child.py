@@ -28,6 +28,7 @@ class DaemonProcess:
 
     def __init__(self, launch: Launch, endpoint: Endpoint) -> None:
         self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         lifeline_read, self._lifeline_write = os.pipe()
         command = [
             *launch.command, "--listen", endpoint.address, "--lifeline-fd", str(lifeline_read)
@@ -46,9 +47,14 @@ class DaemonProcess:
             raise DaemonUnavailable(f"cannot start {command[0]}: {error.strerror}") from error
         finally:
             os.close(lifeline_read)
-        self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._pidfd, self._reap)
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+            self._loop.add_reader(self._pidfd, self._reap)
+        except OSError as error:
+            os.close(self._lifeline_write)
+            self._process.kill()
+            self._process.wait()
+            raise DaemonUnavailable(f"cannot watch {command[0]}: {error.strerror}") from error
 
     @property
     def has_ended(self) -> bool:
@@ -59,7 +65,8 @@ class DaemonProcess:
         """For people: ``ended with exit code 1`` or ``was ended by SIGKILL``."""
         code = self._process.returncode
         if code is not None and code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
+            named = {number.value: number.name for number in signal.Signals}
+            return f"was ended by {named.get(-code, f'signal {-code}')}"
         return f"ended with exit code {code}"
 
     async def stop(self) -> None:
@@ -70,7 +77,8 @@ class DaemonProcess:
         if not self.has_ended:
             self._process.terminate()
             try:
-                await asyncio.wait_for(self.ended.wait(), _TERMINATE_S)
+                async with asyncio.timeout(_TERMINATE_S):
+                    await self.ended.wait()
             except TimeoutError:
                 self._process.kill()
                 await self.ended.wait()

@@ -49,7 +49,8 @@ class Ticket:
 class ExpertCompute(Protocol):
     """One owner's way to get its experts computed. Used by one thread."""
 
-    stats: OwnerStats
+    @property
+    def stats(self) -> OwnerStats: ...
 
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
         """Start computing; expert ids are this owner's local ids.
@@ -62,6 +63,9 @@ class ExpertCompute(Protocol):
 
         Raises: DaemonUnavailable if the owner was lost or late; `out` is then unchanged.
         """
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Nobody will collect this ticket: forget it."""
 
     def close(self) -> None:
         """Release what this owner holds."""
@@ -83,6 +87,9 @@ class LocalExpertCompute:
         self.stats.requests += 1
         self.stats.tokens += batch.num_tokens
         self.stats.pairs += batch.num_pairs
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Nothing was begun."""
 
     def close(self) -> None:
         self._banks.clear()

@@ -38,6 +38,9 @@ class Session:
 class DaemonLink:
     """One daemon as the parent sees it.
 
+    `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session, and
+    ``numeric_class_differs`` for a session in which bits are not promised to equal the parent's.
+
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """
 
@@ -48,19 +51,21 @@ class DaemonLink:
         owned: OwnedExperts,
         *,
         launch: Launch | None,
-        on_lost: Callable[[str, str], None],
+        numeric_class: str,
+        on_event: Callable[[str, str, str], None],
     ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.owned = owned
         self.launch = launch
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._on_lost = on_lost
+        self._numeric_class = numeric_class
+        self._on_event = on_event
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._num_sessions = 0
         self._reason = "not connected yet"
-        self._wake_supervisor: Callable[[], None] = lambda: None
+        self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
     def session(self) -> Session | None:
@@ -76,8 +81,8 @@ class DaemonLink:
         with self._lock:
             return f"daemon {self.name}: {self._reason}"
 
-    def set_supervisor_wake(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when the data thread reports a loss."""
+    def set_supervisor_wake(self, wake: Callable[[int], None]) -> None:
+        """`wake` is called, from any thread, with the generation of a session that was lost."""
         self._wake_supervisor = wake
 
     def mark_ready(self, welcome: Welcome) -> Session:
@@ -90,7 +95,10 @@ class DaemonLink:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.lost_fd)
             self._session = session
-            return session
+        if welcome.numeric_class != self._numeric_class:
+            reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
+            self._on_event("numeric_class_differs", self.name, reason)
+        return session
 
     def mark_lost(self, generation: int, reason: str) -> None:
         """End the session of that generation, if it is still the live one."""
@@ -100,8 +108,8 @@ class DaemonLink:
             self._session = None
             self._reason = reason
             os.eventfd_write(self.lost_fd, 1)
-        self._on_lost(self.name, reason)
-        self._wake_supervisor()
+        self._on_event("daemon_lost", self.name, reason)
+        self._wake_supervisor(generation)
 
     def close(self) -> None:
         """Release the eventfd. The link must not be used afterwards."""

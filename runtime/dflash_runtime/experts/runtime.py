@@ -1,7 +1,7 @@
 """MoeExpertComputeRuntime: the one boundary through which routed experts are computed.
 
 It splits a layer's routing by owner, submits to all of them, collects, and recomputes the pairs of
-a lost owner on the fallback, so that a fault costs time and never a token.
+a lost owner on a replica or the fallback, so that a fault costs time and never a token.
 Knows nothing of architectures, tokens or sockets.
 """
 
@@ -21,11 +21,25 @@ from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats,
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """One owner's share of a layer. Shapes: all [P]."""
+    """Some of a layer's (token, expert, weight) triples. Shapes: all [P]."""
 
     token_indices: I32Array
     global_expert_ids: I32Array
     weights: F32Array
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.token_indices.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A submitted share of a layer that is still to be collected."""
+
+    owner: ExpertCompute
+    owner_index: int
+    ticket: Ticket
+    pairs: _Pairs
 
 
 class MoeExpertComputeRuntime:
@@ -47,6 +61,7 @@ class MoeExpertComputeRuntime:
         self._placement = placement
         self._owners = tuple(owners)
         self._fallback = fallback
+        self._lost_reason = ""
 
     def compute(
         self,
@@ -61,34 +76,17 @@ class MoeExpertComputeRuntime:
 
         Partial sums are added in float64 and rounded once, so the split does not show in the bits.
         Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; result [T, H].
-        Raises: DaemonUnavailable if an owner is lost and there is no fallback.
+        Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
         sums = np.zeros(hidden.shape, dtype=np.float64)
-        in_flight: list[tuple[ExpertCompute, Ticket, _Pairs]] = []
-        orphans: list[_Pairs] = []
-        for owner_index, pairs in self._split(layer_id, topk_ids, topk_weights):
-            owner = self._owners[owner_index]
-            local_ids = self._placement.routing[layer_id].local_expert_id[pairs.global_expert_ids]
-            batch = group_by_expert(
-                hidden, pairs.token_indices, local_ids, pairs.weights, phase=phase
-            )
-            try:
-                in_flight.append((owner, owner.submit(layer_id, batch), pairs))
-            except DaemonUnavailable:
-                if self._fallback is None:
-                    raise
-                orphans.append(pairs)
-        # What is local is computed in `collect`: first of all, while the daemons are at work.
-        in_flight.sort(key=lambda entry: entry[0].stats.kind is not OwnerKind.LOCAL)
-        for owner, ticket, pairs in in_flight:
-            try:
-                owner.collect(ticket, sums)
-            except DaemonUnavailable:
-                if self._fallback is None:
-                    raise
-                orphans.append(pairs)
-        for pairs in orphans:
-            self._recompute(layer_id, hidden, pairs, phase, sums)
+        num_tokens, num_used = topk_ids.shape
+        token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
+        pairs = _Pairs(token_indices, topk_ids.reshape(-1), topk_weights.reshape(-1))
+        lost: frozenset[int] = frozenset()
+        while pairs.num_pairs:
+            orphans = self._compute_round(layer_id, hidden, pairs, phase, lost, sums)
+            lost = lost.union(orphans)
+            pairs = _concatenated(list(orphans.values()))
         return sums.astype(np.float32)
 
     def stats(self) -> dict[str, OwnerStats]:
@@ -107,28 +105,70 @@ class MoeExpertComputeRuntime:
         if self._fallback is not None:
             self._fallback.close()
 
-    def _split(
-        self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array
-    ) -> Iterator[tuple[int, _Pairs]]:
-        """Each owner's pairs; owners without any are left out."""
-        owner_of_pair = self._placement.routing[layer_id].owner_index[topk_ids]
-        for owner_index in range(len(self._owners)):
-            token_indices, slots = np.nonzero(owner_of_pair == owner_index)
-            if token_indices.size:
-                yield (
-                    owner_index,
-                    _Pairs(
-                        token_indices.astype(np.int32),
-                        topk_ids[token_indices, slots],
-                        topk_weights[token_indices, slots],
-                    ),
-                )
+    def _compute_round(
+        self,
+        layer_id: int,
+        hidden: F32Array,
+        pairs: _Pairs,
+        phase: Phase,
+        lost: frozenset[int],
+        sums: F64Array,
+    ) -> dict[int, _Pairs]:
+        """Have pairs computed by the first of their owners that is not `lost`, else the fallback.
 
-    def _recompute(
-        self, layer_id: int, hidden: F32Array, pairs: _Pairs, phase: Phase, sums: F64Array
-    ) -> None:
-        assert self._fallback is not None
-        batch = group_by_expert(
-            hidden, pairs.token_indices, pairs.global_expert_ids, pairs.weights, phase=phase
+        Adds to `sums`; returns the pairs of owners that were lost meanwhile, by owner index.
+        """
+        routing = self._placement.routing_without(lost)[layer_id]
+        orphans: dict[int, _Pairs] = {}
+        in_flight: list[_InFlight] = []
+        try:
+            for owner_index, share in _split(pairs, routing.owner_index):
+                owner, expert_ids = self._fallback, share.global_expert_ids
+                if owner_index >= 0:
+                    owner = self._owners[owner_index]
+                    expert_ids = routing.local_expert_id[expert_ids]
+                elif owner is None:
+                    raise DaemonUnavailable(self._lost_reason)
+                batch = group_by_expert(
+                    hidden, share.token_indices, expert_ids, share.weights, phase=phase
+                )
+                try:
+                    ticket = owner.submit(layer_id, batch)
+                except DaemonUnavailable as error:
+                    orphans[owner_index] = share
+                    self._lost_reason = str(error)
+                else:
+                    in_flight.append(_InFlight(owner, owner_index, ticket, share))
+            # What is computed in this process is computed in `collect`: it is popped first, while
+            # the daemons are at work.
+            in_flight.sort(key=lambda entry: entry.owner.stats.kind is not OwnerKind.DAEMON)
+            while in_flight:
+                entry = in_flight.pop()
+                try:
+                    entry.owner.collect(entry.ticket, sums)
+                except DaemonUnavailable as error:
+                    orphans[entry.owner_index] = entry.pairs
+                    self._lost_reason = str(error)
+        finally:
+            for entry in in_flight:
+                entry.owner.abandon(entry.ticket)
+        return orphans
+
+
+def _split(pairs: _Pairs, owner_of_expert: I32Array) -> Iterator[tuple[int, _Pairs]]:
+    """Each owner's share; owner -1 is nobody. Shapes: owner_of_expert [E]."""
+    owner_of_pair = owner_of_expert[pairs.global_expert_ids]
+    for owner_index in np.unique(owner_of_pair).tolist():
+        mine = owner_of_pair == owner_index
+        yield (
+            owner_index,
+            _Pairs(pairs.token_indices[mine], pairs.global_expert_ids[mine], pairs.weights[mine]),
         )
-        self._fallback.collect(self._fallback.submit(layer_id, batch), sums)
+
+
+def _concatenated(shares: list[_Pairs]) -> _Pairs:
+    return _Pairs(
+        np.concatenate([share.token_indices for share in shares] or [np.empty(0, np.int32)]),
+        np.concatenate([share.global_expert_ids for share in shares] or [np.empty(0, np.int32)]),
+        np.concatenate([share.weights for share in shares] or [np.empty(0, np.float32)]),
+    )

@@ -11,16 +11,19 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import zmq
 import zmq.asyncio
 
 from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, ProtocolError
 from dflash_protocol.messages import (
+    HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
     Bye,
     Hello,
@@ -43,6 +46,12 @@ _SPAWN_SILENCE_S = 60.0
 _MISSED_HEARTBEATS = 5
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LAST_S = 5.0
+_STABLE_S = 10.0
+"""A session that lasted this long was no accident: the pauses begin anew after it."""
+_GOODBYE_MS = 200
+"""How long a goodbye may take to leave."""
+
+_Received: TypeAlias = "asyncio.Future[list[bytes]]"
 
 ProgressCallback = Callable[[str, str, int, int], None]
 """Called with owner name, stage, number done, number in total."""
@@ -169,12 +178,13 @@ class _LinkTask:
         self._supervisor = supervisor
         self._link = link
         self._process: DaemonProcess | None = None
-        self._attention = asyncio.Event()
+        self._loss_reported = asyncio.Event()
+        self._lost_generation = 0
         loop = supervisor.loop
 
-        def wake() -> None:
+        def wake(lost_generation: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed already
-                loop.call_soon_threadsafe(self._attention.set)
+                loop.call_soon_threadsafe(self._note_loss, lost_generation)
 
         link.set_supervisor_wake(wake)
 
@@ -182,17 +192,32 @@ class _LinkTask:
         backoff_s = 0.0
         try:
             while True:
+                started_s = self._supervisor.loop.time()
                 try:
                     await self._one_session()
-                    backoff_s = 0.0
                 except DflashError as error:
-                    self._supervisor.report_first(self._link.name, error)
-                    _LOG.info("daemon %s: %s", self._link.name, error)
-                    backoff_s = min(max(2 * backoff_s, _BACKOFF_FIRST_S), _BACKOFF_LAST_S)
-                    await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+                    self._failed(error)
+                except OSError as error:  # zmq.ZMQError is one: no descriptors, no such address
+                    self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error}"))
+                if self._supervisor.loop.time() - started_s > _STABLE_S:
+                    backoff_s = 0.0
+                backoff_s = min(max(2 * backoff_s, _BACKOFF_FIRST_S), _BACKOFF_LAST_S)
+                await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+        except Exception as error:
+            _LOG.exception("daemon %s: the supervisor failed", self._link.name)
+            self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error!r}"))
+            raise
         finally:
             if self._process is not None:
                 await self._process.stop()
+
+    def _note_loss(self, generation: int) -> None:
+        self._lost_generation = max(self._lost_generation, generation)
+        self._loss_reported.set()
+
+    def _failed(self, error: DflashError) -> None:
+        self._supervisor.report_first(self._link.name, error)
+        _LOG.info("daemon %s: %s", self._link.name, error)
 
     async def _one_session(self) -> None:
         """From connecting to the session's end. Returns if a session was had, raises if not."""
@@ -202,28 +227,31 @@ class _LinkTask:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
         with self._supervisor.context.socket(zmq.DEALER) as control:
-            control.setsockopt(zmq.LINGER, 0)
+            control.setsockopt(zmq.LINGER, _GOODBYE_MS)
+            control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
             control.setsockopt(zmq.RECONNECT_IVL, 20)
             control.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             monitor = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            # One future for the whole session: a cancelled receive may take the event with it.
+            disconnected = asyncio.ensure_future(monitor.recv_multipart())
             try:
                 control.connect(link.endpoint.address)
                 try:
-                    welcome = await self._handshake(control, monitor)
+                    welcome = await self._handshake(control, disconnected)
                 except DaemonUnavailable:
                     # A child that does not answer is of no use any more.
                     if self._process is not None:
                         await self._process.stop()
                     raise
-                self._attention.clear()
                 session = link.mark_ready(welcome)
                 self._supervisor.report_first(link.name, None)
-                await self._watch(control, monitor, session)
+                await self._watch(control, disconnected, session)
             finally:
+                disconnected.cancel()
                 control.disable_monitor()
                 monitor.close(linger=0)
 
-    async def _handshake(self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> Welcome:
+    async def _handshake(self, control: zmq.asyncio.Socket, disconnected: _Received) -> Welcome:
         greeting, link = self._supervisor.greeting, self._link
         hello = Hello(
             versions=PROTOCOL_VERSIONS,
@@ -238,7 +266,7 @@ class _LinkTask:
         if self._process is not None:
             silence_s = max(silence_s, _SPAWN_SILENCE_S)
         while True:
-            message = await self._next_message(control, monitor, silence_s)
+            message = await self._next_message(control, disconnected, silence_s)
             if isinstance(message, Progress):
                 self._supervisor.report_progress(link.name, message)
             elif isinstance(message, Refused):
@@ -247,13 +275,13 @@ class _LinkTask:
                     code=message.code,
                 )
             elif isinstance(message, Welcome):
-                _check_welcome(message, hello, link.name)
+                _check_welcome(message, hello, link)
                 return message
             else:
                 raise ProtocolError(f"daemon {link.name} answered hello with {message.TYPE}")
 
     async def _next_message(
-        self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, silence_s: float
+        self, control: zmq.asyncio.Socket, disconnected: _Received, silence_s: float
     ) -> Message:
         """The next control message.
 
@@ -262,12 +290,13 @@ class _LinkTask:
         """
         link = self._link
         receive = asyncio.ensure_future(control.recv_multipart())
-        disconnected = asyncio.ensure_future(monitor.recv_multipart())
-        waiting: list[asyncio.Future[object]] = [receive, disconnected]  # type: ignore[list-item]
+        waiting: list[asyncio.Future[Any]] = [receive]
         if self._process is not None:
             waiting.append(asyncio.ensure_future(self._process.ended.wait()))
         try:
-            await asyncio.wait(waiting, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [*waiting, disconnected], timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if receive.done():
                 frames: list[bytes] = receive.result()
                 return decode_header(frames[0])
@@ -288,14 +317,14 @@ class _LinkTask:
                 future.cancel()
 
     async def _watch(
-        self, control: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, session: Session
+        self, control: zmq.asyncio.Socket, disconnected: _Received, session: Session
     ) -> None:
         """Ping until the session ends, and see to it that the link knows why."""
         link, heartbeat_s = self._link, self._supervisor.patience.heartbeat_s
         watchers = [
             asyncio.create_task(self._pings(control, session, heartbeat_s)),
-            asyncio.create_task(self._disconnected(monitor)),
-            asyncio.create_task(self._reported()),
+            asyncio.create_task(self._disconnected(disconnected)),
+            asyncio.create_task(self._reported(session)),
         ]
         if self._process is not None:
             watchers.append(asyncio.create_task(self._ended(self._process)))
@@ -303,14 +332,14 @@ class _LinkTask:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 link.mark_lost(session.generation, task.result())
-        except asyncio.CancelledError:
-            with contextlib.suppress(zmq.ZMQError):
-                await control.send(encode_header(Bye(session.welcome.link_id)), zmq.NOBLOCK)
-            raise
         finally:
             for task in watchers:
                 task.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            # The daemon may be well and only the session lost: it need not keep our place, nor
+            # compute what we no longer wait for.
+            with contextlib.suppress(zmq.ZMQError):
+                await control.send(encode_header(Bye(session.welcome.link_id)), zmq.NOBLOCK)
 
     async def _pings(
         self, control: zmq.asyncio.Socket, session: Session, heartbeat_s: float
@@ -322,7 +351,8 @@ class _LinkTask:
             ping = Ping(sequence, session.welcome.link_id)
             await control.send(encode_header(ping))
             try:
-                frames = await asyncio.wait_for(control.recv_multipart(), heartbeat_s)
+                async with asyncio.timeout(heartbeat_s):
+                    frames = await control.recv_multipart()
             except TimeoutError:
                 num_missed += 1
                 continue
@@ -336,12 +366,15 @@ class _LinkTask:
             await asyncio.sleep(heartbeat_s)
         return f"no heartbeat for {num_missed * heartbeat_s:.1f} s"
 
-    async def _disconnected(self, monitor: zmq.asyncio.Socket) -> str:
-        await monitor.recv_multipart()
+    async def _disconnected(self, disconnected: _Received) -> str:
+        await asyncio.wait([disconnected])
         return "the connection ended"
 
-    async def _reported(self) -> str:
-        await self._attention.wait()
+    async def _reported(self, session: Session) -> str:
+        # The report may be late, and of a session before this one.
+        while self._lost_generation < session.generation:
+            self._loss_reported.clear()
+            await self._loss_reported.wait()
         return "lost while computing"
 
     async def _ended(self, process: DaemonProcess) -> str:
@@ -349,8 +382,10 @@ class _LinkTask:
         return process.how_it_ended
 
 
-def _check_welcome(welcome: Welcome, hello: Hello, name: str) -> None:
-    """Raises: HandshakeRefused, naming both sides, if the daemon is not what was asked for."""
+def _check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:
+    """Raises: HandshakeRefused, naming both sides, if the daemon is not what was asked for, or
+    offers what cannot be."""
+    name = link.name
     for what, ours, theirs in (
         ("model", hello.model_identity, welcome.model_identity),
         ("placement", hello.placement_fingerprint, welcome.placement_fingerprint),
@@ -359,5 +394,12 @@ def _check_welcome(welcome: Welcome, hello: Hello, name: str) -> None:
             raise HandshakeRefused(f"daemon {name} has {what} {theirs[:16]}, ours is {ours[:16]}")
     if welcome.version not in hello.versions:
         raise HandshakeRefused(f"daemon {name} chose protocol version {welcome.version}")
-    if not welcome.max_tokens or welcome.pairs_per_second <= 0.0:
-        raise HandshakeRefused(f"daemon {name} offers no capacity")
+    data_ports = range(1) if link.endpoint.path is not None else range(1, 65536)
+    for what, is_sound in (
+        ("link_id", re.fullmatch("([0-9a-f]{2}){1,32}", welcome.link_id) is not None),
+        ("data_port", welcome.data_port in data_ports),
+        ("max_tokens", 1 <= welcome.max_tokens <= hello.max_tokens),
+        ("pairs_per_second", 1e-2 <= welcome.pairs_per_second <= 1e12),
+    ):
+        if not is_sound:
+            raise HandshakeRefused(f"daemon {name} offers an impossible {what}")

@@ -45,7 +45,7 @@ def draw(values: list[float], options: SamplingOptions, count: int) -> list[int]
     return [sampler(row(values)) for _ in range(count)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(LOGITS)
 def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
     (token_id,) = draw(values, SamplingOptions(), 1)
@@ -53,7 +53,7 @@ def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
     assert draw(values, SamplingOptions(temperature=0.0, top_k=3, seed=1), 3) == [token_id] * 3
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(
     LOGITS,
     st.sampled_from([0.3, 1.0, 2.5]),
@@ -83,7 +83,7 @@ def test_only_what_the_filters_leave_is_drawn(
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(options: SamplingOptions) -> None:
     values = [0.1, 2.0, -1.0, 1.5, 0.7, 0.0, 1.9]
-    count = 20_000
+    count = 4_000
     drawn = Counter(draw(values, options, count))
     expected = naive_distribution(values, options)
     assert set(drawn) == set(expected)
@@ -105,17 +105,14 @@ def test_equally_likely_tokens_are_taken_in_order_of_their_ids() -> None:
     assert set(draw([1.0, 1.0, 1.0, 1.0], options, 50)) == {0, 1}
 
 
-OVERFLOWS = pytest.mark.xfail(reason="logits are divided before they are made small")
-
-
 @pytest.mark.parametrize(
     "temperature",
     [
         1e-3,
         1e-30,
         1e-300,
-        pytest.param(1e-310, marks=OVERFLOWS),
-        pytest.param(5e-324, marks=OVERFLOWS),
+        1e-310,
+        5e-324,
     ],
 )
 def test_as_temperature_falls_to_nothing_the_most_likely_token_is_certain(

@@ -146,11 +146,7 @@ async def test_a_child_is_out_of_reach_of_the_terminals_interrupt(nursery: Nurse
     [
         ("raise SystemExit(3)", "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
-        pytest.param(
-            "os.kill(os.getpid(), 40)",
-            "was ended by signal 40",
-            marks=pytest.mark.xfail(reason="a signal without a name"),
-        ),
+        ("os.kill(os.getpid(), 40)", "was ended by signal 40"),
     ],
 )
 async def test_the_end_of_a_child_is_noticed_and_told(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -22,9 +23,22 @@ class Losses:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def __call__(self, name: str, reason: str) -> None:
-        assert name == "cpu0"
+    def __call__(self, kind: str, name: str, reason: str) -> None:
+        assert (kind, name) == ("daemon_lost", "cpu0")
         self.reasons.append(reason)
+
+
+def link_to(
+    name: str, on_event: Callable[[str, str, str], None], address: str = "ipc:///run/cpu0"
+) -> DaemonLink:
+    return DaemonLink(
+        name,
+        parse_endpoint(address),
+        OwnedExperts({}),
+        launch=None,
+        numeric_class=WELCOME.numeric_class,
+        on_event=on_event,
+    )
 
 
 @pytest.fixture
@@ -34,8 +48,7 @@ def losses() -> Losses:
 
 @pytest.fixture
 def link(losses: Losses) -> Iterator[DaemonLink]:
-    endpoint = parse_endpoint("ipc:///run/cpu0")
-    link = DaemonLink("cpu0", endpoint, OwnedExperts({}), launch=None, on_lost=losses)
+    link = link_to("cpu0", losses)
     yield link
     link.close()
 
@@ -111,24 +124,22 @@ def test_whoever_is_first_to_report_a_loss_has_it_counted_once(
 
 
 def test_the_supervisor_is_woken_by_a_loss_and_only_then(link: DaemonLink) -> None:
-    woken = []
-    link.set_supervisor_wake(lambda: woken.append(link.session))
+    woken: list[tuple[int, object]] = []
+    link.set_supervisor_wake(lambda generation: woken.append((generation, link.session)))
     session = link.mark_ready(WELCOME)
     assert woken == []
     link.mark_lost(session.generation, "late")
     link.mark_lost(session.generation, "late")
-    assert woken == [None]
+    assert woken == [(session.generation, None)]
 
 
 def test_a_loss_may_be_handled_by_looking_at_the_link(losses: Losses) -> None:
     """The callbacks run without the link's lock."""
 
-    def look(name: str, reason: str) -> None:
-        losses(name, looked_at.lost_reason())
+    def look(kind: str, name: str, reason: str) -> None:
+        losses(kind, name, looked_at.lost_reason())
 
-    looked_at = DaemonLink(
-        "cpu0", parse_endpoint("ipc:///run/cpu0"), OwnedExperts({}), launch=None, on_lost=look
-    )
+    looked_at = link_to("cpu0", look)
     looked_at.mark_lost(looked_at.mark_ready(WELCOME).generation, "late")
     looked_at.close()
     assert losses.reasons == ["daemon cpu0: late"]
@@ -139,12 +150,17 @@ def test_data_goes_beside_an_ipc_endpoint_or_to_the_port_that_was_told() -> None
         ("ipc:///run/cpu0", "ipc:///run/cpu0.data"),
         ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:40001"),
     ):
-        link = DaemonLink(
-            "cpu0",
-            parse_endpoint(address),
-            OwnedExperts({}),
-            launch=None,
-            on_lost=lambda name, reason: None,
-        )
+        link = link_to("cpu0", Losses(), address)
         assert link.mark_ready(WELCOME).data_address == data_address
         link.close()
+
+
+def test_a_session_of_another_numeric_class_is_reported_each_time() -> None:
+    events: list[tuple[str, str, str]] = []
+    link = link_to("cpu0", lambda *event: events.append(event))
+    other = replace(WELCOME, numeric_class="other-1")
+    for welcome in (WELCOME, other, other):
+        link.mark_ready(welcome)
+    link.close()
+    reason = f"daemon other-1, parent {WELCOME.numeric_class}"
+    assert events == [("numeric_class_differs", "cpu0", reason)] * 2

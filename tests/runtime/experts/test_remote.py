@@ -76,7 +76,8 @@ class Rig:
             endpoint,
             OWNED,
             launch=None,
-            on_lost=lambda name, reason: self.losses.append(reason),
+            numeric_class="c",
+            on_event=lambda kind, name, reason: self.losses.append(reason),
         )
         undo.callback(self.link.close)
         self.remote = RemoteExpertCompute(
@@ -132,7 +133,7 @@ class ServedRig(Rig):
         session = super().open_session(
             max_tokens=max_tokens, pairs_per_second=pairs_per_second, link_id=link_id
         )
-        self.service.add_link(session.welcome.link_id, LinkLimits(HIDDEN_SIZE, max_tokens))
+        self.service.add_link(session.welcome.link_id, LinkLimits(HIDDEN_SIZE, max_tokens, 8))
         return session
 
 
@@ -251,7 +252,6 @@ def test_several_batches_may_be_in_flight_and_collected_in_any_order(served: Ser
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-@pytest.mark.xfail(reason="a rate is measured over no pairs")
 def test_no_pairs_are_legal(served: ServedRig, num_tokens: int) -> None:
     served.open_session()
     served.assert_right(num_tokens, {})
@@ -405,9 +405,9 @@ def test_a_deadline_is_four_times_the_predicted_time_of_all_pairs_in_flight(
 
 def test_rates_are_measured_for_each_phase(scripted: ScriptedRig) -> None:
     scripted.open_session(pairs_per_second=10.0)
-    assert round(deadlines(scripted, Phase.PREFILL, 1.0)) == 800
-    # A fifth of the way from 0.1 s a pair to the measured 0.5 s.
-    assert round(deadlines(scripted, Phase.PREFILL, 1.0)) == 1440
+    assert round(deadlines(scripted, Phase.PREFILL, 0.6)) == 800
+    # A fifth of the way from 0.1 s a pair to the measured 0.3 s.
+    assert round(deadlines(scripted, Phase.PREFILL, 0.6)) == 1120
     assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 800
     assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 640
 
@@ -429,7 +429,7 @@ def test_a_new_session_starts_from_its_own_rate_and_an_empty_queue(scripted: Scr
 @pytest.mark.parametrize(
     "compute_s",
     [
-        pytest.param(1e300, marks=pytest.mark.xfail(reason="a deadline has no upper bound")),
+        1e300,
         -1e300,
         -0.0,
     ],

@@ -36,7 +36,7 @@ def lists_of(placement: Placement) -> dict[str, dict[int, list[int]]]:
     }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(MODELS, st.integers(0, 5), st.data())
 def test_every_expert_has_exactly_one_owner_and_daemons_share_evenly(
     experts_per_layer: dict[int, int], num_daemons: int, data: st.DataObject

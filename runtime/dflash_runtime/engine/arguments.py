@@ -1,0 +1,79 @@
+"""Checks of what a caller of the engine passes in; a wrong value is a one-line SettingsError.
+
+Knows nothing of models beyond their sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+
+from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_protocol.ids import I32Array
+
+C = TypeVar("C", bound=StrEnum)
+
+
+def whole_number(name: str, value: object, *, smallest: int, largest: int = 1 << 31) -> int:
+    """`value` as an int. Raises: SettingsError if it is none, or out of range."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise SettingsError(f"{name}={value!r}: must be a whole number") from None
+    if not smallest <= number <= largest:
+        allowed = f"{smallest} or more" if largest == 1 << 31 else f"from {smallest} to {largest}"
+        raise SettingsError(f"{name}={value}: must be {allowed}")
+    return number
+
+
+def choice(kind: type[C], name: str, value: str) -> C:
+    """The member of that value. Raises: SettingsError naming the setting and what is allowed."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(kind)
+        raise SettingsError(f"{name}={value!r}: must be one of {allowed}") from None
+
+
+def token_id_array(token_ids: Sequence[int], *, vocab_size: int, num_positions: int) -> I32Array:
+    """Token ids as an array. Shapes: result [T] int32.
+
+    Raises: SettingsError for the first that is not an id of the vocabulary; ContextExceeded.
+    """
+    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__len__"):
+        raise SettingsError("token ids must be a sequence of whole numbers")
+    if len(token_ids) > num_positions:
+        raise ContextExceeded(len(token_ids), num_positions)
+    ids = np.empty(len(token_ids), np.int32)
+    for position, token_id in enumerate(token_ids):
+        try:
+            number = operator.index(token_id)
+        except TypeError:
+            raise SettingsError(
+                f"token id {token_id!r} at position {position} is no whole number"
+            ) from None
+        if not 0 <= number < vocab_size:
+            raise SettingsError(
+                f"token id {number} at position {position} is not within 0..{vocab_size - 1}"
+            )
+        ids[position] = number
+    return ids
+
+
+def chunk_bounds(
+    num_tokens: int, chunk: int | Iterable[int] | None, default: int
+) -> Iterator[tuple[int, int]]:
+    """Successive (first, last) of chunks that cover all tokens; the last size is repeated."""
+    if chunk is None:
+        chunk = default
+    sizes = iter(chunk if isinstance(chunk, Iterable) else [chunk])
+    first, size = 0, 0
+    while first < num_tokens:
+        size = whole_number("chunk", next(sizes, size), smallest=1)
+        last = min(first + size, num_tokens)
+        yield first, last
+        first = last
