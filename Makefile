@@ -35,7 +35,7 @@ DEMO_PROMPT := demo/prompt.txt
 
 demo: $(READY)
 	@cat $(DEMO_PROMPT)
-	@$(BIN)/dflash-moe generate --prompt-file $(DEMO_PROMPT) -n 200 --temp 0.6 --top-p 0.9 --seed 7 \
+	@$(BIN)/dflash-moe generate --prompt-file $(DEMO_PROMPT) -n 200 --temp 0.8 --top-p 0.9 --seed 2 \
 	    --daemon cpu --daemon cpu
 
 test: $(READY_DEV)
