@@ -75,11 +75,11 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
             asyncio.run(_serve(options, settings, host, context, owned))
     finally:
         host.close()
-        if options.lifeline_fd is not None and options.endpoint.path is not None:
-            # A parent that was killed cannot remove the folder it made for its daemons' sockets;
-            # the last of them does.
-            with contextlib.suppress(OSError):
-                options.endpoint.path.parent.rmdir()
+    if options.lifeline_fd is not None and options.endpoint.path is not None:
+        # A parent that was killed cannot remove the folder it made for its daemons' sockets; the
+        # last of them does.
+        with contextlib.suppress(OSError):
+            options.endpoint.path.parent.rmdir()
 
 
 async def _serve(

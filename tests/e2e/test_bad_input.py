@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
 import pytest
 
-from support.processes import run_cli, running_daemon
+from support.processes import cli_command, environment, run_cli, running_daemon
 from support.random_models import ODD_SHAPES, Qwen3MoeShape, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -179,3 +181,39 @@ def test_help_has_examples_and_needs_no_model() -> None:
         assert done.returncode == 0
         assert "xample" in done.stdout
     assert re.fullmatch(r"dflash-moe \d+\.\d+\.\d+\n", run_cli("version").stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["version"], ["inspect"], ["generate", "-p", "x", "-n", "3"]]
+)
+def test_a_full_or_closed_stdout_is_no_traceback(arguments: list[str]) -> None:
+    for redirection in (">/dev/full", ">&-"):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {redirection}', "sh", *cli_command(), *arguments],
+            env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr
+        if redirection == ">/dev/full":
+            assert done.returncode == 1
+            assert "cannot write" in done.stderr
+
+
+def test_files_in_the_current_folder_are_not_imported(model: Path, tmp_path: Path) -> None:
+    for name in ("random.py", "dflash_daemon.py", "numpy.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported from the current folder')")
+    done = subprocess.run(
+        [sys.executable, "-P", *cli_command()[1:], "generate", str(model), "-p", "x", "-n", "2",
+         "--daemon", "cpu"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tensor_that_the_adapter_would_ignore_is_refused(tmp_path: Path) -> None:
+    """A bias that is left out would be a wrong answer, not an error."""
+    path = tmp_path / "m.gguf"
+    data = write_qwen3moe(path, SMALL, seed=1, tokenizer="bytes").read_bytes()
+    path.write_bytes(data.replace(b"blk.0.attn_k_norm.weight", b"blk.0.attn_k_nope.weight"))
+    check_fails(1, "attn_k_norm.weight", "inspect", path)
+    path.write_bytes(data)
+    assert run_cli("inspect", path).returncode == 0

@@ -95,8 +95,11 @@ def test_tcp_on_the_loopback_address_works(model: Path) -> None:
         (["--listen", "ipc:///no/such/folder/d.sock"], "No such file"),
         (["--device", "tpu:0"], "'tpu:0' is unknown"),
         (["--placement", "/no/such/file"], "No such file"),
+        (["--threads", "x"], "must be from 1 to 1024"),
+        (["--lifeline-fd", "77"], "life-line descriptor 77"),
+        (["--what"], "--what"),
     ],
-    ids=["public address", "long path", "no endpoint", "no folder", "no device", "no placement"],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_misuse_is_one_line(model: Path, run_dir: Path, arguments: list[str], message: str) -> None:
     if "--listen" not in arguments:

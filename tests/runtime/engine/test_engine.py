@@ -1,0 +1,190 @@
+"""Engine as its callers see it: misuse is told in one line, nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
+from dflash_runtime import Engine
+from dflash_runtime.compute.reference.ops import ReferenceOps
+from support.processes import wait_until
+from support.random_models import Qwen3MoeShape, write_qwen3moe
+
+SHAPE = Qwen3MoeShape(num_layers=2, num_experts=4, num_experts_used=2, vocab_size=300)
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_qwen3moe(path, SHAPE, seed=1, tokenizer="bytes")
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine.open(model, backend="reference") as engine:
+        yield engine
+
+
+def token_ids(engine: Engine, num_tokens: int = 8, **options: Any) -> list[int]:
+    tokens = engine.generate(PROMPT, num_tokens, ignore_eos=True, **options)
+    return [token.token_id for token in tokens]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[1.9], ["1"], [[1, 2]], [True + 0.5], "12", b"12", 5, [-1], [300], [2**70], [float("nan")]],
+    ids=repr,
+)
+def test_what_is_no_list_of_token_ids_is_refused(engine: Engine, ids: Any) -> None:
+    for use in (lambda: engine.logits(ids), lambda: engine.generate(ids, 4)):
+        if use is not None and isinstance(ids, str):
+            continue  # a text is a prompt
+        with pytest.raises(SettingsError) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    assert len(token_ids(engine)) == 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"max_tokens": True},
+        {"temperature": -1.0}, {"temperature": "hot"}, {"top_k": 1.5}, {"top_k": -1},
+        {"top_p": 0.0}, {"min_p": 2.0}, {"seed": 1.5}, {"seed": -1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_wrong_option_of_generate_is_refused_before_anything_is_computed(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingsError):
+        engine.generate(PROMPT, **{"max_tokens": 4, **options})
+    assert len(token_ids(engine)) == 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 0}, {"threads": 100_000}, {"threads": "2"}, {"context": 0}, {"context": 10.5},
+        {"context": 1 << 20}, {"local_experts": 1.5}, {"local_experts": -1}, {"kv_type": "q8"},
+        {"backend": "gpu"}, {"daemons": ["tpu"]}, {"connect": ["here"]},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_wrong_option_of_open_is_refused(model: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        Engine.open(model, **{"backend": "reference", **options})
+
+
+def test_chunks_do_not_show_beyond_rounding(engine: Engine) -> None:
+    ids = list(range(40))
+    whole = engine.logits(ids)
+    chunks: list[int | list[int]] = [1, 7, [3, 20, 1], [39, 1]]
+    for chunk in chunks:
+        assert np.abs(engine.logits(ids, chunk) - whole).max() <= 1e-4
+    for wrong in (0, -1, [5, 0], 1.5):
+        with pytest.raises(SettingsError, match="chunk"):
+            engine.logits(ids, wrong)  # type: ignore[arg-type]
+
+
+def test_a_prompt_may_fill_the_context_and_no_more(model: Path) -> None:
+    with Engine.open(model, backend="reference", context=10) as engine:
+        assert len(list(engine.generate(list(range(10)), 5, ignore_eos=True))) == 1
+        assert engine.last_generation.finish_reason == "context"
+        with pytest.raises(ContextExceeded, match=r"11 tokens .* 10 positions"):
+            engine.generate(list(range(11)), 5)
+
+
+def test_a_stop_token_ends_the_text_and_is_not_yielded(model: Path) -> None:
+    with Engine.open(model, backend="reference") as engine:
+        assert engine.tokenizer is not None
+        free = token_ids(engine, 12)
+        engine.tokenizer.stop_ids = frozenset({free[4]})
+        first = free.index(free[4])
+        assert [token.token_id for token in engine.generate(PROMPT, 12)] == free[:first]
+        assert engine.last_generation.finish_reason == "stop"
+        assert token_ids(engine, 12) == free
+
+
+def test_an_interleaved_call_ends_the_generation_before_it_instead_of_corrupting_it(
+    engine: Engine,
+) -> None:
+    expected = token_ids(engine, 20)
+    first = engine.generate(PROMPT, 20, ignore_eos=True)
+    assert [t.token_id for t in itertools.islice(first, 5)] == expected[:5]
+    engine.logits([9, 9, 9, 9])
+    with pytest.raises(SettingsError, match="taken over"):
+        next(first)
+    assert token_ids(engine, 20) == expected
+
+
+def test_a_closed_engine_says_so_and_may_be_closed_again(model: Path) -> None:
+    engine = Engine.open(model, backend="reference")
+    running = engine.generate(PROMPT, 20, ignore_eos=True)
+    next(running)
+    engine.close()
+    engine.close()
+    for use in (lambda: engine.logits(PROMPT), lambda: next(running)):
+        with pytest.raises(SettingsError, match="closed"):
+            use()
+
+
+def our_threads() -> list[str]:
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith(("dflash", "cpu-worker"))]
+
+
+@pytest.mark.e2e
+def test_a_dropped_engine_ends_its_daemons(model: Path) -> None:
+    engine = Engine.open(model, daemons=["cpu"])
+    assert len(psutil.Process().children()) == 1
+    assert our_threads()
+    del engine
+    gc.collect()
+    wait_until(lambda: not psutil.Process().children(), "the daemon to end")
+    assert our_threads() == []
+
+
+@pytest.mark.e2e
+def test_a_failure_late_in_opening_leaves_nothing_behind(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(ReferenceOps, "new_kv_cache", fail)
+    with pytest.raises(MemoryError):
+        Engine.open(model, daemons=["cpu"], backend="reference")
+    assert psutil.Process().children() == []
+    assert our_threads() == []
+
+
+def test_a_cache_larger_than_memory_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    shape = Qwen3MoeShape(num_layers=1, vocab_size=300, context_length=2**31 - 1)
+    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=1)
+    with pytest.raises(SettingsError, match="GiB for keys and values"):
+        Engine.open(path, daemons=["cpu"], context=2**31 - 1)
+
+
+@pytest.mark.parametrize("address", ["tcp://*:5555", "tcp://no such host:5555"])
+def test_an_address_that_cannot_be_tried_is_an_error_and_no_hang(model: Path, address: str) -> None:
+    with pytest.raises((DaemonUnavailable, SettingsError)):
+        Engine.open(model, connect=[address], backend="reference")
+
+
+def test_text_is_never_cut_within_a_character(engine: Engine) -> None:
+    """Random tokens make random bytes; the pieces together are the text of the whole."""
+    tokens = list(engine.generate("é", 40, temperature=5.0, seed=3, ignore_eos=True))
+    assert engine.tokenizer is not None
+    whole = engine.tokenizer.decode(token.token_id for token in tokens)
+    assert "".join(token.text for token in tokens) == whole
