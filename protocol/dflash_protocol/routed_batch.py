@@ -56,18 +56,19 @@ class RoutedBatch:
         num_groups, num_pairs, starts = self.num_groups, self.num_pairs, self.group_starts
         if starts.shape != (num_groups + 1,) or self.weights.shape != (num_pairs,):
             raise ProtocolError("group_starts or weights have the wrong length")
-        if starts[0] != 0 or starts[-1] != num_pairs or np.any(starts[1:] <= starts[:-1]):
+        if starts[0] != 0 or starts[-1] != num_pairs or not (starts[1:] > starts[:-1]).all():
             raise ProtocolError("group_starts do not ascend from 0 to the number of pairs")
         if num_pairs == 0:
             return
         ids, tokens = self.expert_ids, self.token_indices
-        if ids[0] < 0 or ids[-1] >= num_experts or np.any(ids[1:] <= ids[:-1]):
+        if ids[0] < 0 or ids[-1] >= num_experts or not (ids[1:] > ids[:-1]).all():
             raise ProtocolError(f"expert ids must ascend within 0..{num_experts - 1}")
+        ascends = tokens[1:] > tokens[:-1]
+        ascends[starts[1:-1] - 1] = True  # a new group may begin with any token
+        if not ascends.all():
+            raise ProtocolError("token indices must ascend within each expert")
         if tokens.min() < 0 or tokens.max() >= self.num_tokens:
             raise ProtocolError(f"token indices must lie within 0..{self.num_tokens - 1}")
-        descents = np.flatnonzero(tokens[1:] <= tokens[:-1]) + 1
-        if not np.isin(descents, starts).all():
-            raise ProtocolError("token indices must ascend within each expert")
 
 
 def group_by_expert(
@@ -107,6 +108,8 @@ def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
     Returns the batch and the original index of each kept row [T'] int32; or the batch as it was and
     None when every row is used.
     """
+    if batch.num_tokens == 1 and batch.num_pairs:  # decode: one token, and it is used
+        return batch, None
     is_used = np.zeros(batch.num_tokens, dtype=bool)
     is_used[batch.token_indices] = True
     rows = np.flatnonzero(is_used).astype(np.int32)

@@ -488,6 +488,40 @@ async def test_more_parents_than_the_limit_are_told_so_until_one_leaves(
     await parent.assert_welcome()
 
 
+async def test_parents_that_load_at_the_same_time_share_the_limit(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_module, "_MAX_LINKS", 2)
+    parents = [daemon.parent() for _ in range(2)]
+    late = daemon.parent()
+    daemon.backend.gate.clear()
+    for parent in parents:
+        await parent.say_hello()
+        await parent.expect(Progress)
+    monkeypatch.setattr(control_module, "_MAX_LINKS", 1)
+    daemon.backend.gate.set()
+    answers = []
+    for parent in parents:
+        while isinstance(message := await parent.hear(), Progress):
+            pass
+        answers.append(message)
+    assert sorted(type(answer).__name__ for answer in answers) == ["Refused", "Welcome"]
+    assert (await late.refused_hello()).code == "busy"
+
+
+async def test_a_cancelled_load_is_given_up_after_the_present_layer(daemon: Daemon) -> None:
+    parent = daemon.parent()
+    daemon.backend.gate.clear()
+    await parent.say_hello()
+    while (await parent.expect(Progress)).stage != "load":
+        pass
+    daemon.host.cancel_loading()
+    daemon.backend.gate.set()
+    refused = await parent.expect(Refused, skipping=(Progress,))
+    assert "told to stop while loading" in refused.reason
+    assert daemon.host.owned is None
+
+
 async def test_a_parent_that_was_silent_for_long_makes_room(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

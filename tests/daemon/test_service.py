@@ -23,7 +23,12 @@ from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transports.zmq_stream import LinkLimits, StreamClient, largest_frame_bytes
+from dflash_protocol.transports.zmq_stream import (
+    LinkLimits,
+    StreamClient,
+    StreamServer,
+    largest_frame_bytes,
+)
 from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,
@@ -242,6 +247,44 @@ def test_busy_is_how_long_the_present_request_takes(rig: Rig) -> None:
     assert_serves(client)
     rig.service.close()
     assert rig.service.busy_s == 0.0
+
+
+def test_a_compute_thread_that_fails_says_so(
+    undo: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns the service must not keep answering heartbeats for it."""
+    failed = threading.Event()
+    context = undo.enter_context(zmq.Context())
+    service = ComputeService(
+        context, "tcp://127.0.0.1:*", max_frame_bytes=MAX_FRAME_BYTES, on_failure=failed.set
+    )
+    undo.callback(service.close)
+    error = zmq.ZMQError(zmq.ENOTSOCK)
+
+    def receive(self: StreamServer, timeout_s: float) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(StreamServer, "receive", receive)
+        logging.getLogger(service_module.__name__).disabled = True
+        service.start()
+        assert failed.wait(PATIENCE_S)
+        logging.getLogger(service_module.__name__).disabled = False
+    assert service.failure is error
+    service.close()
+    healthy = Rig(undo, "tcp://127.0.0.1:*")
+    healthy.service.set_banks({3: healthy.bank})
+    assert_serves(healthy.client())
+    assert healthy.service.failure is None
+
+
+def test_more_pairs_than_the_link_negotiated_are_refused(rig: Rig) -> None:
+    client = rig.client("aa" * 8)
+    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 1))
+    error = refusal(client, batch_of(2, {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0}))
+    assert error.code == "malformed"
+    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 5))
+    assert_serves(client)
 
 
 def test_closing_finishes_the_present_request(rig: Rig) -> None:

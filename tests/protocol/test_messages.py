@@ -334,6 +334,16 @@ def test_a_request_whose_counts_do_not_fit_is_refused_before_anything_is_allocat
     decode(REQUEST, frames)
 
 
+def test_more_pairs_than_the_tokens_can_have_are_refused() -> None:
+    header, *frames = request_frames(2, PAIRS)
+    message = decode_header(header)
+    assert isinstance(message, ExpertRequest)
+    limits = {"hidden_size": HIDDEN_SIZE, "max_tokens": 8}
+    with pytest.raises(ProtocolError, match="4 pairs are too many for 2 tokens"):
+        decode_request(message, frames, **limits, max_experts_used=1)
+    assert decode_request(message, frames, **limits, max_experts_used=2).num_pairs == 4
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -205,6 +205,34 @@ def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) ->
     }
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_without_the_lost_the_next_owner_answers_and_else_nobody(data: st.DataObject) -> None:
+    experts_per_layer = data.draw(models())
+    whole = {layer_id: range(count) for layer_id, count in experts_per_layer.items()}
+    others = [data.draw(owners(experts_per_layer)) for _ in range(data.draw(st.integers(0, 3)))]
+    everyone = data.draw(st.permutations([OwnedExperts.from_lists(whole), *others]))
+    names = tuple(f"owner{index}" for index in range(len(everyone)))
+    placed = Placement(experts_per_layer, names, tuple(everyone))
+    lost = data.draw(st.frozensets(st.integers(0, len(everyone) - 1)))
+    for layer_id, table in placed.routing_without(lost).items():
+        for global_id in range(experts_per_layer[layer_id]):
+            owner, local = next(
+                (
+                    (index, lists_of(owned)[layer_id].index(global_id))
+                    for index, owned in enumerate(everyone)
+                    if index not in lost and global_id in lists_of(owned).get(layer_id, [])
+                ),
+                (-1, -1),
+            )
+            assert (table.owner_index[global_id], table.local_expert_id[global_id]) == (
+                owner,
+                local,
+            )
+    assert placed.routing_without(lost) is placed.routing_without(lost), "made once"
+    assert placed.routing_without(frozenset()) == placed.routing
+
+
 @pytest.mark.parametrize(
     ("lists", "reason"),
     [

@@ -99,6 +99,14 @@ class Wire:
                 return request
         raise AssertionError("no request came")
 
+    def assert_serves_in_turn(self, client: StreamClient) -> None:
+        """One good request among those of others, which are dropped."""
+        sequence = client.submit(3, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+        while (request := self.receive()).header.layer_id != 3:
+            pass
+        self.server.reply(request, np.zeros((2, HIDDEN_SIZE)), 0.0)
+        client.wait(sequence, deadline_s=PATIENCE_S)
+
     def assert_serves(self, client: StreamClient, *, first: int = 1) -> None:
         """One good request, there and back."""
         batch = batch_of(2, PAIRS)
@@ -324,6 +332,45 @@ def test_a_deadline_holds_although_other_messages_keep_coming(
             client.wait(sequence, deadline_s=10.0)
     assert next(seconds) < 20
     wire.assert_serves(client)
+
+
+def test_a_forgotten_request_is_answered_to_nobody(wire: Wire) -> None:
+    client = wire.client()
+    arrived, coming = (client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S) for _ in range(2))
+    requests = [wire.receive(), wire.receive()]
+    wire.server.reply(requests[0], np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.assert_serves(client)
+    client.forget(arrived)
+    client.forget(coming)
+    client.forget(1_000_000)
+    received_before = client.bytes_received
+    wire.server.reply(requests[1], np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.assert_serves(client)
+    assert client.bytes_received == received_before + 2 * HIDDEN_SIZE * 8
+    for sequence in (arrived, coming):
+        with pytest.raises(DeadlineExceeded):
+            client.wait(sequence, deadline_s=0.0)
+
+
+def test_an_address_that_cannot_be_tried_is_unavailable_and_leaks_no_socket() -> None:
+    with ExitStack() as undo:
+        context = undo.enter_context(zmq.Context())
+        with pytest.raises(DaemonUnavailable, match="cannot reach tcp://no host:1: "):
+            client_of(undo, context, "tcp://no host:1", 0, "ab" * 8)
+
+
+def test_a_parent_cannot_fill_the_servers_memory_with_requests(wire: Wire) -> None:
+    """What the server does not take stays with the parent, until its own queue is full too."""
+    greedy, modest = wire.client(), wire.client()
+    batch = batch_of(CAPACITY, {})
+
+    def submit_many() -> None:
+        for _ in range(50_000):
+            greedy.submit(0, batch, deadline_s=PATIENCE_S)
+
+    with pytest.raises(DaemonUnavailable, match="queue is full"):
+        submit_many()
+    wire.assert_serves_in_turn(modest)
 
 
 def test_a_waiter_is_woken_at_once_when_the_link_is_lost(wire: Wire) -> None:

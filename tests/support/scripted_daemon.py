@@ -88,8 +88,12 @@ class ScriptedDaemon:
             assert isinstance(message, (Bye, *skipping)), f"{message} came, expected {record.TYPE}"
 
     def is_silent(self, within_s: float) -> bool:
-        """Whether nothing comes for so long."""
-        return not self._socket.poll(int(within_s * 1e3))
+        """Whether nothing but goodbyes comes for so long."""
+        end_s = time.monotonic() + within_s
+        while self._socket.poll(max(0, int((end_s - time.monotonic()) * 1e3))):
+            if not isinstance(decode_header(self._socket.recv_multipart()[1]), Bye):
+                return False
+        return True
 
     def say(self, *messages: Message) -> None:
         for message in messages:

@@ -121,7 +121,7 @@ class StreamClient:
 
     def _receive(self) -> None:
         """Take one message; what answers no request of ours is dropped."""
-        frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        frames = [memoryview(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK)]
         header = decode_header(frames[0])
         if not isinstance(header, ExpertReply | RequestFailed):
             raise ProtocolError(f"the daemon sent {header.TYPE} on the data socket")
@@ -179,11 +179,10 @@ class StreamServer:
         """The next good request, or None after `timeout_s`; bad ones are answered here."""
         if not self._socket.poll(math.ceil(timeout_s * 1e3)):
             return None
-        message = self._socket.recv_multipart(copy=False)
-        routing_id = message[0].bytes
+        routing_id, *message = self._socket.recv_multipart()
         sequence = 0
         try:
-            frames = [frame.buffer for frame in message[1:]]
+            frames = [memoryview(frame) for frame in message]
             if not 1 <= len(frames) <= _MAX_FRAMES:
                 raise ProtocolError(f"a request of {len(frames)} frames")
             header = decode_header(frames[0])

@@ -35,8 +35,8 @@ class SamplingOptions:
         for name in ("temperature", "top_p", "min_p"):
             if not isinstance(getattr(self, name), float | int):
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number")
-        for name in ("top_k", "seed"):
-            if not isinstance(getattr(self, name), int | None):
+        for name, kind in (("top_k", int), ("seed", int | None)):
+            if not isinstance(getattr(self, name), kind):
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be a whole number")
         for name, value, is_good, allowed in (
             ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100"),

@@ -143,12 +143,13 @@ class MoeExpertComputeRuntime:
             # the daemons are at work.
             in_flight.sort(key=lambda entry: entry.owner.stats.kind is not OwnerKind.DAEMON)
             while in_flight:
-                entry = in_flight.pop()
+                entry = in_flight[-1]
                 try:
                     entry.owner.collect(entry.ticket, sums)
                 except DaemonUnavailable as error:
                     orphans[entry.owner_index] = entry.pairs
                     self._lost_reason = str(error)
+                in_flight.pop()
         finally:
             for entry in in_flight:
                 entry.owner.abandon(entry.ticket)
@@ -158,7 +159,11 @@ class MoeExpertComputeRuntime:
 def _split(pairs: _Pairs, owner_of_expert: I32Array) -> Iterator[tuple[int, _Pairs]]:
     """Each owner's share; owner -1 is nobody. Shapes: owner_of_expert [E]."""
     owner_of_pair = owner_of_expert[pairs.global_expert_ids]
-    for owner_index in np.unique(owner_of_pair).tolist():
+    num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # nobody's first
+    if num_pairs_of_owner[-1] == pairs.num_pairs:
+        yield num_pairs_of_owner.size - 2, pairs
+        return
+    for owner_index in (np.flatnonzero(num_pairs_of_owner) - 1).tolist():
         mine = owner_of_pair == owner_index
         yield (
             owner_index,

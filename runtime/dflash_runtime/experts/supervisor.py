@@ -197,7 +197,7 @@ class _LinkTask:
                     await self._one_session()
                 except DflashError as error:
                     self._failed(error)
-                except OSError as error:  # zmq.ZMQError is one: no descriptors, no such address
+                except (OSError, zmq.ZMQError) as error:  # no descriptors, no such address
                     self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error}"))
                 if self._supervisor.loop.time() - started_s > _STABLE_S:
                     backoff_s = 0.0
@@ -227,7 +227,7 @@ class _LinkTask:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
         with self._supervisor.context.socket(zmq.DEALER) as control:
-            control.setsockopt(zmq.LINGER, _GOODBYE_MS)
+            control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
             control.setsockopt(zmq.RECONNECT_IVL, 20)
             control.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -339,6 +339,7 @@ class _LinkTask:
             # The daemon may be well and only the session lost: it need not keep our place, nor
             # compute what we no longer wait for.
             with contextlib.suppress(zmq.ZMQError):
+                control.setsockopt(zmq.LINGER, _GOODBYE_MS)
                 await control.send(encode_header(Bye(session.welcome.link_id)), zmq.NOBLOCK)
 
     async def _pings(

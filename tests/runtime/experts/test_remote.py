@@ -417,6 +417,65 @@ def test_a_fast_daemon_still_gets_the_shortest_deadline(scripted: ScriptedRig) -
     assert round(deadlines(scripted, Phase.DECODE, 1e-9)) == 250
 
 
+def test_no_deadline_is_longer_than_ten_minutes(scripted: ScriptedRig) -> None:
+    scripted.open_session(pairs_per_second=0.01)
+    assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 600_000
+
+
+def test_what_was_measured_outlives_a_session(scripted: ScriptedRig) -> None:
+    session = scripted.open_session(pairs_per_second=10.0)
+    assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 800
+    scripted.link.mark_lost(session.generation, "the connection ended")
+    scripted.open_session(pairs_per_second=20.0)
+    assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 640
+    assert round(deadlines(scripted, Phase.PREFILL, 0.0)) == 400, "never measured"
+
+
+def test_a_daemon_that_was_too_slow_is_given_twice_the_time_in_its_next_session(
+    scripted: ScriptedRig,
+) -> None:
+    scripted.open_session(pairs_per_second=25.0)
+    ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    assert round(scripted.receive().deadline_ms) == 320
+    with pytest.raises(DeadlineExceeded, match="no reply within 320 ms"):
+        scripted.remote.collect(ticket, np.zeros((1, HIDDEN_SIZE)))
+    scripted.open_session(pairs_per_second=25.0)
+    assert round(deadlines(scripted, Phase.PREFILL, 0.0)) == 640
+
+
+def test_an_abandoned_ticket_is_no_longer_in_flight_and_its_reply_is_dropped(
+    scripted: ScriptedRig,
+) -> None:
+    scripted.open_session(pairs_per_second=10.0)
+    late, early = (scripted.remote.submit(0, batch_of(1, TWO_PAIRS)) for _ in range(2))
+    scripted.answer(0.0)
+    scripted.answer(0.0)
+    scripted.remote.abandon(late)
+    out = np.zeros((1, HIDDEN_SIZE))
+    scripted.remote.collect(early, out)
+    assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 800
+    assert scripted.losses == []
+
+
+def test_abandoning_a_ticket_of_an_older_session_is_nothing(scripted: ScriptedRig) -> None:
+    session = scripted.open_session(pairs_per_second=10.0)
+    ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    scripted.receive()
+    scripted.link.mark_lost(session.generation, "the connection ended")
+    scripted.remote.abandon(ticket)
+    scripted.open_session(pairs_per_second=10.0)
+    assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 800
+    scripted.remote.abandon(ticket)
+    assert round(deadlines(scripted, Phase.PREFILL, 0.0)) == 800
+
+
+def test_restarts_are_counted_although_nothing_was_sent_since(scripted: ScriptedRig) -> None:
+    for _ in range(3):
+        session = scripted.open_session()
+        scripted.link.mark_lost(session.generation, "the connection ended")
+    assert scripted.remote.stats.restarts == 2
+
+
 def test_a_new_session_starts_from_its_own_rate_and_an_empty_queue(scripted: ScriptedRig) -> None:
     session = scripted.open_session(pairs_per_second=10.0)
     scripted.remote.submit(0, batch_of(1, TWO_PAIRS))

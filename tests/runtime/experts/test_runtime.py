@@ -77,6 +77,8 @@ class FakeCompute:
 
     def collect(self, ticket: Ticket, out: F64Array) -> None:
         self.log.append(f"collect {self.name}")
+        if self.fails == "interrupt":
+            raise KeyboardInterrupt
         if self.fails == "collect":
             raise DeadlineExceeded(f"daemon {self.name}: no reply within 250 ms")
         self._bank.accumulate(ticket.batch, out)
@@ -219,6 +221,34 @@ def test_what_other_owners_were_asked_is_collected_or_abandoned_although_one_is_
         assert f"collect {name}" in rig.log or f"abandon {name}" in rig.log
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_without_a_fallback_every_pair_is_computed_or_it_is_an_error(data: st.DataObject) -> None:
+    """An error exactly if some chosen expert has no owner left."""
+    names = ["local", "cpu0", "cpu1"]
+    ids_of = {
+        name: data.draw(st.lists(st.integers(0, NUM_EXPERTS - 1), min_size=1, unique=True))
+        for name in names
+    }
+    homeless = set(range(NUM_EXPERTS)).difference(*ids_of.values())
+    ids_of["local"] += sorted(homeless)
+    fails = {name: data.draw(st.sampled_from(["", "submit", "collect"])) for name in names}
+    rig = Rig(split(*ids_of.values()), fails=fails, with_fallback=False)
+    seed = data.draw(st.integers(0, 1000))
+    hidden, (ids, weights) = numbered_rows(3), routing_of(3, seed=seed, num_used=2)
+    alive = {i for name in names if not fails[name] for i in ids_of[name]}
+    if set(ids.ravel().tolist()) <= alive:
+        sums = rig.compute(hidden, ids, weights)
+        np.testing.assert_array_equal(sums, expected(hidden, ids, weights))
+    else:
+        with pytest.raises(DaemonUnavailable, match=r"daemon (local|cpu0|cpu1): "):
+            rig.compute(hidden, ids, weights)
+    asked = {line.removeprefix("submit ") for line in rig.log if line.startswith("submit ")}
+    for name in asked:
+        if fails[name] != "submit":
+            assert f"collect {name}" in rig.log or f"abandon {name}" in rig.log
+
+
 def test_a_replica_answers_for_a_lost_owner_before_the_fallback_does() -> None:
     rig = Rig(split([0, 1, 2], [2, 3, 4, 5], [0, 1, 2]), fails={"cpu0": "collect"})
     rig.assert_right()
@@ -229,6 +259,18 @@ def test_a_replica_answers_for_a_lost_owner_before_the_fallback_does() -> None:
     )
     replicated.assert_right()
     assert {"collect cpu1", "collect local"} <= set(replicated.log)
+
+
+def test_an_interrupt_abandons_whatever_was_in_flight() -> None:
+    """Ctrl-C ends one generation, not the engine."""
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu1": "interrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        rig.assert_right()
+    for name in ("cpu0", "cpu1"):
+        is_collected = f"collect {name}" in rig.log and name != "cpu1"
+        assert is_collected or f"abandon {name}" in rig.log
+    rig.owners["cpu1"].fails = ""
+    rig.assert_right()
 
 
 def test_all_owners_are_at_work_before_any_is_waited_for_and_local_work_goes_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+import zmq.asyncio
 
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import (
@@ -140,9 +142,12 @@ def started(undo: ExitStack, daemon: ScriptedDaemon, **options: Any) -> Parent:
 
 
 def assert_starts(address: str) -> None:
-    """The good request after a failure: another parent is let in by a good daemon."""
+    """The good request after a failure: another parent is let in by a good daemon.
+
+    It listens beside the failed one, to which late words of the first parent may still be coming.
+    """
     with ExitStack() as undo:
-        daemon = undo.enter_context(ScriptedDaemon(address))
+        daemon = undo.enter_context(ScriptedDaemon(f"{address}-good"))
         assert started(undo, daemon).link.session is not None
 
 
@@ -309,6 +314,18 @@ def test_silence_is_unavailability_within_the_patience(undo: ExitStack, address:
     assert_starts(address)
 
 
+def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(
+    undo: ExitStack, address: str
+) -> None:
+    """It would load experts for nobody, and keep a place for them."""
+    for patience_s in (0.01, 0.02, 0.03, 0.04):
+        parent = Parent(undo, address, patience=Patience(patience_s, PATIENCE_S))
+        with pytest.raises(DaemonUnavailable, match="nothing answers"):
+            parent.start().result(PATIENCE_S)
+    with ScriptedDaemon(address) as late:
+        assert late.is_silent(0.4)
+
+
 def test_a_daemon_that_hears_but_does_not_answer_is_unavailable_too(
     undo: ExitStack, daemon: ScriptedDaemon, address: str
 ) -> None:
@@ -446,6 +463,48 @@ def test_a_daemon_that_refuses_when_it_is_back_is_asked_again(
         assert parent.losses.empty()
 
 
+def test_a_reconnection_for_which_there_is_no_socket_is_tried_again(
+    undo: ExitStack, daemon: ScriptedDaemon, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = started(undo, daemon)
+    real_socket = zmq.asyncio.Context.socket
+    failures = [errno.EMFILE] * 2
+
+    def socket(context: zmq.asyncio.Context, *arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise zmq.ZMQError(failures.pop())
+        return real_socket(context, *arguments, **options)
+
+    monkeypatch.setattr(zmq.asyncio.Context, "socket", socket)
+    daemon.close()
+    parent.next_loss()
+    with ScriptedDaemon(address) as revived:
+        revived.expect(Hello, within_s=2.0)
+        revived.say(Refused("busy", "64 parents are connected already"))
+        revived.let_in()
+        parent.wait_for_session(2)
+
+
+def test_a_frame_that_no_control_message_needs_costs_the_daemon_its_session(
+    undo: ExitStack, daemon: ScriptedDaemon
+) -> None:
+    parent = started(undo, daemon)
+    daemon.say_frames(bytes(1 << 20))
+    assert parent.next_loss() == "the connection ended"
+    daemon.let_in()
+    parent.wait_for_session(2)
+
+
+def test_a_lost_session_is_given_back_to_a_daemon_that_may_be_well(
+    undo: ExitStack, daemon: ScriptedDaemon
+) -> None:
+    parent = started(undo, daemon)
+    parent.link.mark_lost(1, "no reply within 250 ms")
+    assert daemon.expect(Bye).link_id == LINK_ID
+    daemon.let_in()
+    parent.wait_for_session(2)
+
+
 def test_a_loss_that_the_data_thread_reports_is_followed_by_a_new_hello(
     undo: ExitStack, daemon: ScriptedDaemon
 ) -> None:
@@ -539,7 +598,7 @@ def test_closing_does_not_wait_for_heartbeats_when_a_pong_comes_in_that_moment(
                 parent_undo, daemon.endpoint.address, patience=Patience(PATIENCE_S, 0.5)
             )
             start = parent.start()
-            daemon.say(welcome_to(daemon.expect(Hello, skipping=(Ping, Bye))))
+            daemon.say(welcome_to(daemon.expect(Hello, skipping=(Ping,))))
             start.result(PATIENCE_S)
             ping = daemon.expect(Ping)
             daemon.say(Pong(ping.sequence, True, 0.0))
@@ -548,15 +607,21 @@ def test_closing_does_not_wait_for_heartbeats_when_a_pong_comes_in_that_moment(
             assert time.monotonic() - started_s < 2.0  # five heartbeats would be 2.5 s
 
 
-def test_closing_during_the_handshake_does_not_wait_for_the_daemon(
-    undo: ExitStack, daemon: ScriptedDaemon
+def test_closing_during_a_handshake_does_not_wait_for_the_daemon(
+    undo: ExitStack, run_dir: Path
 ) -> None:
-    parent = Parent(undo, daemon.endpoint.address)
+    """One daemon refuses while another one has heard our hello and says nothing."""
+    silent, refusing = (
+        undo.enter_context(ScriptedDaemon(f"ipc://{run_dir}/{name}")) for name in ("a", "b")
+    )
+    parent = Parent(undo, refusing.endpoint.address, silent.endpoint.address)
     start = parent.start()
-    daemon.expect(Hello)
-    parent.supervisor.close()
-    with pytest.raises(DaemonUnavailable, match="closed"):
+    silent.expect(Hello)
+    refusing.expect(Hello)
+    refusing.say(Refused("busy", "64 parents are connected already"))
+    with pytest.raises(HandshakeRefused, match="64 parents"):
         start.result(PATIENCE_S / 2)
+    assert "dflash-supervisor" not in thread_names()
 
 
 # Daemons of our own
