@@ -139,25 +139,28 @@ def test_a_closed_engine_says_so_and_may_be_closed_again(model: Path) -> None:
             use()
 
 
-def our_threads() -> list[str]:
-    names = (thread.name for thread in threading.enumerate())
-    return [name for name in names if name.startswith(("dflash", "cpu-worker"))]
+@pytest.fixture
+def threads_before() -> set[threading.Thread]:
+    """Threads of whatever else this process has done so far."""
+    return set(threading.enumerate())
 
 
 @pytest.mark.e2e
-def test_a_dropped_engine_ends_its_daemons(model: Path) -> None:
+def test_a_dropped_engine_ends_its_daemons(
+    model: Path, threads_before: set[threading.Thread]
+) -> None:
     engine = Engine.open(model, daemons=["cpu"])
     assert len(psutil.Process().children()) == 1
-    assert our_threads()
+    assert set(threading.enumerate()) > threads_before
     del engine
     gc.collect()
     wait_until(lambda: not psutil.Process().children(), "the daemon to end")
-    assert our_threads() == []
+    assert set(threading.enumerate()) <= threads_before
 
 
 @pytest.mark.e2e
 def test_a_failure_late_in_opening_leaves_nothing_behind(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, threads_before: set[threading.Thread]
 ) -> None:
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
@@ -166,7 +169,7 @@ def test_a_failure_late_in_opening_leaves_nothing_behind(
     with pytest.raises(MemoryError):
         Engine.open(model, daemons=["cpu"], backend="reference")
     assert psutil.Process().children() == []
-    assert our_threads() == []
+    assert set(threading.enumerate()) <= threads_before
 
 
 def test_a_cache_larger_than_memory_is_refused_before_anything_is_started(tmp_path: Path) -> None:
