@@ -89,12 +89,12 @@ class Supervisor:
         patience: Patience,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        self._context = zmq.asyncio.Context.shadow(context.underlying)
+        self.context = zmq.asyncio.Context.shadow(context.underlying)
         self._links = tuple(links)
-        self._greeting = greeting
-        self._patience = patience
+        self.greeting = greeting
+        self.patience = patience
         self._on_progress = on_progress
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._first: dict[str, Future[None]] = {link.name: Future() for link in links}
         self._thread = threading.Thread(target=self._run, name="dflash-supervisor", daemon=True)
@@ -115,15 +115,15 @@ class Supervisor:
     def close(self) -> None:
         """Say goodbye, end the children, end the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
-        if not self._loop.is_closed():
-            self._loop.close()
+        if not self.loop.is_closed():
+            self.loop.close()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_until_complete(self._run_links())
+            self.loop.run_until_complete(self._run_links())
         finally:
             for future in self._first.values():
                 if not future.done():
@@ -147,24 +147,6 @@ class Supervisor:
             future.set_result(None)
         else:
             future.set_exception(error)
-
-    # What the link tasks read:
-
-    @property
-    def context(self) -> zmq.asyncio.Context:
-        return self._context
-
-    @property
-    def greeting(self) -> Greeting:
-        return self._greeting
-
-    @property
-    def patience(self) -> Patience:
-        return self._patience
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def report_progress(self, name: str, progress: Progress) -> None:
         if self._on_progress is not None and not self._first[name].done():
