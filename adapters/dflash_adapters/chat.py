@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
@@ -23,7 +24,8 @@ from dflash_adapters.chat_sandbox import Meter, SandboxEnvironment
 from dflash_adapters.gguf_cursor import shown
 from dflash_protocol.errors import SettingsError, UnsupportedModel
 
-MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki; compiling that many takes 2 s at worst
+MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki
+MAX_TEMPLATE_TOKENS = 16 << 10  # Jinja's tokens, whose number decides how long compiling takes
 _KEY = "tokenizer.chat_template"
 _STRFTIME_FORMAT = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,128}")
 
@@ -72,6 +74,10 @@ def _compile(template: str) -> CodeType:
             f"has {len(template)} characters; at most {MAX_TEMPLATE_CHARACTERS} are read"
         )
     environment = SandboxEnvironment(Budget((), 0.0), {"tojson": _to_json})
+    if sum(1 for _ in islice(environment.lex(template), MAX_TEMPLATE_TOKENS + 1)) > (
+        MAX_TEMPLATE_TOKENS
+    ):
+        raise SecurityError(f"has more than {MAX_TEMPLATE_TOKENS} words and signs")
     meter = environment.extensions[Meter.identifier]
     assert isinstance(meter, Meter)
     return environment.compile(meter.install(environment.parse(template)))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dflash_adapters.chat import MAX_TEMPLATE_CHARACTERS, render_chat
+from dflash_adapters.chat import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_TOKENS, render_chat
 from dflash_protocol.errors import SettingsError, UnsupportedModel
 
 # In the manner of Qwen3's: tools, thinking that is dropped from earlier turns, tool results.
@@ -357,6 +357,7 @@ HOSTILE = {
     "open braces": "{" * MAX_TEMPLATE_CHARACTERS,
     "open comments": "{#" * _HALF,
     "as long as may be": "{{a.b|e}}" * (MAX_TEMPLATE_CHARACTERS // 9),
+    "as many tokens as may be": "{{a.b|e}}" * (MAX_TEMPLATE_TOKENS // 7),
     "too long": "a" * (MAX_TEMPLATE_CHARACTERS + 1),
 }
 
