@@ -6,6 +6,7 @@ daemon and ``inspect`` can afford it on any file.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -15,17 +16,53 @@ from dflash_protocol.fingerprint import digest
 
 
 class Activation(StrEnum):
-    """What stands between an expert's gate/up and down projections."""
+    """What stands between an expert's gate/up and down projections.
+
+    All are ``g / (1 + exp(-alpha g)) * (u + up_offset)`` of ``g = min(gate, limit)`` and
+    ``u = clip(up, -limit, limit)``; `limit` and `alpha` are the layer's.
+    """
 
     SWIGLU = "swiglu"
-    """``silu(gate) * up``; Source: Shazeer 2020 (arXiv 2002.05202)."""
+    """``silu(gate) * up``: no limit, alpha 1. Source: Shazeer 2020 (arXiv 2002.05202)."""
+    SWIGLU_CLAMPED = "swiglu-clamped"
+    """``silu(min(gate, limit)) * clip(up, -limit, limit)``: alpha 1.
+
+    Source: llama.cpp's clamped SwiGLU, for DeepSeek-V4. (Others clamp after silu: not this.)
+    """
+    GPT_OSS = "gpt-oss"
+    """``g * sigmoid(alpha g) * (u + 1)``. Source: the gpt-oss model card and its reference code."""
+
+    @property
+    def up_offset(self) -> float:
+        """What is added to the clamped up projection."""
+        return 1.0 if self is Activation.GPT_OSS else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertVector:
+    """Where a vector of every expert of a layer lies in the file: a bias, or a scale of length 1.
+
+    Expert ``e`` has ``length`` F32 values of shard ``shard_index`` from
+    ``offset_bytes + e * stride_bytes``, which need not be aligned.
+    """
+
+    tensor_name: str
+    shard_index: int
+    offset_bytes: int
+    stride_bytes: int
+    length: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one expert's vector."""
+        return 4 * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertProjection:
-    """Where one projection of every expert of a layer lies in the file.
+    """One projection of every expert of a layer: ``y = scale * (W x) + bias``.
 
-    Expert ``e`` occupies ``num_bytes`` bytes of shard ``shard_index`` from
+    The matrix of expert ``e`` occupies ``num_bytes`` bytes of shard ``shard_index`` from
     ``offset_bytes + e * stride_bytes``: ``rows`` rows of ``columns`` values.
     Merged gate/up stacks give two projections whose stride is the whole slab.
     """
@@ -37,6 +74,10 @@ class ExpertProjection:
     shard_index: int
     offset_bytes: int
     stride_bytes: int
+    bias: ExpertVector | None = None
+    """``rows`` values an expert."""
+    scale: ExpertVector | None = None
+    """One value an expert, as NVFP4 files have it."""
 
     @property
     def row_bytes(self) -> int:
@@ -44,8 +85,14 @@ class ExpertProjection:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one expert's projection."""
+        """Bytes of one expert's matrix."""
         return self.rows * self.row_bytes
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """Names of its matrix, and of its bias and scale if it has them."""
+        vectors = {vector.tensor_name for vector in (self.bias, self.scale) if vector is not None}
+        return frozenset({self.tensor_name, *vectors})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +108,35 @@ class MoeLayer:
     gate: ExpertProjection
     up: ExpertProjection
     down: ExpertProjection
+    activation_limit: float = math.inf
+    """Of the forms that clamp."""
+    activation_alpha: float = 1.0
+    """Of the gpt-oss form."""
+
+    def __post_init__(self) -> None:
+        assert self.activation_limit > 0.0
+        assert self.activation_limit == math.inf or self.activation is not Activation.SWIGLU
+        assert self.activation_alpha == 1.0 or self.activation is Activation.GPT_OSS
 
     @property
     def projections(self) -> tuple[ExpertProjection, ExpertProjection, ExpertProjection]:
         return self.gate, self.up, self.down
 
     @property
+    def parts(self) -> tuple[ExpertProjection | ExpertVector, ...]:
+        """Everything in the file that an expert consists of, each once: matrices, then vectors.
+
+        Each part's bytes of expert ``e`` are ``num_bytes`` from ``offset_bytes + e * stride_bytes``
+        of shard ``shard_index``.
+        """
+        vectors = (v for p in self.projections for v in (p.bias, p.scale) if v is not None)
+        # Projections of a merged stack share their scale.
+        return (*self.projections, *dict.fromkeys(vectors))
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert of this layer."""
-        return sum(projection.num_bytes for projection in self.projections)
+        return sum(part.num_bytes for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -93,7 +160,7 @@ class MoeSpec:
     @cached_property
     def digest(self) -> str:
         """Fingerprint of everything that decides what an expert computes, except its weights."""
-        return digest("moe-spec-v1", (repr(layer).encode() for layer in self.layers))
+        return digest("moe-spec-v2", (repr(layer).encode() for layer in self.layers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Knows nothing of experts' whereabouts: the MoE block is handed to the adapter as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -25,6 +26,8 @@ class KvType(StrEnum):
 
     F32 = "f32"
     F16 = "f16"
+    Q8_0 = "q8_0"
+    """Blocks of 32 along a row: a half as scale, and signed bytes."""
 
 
 class Gating(StrEnum):
@@ -85,8 +88,11 @@ class Ops(Protocol[A]):
         Source: Zhang & Sennrich 2019 (arXiv 1910.07467).
         """
 
-    def linear(self, x: A, matrix: Matrix, out: A | None = None) -> A:
-        """``x @ matrix.T``. Shapes: x [T, columns]; result [T, rows]."""
+    def linear(self, x: A, matrix: Matrix, out: A | None = None, *, add: A | None = None) -> A:
+        """``x @ matrix.T``, plus `add`. Shapes: x [T, columns]; add, result [T, rows]."""
+
+    def project(self, x: A, matrices: Sequence[Matrix]) -> list[A]:
+        """``x @ matrix.T`` for each of several matrices, as `linear` would give it."""
 
     def split_heads(self, x: A, num_heads: int) -> A:
         """View [T, heads*D] as [T, heads, D]."""
@@ -94,9 +100,20 @@ class Ops(Protocol[A]):
     def merge_heads(self, x: A) -> A:
         """View [T, heads, D] as [T, heads*D]."""
 
-    def rope(self, x: A, positions: I32Array, table: RopeTable, out: A | None = None) -> A:
-        """Rotate pairs of each head by position. Shapes: x [T, heads, D]; positions [T] int32.
+    def norm_and_rotate(
+        self,
+        q: A,
+        k: A,
+        positions: I32Array,
+        table: RopeTable,
+        *,
+        q_weight: A | None = None,
+        k_weight: A | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """In place: RMS norm of each head where there is a weight, then rotate pairs by position.
 
+        Shapes: q [T, heads, D]; k [T, kv_heads, D]; positions [T] int32; weights [D].
         Source: Su et al. 2021 (arXiv 2104.09864).
         """
 

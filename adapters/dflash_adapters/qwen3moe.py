@@ -255,11 +255,20 @@ class Qwen3Moe(Generic[A]):
         x = ops.embed(self._token_embd, token_ids)
         for layer_id, layer in enumerate(self._layers):
             h = ops.rms_norm(x, layer.attn_norm, config.rms_eps)
-            q = self._heads(h, layer.q, config.num_heads, layer.q_norm, positions)
-            k = self._heads(h, layer.k, config.num_kv_heads, layer.k_norm, positions)
-            v = ops.split_heads(ops.linear(h, layer.v), config.num_kv_heads)
+            projected = ops.project(h, (layer.q, layer.k, layer.v))
+            heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+            q, k, v = map(ops.split_heads, projected, heads)
+            ops.norm_and_rotate(
+                q,
+                k,
+                positions,
+                self._rope,
+                q_weight=layer.q_norm,
+                k_weight=layer.k_norm,
+                eps=config.rms_eps,
+            )
             attended = ops.attention(q, k, v, cache, layer_id, positions, scale)
-            x = ops.add(x, ops.linear(ops.merge_heads(attended), layer.output), out=x)
+            x = ops.linear(ops.merge_heads(attended), layer.output, out=x, add=x)
             h = ops.rms_norm(x, layer.ffn_norm, config.rms_eps)
             topk_ids, topk_weights = ops.route(ops.linear(h, layer.router), self._rule)
             x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
@@ -268,13 +277,6 @@ class Qwen3Moe(Generic[A]):
     def head(self, hidden: A) -> A:
         normed = self._ops.rms_norm(hidden, self._output_norm, self._config.rms_eps)
         return self._ops.linear(normed, self._output)
-
-    def _heads(self, h: A, matrix: Matrix, num_heads: int, norm: A, positions: I32Array) -> A:
-        """Project, split into heads, norm each head, rotate."""
-        ops = self._ops
-        heads = ops.split_heads(ops.linear(h, matrix), num_heads)
-        heads = ops.rms_norm(heads, norm, self._config.rms_eps, out=heads)
-        return ops.rope(heads, positions, self._rope, out=heads)
 
 
 def _output_name(file: GgufFile) -> str:

@@ -5,10 +5,12 @@ Knows nothing of any architecture: it compares what the file says with what an a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
+from dataclasses import replace
 
 from dflash_adapters.gguf_file import GgufFile, TensorInfo
-from dflash_adapters.moe_spec import ExpertProjection
+from dflash_adapters.moe_spec import ExpertProjection, ExpertVector
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 
@@ -30,9 +32,21 @@ def expect_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorIn
 
 
 def stacked_experts(
-    file: GgufFile, name: str, *, num_experts: int, rows: int, columns: int
+    file: GgufFile,
+    name: str,
+    *,
+    num_experts: int,
+    rows: int,
+    columns: int,
+    bias: str | None = None,
+    scale: str | None = None,
 ) -> ExpertProjection:
-    """One projection of all experts of a layer, stored as one tensor [E, rows, columns]."""
+    """One projection of all experts of a layer, stored as one tensor [E, rows, columns].
+
+    `bias` [E, rows] and `scale` [E] name the F32 tensors that go with it.
+    Raises: ModelFileError, UnsupportedModel as `expect_tensor`; UnsupportedModel if a bias or
+    scale is not F32.
+    """
     tensor = expect_tensor(file, name, (num_experts, rows, columns))
     return ExpertProjection(
         tensor_name=name,
@@ -42,6 +56,70 @@ def stacked_experts(
         shard_index=tensor.shard_index,
         offset_bytes=tensor.offset_bytes,
         stride_bytes=tensor.num_bytes // num_experts,
+        bias=None if bias is None else _expert_vector(file, bias, (num_experts, rows)),
+        scale=None if scale is None else _expert_vector(file, scale, (num_experts,)),
+    )
+
+
+def merged_experts(
+    file: GgufFile,
+    name: str,
+    *,
+    num_experts: int,
+    rows: int,
+    columns: int,
+    bias: str | None = None,
+    scale: str | None = None,
+) -> tuple[ExpertProjection, ExpertProjection]:
+    """Gate and up of all experts of a layer, stored as one tensor [E, 2 rows, columns], gate first.
+
+    `bias` [E, 2 rows] is split as the rows are; `scale` [E] is that of both.
+    Raises: as `stacked_experts`.
+    """
+    both = stacked_experts(
+        file,
+        name,
+        num_experts=num_experts,
+        rows=2 * rows,
+        columns=columns,
+        bias=bias,
+        scale=scale,
+    )
+    return _rows_of(both, 0, rows), _rows_of(both, rows, rows)
+
+
+def _rows_of(stack: ExpertProjection, first_row: int, rows: int) -> ExpertProjection:
+    """Some rows of every expert as a projection of its own."""
+    bias = stack.bias
+    if bias is not None:
+        bias = replace(bias, offset_bytes=bias.offset_bytes + 4 * first_row, length=rows)
+    return replace(
+        stack,
+        rows=rows,
+        offset_bytes=stack.offset_bytes + first_row * stack.row_bytes,
+        bias=bias,
+    )
+
+
+def _expert_vector(file: GgufFile, name: str, shape: tuple[int, ...]) -> ExpertVector:
+    """A vector of all experts of a layer, stored as one tensor [E, length], or [E] of length 1.
+
+    Raises: UnsupportedModel if it is not F32.
+    """
+    tensor = expect_tensor(file, name, shape)
+    if tensor.tensor_type is not TensorType.F32:
+        raise UnsupportedModel(
+            f"type {tensor.tensor_type.name}, only F32 is known",
+            path=file.path,
+            field=name,
+        )
+    length = math.prod(shape[1:])
+    return ExpertVector(
+        tensor_name=name,
+        shard_index=tensor.shard_index,
+        offset_bytes=tensor.offset_bytes,
+        stride_bytes=4 * length,
+        length=length,
     )
 
 

@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Imported late, so that --help and misuse answer at once.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
         from dflash_runtime.compute import BackendName
+        from dflash_runtime.compute.cores import parse_cores
 
         run_daemon(
             DaemonOptions(
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
                 device=options.device,
                 backend=BackendName(options.backend),
                 num_threads=options.threads,
+                cores=parse_cores(options.cores) if options.cores is not None else None,
                 placement_path=options.placement,
                 lifeline_fd=options.lifeline_fd,
             ),
@@ -98,7 +100,10 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="load these experts at once instead of waiting for the first parent",
     )
-    parser.add_argument("--threads", metavar="N", type=_threads, help="default: all cores")
+    parser.add_argument(
+        "--threads", metavar="N", type=_threads, help="default: the physical cores it may use"
+    )
+    parser.add_argument("--cores", metavar="LIST", help="keep to these processors, as in 0-3,8")
     parser.add_argument("--lifeline-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"dflash-moe {__version__}")
     return parser

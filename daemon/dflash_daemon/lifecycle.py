@@ -41,6 +41,7 @@ class DaemonOptions:
     device: str
     backend: BackendName
     num_threads: int | None
+    cores: list[int] | None
     placement_path: Path | None
     lifeline_fd: int | None
 
@@ -63,7 +64,14 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
     _check_listen(options.endpoint)
-    backend = make_backend(options.backend, num_threads=options.num_threads)
+    if options.cores is not None:
+        # All our threads are started later, and inherit it.
+        os.sched_setaffinity(0, options.cores)
+    backend = make_backend(
+        options.backend,
+        num_threads=options.num_threads or settings.threads or None,
+        cpu_tier=settings.cpu_tier,
+    )
     try:
         host = ExpertHost(options.model_path, backend)
     except BaseException:

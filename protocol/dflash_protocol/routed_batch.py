@@ -83,6 +83,16 @@ def group_by_expert(
 
     Shapes: hidden [T, H] float32; token_indices, expert_ids [P] int32; weights [P] float32.
     """
+    if hidden.shape[0] == 1:  # decode: every pair is a group
+        order = expert_ids.argsort()
+        return RoutedBatch(
+            phase=phase,
+            hidden=hidden,
+            expert_ids=expert_ids[order],
+            group_starts=np.arange(order.size + 1, dtype=np.int32),
+            token_indices=token_indices,
+            weights=weights[order],
+        )
     order = np.lexsort((token_indices, expert_ids))
     sorted_ids = expert_ids[order]
     is_first = np.ones(sorted_ids.size, dtype=bool)

@@ -47,7 +47,7 @@ from dflash_protocol.messages import (
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.compute.reference import ReferenceBackend
-from dflash_runtime.compute.reference.backend import ReferenceExpertBank
+from dflash_runtime.compute.reference.experts import ReferenceExpertBank
 from dflash_runtime.experts.store import every_expert
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.routed_batches import batch_of

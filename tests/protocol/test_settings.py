@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import (
+    CPU_TIERS,
     Settings,
+    cache_directory,
     child_environment,
     load_settings,
     run_directory,
@@ -80,24 +83,50 @@ def test_an_unknown_variable_of_ours_is_refused_with_its_name_and_the_known_ones
     assert load_settings({PREFIX + "IPC_DEADLINE_MS": "7"}).deadline_ms == 7
 
 
+@pytest.mark.parametrize("tier", CPU_TIERS)
+def test_a_tier_is_one_of_the_known(tier: str) -> None:
+    assert load_settings({PREFIX + "CPU_TIER": tier}).cpu_tier == tier
+
+
+@pytest.mark.parametrize("text", ["", "AVX2", "sse", "avx2 "])
+def test_an_unknown_tier_is_refused_with_the_known_ones(text: str) -> None:
+    with pytest.raises(SettingsError, match=f"{PREFIX}CPU_TIER='{text}'.*auto, amx, avx512vnni"):
+        load_settings({PREFIX + "CPU_TIER": text})
+
+
 def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "HEARTBEAT_MS", "123")
     monkeypatch.setenv(PREFIX + "IPC_WORK_DIR", "/somewhere")
+    monkeypatch.setenv(PREFIX + "CACHE_DIR", "/elsewhere")
     loaded = load_settings()
-    assert (loaded.heartbeat_ms, loaded.run_dir) == (123, "/somewhere")
+    assert loaded.heartbeat_ms == 123
+    assert (loaded.run_dir, loaded.cache_dir) == ("/somewhere", "/elsewhere")
 
 
-def test_the_run_directory_is_made_for_us_alone(tmp_path: Path) -> None:
+# -- directories ----------------------------------------------------------------------------------
+
+Directory = Callable[[str], Path]
+"""A directory with this text as its setting."""
+
+
+@pytest.fixture(params=["run", "cache"])
+def directory(request: pytest.FixtureRequest) -> Directory:
+    if request.param == "run":
+        return lambda text: run_directory(Settings(run_dir=text))
+    return lambda text: cache_directory(Settings(cache_dir=text))
+
+
+def test_a_directory_is_made_for_us_alone(directory: Directory, tmp_path: Path) -> None:
     wanted = tmp_path / "a" / "b"
-    assert run_directory(Settings(run_dir=str(wanted))) == wanted
+    assert directory(str(wanted)) == wanted
     assert wanted.stat().st_mode & 0o7777 == 0o700
-    assert run_directory(Settings(run_dir=str(wanted))) == wanted
+    assert directory(str(wanted)) == wanted
 
 
-def test_the_run_directory_is_private_under_any_umask(tmp_path: Path) -> None:
+def test_a_directory_is_private_under_any_umask(directory: Directory, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        made = run_directory(Settings(run_dir=str(tmp_path / "run")))
+        made = directory(str(tmp_path / "some"))
     finally:
         os.umask(before)
     assert made.stat().st_mode & 0o7777 == 0o700
@@ -113,51 +142,75 @@ def test_the_run_directory_falls_back_to_runtime_dir_then_temp(
     assert run_directory(Settings()) == tmp_path / "tmp" / f"dflash-moe-{os.getuid()}"
 
 
-def test_a_run_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_the_cache_directory_falls_back_to_cache_home_then_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory(Settings()) == tmp_path / "xdg" / "dflash-moe"
+    for unset in ("", None):
+        if unset is None:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        monkeypatch.setenv("HOME", str(tmp_path / f"home {unset}"))
+        found = cache_directory(Settings())
+        assert found == tmp_path / f"home {unset}" / ".cache" / "dflash-moe"
+        assert found.stat().st_mode & 0o7777 == 0o700
+
+
+def test_a_directory_that_is_a_link_is_refused(directory: Directory, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(SettingsError, match="link is a link or belongs to another"):
-        run_directory(Settings(run_dir=str(tmp_path / "link")))
+        directory(str(tmp_path / "link"))
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     with pytest.raises(SettingsError, match="dangling"):
-        run_directory(Settings(run_dir=str(tmp_path / "dangling")))
-    assert run_directory(Settings(run_dir=str(tmp_path / "real"))) == tmp_path / "real"
+        directory(str(tmp_path / "dangling"))
+    assert directory(str(tmp_path / "real")) == tmp_path / "real"
 
 
-def test_a_run_directory_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_of_another_user_is_refused(
+    directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as somebody_else:
         somebody_else.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
         with pytest.raises(SettingsError, match="another user"):
-            run_directory(Settings(run_dir=str(tmp_path)))
+            directory(str(tmp_path))
 
 
 @pytest.mark.parametrize("mode", [0o710, 0o701, 0o755, 0o777])
-def test_a_run_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
-    folder = tmp_path / "run"
+def test_a_directory_that_others_may_enter_is_refused(
+    directory: Directory, tmp_path: Path, mode: int
+) -> None:
+    folder = tmp_path / "some"
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(SettingsError, match="open to others; chmod 700"):
-        run_directory(Settings(run_dir=str(folder)))
+        directory(str(folder))
     folder.chmod(0o700)
-    assert run_directory(Settings(run_dir=str(folder))) == folder
+    assert directory(str(folder)) == folder
 
 
-def test_a_run_directory_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match="file: File exists"):
-        run_directory(Settings(run_dir=str(tmp_path / "file")))
-    with pytest.raises(SettingsError, match="Not a directory"):
-        run_directory(Settings(run_dir=str(tmp_path / "file" / "below")))
-
-
-def test_a_relative_run_directory_gives_an_absolute_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_that_cannot_be_made_is_refused_with_the_reason(
+    directory: Directory, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """An ``ipc://`` endpoint is made of it, and those are absolute."""
+    (tmp_path / "file").write_text("")
+    what = request.node.callspec.params["directory"]
+    with pytest.raises(SettingsError, match=f"{what} directory .*file: File exists"):
+        directory(str(tmp_path / "file"))
+    with pytest.raises(SettingsError, match="Not a directory"):
+        directory(str(tmp_path / "file" / "below"))
+
+
+def test_a_relative_directory_gives_an_absolute_path(
+    directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ``ipc://`` endpoint is made of the run directory, and those are absolute."""
     monkeypatch.chdir(tmp_path)
-    assert run_directory(Settings(run_dir="run")) == tmp_path / "run"
+    assert directory("some") == tmp_path / "some"
+
+
+# -- children -------------------------------------------------------------------------------------
 
 
 def test_a_child_inherits_our_environment_and_waits_passively(

@@ -83,7 +83,7 @@ Examples:
 )
 @click.option(
     "--kv-type",
-    type=click.Choice(["auto", "f32", "f16"]),
+    type=click.Choice(["auto", "f32", "f16", "q8_0"]),
     default="auto",
     show_default=True,
     help="Key/value cache.",
@@ -92,7 +92,7 @@ Examples:
     "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
 )
 @click.option(
-    "--threads", metavar="N", type=int, help="Threads of this process; default: all cores."
+    "--threads", metavar="N", type=int, help="Threads of this process; default: physical cores."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def generate(model: Path | None, **options: Any) -> None:

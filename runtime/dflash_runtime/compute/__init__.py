@@ -6,27 +6,33 @@ Knows nothing of placement, daemons or text.
 from __future__ import annotations
 
 import logging
-import os
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import AUTO_TIER
 from dflash_runtime.compute.backend import BackendName, ComputeBackend, ExpertBank
+from dflash_runtime.compute.cores import usable_cores
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["BackendName", "ComputeBackend", "ExpertBank", "make_backend", "usable_cores"]
+__all__ = ["BackendName", "ComputeBackend", "ExpertBank", "make_backend"]
 
 
-def make_backend(name: BackendName, *, num_threads: int | None = None) -> ComputeBackend:
+def make_backend(
+    name: BackendName, *, num_threads: int | None = None, cpu_tier: str = AUTO_TIER
+) -> ComputeBackend:
     """A backend by name; ``auto`` is ``cpu`` where its kernels run, else ``reference``.
 
-    Its libraries are imported only now. `num_threads` defaults to the cores we may use.
+    Its libraries are imported only now. `num_threads` defaults to the physical cores we may use;
+    `cpu_tier`, one of settings.CPU_TIERS, holds for all CPU backends of the process.
     Raises: SettingsError if the backend that was asked for cannot work on this machine.
     """
     if name is not BackendName.REFERENCE:
         from dflash_runtime.compute.cpu import CpuBackend
+        from dflash_runtime.compute.cpu.tiers import choose_tier
 
+        choose_tier(cpu_tier)
         try:
-            return CpuBackend(num_threads=num_threads or usable_cores())
+            return CpuBackend(num_threads=num_threads or len(usable_cores()))
         except SettingsError as error:
             if name is BackendName.CPU:
                 raise
@@ -34,8 +40,3 @@ def make_backend(name: BackendName, *, num_threads: int | None = None) -> Comput
     from dflash_runtime.compute.reference import ReferenceBackend
 
     return ReferenceBackend()
-
-
-def usable_cores() -> int:
-    """Cores this process is allowed to run on."""
-    return len(os.sched_getaffinity(0))

@@ -42,6 +42,8 @@ _PREFILL_CHUNK = 512
 _DEFAULT_CONTEXT_LIMIT = 32768
 """Context if none is asked for and the model has more: a cache larger than this is a choice."""
 
+_BYTES_PER_VALUE = {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
@@ -132,7 +134,8 @@ class Engine:
 
         `daemons` are spawned (``DEVICE[@LAUNCHER]``), `connect` are endpoints of running ones.
         `local_experts` a layer stay in this process; `placement` says it all and excludes it.
-        `kv_type` is ``f32``, ``f16`` or ``auto``: f32 if all matrices of the file are F32.
+        `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
+        else f16.
         Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
         """
         backend_name = choice(BackendName, "backend", backend)
@@ -163,7 +166,11 @@ class Engine:
                 chosen_kv = KvType.F32 if spec.all_matrices_f32 else KvType.F16
             num_positions = context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
             _check_cache_fits(spec, num_positions, chosen_kv)
-            compute = make_backend(backend_name, num_threads=threads)
+            compute = make_backend(
+                backend_name,
+                num_threads=threads or settings.threads or None,
+                cpu_tier=settings.cpu_tier,
+            )
             undo.callback(compute.close)
             if on_progress is not None:
                 on_progress("parent", "compile", 0, 1)
@@ -353,7 +360,7 @@ class Engine:
 def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
     """Raises: SettingsError if the key/value cache would be larger than this machine's memory."""
     values = sum(kv.num_heads * (kv.key_dim + kv.value_dim) for kv in spec.kv_layers)
-    num_bytes = num_positions * values * (2 if kv_type is KvType.F16 else 4)
+    num_bytes = num_positions * values * _BYTES_PER_VALUE[kv_type]
     if num_bytes > psutil.virtual_memory().total:
         raise SettingsError(
             f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "

@@ -28,7 +28,8 @@ from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import Settings, run_directory
-from dflash_runtime.compute import ComputeBackend, usable_cores
+from dflash_runtime.compute import ComputeBackend
+from dflash_runtime.compute.cores import share_of_cores, usable_cores
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
 from dflash_runtime.experts.link import DaemonLink, Launch
 from dflash_runtime.experts.remote import RemoteExpertCompute
@@ -208,8 +209,12 @@ class Owners:
         if choices:
             folder = _new_socket_folder(run_directory(settings))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        for name, choice in zip(names, choices, strict=False):
-            command = _daemon_command(choice, model_path, backend.name, len(choices))
+        cores = usable_cores()
+        for index, (name, choice) in enumerate(zip(names, choices, strict=False)):
+            own_cores = share_of_cores(cores, index, len(choices))
+            command = _daemon_command(
+                choice, model_path, backend.name, own_cores, is_pinned=bool(settings.pin_daemons)
+            )
             python_paths = _package_roots() if choice.launcher is None else ()
             add(name, parse_endpoint(f"ipc://{folder}/{name}"), Launch(command, python_paths))
         for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
@@ -235,9 +240,17 @@ def _new_socket_folder(run_dir: Path) -> Path:
 
 
 def _daemon_command(
-    choice: DaemonChoice, model_path: Path, backend_name: str, num_daemons: int
+    choice: DaemonChoice,
+    model_path: Path,
+    backend_name: str,
+    cores: list[int],
+    *,
+    is_pinned: bool,
 ) -> tuple[str, ...]:
-    """A Python interpreter runs our module; any other executable takes the arguments itself."""
+    """A Python interpreter runs our module; any other executable takes the arguments itself.
+
+    The daemon gets a thread for each of `cores`, which are its share of the machine.
+    """
     launcher = choice.launcher or Path(sys.executable)
     is_python = choice.launcher is None or launcher.name.startswith("python")
     return (
@@ -250,7 +263,8 @@ def _daemon_command(
         "--backend",
         backend_name,
         "--threads",
-        str(max(1, usable_cores() // num_daemons)),
+        str(len(cores)),
+        *(("--cores", ",".join(map(str, cores))) if is_pinned else ()),
     )
 
 

@@ -71,7 +71,13 @@ def measure_pairs_per_second(banks: Iterable[ExpertBank]) -> float:
     seen = set()
     for bank in banks:
         layer = bank.layer
-        kind = tuple((p.tensor_type, p.rows, p.columns) for p in layer.projections)
+        kind = (
+            layer.activation,
+            *(
+                (p.tensor_type, p.rows, p.columns, p.bias is None, p.scale is None)
+                for p in layer.projections
+            ),
+        )
         if kind in seen:
             continue
         seen.add(kind)
@@ -95,11 +101,11 @@ def _read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) 
     """Announce the ranges to the kernel, then touch each of their pages."""
     ranges = [
         (
-            projection.shard_index,
-            projection.offset_bytes + int(global_expert_id) * projection.stride_bytes,
-            projection.num_bytes,
+            part.shard_index,
+            part.offset_bytes + int(global_expert_id) * part.stride_bytes,
+            part.num_bytes,
         )
-        for projection in layer.projections
+        for part in layer.parts
         for global_expert_id in global_expert_ids
     ]
     for each in ranges:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.moe_spec import Activation, ExpertVector, MoeSpec
 from dflash_adapters.quant import TensorType
 from dflash_adapters.qwen3moe import read_spec
 from dflash_protocol.ids import F64Array, Phase, U8Array
@@ -27,6 +27,7 @@ from dflash_runtime.experts.store import (
     load_banks,
     measure_pairs_per_second,
 )
+from support.expert_files import write_expert_layer
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 from support.routed_batches import ScalingBank, batch_of, moe_layer
 
@@ -107,6 +108,30 @@ def test_loading_touches_the_owned_ranges_and_no_others(
     assert set(touched["region"]) == set(touched["advise"]) == owned_ranges(spec, OWNED)
 
 
+def test_loading_touches_biases_and_scales_too(
+    tmp_path: Path, touched: dict[str, list[Range]]
+) -> None:
+    path = tmp_path / "experts.gguf"
+    layer = write_expert_layer(
+        path, num_experts=4, hidden_size=32, ffn_size=8, merged=True, biases=True, scales=True
+    )
+    expected = set()
+    with GgufFile.open(path) as file:
+        touched["region"].clear()
+        owned = OwnedExperts.from_lists({0: [3, 1]})
+        load_banks(ReferenceBackend(), file, MoeSpec((layer,)), owned, read_now=True)
+        for name, tensor in file.tensors.items():
+            num_parts = 2 if "gate_up" in name and not name.endswith("scale") else 1
+            size = tensor.num_bytes // 4 // num_parts
+            expected |= {
+                (0, tensor.offset_bytes + size * (num_parts * expert + part), size)
+                for expert in (1, 3)
+                for part in range(num_parts)
+            }
+    assert set(touched["region"]) == set(touched["advise"]) == expected
+    assert len(touched["advise"]) == len(expected), "what projections share is read once"
+
+
 def test_computing_touches_the_chosen_experts_only(
     model: GgufFile, spec: MoeSpec, touched: dict[str, list[Range]]
 ) -> None:
@@ -184,6 +209,20 @@ def test_every_kind_of_bank_runs_before_its_rate_is_measured() -> None:
     rate = measure_pairs_per_second(banks)
     assert 0.0 < rate < float("inf")
     assert CountingBank.calls == {0: 2, 2: 2, 3: 2}
+
+
+def test_layers_of_other_forms_are_other_kinds() -> None:
+    CountingBank.calls.clear()
+    plain = moe_layer(layer_id=0)
+    vector = ExpertVector("none", 0, 0, 0, 1)
+    others = [
+        replace(plain, activation=Activation.GPT_OSS),
+        replace(plain, up=replace(plain.up, bias=vector)),
+        replace(plain, up=replace(plain.up, scale=vector)),
+    ]
+    layers = [plain, *(replace(each, layer_id=number + 1) for number, each in enumerate(others))]
+    measure_pairs_per_second([CountingBank(layer) for layer in layers])
+    assert CountingBank.calls == dict.fromkeys(range(4), 2)
 
 
 def test_the_slowest_kind_decides_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-import numpy as np
-
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_adapters.quant import TensorType
@@ -14,13 +12,10 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cpu import compiling
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.matrix import as_matrix
-from dflash_runtime.compute.cpu.matrix_kernels import (
-    embed_kernel,
-    expert_ffn_kernel,
-    linear_kernel,
-)
+from dflash_runtime.compute.cpu.experts_kernel import expert_ffn_kernel, expert_ffn_tasks
+from dflash_runtime.compute.cpu.matrix import row_layout
 from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 
 
@@ -38,6 +33,7 @@ class CpuBackend:
         if not compiling.is_supported_cpu():
             raise SettingsError("backend cpu needs a CPU that converts halves (F16C on x86-64)")
         self._workers = Workers(num_threads)
+        self._scratch = Scratch()
 
     @cached_property
     def numeric_class(self) -> str:
@@ -45,27 +41,18 @@ class CpuBackend:
 
     @cached_property
     def ops(self) -> CpuOps:
-        return CpuOps(self._workers)
+        return CpuOps(self._workers, self._scratch)
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> CpuExpertBank:
-        return CpuExpertBank(file, layer, global_expert_ids, self._workers)
+        return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
 
     def warm_up(self, tensor_types: Iterable[TensorType]) -> None:
-        # Not through `ops`: a daemon never needs the dense kernels.
-        embed, linear = embed_kernel(), linear_kernel()
-        expert_ffn_kernel()
         for tensor_type in tensor_types:
-            columns = tensor_type.layout.block_elements
-            data = np.zeros(tensor_type.layout.block_bytes, np.uint8)
-            matrix = as_matrix(data, tensor_type, 1, columns)
-            row = np.empty((1, columns), np.float32)
-            embed(np.zeros(1, np.int32), matrix.address, matrix.expand_address, 0, 1, row)
-            for num_tokens in (1, 5):  # one vector; four at once and one left
-                x = np.zeros((num_tokens, columns), np.float32)
-                out = np.empty((num_tokens, 1), np.float32)
-                linear(x, matrix.address, matrix.layout, 0, 1, out, row[0])
+            row_layout(tensor_type, tensor_type.layout.block_elements)
+        expert_ffn_tasks()
+        expert_ffn_kernel()
 
     def close(self) -> None:
         self._workers.close()

@@ -5,130 +5,144 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer
-from dflash_adapters.quant import TensorType
-from dflash_protocol.ids import AnyArray, F64Array, I32Array, I64Array, U8Array
+from dflash_adapters.moe_spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_runtime.compute.cpu.matrix import native_rows, row_layout
-from dflash_runtime.compute.cpu.matrix_kernels import (
-    DOWN,
-    GATE_UP,
-    ITEMS_AT_ONCE,
-    expert_ffn_kernel,
-)
-from dflash_runtime.compute.cpu.rows import is_native
-from dflash_runtime.compute.cpu.workers import Workers, share
-
-PARALLEL_PRODUCTS = 1 << 20
-"""Products below which handing work to other threads costs more than it saves."""
+from dflash_runtime.compute.cpu import experts_kernel as k
+from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, UNPACK, row_layout
+from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.scratch import Scratch
+from dflash_runtime.compute.cpu.workers import Workers
 
 
 class CpuExpertBank:
     """Implements backend.ExpertBank.
 
-    Owns: views of the mapping (or the expanded copy) that its addresses point into.
+    Owns: views of the mapping that its addresses point into.
     """
 
     def __init__(
-        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array, workers: Workers
+        self,
+        file: GgufFile,
+        layer: MoeLayer,
+        global_expert_ids: I32Array,
+        workers: Workers,
+        scratch: Scratch,
     ) -> None:
-        assert layer.activation is Activation.SWIGLU
         ids = global_expert_ids.astype(np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < layer.num_experts):
             raise ValueError(f"expert ids must lie within 0..{layer.num_experts - 1}")
         self.layer = layer
         self.num_experts = int(ids.size)
         self._workers = workers
-        self._kernel = expert_ffn_kernel()
+        self._scratch = scratch
+        self._kernel = k.expert_ffn_kernel()
+        self._tasks = np.array([task.address for task in k.expert_ffn_tasks()], np.int64)
         self._addresses = np.zeros((self.num_experts, 3), np.int64)
-        self._layouts = np.zeros((3, len(row_layout(TensorType.F32, 1))), np.int64)
-        self._data: list[AnyArray] = []
+        self._layouts = np.zeros((3, NUM_FIELDS), np.int64)
+        self._data: list[U8Array] = []
         for index, projection in enumerate(layer.projections):
-            if is_native(projection.tensor_type):
-                data, offsets = _in_place(file, projection, ids)
-                tensor_type = projection.tensor_type
-            else:
-                data, offsets = _expanded(file, projection, ids)
-                tensor_type = TensorType.F32
+            data, offsets = _in_place(file, projection, ids)
             self._addresses[:, index] = data.ctypes.data + offsets
-            self._layouts[index] = row_layout(tensor_type, projection.columns)
+            self._layouts[index] = row_layout(projection.tensor_type, projection.columns)
             self._data.append(data)
+        self._scales = _scales(file, layer, ids)
+        self._biases = self._bias_addresses(file, ids)
+        self._activation = np.array(
+            [layer.activation_limit, layer.activation_alpha, layer.activation.up_offset], np.float32
+        )
+        self._thread_bytes = 2 * TOTALS_BYTES + product_scratch_bytes(self._layouts)
+        wants_records = self._layouts[:, UNPACK] != 0
+        self._hidden_record_bytes = self._ffn_record_bytes = 0
+        if wants_records[:2].any():
+            self._hidden_record_bytes = RECORD_BYTES * (layer.hidden_size // 32)
+        if wants_records[2]:
+            self._ffn_record_bytes = RECORD_BYTES * (layer.ffn_size // 32)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """See backend.ExpertBank; expert ids of the batch are local."""
         hidden, num_pairs = batch.hidden, batch.num_pairs
-        hidden_size, ffn_size = self.layer.hidden_size, self.layer.ffn_size
-        if hidden.shape != out.shape or hidden.shape[1:] != (hidden_size,):
-            raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected [T, {hidden_size}]")
-        if batch.weights.shape != batch.token_indices.shape:
-            raise ValueError("a weight for every pair is needed")
-        if batch.group_starts.shape != (batch.num_groups + 1,):
-            raise ValueError("group_starts must have one element more than expert_ids")
-        if num_pairs == 0:
-            return
-        activations = np.empty((2, num_pairs, ffn_size), np.float32)
-        terms = np.empty((min(ITEMS_AT_ONCE, num_pairs), hidden_size), np.float32)
-        scratch_size = max(hidden_size, ffn_size)
-
-        def compute(stages: int, first_row: int, end_row: int, own_terms: AnyArray) -> None:
+        if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
+            expected = f"[T, {self.layer.hidden_size}]"
+            raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
+        with self._scratch.take(
+            8 * k.NUM_ARGS,
+            num_pairs * self._hidden_record_bytes,
+            num_pairs * 4 * self.layer.ffn_size,
+            num_pairs * self._ffn_record_bytes,
+            self._workers.num_threads * self._thread_bytes,
+        ) as (args, pair_records, activations, activation_records, thread_scratch, counter):
             is_sound = self._kernel(
-                stages,
                 hidden,
                 batch.expert_ids,
                 batch.group_starts,
                 batch.token_indices,
                 batch.weights,
+                out,
                 self._addresses,
                 self._layouts,
-                first_row,
-                end_row,
+                self._scales,
+                self._biases,
+                self._activation,
+                self.layer.ffn_size,
+                self._thread_bytes,
+                args,
+                pair_records if self._hidden_record_bytes else 0,
                 activations,
-                own_terms,
-                np.empty(scratch_size, np.float32),
-                out,
+                activation_records if self._ffn_record_bytes else 0,
+                thread_scratch,
+                counter,
+                self._workers.address,
+                self._tasks,
             )
-            if not is_sound:
-                raise ValueError("the batch names experts, tokens or pairs that do not exist")
+        if not is_sound:
+            raise ValueError("the batch names experts, tokens or pairs that do not exist")
 
-        num_products = 3 * num_pairs * hidden_size * ffn_size
-        if num_products < PARALLEL_PRODUCTS or self._workers.num_threads == 1:
-            compute(GATE_UP, 0, ffn_size, terms)
-            compute(DOWN, 0, hidden_size, terms)
-            return
-        # No two parts write the same element, so nothing depends on how rows are shared out.
-        self._workers.run(
-            lambda part, parts: compute(GATE_UP, *share(ffn_size, part, parts), terms)
-        )
-        self._workers.run(
-            lambda part, parts: compute(DOWN, *share(hidden_size, part, parts), terms)
-        )
+    def _bias_addresses(self, file: GgufFile, global_expert_ids: I64Array) -> I64Array:
+        """Address of each expert's bias of gate, up and down, 0 where there is none.
+
+        Shapes: result [E, 3], or empty if there is none at all.
+        """
+        biases = [projection.bias for projection in self.layer.projections]
+        if not any(biases):
+            return np.empty((0, 3), np.int64)
+        addresses = np.zeros((self.num_experts, 3), np.int64)
+        for index, bias in enumerate(biases):
+            if bias is not None:
+                data, offsets = _in_place(file, bias, global_expert_ids)
+                addresses[:, index] = data.ctypes.data + offsets
+                self._data.append(data)
+        return addresses
 
 
 def _in_place(
-    file: GgufFile, projection: ExpertProjection, global_expert_ids: I64Array
+    file: GgufFile, part: ExpertProjection | ExpertVector, global_expert_ids: I64Array
 ) -> tuple[U8Array, I64Array]:
     """The part of the mapping that holds these experts, and where in it each one begins."""
     if not global_expert_ids.size:
         return np.empty(0, np.uint8), np.empty(0, np.int64)
     first, last = int(global_expert_ids.min()), int(global_expert_ids.max())
     data = file.region(
-        projection.shard_index,
-        projection.offset_bytes + first * projection.stride_bytes,
-        (last - first) * projection.stride_bytes + projection.num_bytes,
+        part.shard_index,
+        part.offset_bytes + first * part.stride_bytes,
+        (last - first) * part.stride_bytes + part.num_bytes,
     )
-    return data, (global_expert_ids - first) * projection.stride_bytes
+    return data, (global_expert_ids - first) * part.stride_bytes
 
 
-def _expanded(
-    file: GgufFile, projection: ExpertProjection, global_expert_ids: I64Array
-) -> tuple[U8Array, I64Array]:
-    """A float32 copy of these experts, for a type that no kernel reads."""
-    rows, columns = projection.rows, projection.columns
-    num_bytes = 4 * rows * columns
-    data = np.empty((global_expert_ids.size, num_bytes), np.uint8)
-    for local_expert_id, global_expert_id in enumerate(global_expert_ids):
-        offset_bytes = projection.offset_bytes + int(global_expert_id) * projection.stride_bytes
-        stored = file.region(projection.shard_index, offset_bytes, projection.num_bytes)
-        expanded, _ = native_rows(stored, projection.tensor_type, rows, columns)
-        data[local_expert_id] = expanded
-    return data.reshape(-1), np.arange(global_expert_ids.size, dtype=np.int64) * num_bytes
+def _scales(file: GgufFile, layer: MoeLayer, global_expert_ids: I64Array) -> F32Array:
+    """What each expert's products of gate, up and down are multiplied by.
+
+    Shapes: result [E, 3], or empty if there are no scales.
+    """
+    scales = [projection.scale for projection in layer.projections]
+    if not any(scales):
+        return np.empty((0, 3), np.float32)
+    values = np.ones((global_expert_ids.size, 3), np.float32)
+    for index, scale in enumerate(scales):
+        if scale is not None:
+            data, offsets = _in_place(file, scale, global_expert_ids)
+            for local_expert_id, offset in enumerate(offsets):
+                values[local_expert_id, index] = data[offset : offset + 4].view("<f4")[0]
+    return values

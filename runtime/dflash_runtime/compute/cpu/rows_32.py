@@ -17,18 +17,6 @@ mxfp4_values = v.table_lookup((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 """Twice the E2M1 numbers; the block's scale is halved to match."""
 
 
-def dot_q8_0(row: int, columns: int, x: int) -> float:
-    """rows_dense.dot_f32 without storing the expanded row: the products are the same."""
-    total = v.zeros()
-    for _ in range(columns // 32):
-        weights = v.from_signed(v.load_bytes(row + 2)) * v.splat(v.load_half(row))
-        total = v.fma(weights, v.load_floats(x), total)
-        row += 34
-        x += 128
-    product: float = v.sum_of(total)
-    return product
-
-
 def expand_q8_0(row: int, columns: int, out: int) -> None:
     for _ in range(columns // 32):
         v.store_floats(out, v.from_signed(v.load_bytes(row + 2)) * v.splat(v.load_half(row)))

@@ -19,10 +19,13 @@ import numba.extending
 llvm: Any = llvmlite.binding
 ir: Any = llvmlite.ir
 types: Any = numba.types
+config: Any = numba.config
 njit: Any = numba.njit
 CFunc: Any = numba.core.ccallback.CFunc
 FunctionCache: Any = numba.core.caching.FunctionCache
 NullCache: Any = numba.core.caching.NullCache
+CacheImpl: Any = numba.core.caching.CompileResultCacheImpl
+CacheLocator: Any = numba.core.caching._CacheLocator
 cgutils: Any = numba.core.cgutils
 cpu_target: Any = numba.core.registry.cpu_target
 lower_builtin: Any = numba.core.imputils.lower_builtin

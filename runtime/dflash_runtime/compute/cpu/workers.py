@@ -1,85 +1,125 @@
-"""A fixed pool of threads that share one piece of work; the caller is one of them.
+"""The threads of a pool: started and ended here, while what they do is compiled (see parallel).
 
-Knows nothing of what is computed. Results must not depend on the number of parts.
+Knows nothing of what is computed. Results must not depend on the number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from queue import SimpleQueue
-from threading import Lock, Thread
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import Thread, current_thread, get_native_id
+from weakref import WeakSet, finalize
+
+from dflash_protocol.ids import I64Array
+from dflash_runtime.compute.cpu import parallel
 
 Part = Callable[[int, int], object]
 """``part(part_idx, num_parts)`` does one share of the work."""
 
-_Job = tuple[Part, "SimpleQueue[BaseException | None]"]
+SPIN_US = 50
+"""How long a thread looks out for work before it sleeps: several times what waking it takes."""
+
+_PATIENCE_S = 5.0
+"""How long threads are waited for that are in a region; one that hangs ends with the process."""
 
 
 class Workers:
-    """Owns ``num_threads - 1`` threads until closed; with one thread it owns none."""
+    """Owns ``num_threads - 1`` threads until closed; with one thread it owns none.
 
-    def __init__(self, num_threads: int) -> None:
-        if num_threads < 1:
+    Kernels are given the pool's `address`, which is good as long as this object lives. Once it is
+    closed, and in a child of fork, whoever opens a region does all the work himself.
+    """
+
+    def __init__(
+        self, num_threads: int, cores: Sequence[int] | None = None, *, spin_us: int = SPIN_US
+    ) -> None:
+        """`cores`: where each thread is to stay, by worker_idx; the caller's own is not bound."""
+        if not 1 <= num_threads <= parallel.MAX_WORKERS + 1:
             raise ValueError(f"num_threads is {num_threads}, expected at least 1")
+        if cores is not None:
+            _check_cores(cores, num_threads)
+        if num_threads > len(os.sched_getaffinity(0)):
+            spin_us = 0  # on a core that another of us needs
         self.num_threads = num_threads
-        # One job at a time: callers that come meanwhile do all parts themselves.
-        self._lock = Lock()
-        self._jobs: list[SimpleQueue[_Job | None]] = []
-        self._threads: list[Thread] = []
-        for index in range(1, num_threads):
-            jobs: SimpleQueue[_Job | None] = SimpleQueue()
-            thread = Thread(
-                target=self._serve, args=(index, jobs), name=f"cpu-worker-{index}", daemon=True
+        self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
+        self.address = int(self._pool.ctypes.data)
+        threads = [
+            Thread(
+                target=_serve,
+                args=(self._pool, worker_idx, None if cores is None else cores[worker_idx]),
+                name=f"cpu-worker-{worker_idx}",
+                daemon=True,
             )
-            self._jobs.append(jobs)
-            self._threads.append(thread)
-            thread.start()
+            for worker_idx in range(1, num_threads)
+        ]
+        # Also when nobody closes: when this object goes, or the interpreter ends.
+        self._end = finalize(self, _end, self._pool, threads)
+        if threads:
+            parallel.serve_kernel()
+            parallel.stop_kernel()
+            _forget_threads_in_children()
+            _all_workers.add(self)
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException:  # no more threads to be had, or interrupted
+            self.close()
+            raise
 
     def run(self, part: Part) -> None:
-        """Do all parts and return when the last is done.
-
-        Raises: the error of a part that failed, once the others have ended.
-        """
-        if not self._jobs or not self._lock.acquire(blocking=False):
-            part(0, 1)
-            return
-        try:
-            # A queue a run: what an interrupted run left behind must not end the next one.
-            done: SimpleQueue[BaseException | None] = SimpleQueue()
-            for jobs in self._jobs:
-                jobs.put((part, done))
-            try:
-                part(0, self.num_threads)
-            finally:
-                errors = [done.get() for _ in self._jobs]
-            for error in errors:
-                if error is not None:
-                    raise error
-        finally:
-            self._lock.release()
+        """Do all parts."""
+        part(0, 1)
 
     def close(self) -> None:
         """End the threads. Work that comes later is done by its caller alone."""
-        with self._lock:
-            jobs, self._jobs = self._jobs, []
-            for queue in jobs:
-                queue.put(None)
-            for thread in self._threads:
-                thread.join()
-            self._threads = []
+        self._end()
 
-    def _serve(self, index: int, jobs: SimpleQueue[_Job | None]) -> None:
-        while (job := jobs.get()) is not None:
-            part, done = job
-            error: BaseException | None = None
-            try:
-                part(index, self.num_threads)
-            except BaseException as raised:
-                error = raised
-            # An idle worker must not keep the last job's arrays alive.
-            del job, part
-            done.put(error)
-            del done, error
+    def _forget_threads(self) -> None:
+        self._end.detach()
+        self._pool[parallel.REGION] = parallel.STOP
+
+
+_all_workers: WeakSet[Workers] = WeakSet()
+
+
+@cache
+def _forget_threads_in_children() -> None:
+    """A child of fork has the pool's memory but not its threads."""
+
+    def forget() -> None:
+        for workers in list(_all_workers):
+            workers._forget_threads()
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def _check_cores(cores: Sequence[int], num_threads: int) -> None:
+    if len(cores) != num_threads:
+        raise ValueError(f"{len(cores)} cores for {num_threads} threads")
+    if unknown := set(cores) - os.sched_getaffinity(0):
+        raise ValueError(f"cores {sorted(unknown)} are not ours to use")
+
+
+# Functions, since a thread or finalizer that knew its Workers would keep it alive.
+
+
+def _serve(pool: I64Array, worker_idx: int, core: int | None) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    parallel.serve_kernel()(pool.ctypes.data, worker_idx, get_native_id())
+
+
+def _end(pool: I64Array, threads: list[Thread]) -> None:
+    if not threads:
+        return
+    parallel.stop_kernel()(pool.ctypes.data)
+    deadline_s = time.monotonic() + _PATIENCE_S
+    for thread in threads:
+        # One may never have started, or be where the garbage collector found time to call us.
+        if thread.is_alive() and thread is not current_thread():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def share(total: int, part_idx: int, num_parts: int, multiple: int = 16) -> tuple[int, int]:

@@ -5,6 +5,7 @@ Knows nothing of speed. Matrices are dequantised once, when they are loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,8 @@ from dflash_adapters.moe_spec import KvLayer
 from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopePairing, RopeTable
-from dflash_protocol.ids import AnyArray, F32Array, I32Array
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.reference.kv_cache import CachedRows, cached_rows
 
 _SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
 
@@ -36,10 +38,10 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostKvCache:
-    """Keys and values, per layer [N, kv_heads, D], in the cache's element type."""
+    """Keys and values of every layer."""
 
-    keys: list[AnyArray]
-    values: list[AnyArray]
+    keys: list[CachedRows]
+    values: list[CachedRows]
     capacity: int
 
 
@@ -56,10 +58,9 @@ class ReferenceOps:
     def new_kv_cache(
         self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
     ) -> HostKvCache:
-        dtype = np.float16 if kv_type is KvType.F16 else np.float32
         return HostKvCache(
-            keys=[np.zeros((capacity, kv.num_heads, kv.key_dim), dtype) for kv in layers],
-            values=[np.zeros((capacity, kv.num_heads, kv.value_dim), dtype) for kv in layers],
+            keys=[cached_rows(kv_type, capacity, kv.num_heads, kv.key_dim) for kv in layers],
+            values=[cached_rows(kv_type, capacity, kv.num_heads, kv.value_dim) for kv in layers],
             capacity=capacity,
         )
 
@@ -77,9 +78,24 @@ class ReferenceOps:
         scaled: F32Array = np.multiply(x / np.sqrt(mean_square + np.float32(eps)), weight, out=out)
         return scaled
 
-    def linear(self, x: F32Array, matrix: Matrix, out: F32Array | None = None) -> F32Array:
-        product: F32Array = np.matmul(x, _dense(matrix).T, out=out)
-        return product
+    def linear(
+        self,
+        x: F32Array,
+        matrix: Matrix,
+        out: F32Array | None = None,
+        *,
+        add: F32Array | None = None,
+    ) -> F32Array:
+        product: F32Array = np.matmul(x, _dense(matrix).T)
+        if add is not None:
+            product += add
+        if out is None:
+            return product
+        out[:] = product
+        return out
+
+    def project(self, x: F32Array, matrices: Sequence[Matrix]) -> list[F32Array]:
+        return [self.linear(x, matrix) for matrix in matrices]
 
     def split_heads(self, x: F32Array, num_heads: int) -> F32Array:
         return x.reshape(x.shape[0], num_heads, -1)
@@ -87,25 +103,21 @@ class ReferenceOps:
     def merge_heads(self, x: F32Array) -> F32Array:
         return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
 
-    def rope(
-        self, x: F32Array, positions: I32Array, table: RopeTable, out: F32Array | None = None
-    ) -> F32Array:
-        angles = positions[:, None].astype(np.float64) * table.inv_freq
-        cos = (np.cos(angles) * table.scale).astype(np.float32)[:, None, :]
-        sin = (np.sin(angles) * table.scale).astype(np.float32)[:, None, :]
-        half = table.num_rotated // 2
-        if table.pairing is RopePairing.HALF_SPLIT:
-            first, second = slice(0, half), slice(half, 2 * half)
-        else:
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        a, b = x[..., first].copy(), x[..., second].copy()
-        if out is None:
-            out = x.copy()
-        elif out is not x:
-            out[:] = x
-        out[..., first] = a * cos - b * sin
-        out[..., second] = a * sin + b * cos
-        return out
+    def norm_and_rotate(
+        self,
+        q: F32Array,
+        k: F32Array,
+        positions: I32Array,
+        table: RopeTable,
+        *,
+        q_weight: F32Array | None = None,
+        k_weight: F32Array | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        for heads, weight in ((q, q_weight), (k, k_weight)):
+            if weight is not None:
+                self.rms_norm(heads, weight, eps, out=heads)
+            _rotate(heads, positions, table)
 
     def attention(
         self,
@@ -125,14 +137,14 @@ class ReferenceOps:
             out = np.empty((num_tokens, num_heads, v.shape[2]), np.float32)
         if num_tokens == 0:
             return out
-        keys[positions] = k
-        values[positions] = v
+        keys.store(positions, k)
+        values.store(positions, v)
         num_visible = int(positions[-1]) + 1
-        group = num_heads // keys.shape[1]
+        group = num_heads // k.shape[1]
         hidden_from = np.arange(num_visible)[None, :] > positions[:, None]
         for head in range(num_heads):
-            head_keys = keys[:num_visible, head // group].astype(np.float32)
-            head_values = values[:num_visible, head // group].astype(np.float32)
+            head_keys = keys.load(num_visible, head // group)
+            head_values = values.load(num_visible, head // group)
             scores = (q[:, head] @ head_keys.T) * np.float32(scale)
             scores[hidden_from] = -np.inf
             scores -= scores.max(axis=1, keepdims=True)
@@ -153,6 +165,21 @@ class ReferenceOps:
 
     def add(self, x: F32Array, y: F32Array, out: F32Array | None = None) -> F32Array:
         return np.add(x, y, out=out)
+
+
+def _rotate(heads: F32Array, positions: I32Array, table: RopeTable) -> None:
+    """In place. Shapes: heads [T, heads, D]; positions [T]."""
+    angles = positions[:, None].astype(np.float64) * table.inv_freq
+    cos = (np.cos(angles) * table.scale).astype(np.float32)[:, None, :]
+    sin = (np.sin(angles) * table.scale).astype(np.float32)[:, None, :]
+    half = table.num_rotated // 2
+    if table.pairing is RopePairing.HALF_SPLIT:
+        first, second = slice(0, half), slice(half, 2 * half)
+    else:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = heads[..., first].copy(), heads[..., second].copy()
+    heads[..., first] = a * cos - b * sin
+    heads[..., second] = a * sin + b * cos
 
 
 def _dense(matrix: Matrix) -> F32Array:

@@ -1,8 +1,7 @@
-"""The CPU backend as a whole: loading from files, threads, warm-up, the kernels' cache."""
+"""The CPU backend as a whole: loading from files, threads, warm-up."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,30 +9,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
-import numba
 import numpy as np
 import pytest
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.quant import TensorType
+from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.backend import ComputeBackend
 from dflash_runtime.compute.cpu import CpuBackend, compiling
-from dflash_runtime.compute.cpu.compiling import compile_row_function
 from dflash_runtime.compute.cpu.matrix import as_matrix
-from dflash_runtime.compute.cpu.rows_dense import expand_f32
-from dflash_runtime.compute.cpu.vector import i64, void
-from dflash_runtime.compute.cpu.workers import Workers, share
+from support.processes import environment
 
-REPOSITORY = Path(__file__).parents[4]
-SOURCE_ROOTS = [str(REPOSITORY / name) for name in ("protocol", "adapters", "runtime")]
+ROWS, COLUMNS = 5, 256
+MATRIX_TYPES = [tensor_type for tensor_type in TensorType if not tensor_type.is_integer]
 
 
 def test_it_is_a_compute_backend() -> None:
     backend: ComputeBackend = CpuBackend(num_threads=1)
     assert backend.name == "cpu"
-    assert backend.numeric_class.startswith("cpu-1/")
+    assert backend.numeric_class.startswith("cpu-2/")
     assert backend.numeric_class == CpuBackend(num_threads=2).numeric_class
     assert not any(character.isspace() for character in backend.numeric_class)
     backend.close()
@@ -45,7 +41,7 @@ def test_it_is_a_compute_backend() -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[GgufFile]:
     path = tmp_path / "some.gguf"
-    values = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal((1, 64)).astype(np.float32)
     writer = gguf.GGUFWriter(path, "some-architecture")
     for name, qtype in (
         ("f16", gguf.GGMLQuantizationType.F16),
@@ -53,9 +49,12 @@ def file(tmp_path: Path) -> Iterator[GgufFile]:
     ):
         writer.add_tensor(f"{name}_vector", gguf.quants.quantize(values[0], qtype), raw_dtype=qtype)
     writer.add_tensor("f32_vector", values[0])
-    writer.add_tensor("f32", values)
-    q8_0 = gguf.GGMLQuantizationType.Q8_0
-    writer.add_tensor("q8_0", gguf.quants.quantize(values, q8_0), raw_dtype=q8_0)
+    for tensor_type in MATRIX_TYPES:
+        # No byte above 0x2B: no number and no scale is then large, nor anything but a number.
+        row_bytes = tensor_type.row_bytes(COLUMNS)
+        stored = np.random.default_rng(1).integers(0, 0x2C, (ROWS, row_bytes), dtype=np.uint8)
+        qtype = gguf.GGMLQuantizationType(int(tensor_type))
+        writer.add_tensor(tensor_type.name, stored, raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -73,14 +72,22 @@ def test_vectors_become_float32(file: GgufFile) -> None:
         np.testing.assert_allclose(vector, exact, rtol=tolerance)
 
 
-def test_matrices_are_used_where_the_file_is_mapped(file: GgufFile) -> None:
+@pytest.mark.parametrize("tensor_type", MATRIX_TYPES, ids=lambda t: t.name)
+def test_matrices_of_every_type_are_used_where_the_file_is_mapped(
+    file: GgufFile, tensor_type: TensorType
+) -> None:
     ops = CpuBackend(num_threads=1).ops
-    x = np.ones((1, 64), np.float32)
-    for name in ("f32", "q8_0"):
-        matrix = ops.load_matrix(file, name)
-        assert (matrix.rows, matrix.columns) == (5, 64)
-        assert np.shares_memory(matrix.data, file.tensor_bytes(name))
+    x = np.ones((2, COLUMNS), np.float32)
+    stored = file.tensor_bytes(tensor_type.name)
+    matrix = ops.load_matrix(file, tensor_type.name)
+    assert (matrix.rows, matrix.columns) == (ROWS, COLUMNS)
+    assert np.shares_memory(matrix.data, stored)
+    assert matrix.address == stored.ctypes.data
     before = ops.linear(x, matrix)
+    weights = dequantise(stored, tensor_type, (ROWS, COLUMNS)).astype(np.float64)
+    # Ones are exact in int8 but for the rounding of their scale, which is 1/127.
+    tolerance = 2e-6 * np.abs(weights).sum(axis=1)
+    assert (np.abs(before - weights.sum(axis=1)) <= tolerance).all()
     file.close()
     np.testing.assert_array_equal(ops.linear(x, matrix), before)
 
@@ -122,42 +129,14 @@ def test_at_least_one_thread(num_threads: int) -> None:
         CpuBackend(num_threads=num_threads)
 
 
-def test_every_part_is_done_once_and_errors_arrive() -> None:
-    workers = Workers(3)
-    done: list[tuple[int, int]] = []
-    workers.run(lambda part, parts: done.append((part, parts)))
-    assert sorted(done) == [(0, 3), (1, 3), (2, 3)]
-
-    def fail_in_one(part: int, parts: int) -> None:
-        if part == parts - 1:
-            raise ArithmeticError("part failed")
-
-    with pytest.raises(ArithmeticError, match="part failed"):
-        workers.run(fail_in_one)
-    done.clear()
-    # A job inside a job, as from two threads at once, is done by its caller.
-    workers.run(lambda part, parts: workers.run(lambda p, n: done.append((part, n))))
-    assert sorted(done) == [(0, 1), (1, 1), (2, 1)]
-    workers.close()
-    done.clear()
-    workers.run(lambda part, parts: done.append((part, parts)))
-    assert done == [(0, 1)]
-
-
-@pytest.mark.parametrize("total", [0, 1, 15, 16, 17, 100, 1000])
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_shares_cover_everything_once(total: int, num_parts: int) -> None:
-    shares = [share(total, part, num_parts) for part in range(num_parts)]
-    assert [i for first, end in shares for i in range(first, end)] == list(range(total))
-    assert all(first % 16 == 0 or first == total for first, _ in shares)
-
-
-def test_two_threads_may_use_one_backend() -> None:
+@pytest.mark.parametrize("tensor_type", [TensorType.F32, TensorType.Q8_0])
+def test_two_threads_may_use_one_backend(tensor_type: TensorType) -> None:
     backend = CpuBackend(num_threads=2)
     ops = backend.ops
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     weights = np.random.default_rng(1).standard_normal((128, 256)).astype(np.float32)
-    matrix = as_matrix(weights.view(np.uint8).reshape(-1), TensorType.F32, 128, 256)
+    stored = gguf.quants.quantize(weights, gguf.GGMLQuantizationType(int(tensor_type)))
+    matrix = as_matrix(stored.view(np.uint8).reshape(-1), tensor_type, 128, 256)
     expected = ops.linear(x, matrix)
     results: list[F32Array] = []
     threads = [
@@ -179,45 +158,8 @@ def test_two_threads_may_use_one_backend() -> None:
 
 def test_warm_up_takes_any_type_that_holds_weights() -> None:
     backend = CpuBackend(num_threads=1)
-    backend.warm_up([TensorType.F32, TensorType.Q8_0, TensorType.TQ2_0])
+    backend.warm_up(MATRIX_TYPES)
     backend.warm_up([])
-
-
-def test_kernels_are_kept_on_disk_and_damage_heals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-
-    def came_from_cache() -> bool:
-        return compile_row_function(expand_f32, void, i64, i64, i64).came_from_cache
-
-    assert [came_from_cache() for _ in range(2)] == [False, True]
-    for suffix in ("nbi", "nbc"):
-        (path,) = tmp_path.rglob(f"*.{suffix}")
-        path.write_bytes(path.read_bytes()[:100])
-        assert [came_from_cache() for _ in range(2)] == [False, True]
-    monkeypatch.setattr(compiling, "_sources_digest", lambda: "of other sources")
-    assert [came_from_cache() for _ in range(2)] == [False, True]
-
-
-def test_a_cache_that_cannot_be_used_costs_nothing_but_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(cache: object, sig: object, target_context: object) -> object:
-        raise EOFError("cut off")
-
-    def save(cache: object, sig: object, data: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(compiling._KernelCache, "_load_overload", load)
-    monkeypatch.setattr(compiling._KernelCache, "_save_overload", save)
-    assert compile_row_function(expand_f32, void, i64, i64, i64).address
-
-    def no_place(function: object) -> object:
-        raise RuntimeError("cannot cache function: no locator available")
-
-    monkeypatch.setattr(compiling, "_KernelCache", no_place)
-    assert compile_row_function(expand_f32, void, i64, i64, i64).address
 
 
 def test_a_cpu_that_cannot_run_the_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,18 +168,21 @@ def test_a_cpu_that_cannot_run_the_kernels_is_refused(monkeypatch: pytest.Monkey
         CpuBackend(num_threads=1)
 
 
-def test_importing_the_package_compiles_nothing() -> None:
+def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
     """And a package that only offers the backend by name does not pay for numba."""
     code = (
         "import sys, dflash_runtime.compute.backend; assert 'numba' not in sys.modules\n"
         "import dflash_runtime.compute.cpu\n"
-        "from dflash_runtime.compute.cpu import matrix_kernels, rows\n"
-        "assert not rows.row_kernels.cache_info().currsize\n"
-        "assert not matrix_kernels.linear_kernel.cache_info().currsize\n"
+        "from dflash_runtime.compute.cpu import kernel_cache, linear_kernel, rows\n"
+        "assert not kernel_cache._folder.cache_info().currsize\n"  # asked before compiling
+        "assert not rows.expand_function.cache_info().currsize\n"
+        "assert not linear_kernel.linear_kernel.cache_info().currsize\n"
     )
+    cache_dir = tmp_path / "cache"
     subprocess.run(
         [sys.executable, "-c", code],
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)},
+        env=environment(DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR=str(cache_dir)),
         timeout=60,
     )
+    assert not cache_dir.exists()

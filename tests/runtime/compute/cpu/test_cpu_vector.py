@@ -7,7 +7,6 @@ import numpy as np
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.compiling import compile_kernel
-from dflash_runtime.compute.cpu.rows import dot_f32, dot_f32_by_4
 
 
 def _exp(x: F32Array, by_lanes: F32Array, one_by_one: F32Array) -> None:
@@ -26,26 +25,8 @@ def _copy_part(source: F32Array, target: F32Array, count: int) -> None:
     v.store_partial(v.address_of(target), v.load_floats(v.address_of(source)), count)
 
 
-def _products(
-    dot: int, dot_by_4: int, row: F32Array, x: F32Array, single: F32Array, by_4: F32Array
-) -> None:
-    columns = row.size
-    row_address, first = v.address_of(row), v.address_of(x)
-    second = first + 4 * columns
-    third = second + 4 * columns
-    for token in range(4):
-        single[token] = v.call_dot(dot, row_address, columns, first + 4 * columns * token)
-    v.call_dot_by_4(
-        dot_by_4,
-        row_address,
-        columns,
-        first,
-        second,
-        third,
-        third + 4 * columns,
-        v.address_of(by_4),
-        8,
-    )
+def _copy_bytes(source: int, target: int, count: int) -> None:
+    v.copy_bytes(target, source, count)
 
 
 def test_exp_is_accurate_and_the_same_for_one_lane_and_many() -> None:
@@ -78,16 +59,12 @@ def test_partial_vectors_touch_only_their_lanes() -> None:
         np.testing.assert_array_equal(target, np.where(np.arange(32) < count, source, -1))
 
 
-def test_four_dots_at_once_have_the_bits_of_one() -> None:
-    products = compile_kernel(
-        _products, v.i64, v.i64, v.f32[::1], v.f32[:, ::1], v.f32[::1], v.f32[::1]
-    )
-    rng = np.random.default_rng(0)
-    for columns in (1, 17, 32, 52, 64, 100, 1000):
-        row = rng.standard_normal(columns).astype(np.float32)
-        x = rng.standard_normal((4, columns)).astype(np.float32)
-        single, by_4 = np.empty(4, np.float32), np.full(8, -1, np.float32)
-        products(dot_f32().address, dot_f32_by_4().address, row, x, single, by_4)
-        np.testing.assert_array_equal(by_4[::2], single)
-        np.testing.assert_array_equal(by_4[1::2], -1)
-        np.testing.assert_allclose(single, x @ row, rtol=1e-4, atol=1e-4)
+def test_copied_bytes_are_those_and_no_others() -> None:
+    copy = compile_kernel(_copy_bytes, v.i64, v.i64, v.i64)
+    source = np.random.default_rng(0).integers(0, 255, 300, dtype=np.uint8)
+    for count in (*range(131), 256, 257, 290):
+        target = np.full(300, 255, np.uint8)
+        copy(source[3:].ctypes.data, target[5:].ctypes.data, count)
+        expected = np.full(300, 255, np.uint8)
+        expected[5 : 5 + count] = source[3 : 3 + count]
+        np.testing.assert_array_equal(target, expected)

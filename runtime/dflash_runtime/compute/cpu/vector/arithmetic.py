@@ -26,7 +26,6 @@ from dflash_runtime.compute.cpu.vector.types import (
     lanes_of,
     primitive,
     unsigned,
-    void,
 )
 
 
@@ -106,8 +105,8 @@ def table_lookup(table: tuple[int, ...]) -> Callable[..., Any]:
     return look_up
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    suffix = f"v{LANES}f32" if isinstance(a.type, ir.VectorType) else "f32"
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
     return builder.call(_declared(builder, f"llvm.fma.{suffix}", a.type, [a.type] * 3), [a, b, c])
 
 
@@ -116,7 +115,7 @@ def _declared(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-fma = primitive(floats, floats, floats, floats)(_fma)
+fma = primitive(floats, floats, floats, floats)(emit_fma)
 
 
 @primitive(doubles, floats, doubles)
@@ -128,7 +127,19 @@ def add_squares(builder: Any, values: Any, total: Any) -> Any:
 
 @primitive(floats, floats, floats)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
+    """A NaN in `b` stays."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@primitive(floats, floats, floats)
+def minimum(builder: Any, a: Any, b: Any) -> Any:
+    """A NaN in `a` stays."""
+    return builder.select(builder.fcmp_ordered(">", a, b), b, a)
+
+
+@primitive(f64, f32)
+def widen(builder: Any, value: Any) -> Any:
+    return builder.fpext(value, DOUBLE)
 
 
 def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any], lanes: int = 1) -> Any:
@@ -164,27 +175,6 @@ def largest_of(builder: Any, values: Any) -> Any:
     return _fold_all(builder, values, larger)
 
 
-@primitive(void, i64, i64, floats, floats, floats, floats)
-def store_sums(builder: Any, address: Any, stride: Any, *vectors: Any) -> None:
-    """Four times sum_of, with the same additions but fewer instructions; `stride` is bytes."""
-    a, b, c, d = (_fold(builder, vector, builder.fadd, lanes=4) for vector in vectors)
-    pairs = []
-    for first, second in ((a, b), (c, d)):
-        lower = emit_shuffle(builder, first, second, [0, 1, 4, 5])
-        upper = emit_shuffle(builder, first, second, [2, 3, 6, 7])
-        pairs.append(builder.fadd(lower, upper))
-    even = emit_shuffle(builder, pairs[0], pairs[1], [0, 2, 4, 6])
-    odd = emit_shuffle(builder, pairs[0], pairs[1], [1, 3, 5, 7])
-    sums = builder.fadd(even, odd)
-    for lane in range(4):
-        stored = builder.store(
-            builder.extract_element(sums, I32(lane)),
-            builder.inttoptr(address, FLOAT.as_pointer()),
-        )
-        stored.align = 4
-        address = builder.add(address, stride)
-
-
 _EXP_COEFFICIENTS = (
     1.9875691500e-4,
     1.3981999507e-3,
@@ -213,15 +203,15 @@ def _exp(builder: Any, x: Any) -> Any:
     low, high = constant(-104.0), constant(89.0)
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
-    shifted = _fma(builder, x, constant(_LOG2_E), constant(_ROUNDER))
+    shifted = emit_fma(builder, x, constant(_LOG2_E), constant(_ROUNDER))
     exponent = builder.sub(builder.bitcast(shifted, integer), emit_constant(integer, _ROUNDER_BITS))
     turns = builder.fsub(shifted, constant(_ROUNDER))
-    rest = _fma(builder, turns, constant(-_LN2_HIGH), x)
-    rest = _fma(builder, turns, constant(-_LN2_LOW), rest)
+    rest = emit_fma(builder, turns, constant(-_LN2_HIGH), x)
+    rest = emit_fma(builder, turns, constant(-_LN2_LOW), rest)
     series = constant(_EXP_COEFFICIENTS[0])
     for coefficient in _EXP_COEFFICIENTS[1:]:
-        series = _fma(builder, series, rest, constant(coefficient))
-    value = _fma(builder, series, builder.fmul(rest, rest), rest)
+        series = emit_fma(builder, series, rest, constant(coefficient))
+    value = emit_fma(builder, series, builder.fmul(rest, rest), rest)
     value = builder.fadd(value, constant(1.0))
     # In two halves, because 2^n itself need not be a normal float32.
     half = builder.ashr(exponent, emit_constant(integer, 1))

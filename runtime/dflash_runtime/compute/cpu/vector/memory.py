@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_runtime.compute.cpu.untyped import cgutils, intrinsic, ir, types
 from dflash_runtime.compute.cpu.vector.types import (
+    DOUBLE,
     FLOAT,
     HALF,
     I8,
@@ -16,6 +17,7 @@ from dflash_runtime.compute.cpu.vector.types import (
     emit_constant,
     emit_join,
     f32,
+    f64,
     floats,
     i64,
     lanes_of,
@@ -25,14 +27,14 @@ from dflash_runtime.compute.cpu.vector.types import (
 )
 
 
-def _load(builder: Any, address: Any, element: Any) -> Any:
+def emit_load(builder: Any, address: Any, element: Any) -> Any:
     # Blocks are packed: nothing in a row is aligned to more than a byte.
     value = builder.load(builder.inttoptr(address, element.as_pointer()))
     value.align = 1
     return value
 
 
-def _store(builder: Any, address: Any, value: Any) -> None:
+def emit_store(builder: Any, address: Any, value: Any) -> None:
     stored = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
     stored.align = 1
 
@@ -55,11 +57,11 @@ def address_of(typing_context: Any, array: Any) -> Any:
 
 
 def _load_floats(builder: Any, address: Any) -> Any:
-    return _load(builder, address, lanes_of(FLOAT))
+    return emit_load(builder, address, lanes_of(FLOAT))
 
 
 def _load_halves(builder: Any, address: Any) -> Any:
-    bits = _load(builder, address, lanes_of(I16))
+    bits = emit_load(builder, address, lanes_of(I16))
     return builder.fpext(builder.bitcast(bits, lanes_of(HALF)), lanes_of(FLOAT))
 
 
@@ -92,7 +94,7 @@ def store_cached(typing_context: Any, cache: Any, address: Any, lanes: Any) -> A
         if is_half:
             halves = builder.fptrunc(stored, lanes_of(HALF))
             stored = builder.bitcast(halves, lanes_of(I16))
-        _store(builder, values[1], stored)
+        emit_store(builder, values[1], stored)
         return context.get_dummy_value()
 
     return void(cache, address, lanes), emit
@@ -109,19 +111,19 @@ def load_padded(builder: Any, address: Any, count: Any) -> Any:
 
 @primitive(floats, i64)
 def load_bfloats(builder: Any, address: Any) -> Any:
-    bits = _load(builder, address, lanes_of(I16))
+    bits = emit_load(builder, address, lanes_of(I16))
     return _bfloat_to_float(builder, bits, lanes_of(I32), lanes_of(FLOAT))
 
 
 @primitive(unsigned, i64)
 def load_bytes(builder: Any, address: Any) -> Any:
-    return _load(builder, address, lanes_of(I8))
+    return emit_load(builder, address, lanes_of(I8))
 
 
 @primitive(unsigned, i64)
 def load_nibbles(builder: Any, address: Any) -> Any:
     """16 bytes: their low halves in lanes 0 … 15, their high halves in 16 … 31."""
-    packed = _load(builder, address, lanes_of(I8, LANES // 2))
+    packed = emit_load(builder, address, lanes_of(I8, LANES // 2))
     low = builder.and_(packed, ir.Constant(packed.type, [15] * (LANES // 2)))
     high = builder.lshr(packed, ir.Constant(packed.type, [4] * (LANES // 2)))
     return emit_join(builder, low, high)
@@ -129,7 +131,7 @@ def load_nibbles(builder: Any, address: Any) -> Any:
 
 @primitive(void, i64, floats)
 def store_floats(builder: Any, address: Any, values: Any) -> None:
-    _store(builder, address, values)
+    emit_store(builder, address, values)
 
 
 @primitive(void, i64, floats, i64)
@@ -142,50 +144,86 @@ def store_partial(builder: Any, address: Any, values: Any, count: Any) -> None:
 
 @primitive(f32, i64)
 def load_float(builder: Any, address: Any) -> Any:
-    return _load(builder, address, FLOAT)
+    return emit_load(builder, address, FLOAT)
 
 
 @primitive(f32, i64)
 def load_half(builder: Any, address: Any) -> Any:
-    return builder.fpext(builder.bitcast(_load(builder, address, I16), HALF), FLOAT)
+    return builder.fpext(builder.bitcast(emit_load(builder, address, I16), HALF), FLOAT)
 
 
 @primitive(f32, i64)
 def load_bfloat(builder: Any, address: Any) -> Any:
-    return _bfloat_to_float(builder, _load(builder, address, I16), I32, FLOAT)
+    return _bfloat_to_float(builder, emit_load(builder, address, I16), I32, FLOAT)
 
 
 @primitive(i64, i64)
 def load_byte(builder: Any, address: Any) -> Any:
-    return builder.zext(_load(builder, address, I8), I64)
+    return builder.zext(emit_load(builder, address, I8), I64)
 
 
 @primitive(i64, i64)
 def load_signed_byte(builder: Any, address: Any) -> Any:
-    return builder.sext(_load(builder, address, I8), I64)
+    return builder.sext(emit_load(builder, address, I8), I64)
 
 
 @primitive(i64, i64)
 def load_u16(builder: Any, address: Any) -> Any:
-    return builder.zext(_load(builder, address, I16), I64)
+    return builder.zext(emit_load(builder, address, I16), I64)
 
 
 @primitive(i64, i64)
 def load_u32(builder: Any, address: Any) -> Any:
-    return builder.zext(_load(builder, address, I32), I64)
+    return builder.zext(emit_load(builder, address, I32), I64)
 
 
 @primitive(i64, i64)
 def load_i32(builder: Any, address: Any) -> Any:
-    return builder.sext(_load(builder, address, I32), I64)
+    return builder.sext(emit_load(builder, address, I32), I64)
+
+
+@primitive(i64, i64)
+def load_i64(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, I64)
+
+
+@primitive(void, i64, i64)
+def store_i64(builder: Any, address: Any, value: Any) -> None:
+    emit_store(builder, address, value)
+
+
+@primitive(f64, i64)
+def load_double(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, DOUBLE)
+
+
+@primitive(void, i64, f64)
+def store_double(builder: Any, address: Any, value: Any) -> None:
+    emit_store(builder, address, value)
+
+
+@primitive(void, i64)
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for one cache line; any address is allowed."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    name, numbers = "llvm.prefetch.p0", [I32(0), I32(3), I32(1)]
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, [pointer, *numbers])
+
+
+@primitive(void, i64, i64, i64)
+def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
+    target, source = (builder.inttoptr(each, I8.as_pointer()) for each in (target, source))
+    cgutils.raw_memcpy(builder, target, source, num_bytes, I64(1))
 
 
 @primitive(void, i64, f32)
 def store_float(builder: Any, address: Any, value: Any) -> None:
-    _store(builder, address, value)
+    emit_store(builder, address, value)
 
 
-def _call(builder: Any, result: Any, function: Any, arguments: list[Any]) -> Any:
+def emit_call(builder: Any, result: Any, function: Any, arguments: list[Any]) -> Any:
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(builder.inttoptr(function, function_type.as_pointer()), arguments)
 
@@ -193,16 +231,4 @@ def _call(builder: Any, result: Any, function: Any, arguments: list[Any]) -> Any
 @primitive(void, i64, i64, i64, i64)
 def call_expand(builder: Any, function: Any, row: Any, columns: Any, out: Any) -> None:
     """``function(row, columns, out)``: a row as float32."""
-    _call(builder, ir.VoidType(), function, [row, columns, out])
-
-
-@primitive(f32, i64, i64, i64, i64)
-def call_dot(builder: Any, function: Any, row: Any, columns: Any, x: Any) -> Any:
-    """``function(row, columns, x)``: a row times a vector."""
-    return _call(builder, FLOAT, function, [row, columns, x])
-
-
-@primitive(void, i64, i64, i64, i64, i64, i64, i64, i64, i64)
-def call_dot_by_4(builder: Any, function: Any, *arguments: Any) -> None:
-    """``function(row, columns, x0, x1, x2, x3, out, out_stride)``: a row times four vectors."""
-    _call(builder, ir.VoidType(), function, list(arguments))
+    emit_call(builder, ir.VoidType(), function, [row, columns, out])

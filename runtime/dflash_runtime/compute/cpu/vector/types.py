@@ -32,27 +32,29 @@ def lanes_of(element: Any, lanes: int = LANES) -> Any:
     return ir.VectorType(element, lanes)
 
 
-class _VectorType(types.Type):  # type: ignore[misc]
-    def __init__(self, name: str, element: Any) -> None:
+class VectorType(types.Type):  # type: ignore[misc]
+    """A numba type that is one LLVM vector."""
+
+    def __init__(self, name: str, element: Any, count: int = LANES) -> None:
         super().__init__(name=name)
-        self.llvm_type = lanes_of(element)
+        self.llvm_type = lanes_of(element, count)
 
 
-@register_model(_VectorType)
+@register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, vector_type: _VectorType) -> None:
+    def __init__(self, manager: Any, vector_type: VectorType) -> None:
         super().__init__(manager, vector_type, vector_type.llvm_type)
 
 
-floats = _VectorType("float32x32", FLOAT)
-doubles = _VectorType("float64x32", DOUBLE)
-unsigned = _VectorType("uint8x32", I8)
+floats = VectorType("float32x32", FLOAT)
+doubles = VectorType("float64x32", DOUBLE)
+unsigned = VectorType("uint8x32", I8)
 
 f32, f64, i64, void = types.float32, types.float64, types.int64, types.void
 
 
-def _define(
-    key: Any, result: Any, arguments: tuple[Any, ...], emit: Emitter, *, extends: bool
+def define(
+    key: Any, result: Any, arguments: tuple[Any, ...], emit: Emitter, *, extends: bool = True
 ) -> None:
     """Teach numba one more signature of a known function (`extends`), or a new function."""
     name = getattr(key, "__name__", str(key))
@@ -79,7 +81,7 @@ def primitive(result: Any, *arguments: Any) -> Callable[[Emitter], Callable[...,
 
         only_in_kernels.__name__ = emit.__name__
         only_in_kernels.__doc__ = emit.__doc__
-        _define(only_in_kernels, result, arguments, emit, extends=False)
+        define(only_in_kernels, result, arguments, emit, extends=False)
         return only_in_kernels
 
     return register
@@ -98,16 +100,16 @@ def emit_shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(lanes_of(I32, len(order)), order))
 
 
-def emit_splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(lanes_of(scalar.type), ir.Undefined)
+def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
+    undefined = ir.Constant(lanes_of(scalar.type, count), ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
-    return emit_shuffle(builder, first, undefined, [0] * LANES)
+    return emit_shuffle(builder, first, undefined, [0] * count)
 
 
 def emit_constant(vector: Any, value: Any) -> Any:
     """`value` in every lane, or once if the type is a scalar."""
     if isinstance(vector, ir.VectorType):
-        return ir.Constant(vector, [value] * LANES)
+        return ir.Constant(vector, [value] * vector.count)
     return ir.Constant(vector, value)
 
 
@@ -118,15 +120,15 @@ def _byte_operator(key: Any, method: str) -> None:
     def with_scalar(builder: Any, a: Any, b: Any) -> Any:
         return getattr(builder, method)(a, emit_splat(builder, builder.trunc(b, I8)))
 
-    _define(key, unsigned, (unsigned, unsigned), with_bytes, extends=True)
-    _define(key, unsigned, (unsigned, i64), with_scalar, extends=True)
+    define(key, unsigned, (unsigned, unsigned), with_bytes)
+    define(key, unsigned, (unsigned, i64), with_scalar)
 
 
 def _float_operator(key: Any, method: str) -> None:
     def emit(builder: Any, a: Any, b: Any) -> Any:
         return getattr(builder, method)(a, b)
 
-    _define(key, floats, (floats, floats), emit, extends=True)
+    define(key, floats, (floats, floats), emit)
 
 
 _float_operator(operator.add, "fadd")

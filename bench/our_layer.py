@@ -1,0 +1,63 @@
+"""Our expert layers, through the public backend: grouping by expert, then `accumulate`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from bench.machine import touch_pages
+from bench.workload import Work
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.registry import adapter_for
+from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.routed_batch import group_by_expert
+from dflash_runtime.compute import BackendName, make_backend
+
+
+class OurLayers:
+    """The expert layers of one file, with `num_threads` threads."""
+
+    def __init__(self, path: Path, *, num_threads: int) -> None:
+        self._file = GgufFile.open(path)
+        layers = adapter_for(self._file).read_spec(self._file).moe.layers
+        self._backend = make_backend(BackendName.CPU, num_threads=num_threads)
+        self._backend.warm_up({each.tensor_type for layer in layers for each in layer.projections})
+        self._banks = [
+            self._backend.load_experts(
+                self._file, layer, np.arange(layer.num_experts, dtype=np.int32)
+            )
+            for layer in layers
+        ]
+        for info in self._file.tensors.values():
+            touch_pages(self._file.tensor_bytes(info.name))
+
+    def numeric_class(self) -> str:
+        """Names the kernels in use."""
+        return self._backend.numeric_class
+
+    def run(self, works: list[Work]) -> float:
+        """Seconds that the layers of these works took, grouping by expert included."""
+        seconds = 0.0
+        for work in works:
+            seconds += self._accumulate(work, np.zeros(work.hidden.shape, np.float64))
+        return seconds
+
+    def result(self, work: Work) -> F64Array:
+        """Shapes: result [T, H] float64."""
+        out = np.zeros(work.hidden.shape, np.float64)
+        self._accumulate(work, out)
+        return out
+
+    def end_row(self) -> None:
+        """Nothing is kept from row to row."""
+
+    def _accumulate(self, work: Work, out: F64Array) -> float:
+        token_indices = np.repeat(np.arange(work.num_tokens, dtype=np.int32), work.num_used)
+        expert_ids, weights = work.expert_ids.reshape(-1), work.weights.reshape(-1)
+        phase = Phase.DECODE if work.num_tokens == 1 else Phase.PREFILL
+        started_s = time.perf_counter()
+        batch = group_by_expert(work.hidden, token_indices, expert_ids, weights, phase=phase)
+        self._banks[work.layer_index].accumulate(batch, out)
+        return time.perf_counter() - started_s

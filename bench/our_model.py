@@ -1,0 +1,100 @@
+"""A whole model in our engine, all experts in this process: prefill, decode, and its own memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_protocol.ids import F32Array
+from dflash_runtime import Engine
+from dflash_runtime.engine.engine import GeneratedToken
+
+_MEMORY_INTERVAL_S = 0.002
+
+
+class OurModel:
+    """One file with one sequence. Times are the engine's own, sampling included."""
+
+    def __init__(self, path: Path, *, num_threads: int, context: int, kv_type: str) -> None:
+        self._bytes_before = anonymous_bytes()
+        self._engine = Engine.open(
+            path, backend="cpu", threads=num_threads, context=context, kv_type=kv_type
+        )
+        self._run: Iterator[GeneratedToken] = iter(())
+
+    def logits(self, token_ids: Sequence[int]) -> F32Array:
+        """Logits after the last token, from an empty state. Shapes: result [V] float32."""
+        row: F32Array = self._engine.logits(token_ids)[-1]
+        return row
+
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """Tokens per second of one prompt from an empty state, with logits after its last token."""
+        self._take(self._engine.generate(token_ids, 1, ignore_eos=True), 1)
+        return self._engine.last_generation.prefill_tokens_per_s
+
+    def decode_after(self, token_ids: Sequence[int], num_tokens: int) -> float:
+        """Tokens per second of tokens one by one after a prompt, which is not in the time."""
+        run = self._engine.generate(token_ids, num_tokens + 1, ignore_eos=True)
+        self._take(run, num_tokens + 1)
+        return self._engine.last_generation.decode_tokens_per_s
+
+    def fill(self, token_ids: Sequence[int]) -> None:
+        """Begin a generation that `decode` goes on with."""
+        left = self._engine.num_positions - len(token_ids)
+        self._run = self._engine.generate(token_ids, left, ignore_eos=True)
+        next(self._run)
+
+    def decode(self, num_tokens: int) -> float:
+        """Tokens per second of the next tokens of the generation."""
+        before_s = self._engine.last_generation.decode_s
+        self._take(self._run, num_tokens)
+        return num_tokens / (self._engine.last_generation.decode_s - before_s)
+
+    def kv_bytes_per_position(self) -> int:
+        """Bytes that keys and values of one position take."""
+        width = 2 if self._engine.kv_type.value == "f16" else 4
+        return sum(
+            kv.num_heads * (kv.key_dim + kv.value_dim) * width for kv in self._engine.spec.kv_layers
+        )
+
+    def largest_expert_bytes(self) -> int:
+        return max(layer.expert_bytes for layer in self._engine.spec.moe.layers)
+
+    def bytes_before_opening(self) -> int:
+        """Memory of the interpreter and the libraries it had loaded."""
+        return self._bytes_before
+
+    def peak_bytes(self, method: str, *args: Any) -> int:
+        """Most memory that was not file pages while a method of this object ran."""
+        done, peak = threading.Event(), anonymous_bytes()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(_MEMORY_INTERVAL_S):
+                peak = max(peak, anonymous_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        call: Callable[..., object] = getattr(self, method)
+        try:
+            call(*args)
+        finally:
+            done.set()
+            watcher.join()
+        return max(peak, anonymous_bytes())
+
+    @staticmethod
+    def _take(run: Iterator[GeneratedToken], num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            next(run)
+
+
+def anonymous_bytes() -> int:
+    """Resident bytes of this process that no file stands behind."""
+    total = 0
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("RssAnon:", "RssShmem:")):
+            total += 1024 * int(line.split()[1])
+    return total

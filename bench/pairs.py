@@ -1,0 +1,119 @@
+"""Interleaved measurements: every round runs all sides in a random order; statistics of rounds.
+
+Ratios are taken inside a round and then their median, so that a machine whose speed drifts treats
+all sides alike. A round in which some side was interrupted by other programs says little about the
+sides; rounds are repeated until enough were quiet. Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+SETTLE_S = 0.03
+"""Pause before each sample: threads of the side before may spin a few milliseconds more."""
+
+_QUIET_SWITCHES = 2
+_QUIET_SWITCHES_PER_S = 20
+"""A busy neighbour interrupts a thread some 300 times a second; the system itself seldom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One side's value in one round, and how often others took the CPU from it meanwhile."""
+
+    value: float
+    switches: int
+    wall_s: float
+
+    @property
+    def disturbance(self) -> float:
+        """At most 1 if the sample was quiet."""
+        return self.switches / (_QUIET_SWITCHES + _QUIET_SWITCHES_PER_S * self.wall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds that count, as each side's values, and how many there were in all."""
+
+    values: dict[str, list[float]]
+    num_quiet: int
+    num_run: int
+
+    def label(self) -> str:
+        """``9 of 12``, with ``!`` if rounds that were not quiet had to be taken."""
+        taken = len(next(iter(self.values.values())))
+        return f"{self.num_quiet} of {self.num_run}" + (" !" if taken > self.num_quiet else "")
+
+
+def interleave(
+    sides: Mapping[str, Callable[[int], Sample]],
+    rounds: int,
+    *,
+    patience_s: float,
+    at_most: int = 1000,
+    seed: int = 0,
+) -> Rounds:
+    """Run rounds until `rounds` of them were quiet, or `patience_s` or `at_most` rounds are over.
+
+    A side is called with the round's number. If too few rounds were quiet, the least disturbed
+    others are taken too. One round more is run first and dropped: it warms everything up.
+    """
+    order = list(sides)
+    shuffler = random.Random(seed)
+    run: list[dict[str, Sample]] = []
+    started_s = time.monotonic()
+
+    def quiet() -> list[dict[str, Sample]]:
+        return [each for each in run if _disturbance(each) <= 1]
+
+    def is_enough() -> bool:
+        if len(run) < rounds:
+            return False
+        is_late = time.monotonic() - started_s >= patience_s or len(run) >= at_most
+        return is_late or len(quiet()) >= rounds
+
+    number = -1
+    while not is_enough():
+        shuffler.shuffle(order)
+        samples = {}
+        for name in order:
+            time.sleep(SETTLE_S)
+            samples[name] = sides[name](max(number, 0))
+        if number >= 0:
+            run.append(samples)
+        number += 1
+    taken = sorted(run, key=_disturbance)[:rounds]
+    values = {name: [samples[name].value for samples in taken] for name in sides}
+    return Rounds(values, len(quiet()), len(run))
+
+
+def _disturbance(samples: Mapping[str, Sample]) -> float:
+    return max(sample.disturbance for sample in samples.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and range of some samples."""
+
+    median: float
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.smallest:.2f}…{self.largest:.2f})"
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """``ours / theirs``, pair by pair."""
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])

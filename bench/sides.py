@@ -1,0 +1,167 @@
+"""One side of a comparison, in a process of its own: an object there, its methods called from here.
+
+A process each, so that no side's threads, OpenMP settings, tile state or memory are another's.
+Knows nothing of what the object does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench.pairs import Sample
+
+
+class SideError(RuntimeError):
+    """A side failed; the text is its traceback, or how its process ended."""
+
+
+class Side:
+    """An object made by ``factory(*args, **kwargs)`` in a new process.
+
+    Owns: the process, ended by `close` or at the end of a ``with`` block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        factory: Callable[..., object],
+        *args: Any,
+        realtime: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Start the process; with `realtime` (root) nothing interrupts it during samples.
+
+        Raises: SideError if the object cannot be made.
+        """
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(there, realtime, factory, args, kwargs), name=name, daemon=True
+        )
+        self._process.start()
+        there.close()
+        try:
+            self._receive()
+        except SideError:
+            self.close()
+            raise
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The result of a method there.
+
+        Raises: SideError.
+        """
+        try:
+            self._pipe.send((method, args))
+        except OSError:
+            raise SideError(f"{self.name} ended: exit code {self._exit_code()}") from None
+        return self._receive()
+
+    def sample(self, method: str, *args: Any) -> Sample:
+        """The number that a method there gives, with how often others interrupted it meanwhile.
+
+        Raises: SideError.
+        """
+        value, switches, wall_s = self.call("", method, *args)
+        return Sample(float(value), switches, wall_s)
+
+    def close(self) -> None:
+        """End the process. May be called again."""
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _receive(self) -> Any:
+        try:
+            is_result, value = self._pipe.recv()
+        except EOFError:
+            raise SideError(f"{self.name} ended: exit code {self._exit_code()}") from None
+        if not is_result:
+            raise SideError(f"{self.name} failed:\n{value}")
+        return value
+
+    def _exit_code(self) -> int | None:
+        self._process.join(10)
+        return self._process.exitcode
+
+
+def _serve(
+    pipe: Connection,
+    realtime: bool,
+    factory: Callable[..., object],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    try:
+        served = factory(*args, **kwargs)
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        reply: tuple[bool, Any]
+        try:
+            if method:
+                reply = True, getattr(served, method)(*arguments)
+            else:
+                sampled = getattr(served, arguments[0])
+                reply = True, _sampled(sampled, arguments[1:], realtime)
+        except Exception:
+            reply = False, traceback.format_exc()
+        except KeyboardInterrupt:
+            return
+        try:
+            pipe.send(reply)
+        except OSError:  # nobody waits for it any more
+            return
+
+
+def _sampled(
+    method: Callable[..., object], args: tuple[Any, ...], realtime: bool
+) -> tuple[object, int, float]:
+    """Result, involuntary context switches of all threads, and wall time of a call."""
+    if realtime:
+        _schedule_all_threads(os.SCHED_FIFO, 1)
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        started_s = time.perf_counter()
+        value = method(*args)
+        wall_s = time.perf_counter() - started_s
+        return value, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before, wall_s
+    finally:
+        if realtime:
+            _schedule_all_threads(os.SCHED_OTHER, 0)
+
+
+def _schedule_all_threads(policy: int, priority: int) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(int(thread.name), policy, os.sched_param(priority))

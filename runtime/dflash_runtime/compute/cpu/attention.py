@@ -1,0 +1,156 @@
+"""Launches attention: checks shapes, describes the call to the tasks, and picks how to share it.
+
+Everything that reaches a task is checked here. Knows nothing of the mathematics.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from dflash_adapters.ops import KvType
+from dflash_protocol.errors import ContextExceeded
+from dflash_protocol.ids import F32Array, I32Array, I64Array
+from dflash_runtime.compute.cpu import attention_arguments as a
+from dflash_runtime.compute.cpu.attention_elements import element_functions
+from dflash_runtime.compute.cpu.attention_split import SPLIT, partial_bytes, scratch_bytes
+from dflash_runtime.compute.cpu.attention_tasks import attend_task, attention_kernel, store_task
+from dflash_runtime.compute.cpu.attention_tiles import BLOCK
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.scratch import Scratch
+from dflash_runtime.compute.cpu.workers import Workers
+
+_PARALLEL_PRODUCTS = 1 << 17
+"""Products below which waking other threads costs more than it saves."""
+
+_PARALLEL_VALUES = 1 << 15
+"""New keys and values, likewise."""
+
+_TILE_ROWS = 128
+"""Rows for which keys and values are expanded once; more would leave the second-level cache."""
+
+_MOST_PARTIAL_BYTES = 32 << 20
+
+
+class Attention:
+    """Attention on one pool of threads; calls may come from several threads at once."""
+
+    def __init__(self, workers: Workers, scratch: Scratch) -> None:
+        self._workers = workers
+        self._scratch = scratch
+
+    def compile(self, kv_type: KvType) -> None:
+        """Have everything ready for a cache of that type."""
+        attention_kernel()
+        _functions(kv_type)
+
+    def __call__(
+        self,
+        q: F32Array,
+        k: F32Array,
+        v: F32Array,
+        cache: CpuKvCache,
+        cache_layer: int,
+        positions: I32Array,
+        scale: float,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        """Write k and v to the cache at `positions`, then let every token see all up to its own.
+
+        Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; result [T, heads, V].
+        Raises: ContextExceeded if the chunk does not fit the cache.
+        """
+        layer = cache.layers[cache_layer]
+        kv = layer.kv
+        num_tokens, num_heads, _ = q.shape
+        if (
+            k.shape != (num_tokens, kv.num_heads, kv.key_dim)
+            or v.shape != (num_tokens, kv.num_heads, kv.value_dim)
+            or q.shape[2] != kv.key_dim
+            or num_heads % kv.num_heads
+        ):
+            raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} do not fit {kv}")
+        shape = (num_tokens, num_heads, kv.value_dim)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape:
+            raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
+        if num_tokens == 0:
+            return out
+        first_position = _first_position(positions, num_tokens, cache.capacity)
+        group = num_heads // kv.num_heads
+        num_visible = first_position + num_tokens
+        # A power of two that divides BLOCK: no tile crosses the border of a block.
+        tile_tokens = min(BLOCK, 1 << max(0, (_TILE_ROWS // group).bit_length() - 1))
+        one_partial = partial_bytes(tile_tokens * group, kv.value_dim)
+        num_tiles = (num_visible - 1) // tile_tokens - first_position // tile_tokens + 1
+        num_pairs, num_splits = num_tiles * kv.num_heads, -(-num_visible // SPLIT)
+        num_threads = self._workers.num_threads
+        num_products = num_tokens * num_heads * num_visible * (kv.key_dim + kv.value_dim)
+        is_shared = num_threads > 1 and num_products >= _PARALLEL_PRODUCTS
+        items_a_pair, all_partials = 1, num_pairs * num_splits * one_partial
+        if not is_shared or num_pairs >= 4 * num_threads or all_partials > _MOST_PARTIAL_BYTES:
+            all_partials = 0
+        else:
+            items_a_pair = num_splits
+        one_scratch = scratch_bytes(tile_tokens * group, kv.key_dim, kv.value_dim)
+        with self._scratch.take(
+            8 * a.NUM_ARGUMENTS, num_threads * one_scratch, all_partials, 8 * num_pairs
+        ) as (args, scratch, partials, done, counter):
+            attention_kernel()(
+                q,
+                k,
+                v,
+                out,
+                layer.words,
+                _functions(cache.kv_type),
+                first_position,
+                scale,
+                tile_tokens,
+                num_pairs,
+                items_a_pair,
+                one_partial,
+                one_scratch,
+                args,
+                scratch,
+                partials,
+                done,
+                counter,
+                self._workers.address if k.size + v.size >= _PARALLEL_VALUES else 0,
+                self._workers.address if is_shared else 0,
+            )
+        return out
+
+
+@cache
+def _functions(kv_type: KvType) -> I64Array:
+    """The words of functions; those compiled live as long as the process."""
+    words = np.zeros(a.NUM_ARGUMENTS, np.int64)
+    stored, expanded = element_functions(kv_type), element_functions(KvType.F32)
+    words[a.FETCH_SCORE] = stored.fetch_score.address
+    words[a.MIX] = stored.mix.address
+    words[a.EXPAND_KEYS] = stored.expand_keys.address
+    words[a.EXPAND_VALUES] = stored.expand_values.address
+    words[a.STORE_KEY] = stored.store_key.address
+    words[a.STORE_VALUES] = stored.store_values.address
+    words[a.SCORE_EXPANDED] = expanded.score.address
+    words[a.MIX_EXPANDED] = expanded.mix.address
+    words[a.STORE_TASK] = store_task().address
+    words[a.ATTEND_TASK] = attend_task().address
+    return words[a.FETCH_SCORE :]
+
+
+def _first_position(positions: I32Array, num_tokens: int, capacity: int) -> int:
+    """Where a chunk begins, after a check that it ascends by one and fits.
+
+    Raises: ContextExceeded if it does not fit.
+    """
+    first = int(positions[0])
+    if positions.shape != (num_tokens,) or first < 0:
+        raise ValueError(f"positions are {positions.shape} from {first} for {num_tokens} tokens")
+    if num_tokens > 1 and bool((positions[1:] - positions[:-1] != 1).any()):
+        raise ValueError("positions must ascend by one")
+    if first + num_tokens > capacity:
+        raise ContextExceeded(first + num_tokens, capacity)
+    return first

@@ -1,0 +1,63 @@
+"""What one call of attention is about, as words that the launcher writes and the tasks read.
+
+Addresses, except where the unit or letter says otherwise. Knows nothing of what is done with them.
+"""
+
+from __future__ import annotations
+
+from dflash_runtime.compute.cpu.compiling import helper
+from dflash_runtime.compute.cpu.vector import atomics
+
+(
+    # Of a layer's cache.
+    KEYS,
+    VALUES,
+    KV_HEADS,
+    KEY_DIM,
+    VALUE_DIM,
+    KEY_HEAD_BYTES,
+    KEY_BLOCK_BYTES,
+    VALUE_HEAD_BYTES,
+    VALUE_ROW_BYTES,
+    # Of a call and the memory it works in.
+    SCRATCH,
+    SCRATCH_BYTES,
+    PARTIALS,
+    DONE,
+    QUERIES,
+    NEW_KEYS,
+    NEW_VALUES,
+    OUT,
+    FIRST_POSITION,
+    NUM_TOKENS,
+    NUM_HEADS,
+    SCALE_BITS,
+    TILE_TOKENS,
+    PARTIAL_BYTES,
+    ITEMS_A_PAIR,
+    # Functions, by the cache's type.
+    FETCH_SCORE,
+    MIX,
+    EXPAND_KEYS,
+    EXPAND_VALUES,
+    STORE_KEY,
+    STORE_VALUES,
+    SCORE_EXPANDED,
+    MIX_EXPANDED,
+    STORE_TASK,
+    ATTEND_TASK,
+) = range(34)
+
+NUM_ARGUMENTS = 34
+NUM_OF_LAYER = SCRATCH
+NUM_OF_FUNCTIONS = NUM_ARGUMENTS - FETCH_SCORE
+
+
+@helper
+def argument(args: int, index: int) -> int:
+    return atomics.relaxed_load(args + 8 * index)  # type: ignore[no-any-return]
+
+
+@helper
+def set_argument(args: int, index: int, value: int) -> None:
+    atomics.relaxed_store(args + 8 * index, value)

@@ -1,0 +1,137 @@
+"""Launches RMS norm, rotary embedding and routing: guards and buffers around dense_tasks.
+
+Dtypes and layouts are checked by the kernels' own signatures, which accept C-contiguous arrays of
+one element type and rank only. Knows nothing of the mathematics.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.rope import RopePairing, RopeTable
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.cpu import dense_tasks as tasks
+from dflash_runtime.compute.cpu.scratch import Scratch
+from dflash_runtime.compute.cpu.workers import Workers
+
+PARALLEL_VALUES = 1 << 15
+"""Values below which waking other threads costs more than it saves."""
+
+_NO_WEIGHT = np.empty(0, np.float32)
+
+
+class Dense:
+    """Operations without weights of their own; calls may come from several threads at once."""
+
+    def __init__(self, workers: Workers, scratch: Scratch) -> None:
+        self._workers = workers
+        self._scratch = scratch
+        self._angles = _AngleCache()
+
+    def compile(self) -> None:
+        tasks.norm_kernel()
+        tasks.rope_kernel()
+        tasks.route_kernel()
+
+    def rms_norm(
+        self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
+    ) -> F32Array:
+        """Over the last axis. `out` may be `x`. Shapes: x [..., n]; weight [n]."""
+        columns = x.shape[-1]
+        if weight.shape != (columns,):
+            raise ValueError(f"weight is {weight.shape} for rows of {columns}")
+        if out is None:
+            out = np.empty(x.shape, np.float32)
+        elif out.shape != x.shape or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
+        rows, result = x, out
+        if x.ndim != 2:
+            # Views: `out` is contiguous, and so is `x` unless the kernel refuses it.
+            rows, result = x.reshape(-1, columns), out.reshape(-1, columns)
+        kernel, task = tasks.norm_kernel()
+        with self._scratch.take(8 * tasks.NUM_WORDS) as (args, counter):
+            pool = self._pool_for(x.size)
+            kernel(rows, weight, eps, result, args, counter, pool, task.address)
+        return out
+
+    def norm_and_rotate(
+        self,
+        q: F32Array,
+        k: F32Array,
+        positions: I32Array,
+        table: RopeTable,
+        *,
+        q_weight: F32Array | None = None,
+        k_weight: F32Array | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """In place: RMS norm of each head where there is a weight, then rotate by the position.
+
+        Shapes: q [T, heads, D]; k [T, kv_heads, D]; positions [T]; weights [D].
+        """
+        num_tokens, _, dim = q.shape
+        if k.shape[0] != num_tokens or k.shape[2] != dim:
+            raise ValueError(f"q is {q.shape}, k is {k.shape}")
+        if positions.shape != (num_tokens,):
+            raise ValueError(f"positions are {positions.shape} for {num_tokens} tokens")
+        if 2 * table.inv_freq.shape[0] > dim:
+            raise ValueError(f"{2 * table.inv_freq.shape[0]} rotated of heads of {dim}")
+        for weight in (q_weight, k_weight):
+            if weight is not None and weight.shape != (dim,):
+                raise ValueError(f"weight is {weight.shape} for heads of {dim}")
+        cos, sin = self._angles.get(table, positions)
+        kernel, task = tasks.rope_kernel()
+        with self._scratch.take(8 * tasks.NUM_WORDS) as (args, counter):
+            kernel(
+                q,
+                k,
+                _NO_WEIGHT if q_weight is None else q_weight,
+                _NO_WEIGHT if k_weight is None else k_weight,
+                eps,
+                cos,
+                sin,
+                table.pairing is RopePairing.INTERLEAVED,
+                args,
+                counter,
+                self._pool_for(q.size + k.size),
+                task.address,
+            )
+
+    def route(self, logits: F32Array, rule: RoutingRule) -> tuple[I32Array, F32Array]:
+        """Shapes: logits [T, E]; results [T, K]."""
+        num_tokens, num_experts = logits.shape
+        num_used = rule.num_experts_used
+        assert rule.gating is Gating.SOFTMAX
+        if not 0 < num_used <= num_experts:
+            raise ValueError(f"{num_used} experts used of {num_experts}")
+        ids = np.empty((num_tokens, num_used), np.int32)
+        weights = np.empty((num_tokens, num_used), np.float32)
+        kernel, task = tasks.route_kernel()
+        pool = self._pool_for(num_used * logits.size)
+        scratch_bytes = self._workers.num_threads * 8 * (num_experts + 31)
+        with self._scratch.take(8 * tasks.NUM_WORDS, scratch_bytes) as (args, scratch, counter):
+            kernel(logits, rule.normalise, ids, weights, scratch, args, counter, pool, task.address)
+        return ids, weights
+
+    def _pool_for(self, num_values: int) -> int:
+        return self._workers.address if num_values >= PARALLEL_VALUES else 0
+
+
+class _AngleCache:
+    """Cosines and sines of one step: every layer of a step asks for the same positions."""
+
+    def __init__(self) -> None:
+        self._last: tuple[RopeTable, bytes, F32Array, F32Array] | None = None
+
+    def get(self, table: RopeTable, positions: I32Array) -> tuple[F32Array, F32Array]:
+        """Shapes: positions [T]; results [T, num_rotated / 2]."""
+        key = positions.tobytes()
+        last = self._last
+        if last is not None and last[0] is table and last[1] == key:
+            return last[2], last[3]
+        angles = positions.astype(np.float64)[:, None] * table.inv_freq
+        cos = (np.cos(angles) * table.scale).astype(np.float32)
+        sin = (np.sin(angles) * table.scale).astype(np.float32)
+        self._last = (table, key, cos, sin)
+        return cos, sin

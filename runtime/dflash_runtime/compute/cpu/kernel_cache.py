@@ -1,0 +1,175 @@
+"""Compiled kernels on disk, one folder for each combination of sources, compiler and CPU.
+
+Trouble with the folder costs time and never more. Of several processes that need a kernel at once
+one compiles it, under a lock on the folder, and the others load what it wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import cache_directory, load_settings
+from dflash_runtime.compute.cpu.tiers import current_tier
+from dflash_runtime.compute.cpu.untyped import (
+    CacheImpl,
+    CacheLocator,
+    FunctionCache,
+    NullCache,
+    cpu_target,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_PREFIX = "kernels-"
+_NUM_FOLDERS_KEPT = 8
+_LOCK_PATIENCE_S = 60.0
+"""How long a process waits for another's compiling before it compiles for itself."""
+_LOCK_POLL_S = 0.02
+
+
+def code_identity() -> str:
+    """Digest of what decides the machine code of a kernel: sources, compilers, CPU, tier."""
+    state = hashlib.sha256(_sources_digest().encode())
+    state.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
+    versions = numba.__version__, llvmlite.__version__, platform.python_version()
+    state.update(repr((versions, current_tier().value)).encode())
+    return state.hexdigest()
+
+
+def cache_for(function: Any) -> Any:
+    """A cache in the manner of numba's, or one that keeps nothing if there is no place for it."""
+    folder = _folder()
+    return NullCache() if folder is None else _KernelCache(function)
+
+
+def release(kernel_cache: Any) -> None:
+    """Whatever became of compiling, let others compile."""
+    if isinstance(kernel_cache, _KernelCache):
+        kernel_cache.release()
+
+
+@cache
+def _sources_digest() -> str:
+    """Of every module here: a kernel's code also depends on the helpers it was built from."""
+    state = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        state.update(path.read_bytes())
+    return state.hexdigest()
+
+
+@cache
+def _folder() -> Path | None:
+    """Made and writable, or None after a warning."""
+    try:
+        parent = cache_directory(load_settings())
+        folder = parent / f"{_PREFIX}{code_identity()[:16]}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        probe = folder / f".{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+        os.utime(folder)  # the last use, by which old ones are told
+    except (SettingsError, OSError) as error:
+        _LOG.warning("kernels will be compiled at every start: %s", error)
+        return None
+    _remove_old(parent)
+    return folder
+
+
+def _remove_old(parent: Path) -> None:
+    """Keep the folders that were used last."""
+    with suppress(OSError):
+        found = sorted(parent.glob(f"{_PREFIX}*"), key=lambda each: each.stat().st_mtime)
+        for folder in found[:-_NUM_FOLDERS_KEPT]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Locator(CacheLocator):  # type: ignore[misc]
+    """Everything into our folder, whose name says what the files are good for."""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator:
+        del py_func, py_file
+        return cls()
+
+    def get_cache_path(self) -> str:
+        return str(_folder())
+
+    def get_source_stamp(self) -> str:
+        return ""
+
+    def get_disambiguator(self) -> None:
+        return None
+
+
+class _Impl(CacheImpl):  # type: ignore[misc]
+    _locator_classes = [_Locator]  # noqa: RUF012 - numba declares it so
+
+
+class _KernelCache(FunctionCache):  # type: ignore[misc]
+    """Of one function. Owns the lock between a load that found nothing and `release`."""
+
+    _impl_class = _Impl
+
+    def __init__(self, py_func: Any) -> None:
+        super().__init__(py_func)
+        self._lock: int | None = None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = self._load(sig, target_context)
+        if found is None:
+            self._lock = _acquire_lock()
+            found = self._load(sig, target_context)
+            if found is not None:
+                self.release()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(Exception):  # no space, no longer ours to write, damaged meanwhile
+            super().save_overload(sig, data)
+        self.release()
+
+    def release(self) -> None:
+        """Let others compile."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged file can raise whatever unpickling can
+            with suppress(OSError):
+                self.flush()
+            return None
+
+
+def _acquire_lock() -> int | None:
+    """An open file that holds the lock, or None if somebody kept it for too long."""
+    folder, end_s = _folder(), time.monotonic() + _LOCK_PATIENCE_S
+    try:
+        lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            if time.monotonic() > end_s:
+                os.close(lock)
+                return None
+            time.sleep(_LOCK_POLL_S)

@@ -1,0 +1,121 @@
+"""Launches dense products: guards, scratch and arguments around the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I64Array
+from dflash_runtime.compute.cpu import linear_kernel as k
+from dflash_runtime.compute.cpu.matrix import UNPACK, CpuMatrix
+from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.scratch import Scratch
+from dflash_runtime.compute.cpu.workers import Workers
+
+_NOTHING = np.empty(0, np.float32)
+
+_MOST_PLANS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What is the same in every call with the same matrices."""
+
+    matrices: tuple[CpuMatrix, ...]
+    columns: int
+    rows: int
+    fields: I64Array
+    num_runs: int
+    thread_bytes: int
+    record_bytes: int
+    """Of one token; 0 if no matrix wants records."""
+
+
+class Linear:
+    """Products of one backend; knows its threads and its scratch memory."""
+
+    def __init__(self, workers: Workers, scratch: Scratch) -> None:
+        self._workers = workers
+        self._scratch = scratch
+        self._kernel = k.linear_kernel()
+        self._tasks = [task.address for task in k.linear_tasks()]
+        self._plans: dict[tuple[CpuMatrix, ...], _Plan] = {}
+
+    def __call__(
+        self,
+        x: F32Array,
+        matrices: tuple[CpuMatrix, ...],
+        out: F32Array,
+        addend: F32Array = _NOTHING,
+    ) -> None:
+        """``x @ matrix.T`` for each, one after another in `out`, plus `addend` if there is one.
+
+        Shapes: x [T, columns]; out, addend [T * rows of all]; all contiguous.
+        """
+        plan = self._plans.get(matrices)
+        if plan is None:
+            plan = self._plans_of(matrices)
+        num_tokens, columns = x.shape
+        if columns != plan.columns:
+            raise ValueError(f"x is {x.shape}, the matrix has {plan.columns} columns")
+        size = num_tokens * plan.rows
+        if out.size != size or addend.size not in (0, size):
+            raise ValueError(f"{out.size} and {addend.size} values for {size} products")
+        if size == 0:
+            return
+        workers = self._workers
+        with self._scratch.take(
+            8 * k.NUM_ARGS,
+            num_tokens * plan.record_bytes,
+            workers.num_threads * plan.thread_bytes,
+        ) as (args, records, thread_scratch, counter):
+            self._kernel(
+                x,
+                out,
+                addend,
+                plan.fields,
+                plan.num_runs,
+                plan.thread_bytes,
+                args,
+                records if plan.record_bytes else 0,
+                thread_scratch,
+                counter,
+                workers.address,
+                *self._tasks,
+            )
+
+    def _plans_of(self, matrices: tuple[CpuMatrix, ...]) -> _Plan:
+        if len(self._plans) == _MOST_PLANS:  # of models that are gone
+            self._plans.clear()
+        plan = self._plans[matrices] = _plan(matrices)
+        return plan
+
+
+def _plan(matrices: Sequence[CpuMatrix]) -> _Plan:
+    columns = matrices[0].columns
+    fields = np.zeros((len(matrices), k.NUM_MATRIX_FIELDS), np.int64)
+    num_rows = num_runs = 0
+    for row, matrix in zip(fields, matrices, strict=True):
+        if matrix.columns != columns:
+            raise ValueError(f"matrices of {columns} and {matrix.columns} columns")
+        row[k.LAYOUT] = matrix.layout.ctypes.data
+        row[k.WEIGHTS] = matrix.address
+        row[k.ROWS] = matrix.rows
+        row[k.ROWS_BEFORE] = num_rows
+        row[k.RUNS_BEFORE] = num_runs
+        num_rows += matrix.rows
+        num_runs += -(-matrix.rows // k.RUN_ROWS)
+    layouts = [matrix.layout for matrix in matrices]
+    has_panels = any(layout[UNPACK] for layout in layouts)
+    return _Plan(
+        matrices=tuple(matrices),
+        columns=columns,
+        rows=num_rows,
+        fields=fields,
+        num_runs=num_runs,
+        thread_bytes=TOTALS_BYTES + product_scratch_bytes(layouts),
+        record_bytes=RECORD_BYTES * (columns // 32) if has_panels else 0,
+    )

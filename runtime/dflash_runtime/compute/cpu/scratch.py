@@ -1,0 +1,72 @@
+"""Memory that kernels write to and nobody keeps: reused from call to call, grown when needed."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import numpy as np
+
+from dflash_protocol.ids import U8Array
+
+_LINE = 64
+_COUNTER_BYTES = 2 * _LINE  # a line that nothing else shares, nor the one fetched with it
+
+
+class Scratch:
+    """One buffer, used by one call at a time; a second call meanwhile gets memory of its own."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.buffer = _Buffer(0)
+
+    def take(self, *sizes: int) -> _Taken:
+        """To be used in a ``with``, which gives addresses of parts of these sizes in bytes, each at
+        a line's begin, and last that of a counter. Their contents are whatever was left there.
+        """
+        return _Taken(self, sizes)
+
+
+class _Buffer:
+    """Owns memory; looking its address up costs more than a small kernel."""
+
+    __slots__ = ("_room", "address", "num_bytes")
+
+    def __init__(self, num_bytes: int) -> None:
+        self._room: U8Array = np.empty(num_bytes + _LINE, np.uint8)
+        self.num_bytes = num_bytes
+        self.address = -(-int(self._room.ctypes.data) // _LINE) * _LINE
+
+
+class _Taken:
+    """One call's use of the buffer. A class, because generators are slow to enter and leave."""
+
+    __slots__ = ("_buffer", "_is_shared", "_scratch", "_sizes")
+
+    def __init__(self, scratch: Scratch, sizes: tuple[int, ...]) -> None:
+        self._scratch = scratch
+        self._sizes = sizes
+
+    def __enter__(self) -> list[int]:
+        offsets, end = [], _COUNTER_BYTES
+        for size in self._sizes:
+            offsets.append(end)
+            end += (size + _LINE - 1) & -_LINE
+        offsets.append(0)
+        scratch = self._scratch
+        self._is_shared = scratch.lock.acquire(blocking=False)
+        if self._is_shared:
+            if scratch.buffer.num_bytes < end:
+                try:
+                    scratch.buffer = _Buffer(end)
+                except MemoryError:
+                    scratch.lock.release()
+                    raise
+            self._buffer = scratch.buffer
+        else:
+            self._buffer = _Buffer(end)
+        first = self._buffer.address
+        return [first + offset for offset in offsets]
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_shared:
+            self._scratch.lock.release()

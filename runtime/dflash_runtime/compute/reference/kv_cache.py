@@ -1,0 +1,77 @@
+"""Rows of keys or values of one layer, kept in a cache's element type.
+
+Knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dflash_adapters.ops import KvType
+from dflash_protocol.ids import AnyArray, F32Array, I32Array
+
+_BLOCK = 32
+
+
+class CachedRows(Protocol):
+    """One row of D values per position and head."""
+
+    def store(self, positions: I32Array, rows: F32Array) -> None:
+        """Shapes: positions [T]; rows [T, heads, D]."""
+
+    def load(self, num_positions: int, head: int) -> F32Array:
+        """The first rows of one head. Shapes: result [num_positions, D]."""
+
+
+def cached_rows(kv_type: KvType, capacity: int, num_heads: int, dim: int) -> CachedRows:
+    if kv_type is KvType.Q8_0:
+        return Q8Rows(capacity, num_heads, dim)
+    dtype = np.float16 if kv_type is KvType.F16 else np.float32
+    return FloatRows(np.zeros((capacity, num_heads, dim), dtype))
+
+
+class FloatRows:
+    """Implements CachedRows by one array [N, heads, D]."""
+
+    def __init__(self, values: AnyArray) -> None:
+        self._values = values
+
+    def store(self, positions: I32Array, rows: F32Array) -> None:
+        self._values[positions] = rows
+
+    def load(self, num_positions: int, head: int) -> F32Array:
+        return self._values[:num_positions, head].astype(np.float32)
+
+
+class Q8Rows:
+    """Implements CachedRows by blocks of 32 along D: a half as scale, and signed bytes.
+
+    Source: ggml, block_q8_0: scale = largest magnitude / 127, rounded to a half after the bytes
+    have been divided by it; ties go to the even byte.
+    """
+
+    def __init__(self, capacity: int, num_heads: int, dim: int) -> None:
+        self._dim = dim
+        num_blocks = -(-dim // _BLOCK)
+        self._scales = np.zeros((capacity, num_heads, num_blocks, 1), np.float16)
+        self._bytes = np.zeros((capacity, num_heads, num_blocks, _BLOCK), np.int8)
+
+    def store(self, positions: I32Array, rows: F32Array) -> None:
+        num_tokens, num_heads, dim = rows.shape
+        padded = np.zeros((num_tokens, num_heads, self._bytes.shape[2] * _BLOCK), np.float32)
+        padded[..., :dim] = rows
+        blocks = padded.reshape(num_tokens, num_heads, -1, _BLOCK)
+        scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
+        halves = scales.astype(np.float16)
+        inverse = np.zeros_like(scales)
+        # What multiplies bytes by 0 need not divide by it, nor by what is too small for a quotient.
+        np.divide(np.float32(1), scales, out=inverse, where=halves != 0)
+        self._scales[positions] = halves
+        self._bytes[positions] = np.rint(blocks * inverse).astype(np.int8)
+
+    def load(self, num_positions: int, head: int) -> F32Array:
+        scales = self._scales[:num_positions, head].astype(np.float32)
+        rows: F32Array = scales * self._bytes[:num_positions, head]
+        return rows.reshape(num_positions, -1)[:, : self._dim]

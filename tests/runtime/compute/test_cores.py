@@ -1,0 +1,45 @@
+"""Which cores are computed on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.cores import parse_cores, share_of_cores, usable_cores
+
+
+def test_one_processor_of_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 4, 5, 9})
+    for cpu, siblings in ((1, "1,5"), (2, "2,6"), (5, "1,5"), (4, "4")):
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert usable_cores(tmp_path) == [1, 2, 4, 9]
+
+
+def test_there_is_a_core_here() -> None:
+    assert set(usable_cores()) <= os.sched_getaffinity(0)
+    assert usable_cores()
+
+
+def test_lists_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)))
+    assert parse_cores("3") == [3]
+    assert parse_cores("0-2,8,1") == [0, 1, 2, 8]
+    for wrong in ("", "a", "1-", "-1", "1,,2", "5-3", "9-10", "1.5", "²", "0-9999999"):
+        with pytest.raises(SettingsError, match="cores"):
+            parse_cores(wrong)
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_shares_cover_all_cores(num_cores: int, num_parts: int) -> None:
+    cores = list(range(10, 10 + num_cores))
+    parts = [share_of_cores(cores, part_idx, num_parts) for part_idx in range(num_parts)]
+    assert all(parts)
+    assert sorted({core for part in parts for core in part}) == cores
+    if num_parts <= num_cores:
+        assert sum(map(len, parts)) == num_cores
