@@ -8,7 +8,7 @@ READY     := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench build clean
+.PHONY: help demo test test-all check format bench bench-cpu build clean
 
 help:
 	@echo "make demo      write text with the demo model, its experts in two daemon processes"
@@ -16,6 +16,7 @@ help:
 	@echo "make check     formatting, lint, types, import contracts"
 	@echo "make format    format the code"
 	@echo "make bench     measure the demo model, results in bench/results/"
+	@echo "make bench-cpu compare the CPU kernels with llama.cpp, which it builds; takes an hour"
 	@echo "make build     build the wheel into dist/"
 	@echo "make clean     remove everything that was made here"
 
@@ -56,6 +57,13 @@ format: $(READY_DEV)
 
 bench: $(READY)
 	$(BIN)/python -m bench.demo_decode
+
+bench-cpu: $(READY)
+	$(BIN)/python -m bench.build_peer native avx2
+	$(BIN)/python -m bench.cpu_layer
+	DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER=avx2 $(BIN)/python -m bench.cpu_layer --peer avx2 \
+	    --files q4_k_m q8_0
+	$(BIN)/python -m bench.cpu_model
 
 build: $(READY)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -38,7 +38,7 @@ def dequantise(data: U8Array, tensor_type: TensorType, shape: tuple[int, ...]) -
         return np.empty(shape, dtype=np.float32)
     rows = np.ascontiguousarray(data).reshape(num_rows, row_bytes)
     if (plain := _PLAIN_FLOATS.get(tensor_type)) is not None:
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return rows.view(plain).astype(np.float32).reshape(shape)
     # Here, not at the top: the package takes 0.2 s to import and only the reference needs it.
     from gguf import GGMLQuantizationType

@@ -43,10 +43,11 @@ _LOCK_POLL_S = 0.02
 
 def code_identity() -> str:
     """Digest of what decides the machine code of a kernel: sources, compilers, CPU, tier."""
+    tier = current_tier()  # which decides what the compiler believes the CPU to be
     state = hashlib.sha256(_sources_digest().encode())
     state.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     versions = numba.__version__, llvmlite.__version__, platform.python_version()
-    state.update(repr((versions, current_tier().value)).encode())
+    state.update(repr((versions, tier.value)).encode())
     return state.hexdigest()
 
 
@@ -80,7 +81,7 @@ def _folder() -> Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         probe = folder / f".{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another thread may look at the same time
         os.utime(folder)  # the last use, by which old ones are told
     except (SettingsError, OSError) as error:
         _LOG.warning("kernels will be compiled at every start: %s", error)
@@ -100,16 +101,22 @@ def _remove_old(parent: Path) -> None:
 class _Locator(CacheLocator):  # type: ignore[misc]
     """Everything into our folder, whose name says what the files are good for."""
 
+    def __init__(self, stamp: str) -> None:
+        self._stamp = stamp
+
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> _Locator:
-        del py_func, py_file
-        return cls()
+        """A kernel of elsewhere also depends on the file it comes from."""
+        del py_func
+        path = Path(py_file)
+        is_ours = Path(__file__).parent in path.parents or not path.is_file()
+        return cls("" if is_ours else hashlib.sha256(path.read_bytes()).hexdigest())
 
     def get_cache_path(self) -> str:
         return str(_folder())
 
     def get_source_stamp(self) -> str:
-        return ""
+        return self._stamp
 
     def get_disambiguator(self) -> None:
         return None

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -301,6 +301,28 @@ def test_threads_compile_side_by_side(cache_dir: Path) -> None:
         thread.join()
     assert sorted(found) == [False] * 2 + [True] * 4
     assert lock_is_free(the_folder(cache_dir))
+
+
+def test_threads_may_look_for_the_folder_at_once(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    both_are_there = threading.Barrier(2)
+    touch = Path.touch
+
+    def touch_and_wait(path: Path) -> None:
+        touch(path)
+        with suppress(threading.BrokenBarrierError):  # or one waits for the other: as good
+            both_are_there.wait(timeout=0.5)
+
+    monkeypatch.setattr(Path, "touch", touch_and_wait)
+    found: list[Path | None] = []
+    threads = [threading.Thread(target=lambda: found.append(kernel_cache._folder())) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [the_folder(cache_dir)] * 2
+    assert not caplog.messages
 
 
 # -- several processes ----------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_add_and_heads(ops: CpuOps) -> None:
 def test_a_layer_of_operations_agrees_with_the_reference(ops: CpuOps) -> None:
     reference = ReferenceOps()
     x, norm = normal(5, 64), normal(64, seed=1)
-    weights = [normal(rows, 64, seed=rows) / 8 for rows in (96, 48, 48, 7)]
+    weights = [normal(rows, 64, seed=rows) * np.float32(0.125) for rows in (96, 48, 48, 7)]
     table = rope_table(RopePairing.HALF_SPLIT, 24, 1e4)
     positions = np.arange(5, dtype=np.int32)
     rule = RoutingRule(3, Gating.SOFTMAX, normalise=True)
