@@ -13,30 +13,49 @@ from dflash_protocol.ids import F32Array, F64Array
 BLOCK = 32
 
 
+_STEPS = (127, 126)
+
+
 def as_int8(x: F32Array) -> F64Array:
     """The values that are multiplied. Shapes: x and result [..., a multiple of 32]."""
-    turns, steps = _turns_and_steps(x)
+    turns, steps, _ = _turns_and_steps(x)
     return (np.rint(turns).astype(np.float64) * steps).reshape(x.shape)
 
 
 def half_steps(x: F32Array) -> F64Array:
     """Most that rounding changes a value by. Shapes: as in `as_int8`."""
-    turns, steps = _turns_and_steps(x)
+    turns, steps, _ = _turns_and_steps(x)
     return np.broadcast_to(0.5 * steps, turns.shape).reshape(x.shape)
 
 
 def doubtful_steps(x: F32Array, slack: float) -> F64Array:
     """How far `as_int8` may be off if x is known to `slack` steps: one step, or mostly none."""
-    turns, steps = _turns_and_steps(x)
+    turns, steps, margin = _turns_and_steps(x)
     from_tie = np.abs(np.abs(turns - np.trunc(turns)) - 0.5)
-    return np.where(from_tie <= slack, steps, 0.0).reshape(x.shape)
+    # What 32 values are off by, as a rule to either side, may let the other grid be chosen.
+    is_doubtful = (from_tie <= slack) | (margin <= 4 * slack)
+    return np.where(is_doubtful, steps, 0.0).reshape(x.shape)
 
 
-def _turns_and_steps(x: F32Array) -> tuple[F32Array, F64Array]:
-    """Unrounded quants and the size of a step. Shapes: [..., blocks, 32]; [..., blocks, 1]."""
+def _turns_and_steps(x: F32Array) -> tuple[F32Array, F64Array, F64Array]:
+    """Unrounded quants, the size of a step, and by how much the chosen grid is the better one.
+
+    Shapes: [..., blocks, 32]; [..., blocks, 1]; [..., blocks, 1], in squared steps.
+    """
     assert x.dtype == np.float32
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     largest = np.abs(blocks).max(axis=-1, keepdims=True, initial=0)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
-    return blocks * inverse, (largest * np.float32(1 / 127)).astype(np.float64)
+    turns, errors = [], []
+    for steps in _STEPS:
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = np.where(largest > 0, np.float32(steps) / largest, np.float32(0))
+        turns.append(blocks * inverse)
+        total = np.square(turns[-1] - np.rint(turns[-1]))
+        while total.shape[-1] > 1:  # the kernels' order of adding
+            half = total.shape[-1] // 2
+            total = total[..., :half] + total[..., half:]
+        errors.append(total * np.float32(1 / steps**2))
+    is_second = errors[1] < errors[0]
+    scales = [(largest * np.float32(1 / steps)).astype(np.float64) for steps in _STEPS]
+    margin = np.abs(errors[1].astype(np.float64) - errors[0]) * _STEPS[0] ** 2
+    return np.where(is_second, turns[1], turns[0]), np.where(is_second, *scales[::-1]), margin

@@ -7,7 +7,10 @@ for one signature. Knows nothing of what they compute.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import llvmlite
@@ -30,10 +33,11 @@ def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
     """A function to be called from Python; it releases the GIL and refuses other argument types."""
     kernel = njit(**_OPTIONS)(function)
     kernel._cache = cache_for(function)
-    try:
-        kernel.compile(argument_types)
-    finally:
-        release(kernel._cache)
+    with _uninterrupted():
+        try:
+            kernel.compile(argument_types)
+        finally:
+            release(kernel._cache)
     kernel.disable_compile()
     return kernel  # type: ignore[no-any-return]
 
@@ -49,13 +53,36 @@ class RowFunction:
     def __init__(self, function: Kernel, result: Any, argument_types: tuple[Any, ...]) -> None:
         callback = CFunc(function, (argument_types, result), locals={}, options=dict(_OPTIONS))
         callback._cache = cache_for(function)
-        try:
-            callback.compile()
-        finally:
-            release(callback._cache)
+        with _uninterrupted():
+            try:
+                callback.compile()
+            finally:
+                release(callback._cache)
         self._callback = callback
         self.address = int(callback.address)
         self.came_from_cache: bool = callback.cache_hits > 0
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back: LLVM calls Python while it links, and what is raised there is lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    was_pressed = False
+
+    def remember(number: int, frame: object) -> None:
+        nonlocal was_pressed
+        was_pressed = True
+
+    previous = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        # None: not set from Python, and so not to be restored by it.
+        signal.signal(signal.SIGINT, signal.default_int_handler if previous is None else previous)
+        if was_pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def helper(function: Kernel) -> Kernel:

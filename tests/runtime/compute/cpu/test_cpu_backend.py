@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -166,6 +167,22 @@ def test_a_cpu_that_cannot_run_the_kernels_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiling, "is_supported_cpu", lambda: False)
     with pytest.raises(SettingsError, match="F16C"):
         CpuBackend(num_threads=1)
+
+
+def test_an_interruption_waits_for_the_compiler() -> None:
+    """What is raised while LLVM has called Python would be lost."""
+    before = signal.getsignal(signal.SIGINT)
+    steps: list[str] = []
+
+    def compile_something() -> None:
+        with compiling._uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_something()
+    assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ def assert_right(made: Experts, batch: RoutedBatch, got: F64Array) -> None:
     sums, doubt = int8_sums(made, batch)
     largest = np.abs(sums).max(initial=0)
     assert (np.abs(got - sums) <= 2e-6 * largest + doubt).all()
-    assert doubt.sum() <= 1e-3 * largest * doubt.size
+    # A block of which either grid may be chosen makes all outputs of its token doubtful.
+    assert doubt.sum() <= 0.02 * largest * doubt.size
     exact = expert_sums(made.values, made.layer, batch)
     assert np.linalg.norm(got - exact) <= 0.02 * np.linalg.norm(exact)
 

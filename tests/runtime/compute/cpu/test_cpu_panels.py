@@ -16,12 +16,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from dflash_adapters.quant import TensorType
-from dflash_protocol.ids import AnyArray, F32Array, U8Array
+from dflash_protocol.ids import F32Array, U8Array
 from dflash_runtime.compute.cpu.linear import Linear
 from dflash_runtime.compute.cpu.matrix import as_matrix
 from dflash_runtime.compute.cpu.panels.formats import FORMATS
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
+from support.int8_activations import as_int8
 
 TYPES = list(FORMATS)
 NUM_ROWS = [1, 15, 16, 17, 33]
@@ -99,23 +100,13 @@ def multiply(
     return out
 
 
-def quantised(x: F32Array) -> AnyArray:
-    """What the kernels make of a vector, as float64."""
-    blocks = x.reshape(x.shape[0], -1, 32)
-    largest = np.abs(blocks).max(axis=2, keepdims=True)
-    inverse = np.float32(127) / np.where(largest == 0, np.float32(np.inf), largest)
-    scale = largest * np.float32(1 / 127)
-    vectors: AnyArray = np.rint(blocks * inverse).astype(np.float64) * scale
-    return vectors.reshape(x.shape)
-
-
 def assert_close(
     got: F32Array, data: U8Array, tensor_type: TensorType, x: F32Array, tolerance: float = 1e-6
 ) -> None:
     rows = got.shape[1]
     stored = data.reshape(rows, -1)
     weights = dequantize(stored, GGMLQuantizationType(int(tensor_type))).astype(np.float64)
-    vectors = quantised(x)
+    vectors = as_int8(x)
     bound = tolerance * (np.abs(vectors) @ np.abs(weights).T)
     error = np.abs(got - vectors @ weights.T)
     assert np.isfinite(bound).all()

@@ -551,10 +551,11 @@ def products_of(tier: str, cache: Path) -> dict[str, Any]:
 
 
 @on_x86
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "others",
-    [(Tier.AVX2,), pytest.param((Tier.AVX_VNNI, Tier.GENERIC), marks=pytest.mark.slow)],
+    [(Tier.AVX2,), (Tier.AVX_VNNI, Tier.GENERIC)],
     ids="+".join,
 )
 def test_tiers_agree_on_every_bit_where_their_formulas_do(

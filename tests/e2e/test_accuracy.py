@@ -1,0 +1,70 @@
+"""Logits of quantised files stay nearer to float32 than llama.cpp's do, on the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_protocol.ids import F32Array
+from dflash_runtime import Engine
+from support.llama_oracle import LlamaOracle
+from support.random_models import Qwen3MoeShape, TensorTypes, write_qwen3moe
+
+pytestmark = pytest.mark.e2e
+
+SHAPE = Qwen3MoeShape(
+    "every expert used",
+    num_layers=2,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    num_experts=4,
+    # All of them: a router whose choice flips would drown what is measured.
+    num_experts_used=4,
+    ffn_size=256,
+    vocab_size=400,
+)
+SEEDS = (20, 21, 22)
+NUM_TOKENS = 48
+
+
+def q4_k_m(name: str) -> str:
+    """The mix of types in files of that name."""
+    kind = name.removesuffix(".weight").rpartition(".")[2]
+    if kind == "output" or (kind in ("attn_v", "ffn_down_exps") and ".0." in name):
+        return "Q6_K"
+    return "F32" if kind == "ffn_gate_inp" else "Q4_K"
+
+
+MIXES: dict[str, TensorTypes] = {
+    "Q4_K_M": q4_k_m,
+    "Q8_0": "Q8_0",
+    "MXFP4": "MXFP4",
+    "IQ4_XS": "IQ4_XS",
+}
+
+
+def squared(values: F32Array) -> float:
+    return float(np.square(values.astype(np.float64)).sum())
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_logits_are_no_further_from_float32_than_llama_cpps(mix: str, tmp_path: Path) -> None:
+    ours = theirs = exact = 0.0
+    for seed in SEEDS:
+        path = write_qwen3moe(tmp_path / f"{seed}.gguf", SHAPE, seed=seed, tensor_type=MIXES[mix])
+        token_ids = np.random.default_rng(seed).integers(0, SHAPE.vocab_size, NUM_TOKENS).tolist()
+        logits = {}
+        for backend in ("reference", "cpu"):
+            with Engine.open(path, backend=backend, kv_type="f16") as engine:
+                logits[backend] = engine.logits(token_ids)
+        with LlamaOracle(path, context_length=64, kv_type="f16") as oracle:
+            ours += squared(logits["cpu"] - logits["reference"])
+            theirs += squared(oracle.logits(token_ids) - logits["reference"])
+        exact += squared(logits["reference"])
+    assert theirs > 0
+    assert ours <= theirs, f"{(ours / exact) ** 0.5:.5f} against {(theirs / exact) ** 0.5:.5f}"
+    assert ours <= 0.03**2 * exact
