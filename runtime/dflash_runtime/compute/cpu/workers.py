@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from threading import Thread, current_thread, get_native_id
 from weakref import WeakSet, finalize
 
 from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.cpu import parallel
-
-Part = Callable[[int, int], object]
-"""``part(part_idx, num_parts)`` does one share of the work."""
 
 SPIN_US = 50
 """How long a thread looks out for work before it sleeps: several times what waking it takes."""
@@ -68,10 +65,6 @@ class Workers:
             self.close()
             raise
 
-    def run(self, part: Part) -> None:
-        """Do all parts."""
-        part(0, 1)
-
     def close(self) -> None:
         """End the threads. Work that comes later is done by its caller alone."""
         self._end()
@@ -120,11 +113,3 @@ def _end(pool: I64Array, threads: list[Thread]) -> None:
         # One may never have started, or be where the garbage collector found time to call us.
         if thread.is_alive() and thread is not current_thread():
             thread.join(max(0.0, deadline_s - time.monotonic()))
-
-
-def share(total: int, part_idx: int, num_parts: int, multiple: int = 16) -> tuple[int, int]:
-    """First and end of one part of ``range(total)``; inner borders are whole multiples."""
-    steps = -(-total // multiple)
-    first = steps * part_idx // num_parts * multiple
-    end = steps * (part_idx + 1) // num_parts * multiple
-    return min(first, total), min(end, total)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from dflash_runtime.compute.cpu.workers import Workers, share
+from dflash_runtime.compute.cpu.workers import Workers
 from support.cpu_regions import Region
 from support.processes import ROOT, START_S, environment
 
@@ -111,22 +111,6 @@ def test_threads_stay_on_the_cores_they_are_given() -> None:
 def test_bad_settings(num_threads: int, cores: list[int] | None, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Workers(num_threads, cores)
-
-
-def test_run_does_all_parts() -> None:
-    done: list[tuple[int, int]] = []
-    workers = Workers(2)
-    workers.run(lambda part, parts: done.append((part, parts)))
-    workers.close()
-    assert done == [(0, 1)]
-
-
-@pytest.mark.parametrize("total", [0, 1, 15, 16, 17, 100, 1000])
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_shares_cover_everything_once(total: int, num_parts: int) -> None:
-    shares = [share(total, part, num_parts) for part in range(num_parts)]
-    assert [i for first, end in shares for i in range(first, end)] == list(range(total))
-    assert all(first % 16 == 0 or first == total for first, _ in shares)
 
 
 # -- ends of processes ----------------------------------------------------------------------------

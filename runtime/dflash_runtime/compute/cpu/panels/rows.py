@@ -7,13 +7,11 @@ A *quad* is 256 bytes, four steps of k: byte ``64 * step + 4 * row + i`` belongs
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from dflash_runtime.compute.cpu.panels.emitting import (
     I8,
     I32,
     Vec,
-    constant,
     join,
     load,
     shuffle,
@@ -92,7 +90,3 @@ def words_of(quad: Vec) -> list[Vec]:
 def splat_lanes(scalar: Vec) -> Vec:
     """One number for every row."""
     return Vec(scalar.builder, emit_splat(scalar.builder, scalar.value, NUM_ROWS))
-
-
-def zero_lanes(builder: Any) -> Vec:
-    return constant(builder, LANES, 0.0)

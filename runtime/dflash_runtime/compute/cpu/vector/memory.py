@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_runtime.compute.cpu.untyped import cgutils, intrinsic, ir, types
+from dflash_runtime.compute.cpu.untyped import cgutils, intrinsic, ir
 from dflash_runtime.compute.cpu.vector.types import (
     DOUBLE,
     FLOAT,
@@ -67,37 +67,6 @@ def _load_halves(builder: Any, address: Any) -> Any:
 
 load_floats = primitive(floats, i64)(_load_floats)
 load_halves = primitive(floats, i64)(_load_halves)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def load_cached(typing_context: Any, cache: Any, address: Any) -> Any:
-    """Lanes of a key/value cache, whose elements are float32 or, as uint16, halves."""
-    del typing_context
-    is_half = cache.dtype == types.uint16
-
-    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        del context, sig
-        return (_load_halves if is_half else _load_floats)(builder, values[1])
-
-    return floats(cache, address), emit
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def store_cached(typing_context: Any, cache: Any, address: Any, lanes: Any) -> Any:
-    """The reverse of load_cached; rounds to nearest even."""
-    del typing_context
-    is_half = cache.dtype == types.uint16
-
-    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        del sig
-        stored = values[2]
-        if is_half:
-            halves = builder.fptrunc(stored, lanes_of(HALF))
-            stored = builder.bitcast(halves, lanes_of(I16))
-        emit_store(builder, values[1], stored)
-        return context.get_dummy_value()
-
-    return void(cache, address, lanes), emit
 
 
 @primitive(floats, i64, i64)
