@@ -159,6 +159,8 @@ def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A suite that runs in the background has it ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:
         watched = psutil.Process(parent.pid)
         wait_until(lambda: len(watched.children()) == 1, "the daemon")

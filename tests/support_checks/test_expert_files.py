@@ -36,7 +36,13 @@ def written(
     return layer, read_experts(path)
 
 
-@pytest.mark.parametrize("tensor_type", WRITABLE, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "tensor_type",
+    [
+        pytest.param(t, id=t.name, marks=[pytest.mark.slow] if t.name.startswith("IQ") else [])
+        for t in WRITABLE  # the search for code words takes seconds a type
+    ],
+)
 def test_every_type_holds_the_same_experts(tmp_path: Path, tensor_type: TensorType) -> None:
     layer, values = written(tmp_path / "stored.gguf", tensor_type)
     _, exact = written(tmp_path / "exact.gguf")
