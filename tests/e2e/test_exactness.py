@@ -61,7 +61,7 @@ def check_splits(path: Path, backend: str, num_daemons_and_seeds: list[tuple[int
         assert np.array_equal(logits, expected), (num_daemons, seed)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
 @pytest.mark.parametrize("model", ["F32"], indirect=True)
 def test_bits_do_not_depend_on_the_split(model: Path, backend: str) -> None:
     check_splits(model, backend, [(0, 0), (1, 1), (2, 2), (5, 3)])
