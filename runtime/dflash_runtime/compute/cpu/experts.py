@@ -11,11 +11,7 @@ from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cpu import experts_kernel as k
 from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, UNPACK, row_layout
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
-from dflash_runtime.compute.cpu.products import (
-    PARALLEL_PRODUCTS,
-    TOTALS_BYTES,
-    product_scratch_bytes,
-)
+from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 
@@ -70,7 +66,6 @@ class CpuExpertBank:
         if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
-        num_products = 3 * num_pairs * self.layer.hidden_size * self.layer.ffn_size
         with self._scratch.take(
             8 * k.NUM_ARGS,
             num_pairs * self._hidden_record_bytes,
@@ -98,7 +93,7 @@ class CpuExpertBank:
                 activation_records if self._ffn_record_bytes else 0,
                 thread_scratch,
                 counter,
-                self._workers.address if num_products >= PARALLEL_PRODUCTS else 0,
+                self._workers.address,
                 self._tasks,
             )
         if not is_sound:

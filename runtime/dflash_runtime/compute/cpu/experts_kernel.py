@@ -23,7 +23,7 @@ from dflash_runtime.compute.cpu.compiling import (
 from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, ROW_BYTES
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
 from dflash_runtime.compute.cpu.panels.quantising import quantise
-from dflash_runtime.compute.cpu.parallel import claim, run_on
+from dflash_runtime.compute.cpu.parallel import claim, run_on, run_region
 from dflash_runtime.compute.cpu.products import (
     PANEL_ROWS,
     TOTALS_BYTES,
@@ -380,11 +380,11 @@ def _expert_ffn(
         if hidden.shape[0] == 1:
             quantise(v.address_of(hidden), hidden.shape[1] // 32, pair_records, 0, 1)
         else:
-            run_on(pool, tasks[0], args, counter)
-    run_on(pool, tasks[1], args, counter)
+            run_region(pool, tasks[0], args, counter)
+    run_region(pool, tasks[1], args, counter)
     if activation_records:
         run_on(pool if num_pairs > FEW_PAIRS else 0, tasks[2], args, counter)
-    run_on(pool, tasks[3], args, counter)
+    run_region(pool, tasks[3], args, counter)
     return True
 
 

@@ -11,11 +11,7 @@ from dflash_protocol.ids import F32Array, I64Array
 from dflash_runtime.compute.cpu import linear_kernel as k
 from dflash_runtime.compute.cpu.matrix import UNPACK, CpuMatrix
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
-from dflash_runtime.compute.cpu.products import (
-    PARALLEL_PRODUCTS,
-    TOTALS_BYTES,
-    product_scratch_bytes,
-)
+from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 
@@ -87,7 +83,7 @@ class Linear:
                 records if plan.record_bytes else 0,
                 thread_scratch,
                 counter,
-                workers.address if size * columns >= PARALLEL_PRODUCTS else 0,
+                workers.address,
                 *self._tasks,
             )
 

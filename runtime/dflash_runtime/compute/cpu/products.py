@@ -39,9 +39,6 @@ PANEL_ROWS = 16
 VECTORS_AT_ONCE = 256
 """Vectors that an unpacked panel meets before it is unpacked again: their results stay cached."""
 
-PARALLEL_PRODUCTS = 1 << 20
-"""Products below which waking other threads, or taking their core, costs more than it saves."""
-
 TOTALS_BYTES = 4 * PANEL_ROWS * VECTORS_AT_ONCE
 
 
