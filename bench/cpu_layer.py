@@ -23,8 +23,9 @@ from typing import Any
 
 from bench import report
 from bench.bandwidth import STREAMS, Reader
-from bench.build_peer import VARIANTS, BuildError, build, build_record
+from bench.build_peer import BuildError, build, build_record
 from bench.expert_reference import expert_reference, relative_error
+from bench.options import add_pair_options
 from bench.our_layer import OurLayers
 from bench.pairs import Sample, Spread, interleave, ratio
 from bench.peer_layer import PeerLayers
@@ -231,24 +232,7 @@ def main() -> None:
         type=int,
         help=f"chunk sizes (default: {' '.join(map(str, TOKENS))}; one-type files: 1)",
     )
-    parser.add_argument("--rounds", type=int, default=9, help="pairs a row (default 9)")
-    parser.add_argument(
-        "--patience", type=float, default=60, help="seconds a row for quiet rounds (default 60)"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="of each side (default 2)")
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="real-time priority (root) for all sides, on a machine that others use meanwhile",
-    )
-    parser.add_argument("--peer", choices=list(VARIANTS), default="native", help="which build")
-    parser.add_argument(
-        "--no-repacked",
-        dest="repacked",
-        action="store_false",
-        help="leave out the peer with weights in the order that it would choose for itself",
-    )
-    parser.add_argument("--only-peer", action="store_true", help="leave our side out")
+    add_pair_options(parser, rounds=9)
     options = parser.parse_args()
     results = []
     try:

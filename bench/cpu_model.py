@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 from bench import report
-from bench.build_peer import VARIANTS, BuildError, build, build_record
+from bench.build_peer import BuildError, build, build_record
+from bench.options import add_pair_options
 from bench.our_model import OurModel
 from bench.pairs import Rounds, Sample, Spread, interleave, ratio
 from bench.peer_model import PeerModel
@@ -229,24 +230,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--decode", type=int, default=8, help="tokens a sample (default 8)")
     parser.add_argument("--kv-type", choices=["f16", "f32"], default="f16")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs a row (default 7)")
-    parser.add_argument(
-        "--patience", type=float, default=60, help="seconds a row for quiet rounds (default 60)"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="of each side (default 2)")
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="real-time priority (root) during samples, on a machine that others use meanwhile",
-    )
-    parser.add_argument("--peer", choices=list(VARIANTS), default="native", help="which build")
-    parser.add_argument(
-        "--no-repacked",
-        dest="repacked",
-        action="store_false",
-        help="leave out the peer with weights in the order that it would choose for itself",
-    )
-    parser.add_argument("--only-peer", action="store_true", help="leave our side out")
+    add_pair_options(parser, rounds=7)
     options = parser.parse_args()
     try:
         peer = build_record(build(options.peer))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 from datetime import UTC, datetime
 from pathlib import Path
+
+from bench.machine import processor
 
 from dflash_protocol import __version__
 from dflash_runtime import Engine
@@ -32,14 +33,6 @@ def measure(daemons: list[str], num_tokens: int) -> dict[str, float]:
             raise SystemExit(f"the run was disturbed: {events}")
         last = engine.last_generation
         return {"prefill": last.prefill_tokens_per_s, "decode": last.decode_tokens_per_s}
-
-
-def processor() -> str:
-    """The CPU's name, where the system tells it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def main() -> None:
