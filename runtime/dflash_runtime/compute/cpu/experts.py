@@ -11,6 +11,7 @@ from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cpu import experts_kernel as k
 from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, UNPACK, row_layout
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.panels.quantising import quantise_function
 from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
@@ -38,7 +39,8 @@ class CpuExpertBank:
         self._workers = workers
         self._scratch = scratch
         self._kernel = k.expert_ffn_kernel()
-        self._tasks = np.array([task.address for task in k.expert_ffn_tasks()], np.int64)
+        functions = (*k.expert_ffn_tasks(), quantise_function())
+        self._functions = np.array([function.address for function in functions], np.int64)
         self._addresses = np.zeros((self.num_experts, 3), np.int64)
         self._layouts = np.zeros((3, NUM_FIELDS), np.int64)
         self._data: list[U8Array] = []
@@ -68,11 +70,20 @@ class CpuExpertBank:
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         with self._scratch.take(
             8 * k.NUM_ARGS,
-            num_pairs * self._hidden_record_bytes,
+            batch.num_tokens * self._hidden_record_bytes,
+            (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_record_bytes,
             num_pairs * 4 * self.layer.ffn_size,
             num_pairs * self._ffn_record_bytes,
             self._workers.num_threads * self._thread_bytes,
-        ) as (args, pair_records, activations, activation_records, thread_scratch, counter):
+        ) as (
+            args,
+            token_records,
+            pair_records,
+            activations,
+            activation_records,
+            thread_scratch,
+            counter,
+        ):
             is_sound = self._kernel(
                 hidden,
                 batch.expert_ids,
@@ -88,13 +99,14 @@ class CpuExpertBank:
                 self.layer.ffn_size,
                 self._thread_bytes,
                 args,
-                pair_records if self._hidden_record_bytes else 0,
+                token_records if self._hidden_record_bytes else 0,
+                pair_records,
                 activations,
                 activation_records if self._ffn_record_bytes else 0,
                 thread_scratch,
                 counter,
                 self._workers.address,
-                self._tasks,
+                self._functions,
             )
         if not is_sound:
             raise ValueError("the batch names experts, tokens or pairs that do not exist")

@@ -22,7 +22,7 @@ from dflash_runtime.compute.cpu.compiling import (
 )
 from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, ROW_BYTES
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
-from dflash_runtime.compute.cpu.panels.quantising import quantise
+from dflash_runtime.compute.cpu.panels.quantising import quantise, regroup
 from dflash_runtime.compute.cpu.parallel import claim, run_on, run_region
 from dflash_runtime.compute.cpu.products import (
     PANEL_ROWS,
@@ -61,13 +61,15 @@ from dflash_runtime.compute.cpu.vector.types import (
     SCALES,  # [E, 3] float32
     BIASES,  # [E, 3] int64: addresses, or 0
     ACTIVATION,  # [3] float32: limit, alpha, offset of up
-    PAIR_RECORDS,  # [P] records of hidden by expert, or of the one token, or 0
+    TOKEN_RECORDS,  # [T] records of hidden, or 0
+    PAIR_RECORDS,  # [P] the same by expert; unused if there is one token
     ACTIVATIONS,  # [P, F] float32
     ACTIVATION_RECORDS,  # [P] records of the activations, or 0
     SCRATCH,  # [threads, SCRATCH_BYTES]
     SCRATCH_BYTES,
+    QUANTISE,  # address of the function
     NUM_ARGS,
-) = range(21)
+) = range(23)
 
 GATE, UP, DOWN = range(3)
 
@@ -75,6 +77,9 @@ GATE_UP_ROWS = 32
 """Rows of gate and of up that a thread takes at once."""
 DOWN_ROWS = 32
 """Rows of down, of all experts, that a thread takes at once."""
+
+FEW_TOKENS = 4
+"""Tokens that the caller quantises alone: waking others would take longer."""
 
 FEW_PAIRS = 8
 """Pairs whose activations the caller quantises alone: waking others would take longer."""
@@ -95,52 +100,49 @@ def _matrix(args: int, group: int, projection: int) -> tuple[int, int, int]:
     return address, layout, v.load_i64(layout + 8 * ROW_BYTES)
 
 
-@helper
-def _quantise_set(
-    x: int, x_stride: int, indices: int, num_blocks: int, num_items: int, out: int
-) -> None:
-    """Records of a set of vectors, see products."""
-    item = 0
-    while item < num_items:
-        size = group_size(item, num_items)
-        records = out + RECORD_BYTES * num_blocks * item
-        for slot in range(size):
-            row = v.load_i32(indices + 4 * (item + slot)) if indices else item + slot
-            quantise(x + x_stride * row, num_blocks, records, slot, size)
-        item += size
-
-
 def _quantise_hidden(args: int, counter: int, worker_idx: int) -> None:
-    """Items are groups of pairs."""
+    """Items are tokens."""
+    num_blocks = get(args, HIDDEN_SIZE) // 32
+    token = claim(counter)
+    while token < get(args, NUM_TOKENS):
+        x = get(args, HIDDEN) + 4 * get(args, HIDDEN_SIZE) * token
+        record = get(args, TOKEN_RECORDS) + RECORD_BYTES * num_blocks * token
+        quantise(get(args, QUANTISE), x, num_blocks, record, 0, 1)
+        token = claim(counter)
+
+
+def _regroup_hidden(args: int, counter: int, worker_idx: int) -> None:
+    """Items are groups of pairs: each gets its tokens' records, as sets have them (products)."""
     num_blocks, num_groups = get(args, HIDDEN_SIZE) // 32, get(args, NUM_GROUPS)
+    token_bytes = RECORD_BYTES * num_blocks
     group = claim(counter)
     while group < num_groups:
-        first, end = _pair_range(args, group)
-        _quantise_set(
-            get(args, HIDDEN),
-            4 * get(args, HIDDEN_SIZE),
-            get(args, TOKEN_INDICES) + 4 * first,
-            num_blocks,
-            end - first,
-            get(args, PAIR_RECORDS) + RECORD_BYTES * num_blocks * first,
-        )
+        pair, end = _pair_range(args, group)
+        while pair < end:
+            size = group_size(0, end - pair)
+            records = get(args, PAIR_RECORDS) + token_bytes * pair
+            for slot in range(size):
+                token = v.load_i32(get(args, TOKEN_INDICES) + 4 * (pair + slot))
+                record = get(args, TOKEN_RECORDS) + token_bytes * token
+                regroup(record, num_blocks, records, slot, size)
+            pair += size
         group = claim(counter)
 
 
 def _quantise_activations(args: int, counter: int, worker_idx: int) -> None:
     """Items are groups of pairs."""
-    num_blocks, num_groups = get(args, FFN_SIZE) // 32, get(args, NUM_GROUPS)
+    ffn_size, num_groups = get(args, FFN_SIZE), get(args, NUM_GROUPS)
+    num_blocks = ffn_size // 32
     group = claim(counter)
     while group < num_groups:
-        first, end = _pair_range(args, group)
-        _quantise_set(
-            get(args, ACTIVATIONS) + 4 * get(args, FFN_SIZE) * first,
-            4 * get(args, FFN_SIZE),
-            0,
-            num_blocks,
-            end - first,
-            get(args, ACTIVATION_RECORDS) + RECORD_BYTES * num_blocks * first,
-        )
+        pair, end = _pair_range(args, group)
+        while pair < end:
+            size = group_size(0, end - pair)
+            records = get(args, ACTIVATION_RECORDS) + RECORD_BYTES * num_blocks * pair
+            for slot in range(size):
+                x = get(args, ACTIVATIONS) + 4 * ffn_size * (pair + slot)
+                quantise(get(args, QUANTISE), x, num_blocks, records, slot, size)
+            pair += size
         group = claim(counter)
 
 
@@ -159,9 +161,9 @@ def _gate_up(args: int, counter: int, worker_idx: int) -> None:
         first_pair, end_pair = _pair_range(args, group)
         num_items = end_pair - first_pair
         # One token needs no copies of its records: every group has the same.
-        records = get(args, PAIR_RECORDS) + RECORD_BYTES * num_blocks * (
-            0 if get(args, NUM_TOKENS) == 1 else first_pair
-        )
+        records = get(args, TOKEN_RECORDS)
+        if get(args, NUM_TOKENS) > 1:
+            records = get(args, PAIR_RECORDS) + RECORD_BYTES * num_blocks * first_pair
         gate, gate_layout, gate_bytes = _matrix(args, group, GATE)
         up, up_layout, up_bytes = _matrix(args, group, UP)
         next_gate = gate
@@ -329,18 +331,20 @@ def _expert_ffn(
     ffn_size: int,
     thread_bytes: int,
     args: int,
+    token_records: int,
     pair_records: int,
     activations: int,
     activation_records: int,
     scratch: int,
     counter: int,
     pool: int,
-    tasks: I64Array,
+    functions: I64Array,
 ) -> bool:
     """All phases. False: the batch names experts, tokens or pairs that do not exist.
 
-    Addresses from `args` on; `scales` and `biases` may be empty, `pair_records` and
-    `activation_records` 0. Shapes: as the fields above; tasks [4]: addresses of the phases.
+    Addresses from `args` on; `scales` and `biases` may be empty, `token_records` and
+    `activation_records` 0. Shapes: as the fields above; functions [6]: the phases' addresses and
+    that of quantising.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
     # Cheap beside the products, and a bug elsewhere cannot make us read outside the mapping.
@@ -371,27 +375,28 @@ def _expert_ffn(
     v.store_i64(args + 8 * SCALES, v.address_of(scales) if scales.size else 0)
     v.store_i64(args + 8 * BIASES, v.address_of(biases) if biases.size else 0)
     v.store_i64(args + 8 * ACTIVATION, v.address_of(activation))
+    v.store_i64(args + 8 * TOKEN_RECORDS, token_records)
     v.store_i64(args + 8 * PAIR_RECORDS, pair_records)
     v.store_i64(args + 8 * ACTIVATIONS, activations)
     v.store_i64(args + 8 * ACTIVATION_RECORDS, activation_records)
     v.store_i64(args + 8 * SCRATCH, scratch)
     v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
-    if pair_records:
-        if hidden.shape[0] == 1:
-            quantise(v.address_of(hidden), hidden.shape[1] // 32, pair_records, 0, 1)
-        else:
-            run_region(pool, tasks[0], args, counter)
-    run_region(pool, tasks[1], args, counter)
+    v.store_i64(args + 8 * QUANTISE, functions[5])
+    if token_records:
+        run_on(pool if hidden.shape[0] > FEW_TOKENS else 0, functions[0], args, counter)
+        if hidden.shape[0] > 1:
+            run_region(pool, functions[1], args, counter)
+    run_region(pool, functions[2], args, counter)
     if activation_records:
-        run_on(pool if num_pairs > FEW_PAIRS else 0, tasks[2], args, counter)
-    run_region(pool, tasks[3], args, counter)
+        run_on(pool if num_pairs > FEW_PAIRS else 0, functions[3], args, counter)
+    run_region(pool, functions[4], args, counter)
     return True
 
 
 @cache
 def expert_ffn_tasks() -> tuple[RowFunction, ...]:
     """The phases, to be passed to the kernel by address."""
-    phases = (_quantise_hidden, _gate_up, _quantise_activations, _down)
+    phases = (_quantise_hidden, _regroup_hidden, _gate_up, _quantise_activations, _down)
     return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
 
 
@@ -414,6 +419,6 @@ def expert_ffn_kernel() -> Kernel:
         given(v.f32, 2),
         given(v.i64, 2),
         given(v.f32, 1),
-        *[v.i64] * 9,
+        *[v.i64] * 10,
         given(v.i64, 1),
     )

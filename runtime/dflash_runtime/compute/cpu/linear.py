@@ -11,6 +11,7 @@ from dflash_protocol.ids import F32Array, I64Array
 from dflash_runtime.compute.cpu import linear_kernel as k
 from dflash_runtime.compute.cpu.matrix import UNPACK, CpuMatrix
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.panels.quantising import quantise_function
 from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
@@ -41,7 +42,8 @@ class Linear:
         self._workers = workers
         self._scratch = scratch
         self._kernel = k.linear_kernel()
-        self._tasks = [task.address for task in k.linear_tasks()]
+        functions = (*k.linear_tasks(), quantise_function())
+        self._functions = [function.address for function in functions]
         self._plans: dict[tuple[CpuMatrix, ...], _Plan] = {}
 
     def __call__(
@@ -84,7 +86,7 @@ class Linear:
                 thread_scratch,
                 counter,
                 workers.address,
-                *self._tasks,
+                *self._functions,
             )
 
     def _plans_of(self, matrices: tuple[CpuMatrix, ...]) -> _Plan:

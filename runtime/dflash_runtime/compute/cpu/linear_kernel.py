@@ -43,8 +43,9 @@ from dflash_runtime.compute.cpu.vector.types import i64, void
     NUM_RUNS,  # of all matrices
     SCRATCH,  # [threads, SCRATCH_BYTES]
     SCRATCH_BYTES,
+    QUANTISE,  # address of the function
     NUM_ARGS,
-) = range(12)
+) = range(13)
 
 # Of one matrix.
 (
@@ -75,7 +76,7 @@ def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
             records = get(args, RECORDS) + RECORD_BYTES * num_blocks * token
             for slot in range(size):
                 x = get(args, X) + 4 * columns * (token + slot)
-                quantise(x, num_blocks, records, slot, size)
+                quantise(get(args, QUANTISE), x, num_blocks, records, slot, size)
             token += size
         first = largest_group() * claim(counter)
 
@@ -166,6 +167,7 @@ def _linear(
     pool: int,
     quantise_task: int,
     multiply_task: int,
+    quantise_address: int,
 ) -> None:
     """All phases. Addresses from `args` on; `records` and `pool` may be 0, `addend` empty.
 
@@ -183,6 +185,7 @@ def _linear(
     v.store_i64(args + 8 * NUM_RUNS, num_runs)
     v.store_i64(args + 8 * SCRATCH, scratch)
     v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
+    v.store_i64(args + 8 * QUANTISE, quantise_address)
     if records:
         run_on(pool if num_tokens > FEW_TOKENS else 0, quantise_task, args, counter)
     run_on(pool if num_runs > 1 else 0, multiply_task, args, counter)
@@ -215,7 +218,7 @@ def linear_kernel() -> Kernel:
         return types.Array(v.f32, kind, "C", readonly=True)
 
     matrices = types.Array(v.i64, 2, "C", readonly=True)
-    return compile_kernel(_linear, given(2), v.f32[::1], given(1), matrices, *[v.i64] * 9)
+    return compile_kernel(_linear, given(2), v.f32[::1], given(1), matrices, *[v.i64] * 10)
 
 
 @cache

@@ -85,6 +85,14 @@ def group_size(item: int, num_items: int) -> int:
 
 
 @helper
+def _prefetch(line: int, end: int) -> int:
+    while line < end:
+        v.prefetch(line)
+        line += 64
+    return line
+
+
+@helper
 def multiply_panel(
     layout: int,
     rows: int,
@@ -141,17 +149,24 @@ def multiply_panel(
         _call_6(multiply_one, rows, row_bytes, num_blocks, records, ahead, totals)
         return
     chunk_bytes = row_bytes * BLOCKS_AT_ONCE // num_blocks
+    # Lines to come are asked for a few at a time: all at once they would wait for each other.
+    num_parts, item = 1, first
+    while item < end:
+        num_parts += 1
+        item += group_size(item, num_items)
+    share = (PANEL_ROWS * chunk_bytes // num_parts + 63) & -64
     begin_tiles(num_used)
     for first_block in range(0, num_blocks, BLOCKS_AT_ONCE):
         count = min(BLOCKS_AT_ONCE, num_blocks - first_block)
         chunk = first_block // BLOCKS_AT_ONCE
         line = ahead + PANEL_ROWS * chunk_bytes * chunk
-        for byte in range(0, PANEL_ROWS * chunk_bytes, 64):
-            v.prefetch(line + byte)
+        end_line = line + PANEL_ROWS * chunk_bytes
+        line = _prefetch(line, min(line + share, end_line))
         _call_4(unpack, rows + chunk_bytes * chunk, row_bytes, count, scratch)
         item = first
         while item < end:
             size = group_size(item, num_items)
+            line = _prefetch(line, min(line + share, end_line))
             multiply = v.load_i64(layout + 8 * (MULTIPLY + size))
             place = records + RECORD_BYTES * (num_blocks * item + first_block * size)
             _call_4(multiply, scratch, count, place, totals + 4 * PANEL_ROWS * (item - first))

@@ -1,92 +1,183 @@
 """Activations as int8 with one scale for each 32 values, in the records that kernels read.
 
+Several blocks are computed side by side, so that what is one number a block (largest magnitude,
+scale, error, sums) takes a lane each.
+
 Source: symmetric round-to-nearest quantisation by the largest magnitude, as ggml's Q8_0, but with
 the scale in float32 and the better of two grids, which takes off 4 % of the error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from dflash_runtime.compute.cpu.compiling import helper
-from dflash_runtime.compute.cpu.panels.emitting import I8, I32, Vec, call, load
+from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function, helper
+from dflash_runtime.compute.cpu.panels.emitting import I8, I32, Vec, call, constant, load, shuffle
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
-from dflash_runtime.compute.cpu.panels.rows import LANES
 from dflash_runtime.compute.cpu.untyped import ir
+from dflash_runtime.compute.cpu.vector import memory
+from dflash_runtime.compute.cpu.vector.memory import emit_call
 from dflash_runtime.compute.cpu.vector.types import FLOAT, i64, lanes_of, primitive, void
 
-_BYTES = lanes_of(I8, 16)
+_HALF_BLOCK = lanes_of(FLOAT, 16)
+_BYTES, _WORDS = lanes_of(I8, 16), lanes_of(I32, 16)
 
 _STEPS = (127, 126)
 """Steps from 0 to the largest magnitude: of two grids the nearer one is taken, block by block."""
 
+_BLOCKS_AT_ONCE = 8
 
-@primitive(void, i64, i64, i64, i64)
-def _quantise_block(builder: Any, x: Any, record: Any, slot: Any, num_slots: Any) -> None:
-    """32 values into one token's place of a record."""
-    values = [load(Vec(builder, x) + 64 * half, LANES) for half in range(2)]
-    sizes = [Vec(builder, call(builder, "llvm.fabs.v16f32", LANES, each.value)) for each in values]
-    larger = call(builder, "llvm.maximum.v16f32", LANES, sizes[0].value, sizes[1].value)
-    largest = Vec(builder, call(builder, "llvm.vector.reduce.fmaximum.v16f32", FLOAT, larger))
-    grids = [_Grid(values, largest, steps) for steps in _STEPS]
-    # Of a NaN neither is nearer, and the scale is one too.
-    is_second = builder.fcmp_ordered("<", grids[1].error.value, grids[0].error.value)
-
-    def chosen(first: Vec, second: Vec) -> Vec:
-        return Vec(builder, builder.select(is_second, second.value, first.value))
-
-    scale = chosen(grids[0].scale, grids[1].scale)
-    place, sums = Vec(builder, record), []
-    slot_v, slots = Vec(builder, slot), Vec(builder, num_slots)
-    for half in range(2):
-        turns = chosen(grids[0].turns[half], grids[1].turns[half])
-        # Saturating, because a conversion of what is no number must still be some number.
-        integers = call(builder, "llvm.fptosi.sat.v16i32.v16f32", lanes_of(I32, 16), turns.value)
-        quants = Vec(builder, builder.trunc(integers, _BYTES))
-        quants.store(place + slot_v * 32 + 16 * half)
-        total = call(builder, "llvm.vector.reduce.add.v16i32", I32, integers)
-        sums.append(Vec(builder, builder.sitofp(total, FLOAT)))
-    numbers = place + slots * 32 + slot_v * 4
-    whole = sums[0] + sums[1]  # exact: small integers
-    for kind, number in enumerate((scale, scale * whole, scale * sums[0], scale * sums[1])):
-        number.store(numbers + slots * (4 * kind))
+_MAGNITUDE_BITS = 0x7FFFFFFF
 
 
-class _Grid:
-    """32 values rounded to whole steps, and how far that is from them."""
+def _reduced(vectors: list[Vec], combine: Callable[[Vec, Vec], Vec]) -> Vec:
+    """Each vector's 16 lanes combined, one lane a vector: first the halves, then their halves, …
 
-    def __init__(self, values: list[Vec], largest: Vec, steps: int) -> None:
-        builder = largest.builder
-        is_zero = builder.fcmp_ordered("==", largest.value, ir.Constant(FLOAT, 0.0))
-        inverse = builder.fdiv(ir.Constant(FLOAT, float(steps)), largest.value)
-        inverse = Vec(builder, builder.select(is_zero, ir.Constant(FLOAT, 0.0), inverse))
-        self.scale = largest * _float32(1.0 / steps)
-        self.turns = []
-        squares = []
-        for each in values:
-            exact = each * inverse.splat(16)
-            turns = Vec(builder, call(builder, "llvm.rint.v16f32", LANES, exact.value))
-            rest = exact - turns
-            self.turns.append(turns)
-            squares.append(rest * rest)
-        total = squares[0] + squares[1]
-        width = 16
-        while width > 1:
-            width //= 2
-            total = total.take(list(range(width))) + total.take(list(range(width, 2 * width)))
-        error = Vec(builder, builder.extract_element(total.value, I32(0)))
-        self.error = error * _float32(1.0 / steps**2)
+    The number of vectors is a power of two.
+    """
+    width = 16  # lanes that a vector has left
+    while width > 1:
+        width //= 2
+        is_last = len(vectors) == 1
+        num_lanes = vectors[0].value.type.count * (1 if is_last else 2)
+        first = [lane for lane in range(num_lanes) if lane & width == 0]
+        second = [lane | width for lane in first]
+        if is_last:
+            vectors = [combine(vectors[0].take(first), vectors[0].take(second))]
+        else:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [combine(shuffle(a, b, first), shuffle(a, b, second)) for a, b in pairs]
+    return vectors[0]
+
+
+def _plus(a: Vec, b: Vec) -> Vec:
+    return a + b
+
+
+def _rounded(values: Vec) -> Vec:
+    kind = values.value.type
+    name = f"llvm.rint.v{kind.count}f32"
+    return Vec(values.builder, call(values.builder, name, kind, values.value))
+
+
+def _clamped(turns: Vec) -> Vec:
+    """Within 127 steps, which only what is no number is not: for that one must be some number too."""
+    builder = turns.builder
+    for comparison, limit in (("<", 127.0), (">", -127.0)):
+        bound = constant(builder, turns.value.type, limit)
+        is_inside = builder.fcmp_ordered(comparison, turns.value, bound.value)
+        turns = Vec(builder, builder.select(is_inside, turns.value, bound.value))
+    return turns
 
 
 def _float32(value: float) -> float:
     return float(np.float32(value))
 
 
-@helper
-def quantise(x: int, num_blocks: int, records: int, slot: int, num_slots: int) -> None:
+class _Grids:
+    """Both ways to divide blocks into steps, a lane a block, and the choice between them."""
+
+    def __init__(self, values: list[tuple[Vec, Vec]], largest: Vec) -> None:
+        builder, kind = largest.builder, largest.value.type
+        zero = constant(builder, kind, 0.0).value
+        is_zero = builder.fcmp_ordered("==", largest.value, zero)
+        inverses, errors, scales = [], [], []
+        for steps in _STEPS:
+            inverse = builder.fdiv(constant(builder, kind, steps).value, largest.value)
+            inverses.append(Vec(builder, builder.select(is_zero, zero, inverse)))
+            scales.append(largest * _float32(1.0 / steps))
+            squares = []
+            for block, halves in enumerate(values):
+                rests = []
+                for each in halves:
+                    exact = each * inverses[-1].take([block] * 16)
+                    rests.append(exact - _rounded(exact))
+                squares.append(rests[0] * rests[0] + rests[1] * rests[1])
+            errors.append(_reduced(squares, _plus) * _float32(1.0 / steps**2))
+        # Of a NaN neither is nearer, and the scale is one too.
+        is_second = builder.fcmp_ordered("<", errors[1].value, errors[0].value)
+        self.inverse = Vec(
+            builder, builder.select(is_second, inverses[1].value, inverses[0].value)
+        )
+        self.scale = Vec(builder, builder.select(is_second, scales[1].value, scales[0].value))
+
+
+def _quantising(num_blocks: int) -> Callable[..., Any]:
+    """``quantise(x, record, slot, num_slots)``: blocks of one token into its place of records."""
+
+    @primitive(void, i64, i64, i64, i64)
+    def quantise_blocks(builder: Any, x: Any, record: Any, slot: Any, num_slots: Any) -> None:
+        first, slot_v, slots = (Vec(builder, each) for each in (x, slot, num_slots))
+        values = []
+        for block in range(num_blocks):
+            at = first + 128 * block
+            values.append((load(at, _HALF_BLOCK), load(at + 64, _HALF_BLOCK)))
+        # Magnitudes are ordered as their bits are, and those of a NaN are the largest.
+        sizes = []
+        for halves in values:
+            bits = [each.as_type(_WORDS) & _MAGNITUDE_BITS for each in halves]
+            sizes.append(bits[0].maximum(bits[1]))
+        grids = _Grids(values, _reduced(sizes, Vec.maximum).bits_to_float())
+        sums: tuple[list[Vec], list[Vec]] = [], []
+        records = [Vec(builder, record) + slots * (RECORD_BYTES * i) for i in range(num_blocks)]
+        for block, halves in enumerate(values):
+            inverse = grids.inverse.take([block] * 16)
+            for half, each in enumerate(halves):
+                turns = _clamped(_rounded(each * inverse))
+                integers = Vec(builder, builder.fptosi(turns.value, _WORDS))
+                quants = Vec(builder, builder.trunc(integers.value, _BYTES))
+                quants.store(records[block] + slot_v * 32 + 16 * half)
+                sums[half].append(integers)
+        halves_sums = [_reduced(each, _plus).to_float() for each in sums]
+        whole = halves_sums[0] + halves_sums[1]  # exact: small integers
+        parts = [grids.scale * each for each in (whole, *halves_sums)]
+        for block in range(num_blocks):
+            numbers = records[block] + slots * 32 + slot_v * 4
+            for kind, lanes in enumerate((grids.scale, *parts)):
+                number = builder.extract_element(lanes.value, I32(block))
+                Vec(builder, number).store(numbers + slots * (4 * kind))
+
+    return quantise_blocks
+
+
+_quantise_several, _quantise_one = _quantising(_BLOCKS_AT_ONCE), _quantising(1)
+
+
+def _quantise(x: int, num_blocks: int, records: int, slot: int, num_slots: int) -> None:
     """One token's values at `x` into its `slot` of a group's records."""
+    block, record_bytes = 0, RECORD_BYTES * num_slots
+    while block + _BLOCKS_AT_ONCE <= num_blocks:
+        _quantise_several(x + 128 * block, records + record_bytes * block, slot, num_slots)
+        block += _BLOCKS_AT_ONCE
+    while block < num_blocks:
+        _quantise_one(x + 128 * block, records + record_bytes * block, slot, num_slots)
+        block += 1
+
+
+@cache
+def quantise_function() -> RowFunction:
+    """To be passed to kernels by address and called through `quantise`."""
+    return compile_row_function(_quantise, void, *[i64] * 5)
+
+
+@primitive(void, *[i64] * 6)
+def quantise(
+    builder: Any, function: Any, x: Any, num_blocks: Any, records: Any, slot: Any, num_slots: Any
+) -> None:
+    """``function(x, num_blocks, records, slot, num_slots)``: a token into its slot of records."""
+    emit_call(builder, ir.VoidType(), function, [x, num_blocks, records, slot, num_slots])
+
+
+@helper
+def regroup(records: int, num_blocks: int, out: int, slot: int, num_slots: int) -> None:
+    """The records of one token into its slot of a group's."""
     for block in range(num_blocks):
-        record = records + RECORD_BYTES * num_slots * block
-        _quantise_block(x + 128 * block, record, slot, num_slots)
+        source, target = records + RECORD_BYTES * block, out + RECORD_BYTES * num_slots * block
+        memory.copy_bytes(target + 32 * slot, source, 32)
+        for kind in range(4):
+            number = memory.load_float(source + 32 + 4 * kind)
+            memory.store_float(target + 32 * num_slots + 4 * (kind * num_slots + slot), number)
