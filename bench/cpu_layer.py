@@ -7,7 +7,8 @@ route their tokens zipf-skewed. See bench/README.md.
 Examples:
   python -m bench.cpu_layer                                  everything, native peer
   python -m bench.cpu_layer --files q4_k_m --tokens 1 512    two rows
-  python -m bench.cpu_layer --peer avx2                      against an AVX2 build
+  DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER=avx2 python -m bench.cpu_layer --peer avx2
+                                                             both sides with AVX2 alone
   python -m bench.cpu_layer --only-peer --files q8_0         the peer's figures alone
 """
 
@@ -248,6 +249,8 @@ def main() -> None:
     }
     rows = [row_cells(result["file"], row) for result in results for row in result["rows"]]
     tables = report.table(COLUMNS, rows)
+    if kernels := {result["kernels"] for result in results if "kernels" in result}:
+        tables += f"\n\nOur kernels: {', '.join(sorted(kernels))}."
     print(f"\n{record['machine']}\n{tables}\nkept in {report.save('cpu-layer', record, tables)}")
 
 

@@ -13,6 +13,7 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.registry import adapter_for
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.routed_batch import group_by_expert
+from dflash_protocol.settings import load_settings
 from dflash_runtime.compute import BackendName, make_backend
 
 
@@ -22,7 +23,9 @@ class OurLayers:
     def __init__(self, path: Path, *, num_threads: int) -> None:
         self._file = GgufFile.open(path)
         layers = adapter_for(self._file).read_spec(self._file).moe.layers
-        self._backend = make_backend(BackendName.CPU, num_threads=num_threads)
+        self._backend = make_backend(
+            BackendName.CPU, num_threads=num_threads, cpu_tier=load_settings().cpu_tier
+        )
         self._backend.warm_up({each.tensor_type for layer in layers for each in layer.projections})
         self._banks = [
             self._backend.load_experts(
