@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dflash_adapters.gguf_file import GgufFile
@@ -71,7 +72,9 @@ class ExpertHost:
                     )
                 return
             on_progress("compile", 0, 1)
-            self.backend.warm_up(expert_tensor_types(self.spec.moe))
+            self.backend.warm_up(
+                expert_tensor_types(self.spec.moe), on_progress=partial(on_progress, "compile")
+            )
 
             def on_layer(num_done: int, num_total: int) -> None:
                 if self._is_cancelled:

@@ -6,10 +6,11 @@ Knows nothing of the command line; flags are applied over these values by their 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import stat
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -172,3 +173,13 @@ def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([*roots, *([inherited] if inherited else [])])
     return environment
+
+
+def package_roots(packages: Iterable[str]) -> tuple[Path, ...]:
+    """Where our packages lie, so that a child finds them even if nothing is installed."""
+    roots = []
+    for package in packages:
+        found = importlib.util.find_spec(package)
+        if found is not None and found.origin is not None:
+            roots.append(Path(found.origin).parents[1])
+    return tuple(dict.fromkeys(roots))

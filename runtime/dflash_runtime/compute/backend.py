@@ -6,13 +6,13 @@ local id, and computes the pairs it is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Protocol
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer
-from dflash_adapters.ops import Ops
+from dflash_adapters.ops import KvType, Ops
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F64Array, I32Array
 from dflash_protocol.routed_batch import RoutedBatch
@@ -56,8 +56,17 @@ class ComputeBackend(Protocol):
     ) -> ExpertBank:
         """Make the given experts ready; local id = position in `global_expert_ids`. [E_local]"""
 
-    def warm_up(self, tensor_types: Iterable[TensorType]) -> None:
-        """Compile and run once every kernel that matrices of these types need."""
+    def warm_up(
+        self,
+        tensor_types: Iterable[TensorType],
+        *,
+        kv_type: KvType | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Have every kernel ready that experts of these types need; with `kv_type` a whole model.
+
+        `on_progress` is called with the number of steps that are done, and of all.
+        """
 
     def close(self) -> None:
         """End worker threads. The backend must not be used afterwards."""

@@ -172,10 +172,14 @@ class Engine:
                 cpu_tier=settings.cpu_tier,
             )
             undo.callback(compute.close)
-            if on_progress is not None:
-                on_progress("parent", "compile", 0, 1)
+            report = on_progress or _nobody_watches
+            report("parent", "compile", 0, 1)
             types = {tensor.tensor_type for tensor in file.tensors.values()}
-            compute.warm_up(each for each in types if not each.is_integer)
+            compute.warm_up(
+                (each for each in types if not each.is_integer),
+                kv_type=chosen_kv,
+                on_progress=partial(report, "parent", "compile"),
+            )
             owners = Owners(
                 file,
                 spec,
@@ -366,3 +370,7 @@ def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> N
             f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "
             "more than this machine has; ask for a smaller one"
         )
+
+
+def _nobody_watches(owner: str, stage: str, num_done: int, num_total: int) -> None:
+    """Where no progress is wanted."""

@@ -6,7 +6,6 @@ Knows nothing of tokens; it joins placement, supervisor and expert computes, and
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import shutil
@@ -27,7 +26,7 @@ from dflash_adapters.moe_spec import ModelSpec
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_protocol.settings import Settings, run_directory
+from dflash_protocol.settings import Settings, package_roots, run_directory
 from dflash_runtime.compute import ComputeBackend
 from dflash_runtime.compute.cores import share_of_cores, usable_cores
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
@@ -215,7 +214,7 @@ class Owners:
             command = _daemon_command(
                 choice, model_path, backend.name, own_cores, is_pinned=bool(settings.pin_daemons)
             )
-            python_paths = _package_roots() if choice.launcher is None else ()
+            python_paths = package_roots(_PACKAGES) if choice.launcher is None else ()
             add(name, parse_endpoint(f"ipc://{folder}/{name}"), Launch(command, python_paths))
         for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
             add(name, endpoint, None)
@@ -266,13 +265,3 @@ def _daemon_command(
         str(len(cores)),
         *(("--cores", ",".join(map(str, cores))) if is_pinned else ()),
     )
-
-
-def _package_roots() -> tuple[Path, ...]:
-    """Where our packages lie, so that a child finds them even if nothing is installed."""
-    roots = []
-    for package in _PACKAGES:
-        found = importlib.util.find_spec(package)
-        if found is not None and found.origin is not None:
-            roots.append(Path(found.origin).parents[1])
-    return tuple(dict.fromkeys(roots))

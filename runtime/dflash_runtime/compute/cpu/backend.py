@@ -7,13 +7,14 @@ from functools import cached_property
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cpu import compiling
+from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.experts_kernel import expert_ffn_kernel, expert_ffn_tasks
-from dflash_runtime.compute.cpu.matrix import row_layout
+from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
@@ -32,12 +33,16 @@ class CpuBackend:
     def __init__(self, *, num_threads: int) -> None:
         if not compiling.is_supported_cpu():
             raise SettingsError("backend cpu needs a CPU that converts halves (F16C on x86-64)")
-        self._workers = Workers(num_threads)
+        self._num_threads = num_threads
         self._scratch = Scratch()
 
     @cached_property
     def numeric_class(self) -> str:
         return compiling.numeric_class()
+
+    @cached_property
+    def _workers(self) -> Workers:
+        return Workers(self._num_threads)
 
     @cached_property
     def ops(self) -> CpuOps:
@@ -48,11 +53,18 @@ class CpuBackend:
     ) -> CpuExpertBank:
         return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
 
-    def warm_up(self, tensor_types: Iterable[TensorType]) -> None:
-        for tensor_type in tensor_types:
-            row_layout(tensor_type, tensor_type.layout.block_elements)
-        expert_ffn_tasks()
-        expert_ffn_kernel()
+    def warm_up(
+        self,
+        tensor_types: Iterable[TensorType],
+        *,
+        kv_type: KvType | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        jobs = jobs_for(tensor_types, kv_type)
+        compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
+        for job in jobs:
+            run_job(job)
 
     def close(self) -> None:
-        self._workers.close()
+        if "_workers" in vars(self):
+            self._workers.close()

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, one folder for each combination of sources, compiler and CPU.
 
 Trouble with the folder costs time and never more. Of several processes that need a kernel at once
-one compiles it, under a lock on the folder, and the others load what it wrote.
+one compiles it, under a lock of the kernel's, and the others load what it wrote.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def code_identity() -> str:
 
 def cache_for(function: Any) -> Any:
     """A cache in the manner of numba's, or one that keeps nothing if there is no place for it."""
-    folder = _folder()
+    folder = kernel_folder()
     return NullCache() if folder is None else _KernelCache(function)
 
 
@@ -73,7 +73,7 @@ def _sources_digest() -> str:
 
 
 @cache
-def _folder() -> Path | None:
+def kernel_folder() -> Path | None:
     """Made and writable, or None after a warning."""
     try:
         parent = cache_directory(load_settings())
@@ -113,7 +113,7 @@ class _Locator(CacheLocator):  # type: ignore[misc]
         return cls("" if is_ours else hashlib.sha256(path.read_bytes()).hexdigest())
 
     def get_cache_path(self) -> str:
-        return str(_folder())
+        return str(kernel_folder())
 
     def get_source_stamp(self) -> str:
         return self._stamp
@@ -138,7 +138,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = self._load(sig, target_context)
         if found is None:
-            self._lock = _acquire_lock()
+            self._lock = _acquire_lock(self._impl.filename_base)
             found = self._load(sig, target_context)
             if found is not None:
                 self.release()
@@ -164,11 +164,11 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
             return None
 
 
-def _acquire_lock() -> int | None:
-    """An open file that holds the lock, or None if somebody kept it for too long."""
-    folder, end_s = _folder(), time.monotonic() + _LOCK_PATIENCE_S
+def _acquire_lock(name: str) -> int | None:
+    """An open file that holds the lock of a kernel, or None if somebody kept it for too long."""
+    folder, end_s = kernel_folder(), time.monotonic() + _LOCK_PATIENCE_S
     try:
-        lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(f"{folder}/{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     while True:

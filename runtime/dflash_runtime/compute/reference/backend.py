@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.ids import I32Array
@@ -35,7 +36,13 @@ class ReferenceBackend:
     ) -> ReferenceExpertBank:
         return ReferenceExpertBank(file, layer, global_expert_ids, self._cache)
 
-    def warm_up(self, tensor_types: Iterable[TensorType]) -> None:
+    def warm_up(
+        self,
+        tensor_types: Iterable[TensorType],
+        *,
+        kv_type: KvType | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Nothing to compile; a type that cannot be dequantised is found here."""
         for tensor_type in tensor_types:
             layout = tensor_type.layout

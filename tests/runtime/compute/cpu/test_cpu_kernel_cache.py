@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -40,20 +39,10 @@ print(json.dumps({name: each.came_from_cache for name, each in compiled.items()}
 HOLDER = """
 import sys
 from dflash_runtime.compute.cpu import kernel_cache
-assert kernel_cache._acquire_lock() is not None
+assert kernel_cache._acquire_lock("some_kernel") is not None
 print("held", flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache of the test's own."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv(CACHE_DIR, str(folder))
-    kernel_cache._folder.cache_clear()
-    yield folder
-    kernel_cache._folder.cache_clear()
 
 
 def compiled() -> RowFunction:
@@ -73,13 +62,15 @@ def the_folder(cache_dir: Path) -> Path:
     return folder
 
 
-def lock_is_free(folder: Path) -> bool:
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+def locks_are_free(folder: Path) -> bool:
+    """Of every kernel that was locked once."""
+    for path in folder.glob("*.lock"):
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+    return True
 
 
 # -- one process ----------------------------------------------------------------------------------
@@ -89,8 +80,8 @@ def test_kernels_are_kept_in_a_private_folder(cache_dir: Path) -> None:
     assert [came_from_cache() for _ in range(2)] == [False, True]
     folder = the_folder(cache_dir)
     assert folder.stat().st_mode & 0o7777 == 0o700
-    assert {path.suffix for path in folder.iterdir()} == {"", ".nbi", ".nbc"}
-    assert lock_is_free(folder)
+    assert {path.suffix for path in folder.iterdir()} == {".lock", ".nbi", ".nbc"}
+    assert locks_are_free(folder)
 
 
 def _double(x: float) -> float:
@@ -102,7 +93,7 @@ def test_kernels_that_python_calls_are_kept_too(cache_dir: Path) -> None:
     assert first(1.5) == second(1.5) == 3
     assert not first.stats.cache_hits  # type: ignore[attr-defined]
     assert second.stats.cache_hits  # type: ignore[attr-defined]
-    assert lock_is_free(the_folder(cache_dir))
+    assert locks_are_free(the_folder(cache_dir))
 
 
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
@@ -124,12 +115,12 @@ def test_every_identity_has_its_own_folder(
     before = the_folder(cache_dir)
     with monkeypatch.context() as changed:
         changed.setattr(kernel_cache, "_sources_digest", lambda: "of other sources")
-        kernel_cache._folder.cache_clear()
+        kernel_cache.kernel_folder.cache_clear()
         assert [came_from_cache() for _ in range(2)] == [False, True]
         assert len(kernel_folders(cache_dir)) == 2
-    kernel_cache._folder.cache_clear()
+    kernel_cache.kernel_folder.cache_clear()
     assert came_from_cache()
-    assert kernel_cache._folder() == before
+    assert kernel_cache.kernel_folder() == before
 
 
 def test_sources_compilers_and_tier_make_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +153,6 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again(cache_dir: Path) -> No
 def test_the_folders_used_last_are_kept(cache_dir: Path) -> None:
     assert not came_from_cache()
     ours = the_folder(cache_dir)
-    (ours / "lock").touch()
     others = [cache_dir / f"kernels-{index:02}" for index in range(12)]
     for age, folder in enumerate(others):
         folder.mkdir()
@@ -173,7 +163,7 @@ def test_the_folders_used_last_are_kept(cache_dir: Path) -> None:
         folder.mkdir()
         os.utime(folder, (1e8, 1e8))
     os.utime(ours, (1e8, 1e8))
-    kernel_cache._folder.cache_clear()
+    kernel_cache.kernel_folder.cache_clear()
     assert came_from_cache()
     assert kernel_folders(cache_dir) == sorted([ours, *others[: NUM_KEPT - 1]])
     assert all(folder.is_dir() for folder in kept)
@@ -248,7 +238,7 @@ def test_a_cache_that_fails_later_costs_nothing_but_time(
     monkeypatch.setattr(kernel_cache._KernelCache, "_load_overload", load)
     monkeypatch.setattr(kernel_cache._KernelCache, "_save_overload", save)
     assert [came_from_cache() for _ in range(2)] == [False, False]
-    assert lock_is_free(the_folder(cache_dir))
+    assert locks_are_free(the_folder(cache_dir))
 
 
 def test_a_folder_that_becomes_unusable_later_costs_nothing_but_time(cache_dir: Path) -> None:
@@ -268,16 +258,18 @@ def test_failing_to_compile_lets_others_compile(cache_dir: Path) -> None:
         compile_kernel(_not_compilable, v.f64)
     with pytest.raises(Exception, match="no_such_attribute"):
         compile_row_function(_not_compilable, v.f64, v.f64)
-    assert lock_is_free(the_folder(cache_dir))
+    assert locks_are_free(the_folder(cache_dir))
 
 
 def test_a_lock_that_is_never_released_is_waited_for_only_so_long(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_cache, "_LOCK_PATIENCE_S", 0.3)
-    folder = kernel_cache._folder()
-    assert folder is not None
-    with (folder / "lock").open("w") as lock:
+    assert not came_from_cache()
+    (lock_path,) = the_folder(cache_dir).glob("*.lock")
+    for path in the_folder(cache_dir).glob("*.nb?"):
+        path.unlink()
+    with lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         begin_s = time.monotonic()
         assert not came_from_cache()
@@ -300,7 +292,7 @@ def test_threads_compile_side_by_side(cache_dir: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == [False] * 2 + [True] * 4
-    assert lock_is_free(the_folder(cache_dir))
+    assert locks_are_free(the_folder(cache_dir))
 
 
 def test_threads_may_look_for_the_folder_at_once(
@@ -316,7 +308,9 @@ def test_threads_may_look_for_the_folder_at_once(
 
     monkeypatch.setattr(Path, "touch", touch_and_wait)
     found: list[Path | None] = []
-    threads = [threading.Thread(target=lambda: found.append(kernel_cache._folder())) for _ in "ab"]
+    threads = [
+        threading.Thread(target=lambda: found.append(kernel_cache.kernel_folder())) for _ in "ab"
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -363,7 +357,7 @@ def test_of_processes_that_start_at_once_one_compiles_each_kernel(cache_dir: Pat
     (later,) = what_children_found(1)
     assert all(later.values())
     assert came_from_cache()
-    assert lock_is_free(the_folder(cache_dir))
+    assert locks_are_free(the_folder(cache_dir))
 
 
 def test_the_lock_of_a_killed_process_holds_nobody_up(
@@ -371,9 +365,9 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(
 ) -> None:
     with ExitStack() as stack:
         holder = start(stack, HOLDER, "held")
-        assert not lock_is_free(the_folder(cache_dir))
+        assert not locks_are_free(the_folder(cache_dir))
         holder.kill()
         holder.wait(timeout=START_S)
-        assert lock_is_free(the_folder(cache_dir))
+        assert locks_are_free(the_folder(cache_dir))
     monkeypatch.setattr(kernel_cache, "_LOCK_PATIENCE_S", 1e9)  # a wait would be noticed
     assert [came_from_cache() for _ in range(2)] == [False, True]

@@ -65,7 +65,7 @@ def _rounded(values: Vec) -> Vec:
 
 
 def _clamped(turns: Vec) -> Vec:
-    """Within 127 steps, which only what is no number is not: for that one must be some number too."""
+    """Within 127 steps: all but what is no number, which must become some number too."""
     builder = turns.builder
     for comparison, limit in (("<", 127.0), (">", -127.0)):
         bound = constant(builder, turns.value.type, limit)
@@ -100,9 +100,7 @@ class _Grids:
             errors.append(_reduced(squares, _plus) * _float32(1.0 / steps**2))
         # Of a NaN neither is nearer, and the scale is one too.
         is_second = builder.fcmp_ordered("<", errors[1].value, errors[0].value)
-        self.inverse = Vec(
-            builder, builder.select(is_second, inverses[1].value, inverses[0].value)
-        )
+        self.inverse = Vec(builder, builder.select(is_second, inverses[1].value, inverses[0].value))
         self.scale = Vec(builder, builder.select(is_second, scales[1].value, scales[0].value))
 
 

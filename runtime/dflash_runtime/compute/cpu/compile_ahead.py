@@ -1,0 +1,155 @@
+"""Compiles kernels before they are needed, in processes of their own and several at a time.
+
+So a first start takes a fraction of the time, can be watched and interrupted, and the memory that
+LLVM takes goes with the processes. It may fail as it likes: what is not on disk afterwards is
+compiled by whoever needs it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dflash_protocol.settings import child_environment, package_roots
+from dflash_runtime.compute.cores import usable_cores
+from dflash_runtime.compute.cpu.kernel_cache import kernel_folder
+from dflash_runtime.compute.cpu.tiers import current_tier
+
+_LOG = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of jobs that are done, and of all."""
+
+_CHILD = "dflash_runtime.compute.cpu.compile_ahead_child"
+_PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime")
+_MOST_CHILDREN = 8
+"""Each takes about 200 MB while it compiles."""
+_JOB_PATIENCE_S = 60.0
+_POLL_S = 0.1
+_ANSWER_BYTES = 256
+
+
+def compile_ahead(jobs: Sequence[str], on_progress: OnProgress) -> None:
+    """Have these jobs done by other processes, unless they were done here before.
+
+    Returns when all are done, or when it is clear that they will not be. If another process is at
+    the same work, that one's is waited for.
+    """
+    folder = kernel_folder()
+    if folder is None or not _missing(folder, jobs):
+        return
+    try:
+        with _only_one(folder, jobs, on_progress):
+            missing = _missing(folder, jobs)
+            num_before = len(jobs) - len(missing)
+            _compile(folder, missing, lambda done: on_progress(num_before + done, len(jobs)))
+    except OSError as error:
+        _LOG.info("kernels are not compiled ahead: %s", error)
+
+
+def _missing(folder: Path, jobs: Sequence[str]) -> list[str]:
+    return [job for job in jobs if not _mark(folder, job).exists()]
+
+
+def _mark(folder: Path, job: str) -> Path:
+    return folder / f"{job}.done"
+
+
+@contextmanager
+def _only_one(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
+    """Wait for a process that does the same, for as long as it gets on.
+
+    Raises: OSError, TimeoutError among them.
+    """
+    lock = os.open(folder / "ahead.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        num_missing, end_s = len(jobs) + 1, 0.0
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            now_missing = len(_missing(folder, jobs))
+            on_progress(len(jobs) - now_missing, len(jobs))
+            if now_missing < num_missing:
+                num_missing, end_s = now_missing, time.monotonic() + _JOB_PATIENCE_S
+            elif time.monotonic() > end_s:
+                raise TimeoutError("another process has been at it for too long")
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> None:
+    waiting, num_done = jobs[::-1], 0
+    children: list[_Child] = []
+    try:
+        with selectors.DefaultSelector() as selector:
+            for _ in range(min(len(jobs), len(usable_cores()), _MOST_CHILDREN)):
+                child = _Child()
+                children.append(child)
+                child.begin(waiting.pop())
+                selector.register(child.output, selectors.EVENT_READ, child)
+            on_done(num_done)
+            while selector.get_map():
+                events = selector.select(_JOB_PATIENCE_S)
+                if not events:
+                    raise TimeoutError("no kernel was done in time")
+                for key, _ in events:
+                    child = key.data
+                    if child.has_done_it():
+                        _mark(folder, child.job).touch(0o600)
+                        num_done += 1
+                        on_done(num_done)
+                        if waiting and child.begin(waiting.pop()):
+                            continue
+                    selector.unregister(child.output)
+    finally:
+        for child in children:
+            child.end()
+
+
+class _Child:
+    """One compiling process. Owns it until `end`. Raises: OSError if it cannot be started."""
+
+    def __init__(self) -> None:
+        self.job = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _CHILD, current_tier().value, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(package_roots(_PACKAGES)),
+            process_group=0,  # Ctrl-C is for us
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self.output = self._process.stdin, self._process.stdout
+
+    def begin(self, job: str) -> bool:
+        """Whether it could still be told."""
+        self.job = job
+        with suppress(OSError):
+            self._input.write(f"{job}\n".encode())
+            self._input.flush()
+            return True
+        return False
+
+    def has_done_it(self) -> bool:
+        """To be asked when there is output: an answer, or its end, or something else."""
+        return os.read(self.output.fileno(), _ANSWER_BYTES) == f"{self.job}\n".encode()
+
+    def end(self) -> None:
+        self._process.kill()
+        with suppress(OSError):  # what it was told and never read
+            self._input.close()
+        self.output.close()
+        self._process.wait()

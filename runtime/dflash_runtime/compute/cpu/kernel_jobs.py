@@ -1,0 +1,71 @@
+"""Which kernels a file needs, by names that can be told to another process.
+
+A job compiles some of them, or loads them where that has been done. Knows nothing of where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dflash_adapters.ops import KvType
+from dflash_adapters.quant import TensorType
+from dflash_runtime.compute.cpu import (
+    attention_tasks,
+    dense_tasks,
+    experts_kernel,
+    linear_kernel,
+    parallel,
+)
+from dflash_runtime.compute.cpu.attention_elements import element_functions
+from dflash_runtime.compute.cpu.matrix import row_layout
+from dflash_runtime.compute.cpu.panels.quantising import quantise_function
+from dflash_runtime.compute.cpu.rows import expand_function
+
+_OF_TYPES: dict[str, Callable[[TensorType], object]] = {
+    "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),
+    "expand": expand_function,
+}
+_OF_CACHES: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
+
+# Those that take longest come first, so that several processes end together.
+_OF_EXPERTS: dict[str, Callable[[], object]] = {
+    "expert_tasks": experts_kernel.expert_ffn_tasks,
+    "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
+    "expert_kernel": experts_kernel.expert_ffn_kernel,
+    "quantise": quantise_function,
+}
+_OF_DENSE: dict[str, Callable[[], object]] = {
+    "attend": attention_tasks.attend_task,
+    "route": dense_tasks.route_kernel,
+    "attention": attention_tasks.attention_kernel,
+    "store": attention_tasks.store_task,
+    "norm": dense_tasks.norm_kernel,
+    "rope": dense_tasks.rope_kernel,
+    "linear_tasks": linear_kernel.linear_tasks,
+    "linear_kernel": linear_kernel.linear_kernel,
+    "embed": linear_kernel.embed_kernel,
+}
+
+
+def jobs_for(tensor_types: Iterable[TensorType], kv_type: KvType | None) -> list[str]:
+    """For experts of these types; with a `kv_type`, for a whole model."""
+    types = sorted(tensor_types)
+    jobs = [*_OF_DENSE] if kv_type is not None else []
+    jobs += [f"rows.{each.name}" for each in types]
+    jobs += _OF_EXPERTS
+    if kv_type is not None:
+        caches = sorted({kv_type.value, KvType.F32.value})
+        jobs += [f"elements.{each}" for each in caches]
+        jobs += [f"expand.{each.name}" for each in types]  # one of them is the embedding table's
+    return jobs
+
+
+def run_job(job: str) -> None:
+    """Raises: KeyError if there is no such job."""
+    kind, _, what = job.partition(".")
+    if kind in _OF_TYPES:
+        _OF_TYPES[kind](TensorType[what])
+    elif kind in _OF_CACHES:
+        _OF_CACHES[kind](KvType(what))
+    else:
+        (_OF_DENSE | _OF_EXPERTS)[kind]()

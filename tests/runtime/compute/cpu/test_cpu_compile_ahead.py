@@ -1,0 +1,199 @@
+"""Kernels that other processes compile: all of them once, and never a reason to fail or to wait."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dflash_adapters.ops import KvType
+from dflash_adapters.quant import TensorType
+from dflash_runtime.compute.cpu import backend as backend_module
+from dflash_runtime.compute.cpu import compile_ahead as ahead
+from dflash_runtime.compute.cpu import vector as v
+from dflash_runtime.compute.cpu.backend import CpuBackend
+from dflash_runtime.compute.cpu.compiling import compile_row_function
+from dflash_runtime.compute.cpu.kernel_cache import kernel_folder
+from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
+from dflash_runtime.compute.cpu.rows_dense import expand_f16, expand_f32
+from support.processes import START_S, environment
+
+JOBS = ["expand.F32", "expand.F16", "expand.BF16"]
+
+PARENT = """
+from dflash_runtime.compute.cpu.compile_ahead import compile_ahead
+compile_ahead(["attend", "expert_tasks"], lambda num_done, num_total: print(num_done, flush=True))
+"""
+
+
+def came_from_cache(function: Callable[..., None]) -> bool:
+    return compile_row_function(function, v.void, v.i64, v.i64, v.i64).came_from_cache
+
+
+def the_folder() -> Path:
+    folder = kernel_folder()
+    assert folder is not None
+    return folder
+
+
+def marks() -> set[str]:
+    return {path.stem for path in the_folder().glob("*.done")}
+
+
+def no_progress(num_done: int, num_total: int) -> None:
+    pass
+
+
+def children() -> list[psutil.Process]:
+    return list(psutil.Process().children())
+
+
+def test_what_is_compiled_ahead_is_loaded_later(cache_dir: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    ahead.compile_ahead(JOBS, lambda *progress: seen.append(progress))
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert marks() == set(JOBS)
+    assert came_from_cache(expand_f32)
+    assert came_from_cache(expand_f16)
+    assert not children()
+
+
+def test_what_was_done_before_is_not_done_again(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead.compile_ahead(JOBS[:1], no_progress)
+    seen: list[tuple[int, int]] = []
+    ahead.compile_ahead(JOBS[:2], lambda *progress: seen.append(progress))
+    assert seen == [(1, 2), (2, 2)]
+    monkeypatch.setattr(subprocess, "Popen", None)
+    ahead.compile_ahead(JOBS[:2], no_progress)
+
+
+def test_every_job_of_a_model_can_be_run() -> None:
+    jobs = jobs_for([TensorType.F32, TensorType.Q8_0], KvType.F16)
+    assert len(set(jobs)) == len(jobs)
+    assert set(jobs) > set(jobs_for([TensorType.F32, TensorType.Q8_0], None))
+    for job in jobs:
+        run_job(job)
+
+
+@pytest.mark.parametrize("job", ["", "nonsense", "rows.Q9_K", "elements.f8"])
+def test_a_job_that_does_not_exist_is_an_error(job: str) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        run_job(job)
+
+
+@pytest.mark.parametrize("trouble", ["no interpreter", "no module", "fails at a job"])
+def test_trouble_costs_nothing_but_time(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    jobs = JOBS
+    if trouble == "no interpreter":
+        monkeypatch.setattr(sys, "executable", str(cache_dir / "nothing"))
+    elif trouble == "no module":
+        monkeypatch.setattr(ahead, "_CHILD", "dflash_runtime.no_such_module")
+    else:
+        jobs = ["nonsense", "more nonsense", *JOBS]
+    ahead.compile_ahead(jobs, no_progress)
+    assert not children()
+    assert marks() <= set(JOBS)
+    assert [came_from_cache(expand_f32) for _ in range(2)] == [False, True]
+
+
+def test_a_child_that_does_not_answer_is_not_waited_for(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_CHILD", "asyncio")  # reads its input and says nothing of ours
+    monkeypatch.setattr(ahead, "_JOB_PATIENCE_S", 0.5)
+    begin_s = time.monotonic()
+    ahead.compile_ahead(JOBS, no_progress)
+    assert time.monotonic() - begin_s < START_S
+    assert not children()
+
+
+def test_without_a_cache_nothing_is_compiled_ahead(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir.touch()
+    monkeypatch.setattr(subprocess, "Popen", None)
+    ahead.compile_ahead(JOBS, no_progress)
+
+
+def test_an_interruption_leaves_no_process_behind(cache_dir: Path) -> None:
+    def interrupt(num_done: int, num_total: int) -> None:
+        assert children()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ahead.compile_ahead(JOBS, interrupt)
+    assert not children()
+    ahead.compile_ahead(JOBS, no_progress)
+    assert marks() == set(JOBS)
+
+
+def test_a_killed_process_takes_its_children_along(cache_dir: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment(), stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "0\n"
+        theirs = psutil.Process(parent.pid).children()
+        assert theirs
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait(timeout=START_S)
+        _, alive = psutil.wait_procs(theirs, timeout=START_S)
+        assert not alive
+
+
+def test_the_work_of_another_process_is_waited_for(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = the_folder()
+    seen: list[int] = []
+    with (folder / "ahead.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def work() -> None:
+            for job in JOBS:
+                time.sleep(0.3)
+                (folder / f"{job}.done").touch()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        monkeypatch.setattr(subprocess, "Popen", None)
+        ahead.compile_ahead(JOBS, lambda num_done, num_total: seen.append(num_done))
+        worker.join()
+    assert seen == sorted(seen)
+    assert {0, 1, 2} <= set(seen)
+
+
+def test_another_process_that_does_not_get_on_is_given_up(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_JOB_PATIENCE_S", 0.3)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with (the_folder() / "ahead.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ahead.compile_ahead(JOBS, no_progress)
+    assert not marks()
+
+
+def test_a_backend_reports_what_is_compiled(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "jobs_for", lambda tensor_types, kv_type: JOBS)
+    seen: list[tuple[int, int]] = []
+    backend = CpuBackend(num_threads=1)
+    backend.warm_up([TensorType.F16], on_progress=lambda *progress: seen.append(progress))
+    backend.close()
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
