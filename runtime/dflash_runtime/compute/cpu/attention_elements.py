@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from dflash_adapters.ops import KvType
@@ -22,7 +23,7 @@ from dflash_runtime.compute.cpu.vector.memory import emit_call
 from dflash_runtime.compute.cpu.vector.types import i64, primitive, void
 
 
-def _score(
+def _scores(
     element: Any, queries: int, num_rows: int, keys: int, dim: int, scores: int, ahead: int
 ) -> None:
     """`num_rows` queries times 32 keys; see attention_tiles, also for `ahead`."""
@@ -30,37 +31,32 @@ def _score(
     while row < num_rows:
         query, place, left = queries + 4 * dim * row, scores + 4 * BLOCK * row, num_rows - row
         if left >= 8:
-            tiles.score_8(element, query, keys, dim, place, ahead)
+            _tile_8(element, query, keys, dim, place, ahead)
             row += 8
         elif left >= 4:
-            tiles.score_4(element, query, keys, dim, place, ahead)
+            _tile_4(element, query, keys, dim, place, ahead)
             row += 4
         elif left >= 2:
-            tiles.score_2(element, query, keys, dim, place, ahead)
+            _tile_2(element, query, keys, dim, place, ahead)
             row += 2
         else:
-            tiles.score_1(element, query, keys, dim, place, ahead)
+            _tile_1(element, query, keys, dim, place, ahead)
             row += 1
 
 
-def _fetch_score(
-    element: Any, queries: int, num_rows: int, keys: int, dim: int, scores: int, ahead: int
-) -> None:
-    row = 0
-    while row < num_rows:
-        query, place, left = queries + 4 * dim * row, scores + 4 * BLOCK * row, num_rows - row
-        if left >= 8:
-            tiles.fetch_score_8(element, query, keys, dim, place, ahead)
-            row += 8
-        elif left >= 4:
-            tiles.fetch_score_4(element, query, keys, dim, place, ahead)
-            row += 4
-        elif left >= 2:
-            tiles.fetch_score_2(element, query, keys, dim, place, ahead)
-            row += 2
-        else:
-            tiles.fetch_score_1(element, query, keys, dim, place, ahead)
-            row += 1
+_tile_8, _tile_4, _tile_2, _tile_1 = tiles.score_8, tiles.score_4, tiles.score_2, tiles.score_1
+
+
+def _fetching(function: Any, name: str) -> Any:
+    """The same function of the tiles that prefetch."""
+    fetching = {f"_tile_{size}": getattr(tiles, f"fetch_score_{size}") for size in (8, 4, 2, 1)}
+    other = FunctionType(function.__code__, globals() | fetching, name)
+    other.__qualname__ = name
+    other.__module__ = __name__
+    return other
+
+
+_fetch_scores = _fetching(_scores, "_fetch_scores")
 
 
 def _mix(
@@ -148,8 +144,8 @@ def element_functions(kv_type: KvType) -> ElementFunctions:
         return compile_row_function(function, v.void, ELEMENTS[kv_type], *[v.i64] * num_arguments)
 
     return ElementFunctions(
-        compiled(_score, 6),
-        compiled(_fetch_score, 6),
+        compiled(_scores, 6),
+        compiled(_fetch_scores, 6),
         compiled(_mix, 9),
         compiled(_expand_keys, 3),
         compiled(_expand_values, 4),

@@ -9,6 +9,7 @@ from dflash_adapters.moe_spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cpu import experts_kernel as k
+from dflash_runtime.compute.cpu.experts_arguments import NUM_ARGS
 from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, UNPACK, row_layout
 from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
 from dflash_runtime.compute.cpu.panels.quantising import quantise_function
@@ -69,7 +70,7 @@ class CpuExpertBank:
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         with self._scratch.take(
-            8 * k.NUM_ARGS,
+            8 * NUM_ARGS,
             batch.num_tokens * self._hidden_record_bytes,
             (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_record_bytes,
             num_pairs * 4 * self.layer.ffn_size,
