@@ -17,7 +17,7 @@ from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.cpu.workers import Workers, check_num_threads
 
 
 class CpuBackend:
@@ -33,6 +33,7 @@ class CpuBackend:
     def __init__(self, *, num_threads: int) -> None:
         if not compiling.is_supported_cpu():
             raise SettingsError("backend cpu needs a CPU that converts halves (F16C on x86-64)")
+        check_num_threads(num_threads)
         self._num_threads = num_threads
         self._scratch = Scratch()
 

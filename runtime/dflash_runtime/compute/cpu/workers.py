@@ -33,8 +33,7 @@ class Workers:
         self, num_threads: int, cores: Sequence[int] | None = None, *, spin_us: int = SPIN_US
     ) -> None:
         """`cores`: where each thread is to stay, by worker_idx; the caller's own is not bound."""
-        if not 1 <= num_threads <= parallel.MAX_WORKERS + 1:
-            raise ValueError(f"num_threads is {num_threads}, expected at least 1")
+        check_num_threads(num_threads)
         if cores is not None:
             _check_cores(cores, num_threads)
         if num_threads > len(os.sched_getaffinity(0)):
@@ -86,6 +85,12 @@ def _forget_threads_in_children() -> None:
             workers._forget_threads()
 
     os.register_at_fork(after_in_child=forget)
+
+
+def check_num_threads(num_threads: int) -> None:
+    """Raises: ValueError if no pool can have so many threads."""
+    if not 1 <= num_threads <= parallel.MAX_WORKERS + 1:
+        raise ValueError(f"num_threads is {num_threads}, expected at least 1")
 
 
 def _check_cores(cores: Sequence[int], num_threads: int) -> None:
