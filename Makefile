@@ -8,15 +8,18 @@ READY     := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench bench-cpu build clean
+.PHONY: help demo test test-all fuzz soak check format bench bench-cpu bench-ipc build clean
 
 help:
 	@echo "make demo      write text with the demo model, its experts in two daemon processes"
 	@echo "make test      run the test suite (make test-all: long fuzzing and the wide matrix too)"
+	@echo "make fuzz      a million damaged inputs for everything that is read from outside"
+	@echo "make soak      write text for ten minutes while its daemons are killed and stopped"
 	@echo "make check     formatting, lint, types, import contracts"
 	@echo "make format    format the code"
 	@echo "make bench     measure the demo model, results in bench/results/"
 	@echo "make bench-cpu compare the CPU kernels with llama.cpp, which it builds; takes an hour"
+	@echo "make bench-ipc measure requests between parent and daemon"
 	@echo "make build     build the wheel into dist/"
 	@echo "make clean     remove everything that was made here"
 
@@ -45,6 +48,12 @@ test: $(READY_DEV)
 test-all: $(READY_DEV)
 	$(BIN)/python -m pytest
 
+fuzz: $(READY_DEV)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 1000000
+
+soak: $(READY)
+	$(BIN)/python -m bench.soak --minutes 10
+
 check: $(READY_DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -64,6 +73,11 @@ bench-cpu: $(READY)
 	DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER=avx2 $(BIN)/python -m bench.cpu_layer --peer avx2 \
 	    --files q4_k_m q8_0
 	$(BIN)/python -m bench.cpu_model
+
+bench-ipc: $(READY)
+	$(BIN)/python -m bench.ipc_round_trip
+	$(BIN)/python -m bench.curve_round_trip
+	$(BIN)/python -m bench.curve_flood
 
 build: $(READY)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

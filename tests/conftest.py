@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 _MARK = "DFLASHTEST_SESSION"
+_RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
 _PATIENCE_S = 5.0
 
 
@@ -24,7 +25,8 @@ def run_dir() -> Iterator[Path]:
     """
     folder = Path(tempfile.mkdtemp(prefix="dflash-test-"))
     os.environ[_MARK] = folder.name
-    os.environ["DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"] = str(folder)
+    os.environ[_RUN_DIR] = str(folder)
+    os.environ["XDG_CONFIG_HOME"] = str(folder.with_name(f"{folder.name}-config"))  # no keys here
     # The machines that run this are slow and busy; tests of deadlines set their own.
     os.environ["DFLASH_MOE_EXPERT_COMPUTE_IPC_DEADLINE_MS"] = "20000"
     yield folder
@@ -66,11 +68,15 @@ def _leftovers(run_dir: Path, segments_before: set[str], children_before: set[in
 
 def _segments() -> set[str]:
     folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not folder.is_dir():
+        return set()
+    return {path.name for path in folder.iterdir() if path.name.startswith(("dflash", "ring-"))}
 
 
 def _is_marked(process: psutil.Process, mark: str) -> bool:
     try:
-        return bool(process.environ().get(_MARK) == mark)
+        environment = process.environ()
+        # Daemons of another launcher are given our settings and nothing else.
+        return mark in (environment.get(_MARK), Path(environment.get(_RUN_DIR, "")).name)
     except psutil.Error:
         return False

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError
-from dflash_protocol.settings import MAX_THREADS, load_settings, run_directory
+from dflash_protocol.setting_kinds import Switch
+from dflash_protocol.settings import load_settings, run_directory, share_settings
+from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
+
+if TYPE_CHECKING:
+    from dflash_runtime.compute.backend import BackendName
 
 _EXAMPLES = """examples:
   dflash-moe daemon model.gguf
@@ -25,14 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="dflash-daemon: %(message)s", level=logging.WARNING)
     try:
-        settings = load_settings()
+        flags = {knob.field: getattr(options, knob.field) for knob in knobs_of(daemon=True)}
+        settings = load_settings(file=options.settings, flags=flags)
+        share_settings(settings)
         listen = options.listen or f"ipc://{run_directory(settings)}/daemon-{options.device}.sock"
         endpoint = parse_endpoint(listen)
         if options.device != "cpu":
             raise SettingsError(f"device {options.device!r} is unknown; this version knows: cpu")
         # Imported late, so that --help and misuse answer at once.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
-        from dflash_runtime.compute import BackendName
         from dflash_runtime.compute.cores import parse_cores
 
         run_daemon(
@@ -40,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
                 model_path=options.model,
                 endpoint=endpoint,
                 device=options.device,
-                backend=BackendName(options.backend),
-                num_threads=options.threads,
+                backend=_usable_backend(options.backend),
+                num_threads=None,  # the settings'
                 cores=parse_cores(options.cores) if options.cores is not None else None,
                 placement_path=options.placement,
                 lifeline_fd=options.lifeline_fd,
@@ -53,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (DflashError, OSError) as error:
         print(f"dflash-daemon: error: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        reason = f"{sys.executable} lacks what a daemon needs: {_first_line(error)}"
+        print(f"dflash-daemon: error: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -66,10 +77,39 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"dflash-daemon: error: {message}\n")
 
 
-def _threads(text: str) -> int:
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_THREADS:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_THREADS}")
+class _Report(argparse.Action):
+    """Prints what there is to compute with, for ``dflash-moe doctor``, and leaves."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        from dflash_runtime.compute.inventory import inventory
+
+        print(json.dumps(inventory()))
+        parser.exit()
+
+
+def _usable_backend(name: str) -> BackendName:
+    """The backend of that name; for ``auto``, what is left where the kernels' libraries are not.
+
+    Raises: SettingsError if the kernels were asked for by name.
+    """
+    from dflash_runtime.compute.backend import BackendName
+
+    asked = BackendName(name)
+    if asked is BackendName.REFERENCE:
+        return asked
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        reason = f"{sys.executable} cannot run the cpu kernels ({_first_line(error)})"
+        if asked is BackendName.CPU:
+            raise SettingsError(f"{reason}; install numba or use --backend reference") from error
+        logging.warning("%s; computing with the slow reference backend", reason)
+        return BackendName.REFERENCE
+    return asked
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,11 +140,21 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="load these experts at once instead of waiting for the first parent",
     )
-    parser.add_argument(
-        "--threads", metavar="N", type=_threads, help="default: the physical cores it may use"
-    )
     parser.add_argument("--cores", metavar="LIST", help="keep to these processors, as in 0-3,8")
     parser.add_argument("--lifeline-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--report", action=_Report, nargs=0, help=argparse.SUPPRESS)
+    settings = parser.add_argument_group("settings (also variables and keys of a settings file)")
+    settings.add_argument(SETTINGS_FLAG, metavar="FILE", type=Path, help=SETTINGS_HELP)
+    for knob in knobs_of(daemon=True):
+        # Values are checked with those of variables and files, so that a wrong one reads the same.
+        note = f" [{knob.default_text}]" if knob.default_text else ""
+        if isinstance(knob.kind, Switch):
+            action = argparse.BooleanOptionalAction
+            settings.add_argument(knob.flag, dest=knob.field, action=action, help=knob.help + note)
+        else:
+            settings.add_argument(
+                knob.flag, dest=knob.field, metavar=knob.kind.metavar, help=knob.help + note
+            )
     parser.add_argument("--version", action="version", version=f"dflash-moe {__version__}")
     return parser
 

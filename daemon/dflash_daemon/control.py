@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import secrets
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import zmq
@@ -17,10 +21,13 @@ import zmq.asyncio
 
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
-from dflash_protocol.errors import HandshakeRefused, ProtocolError
+from dflash_protocol import version1
+from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused, ProtocolError
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
+    Attach,
+    Attached,
     Bye,
     Hello,
     Message,
@@ -32,8 +39,11 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
+from dflash_protocol.payloads import NEGOTIABLE, PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.transports.zmq_stream import LinkLimits
+from dflash_protocol.ring import RingShape
+from dflash_protocol.ring_segment import open_segment
+from dflash_protocol.transport import LinkLimits
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,12 +51,13 @@ _MAX_LINKS = 64
 _LINK_SILENCE_S = 120.0
 """A link whose parent has not pinged for so long is forgotten."""
 _PROGRESS_S = 0.5
+_GENERATION_BITS = 32
 _HUNG_S = 10.0
 """Computing one request for longer than this, a daemon takes no new parents."""
 
 
 class ControlServer:
-    """Answers every parent on one ROUTER socket.
+    """Answers every parent on one ROUTER socket; `secure` puts keys on it.
 
     Owns: the socket.
     """
@@ -61,12 +72,15 @@ class ControlServer:
         data_port: int,
         max_tokens: int,
         device: str,
+        shared_folder: Path | None = None,
+        secure: Callable[[zmq.Socket[Any]], object] | None = None,
     ) -> None:
         self._host = host
         self._service = service
         self._data_port = data_port
         self._max_tokens = max_tokens
         self._device = device
+        self._shared_folder = shared_folder
         self._last_seen_s: dict[str, float] = {}
         self._hellos: dict[bytes, asyncio.Task[None]] = {}
         num_experts = host.spec.moe.num_experts_total
@@ -74,6 +88,8 @@ class ControlServer:
         self._socket = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 100)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(HEADER_LIMIT_BYTES, placement_bytes))
+        if secure is not None:
+            secure(self._socket)
         try:
             self._socket.bind(address)
         except zmq.ZMQError:
@@ -103,6 +119,8 @@ class ControlServer:
                 self._start_hello(routing_id, message, frames[1])
             elif isinstance(message, Ping):
                 await self._pong(routing_id, message)
+            elif isinstance(message, Attach):
+                await self._attach(routing_id, message)
             elif isinstance(message, Bye):
                 self._forget(message.link_id)
             else:
@@ -115,6 +133,34 @@ class ControlServer:
         if known:
             self._last_seen_s[ping.link_id] = time.monotonic()
         await self._send(routing_id, Pong(ping.sequence, known, self._service.busy_s))
+
+    async def _attach(self, routing_id: bytes, attach: Attach) -> None:
+        """Have a link's requests go through memory that the parent has made.
+
+        Raises: ProtocolError if it is not what was agreed, or is not the same memory.
+        """
+        limits = self._service.limits_of(attach.link_id)
+        if limits is None or self._shared_folder is None:
+            raise ProtocolError("no memory is shared on this link", code="transport")
+        if attach.max_tokens > limits.max_tokens:
+            raise ProtocolError("memory for more tokens than were agreed on", code="transport")
+        if attach.max_pairs > attach.max_tokens * limits.max_experts_used:
+            raise ProtocolError("memory for more pairs than there can be", code="transport")
+        try:
+            shape = RingShape(
+                attach.num_slots, attach.max_tokens, limits.hidden_size, attach.max_pairs
+            )
+            segment = open_segment(
+                self._shared_folder, attach.name, shape, generation=limits.generation
+            )
+        except (ValueError, DaemonUnavailable) as error:
+            raise ProtocolError(f"cannot share memory: {error}", code="transport") from error
+        if not hmac.compare_digest(segment.read_nonce(is_client=True).hex(), attach.nonce):
+            segment.close()
+            raise ProtocolError("the memory is not the parent's", code="transport")
+        nonce = segment.write_nonce(is_client=False)
+        self._service.attach(attach.link_id, segment)
+        await self._send(routing_id, Attached(attach.link_id, nonce.hex()))
 
     def _start_hello(self, routing_id: bytes, hello: Hello, placement: bytes) -> None:
         if len(self._hellos) >= _MAX_LINKS or routing_id in self._hellos:
@@ -146,6 +192,10 @@ class ControlServer:
             hidden_size=self._host.spec.hidden_size,
             max_tokens=min(self._max_tokens, max(1, hello.max_tokens)),
             max_experts_used=self._host.max_experts_used,
+            version=version,
+            generation=secrets.randbits(_GENERATION_BITS),
+            payload=_granted(hello.payload, version),
+            local_ids=version1.local_ids_by_layer(owned, self._host.experts_per_layer),
         )
         link_id = secrets.token_hex(8)
         self._service.add_link(link_id, limits)
@@ -161,6 +211,9 @@ class ControlServer:
             max_tokens=limits.max_tokens,
             free_memory_bytes=psutil.virtual_memory().available,
             pairs_per_second=self._host.pairs_per_second,
+            generation=limits.generation,
+            payload=limits.payload.value,
+            can_share=version > 1 and self._shared_folder is not None,
         )
         await self._send(routing_id, welcome)
 
@@ -221,3 +274,9 @@ class ControlServer:
     async def _send(self, routing_id: bytes, message: Message) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the peer may be gone; that is its business
             await self._socket.send_multipart([routing_id, encode_header(message)], zmq.NOBLOCK)
+
+
+def _granted(wished: str, version: int) -> PayloadType:
+    """The payload type of a link: the wished one if we know it, else float32, which all do."""
+    known = {payload.value: payload for payload in NEGOTIABLE}
+    return known.get(wished, PayloadType.F32) if version > 1 else PayloadType.F32

@@ -9,27 +9,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import ipaddress
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
 
+from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_daemon.control import ControlServer
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
+from dflash_protocol import ring_native
+from dflash_protocol.curve import ServerSecurity, server_security
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.settings import Settings
+from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.compute import BackendName, make_backend
 
 _PR_SET_PDEATHSIG = 1
+_CONTROL_IO_THREAD = 0
+_DATA_IO_THREADS = (1, 2)
+"""Where there are keys: handshakes at the control socket, whose address is known to all, then
+delay no request. A new data connection goes to the thread with the fewest, the first of them if
+equal, which is where the short-lived ones of strangers keep going."""
+_OPEN_FILES = 65_536
+"""As many connections as strangers can make within a handshake's time limit, many times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,9 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
     if options.lifeline_fd is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
-    _check_listen(options.endpoint)
+    security = server_security(
+        keys_directory(settings), options.endpoint, is_configured=bool(settings.keys_dir)
+    )
     if options.cores is not None:
         # All our threads are started later, and inherit it.
         os.sched_setaffinity(0, options.cores)
@@ -79,8 +92,12 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         raise
     try:
         owned = host.read_placement(options.placement_path) if options.placement_path else None
-        with _claimed(options.endpoint), zmq.Context() as context:
-            asyncio.run(_serve(options, settings, host, context, owned))
+        with (
+            _claimed(options.endpoint),
+            zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
+            _guarded(context, security),
+        ):
+            asyncio.run(_serve(options, settings, host, context, owned, security))
     finally:
         host.close()
     if options.lifeline_fd is not None and options.endpoint.path is not None:
@@ -96,6 +113,7 @@ async def _serve(
     host: ExpertHost,
     context: zmq.Context[zmq.Socket[bytes]],
     owned: OwnedExperts | None,
+    security: ServerSecurity | None,
 ) -> None:
     """Load what is to be loaded at once, listen, and serve until told to stop."""
     endpoint = options.endpoint
@@ -108,11 +126,21 @@ async def _serve(
         max_pairs=settings.batch_capacity * host.max_experts_used,
     )
     loop = asyncio.get_running_loop()
+    shares_memory = (
+        endpoint.path is not None
+        and settings.ipc_transport != "stream"
+        and ring_native.is_available()
+    )
+    if shares_memory:
+        await asyncio.to_thread(ring_native.kernels)  # compiled before anybody waits for us
     service = ComputeService(
         context,
         endpoint.data_address(0) if endpoint.path else f"tcp://{endpoint.host}:*",
         max_frame_bytes=max_frame_bytes,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
+        shares_memory=shares_memory,
+        spin_s=settings.spin_us * 1e-6,
+        secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )
     service.set_banks(host.banks)
     try:
@@ -125,7 +153,13 @@ async def _serve(
             data_port=data_port,
             max_tokens=settings.batch_capacity,
             device=options.device,
+            shared_folder=endpoint.path.parent if shares_memory and endpoint.path else None,
+            secure=None
+            if security is None
+            else partial(security.apply, io_threads=(_CONTROL_IO_THREAD,)),
         )
+        if security is not None:
+            let_handshakes_yield(_CONTROL_IO_THREAD)
         for path in endpoint.socket_paths:
             path.chmod(0o600)
         if options.lifeline_fd is None:
@@ -198,14 +232,20 @@ def _claimed(endpoint: Endpoint) -> Iterator[None]:
         claim.close()
 
 
-def _check_listen(endpoint: Endpoint) -> None:
-    """tcp carries no keys yet, so it is for this machine alone."""
-    if endpoint.host is None or endpoint.host == "localhost":
+@contextlib.contextmanager
+def _guarded(
+    context: zmq.Context[zmq.Socket[bytes]], security: ServerSecurity | None
+) -> Iterator[None]:
+    """Let nobody but the authorized clients in, and be ready for many others to try."""
+    if security is None:
+        yield
         return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(endpoint.host.strip("[]")).is_loopback:
-            return
-    raise SettingsError(
-        f"{endpoint.address} is not a loopback address; a daemon has no keys to tell friend from "
-        "stranger, so it listens on ipc:// or tcp://127.0.0.1 only"
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    authenticator = Authenticator(context, security.clients)
+    try:
+        yield
+    finally:
+        authenticator.close()

@@ -7,7 +7,9 @@ is in use, so a lock file beside it says whose it is.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
 import os
 import socket
 import stat
@@ -16,6 +18,8 @@ from pathlib import Path
 
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
 from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
+
+_LOOPBACK = {4: ipaddress.ip_network("127.0.0.0/8"), 6: ipaddress.ip_network("::1/128")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,19 @@ class Endpoint:
     path: Path | None
     host: str | None
     port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether a tcp endpoint is reached from this machine alone: 127.0.0.0/8, ::1, localhost.
+
+        Any other name counts as beyond it, wherever it may lead.
+        """
+        if self.host is None or self.host == "localhost":
+            return self.host is not None
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(self.host.removeprefix("[").removesuffix("]"))
+            return address in _LOOPBACK[address.version]
+        return False
 
     @property
     def socket_paths(self) -> tuple[Path, ...]:

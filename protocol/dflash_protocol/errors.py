@@ -20,6 +20,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def one_line(text: str) -> str:
+    """What can be shown of somebody else's text: no line breaks, no control characters."""
+    return "".join(character for character in text if character.isprintable())
+
+
 class DflashError(Exception):
     """Root of everything this project raises on purpose."""
 

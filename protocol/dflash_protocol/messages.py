@@ -1,33 +1,34 @@
-"""Messages between parent and daemon: one typed record each, a msgpack header plus raw frames.
+"""Messages between parent and daemon: one typed record each, with a msgpack header.
 
-A message on the wire is a list of frames: the first is a msgpack map of the record's fields and its
-``type``; the rest are raw little-endian arrays whose shapes follow from the header's counts. Every
-field is checked for presence, type and bounds when read; nothing is ever unpickled or evaluated.
-Knows nothing of sockets.
+A header is a msgpack map of a record's fields and its ``type``. Every field is checked for
+presence, type and bounds when read; nothing is ever unpickled or evaluated. Knows nothing of
+sockets.
 
 Two families, on two sockets:
 
-========  ==========================================================================
-control   Hello → Progress* → Welcome | Refused;  Ping → Pong;  Bye
-data      ExpertRequest → ExpertReply | RequestFailed
-========  ==========================================================================
+==========  ==========================================================================
+control     Hello → Progress* → Welcome | Refused;  Attach → Attached | Refused;
+            Ping → Pong;  Bye
+data        ExpertRequest → sums or failure: `requests` has their form on the wire
+data, v. 1  ComputeBatch → ComputeStatus: `version1`
+==========  ==========================================================================
+
+Hello and Welcome are how versions are agreed upon, so both sides read them before they know what
+the other one is: fields they do not know are passed over, and later fields have defaults.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeAlias, get_type_hints
 
 import msgpack
-import numpy as np
 
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch
 
-PROTOCOL_VERSIONS = (2,)
+PROTOCOL_VERSIONS = (1, 2)
 """Versions this build speaks, best last. Version 1 is the older shape with global ids."""
 
 HEADER_LIMIT_BYTES = 16 << 10
@@ -48,7 +49,8 @@ class Message:
 class Hello(Message):
     """Parent → daemon: what the parent runs and what it wants this daemon to hold.
 
-    Frame 1: the owner's experts (OwnedExperts.canonical_bytes).
+    Frame 1: the owner's experts (OwnedExperts.canonical_bytes). `payload` is the type that the
+    parent would like rows and sums to travel in (`payloads.NEGOTIABLE`).
     """
 
     TYPE: ClassVar[str] = "hello"
@@ -58,6 +60,7 @@ class Hello(Message):
     placement_fingerprint: str
     numeric_class: str
     max_tokens: int
+    payload: str = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,9 @@ class Welcome(Message):
     """Daemon → parent: ready. ``link_id`` names the parent's data socket from now on.
 
     ``data_port`` is 0 for ipc endpoints, whose data socket lies beside the control socket.
-    ``pairs_per_second`` was measured while warming up.
+    ``pairs_per_second`` was measured while warming up. Every message of the link carries
+    ``generation``; no other link has it. ``payload`` is the wished type if the daemon knows it.
+    ``can_share``: the parent may offer memory to share, see Attach.
     """
 
     TYPE: ClassVar[str] = "welcome"
@@ -89,6 +94,35 @@ class Welcome(Message):
     max_tokens: int
     free_memory_bytes: int
     pairs_per_second: float
+    generation: int = 0
+    payload: str = "f32"
+    can_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Message):
+    """Parent → daemon: memory to share, by its name in the folder of the endpoint's socket.
+
+    Its shape is `ring.RingShape` of these counts and the model's width. ``nonce``: what is written
+    in it, as hexadecimal digits, so that the daemon can see that it has the same memory.
+    """
+
+    TYPE: ClassVar[str] = "attach"
+    link_id: str
+    name: str
+    num_slots: int
+    max_tokens: int
+    max_pairs: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attached(Message):
+    """Daemon → parent: requests may come through that memory now. ``nonce``: our answer in it."""
+
+    TYPE: ClassVar[str] = "attached"
+    link_id: str
+    nonce: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +164,16 @@ class Bye(Message):
     link_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRequest(Message):
-    """Parent → daemon: one layer's pairs. Frames: hidden, routing (int32), weights.
+@dataclass(slots=True)
+class ExpertRequest:
+    """Parent → daemon: one layer's pairs, by local expert ids. `requests` and the transports have
+    forms of their own for it on the wire.
 
-    routing = expert_ids [G] ‖ group_starts [G+1] ‖ token_indices [P]; ids are local ids.
+    ``payload`` is the type of the hidden rows. ``deadline_ms`` runs from the request's arrival;
+    ``sent_s`` is the sender's own clock, which tells only how requests lie apart.
     """
 
-    TYPE: ClassVar[str] = "request"
+    # Not frozen, as that would cost every request some µs.
     sequence: int
     layer_id: int
     num_tokens: int
@@ -146,35 +182,43 @@ class ExpertRequest(Message):
     phase: str
     payload: str
     deadline_ms: float
+    generation: int = 0
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertReply(Message):
-    """Daemon → parent: weighted sums. Frame 1: float64 [T, H]."""
+class ComputeBatch(Message):
+    """Parent → daemon, version 1: one layer's pairs as a rectangle, by global expert ids.
 
-    TYPE: ClassVar[str] = "reply"
+    Frame 1, without gaps: input [T, H] float32, ids [T, S] int32, weights [T, S] float32.
+    """
+
+    TYPE: ClassVar[str] = "compute_batch"
     sequence: int
+    layer_id: int
     num_tokens: int
-    compute_s: float
+    num_selected: int
+    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFailed(Message):
-    """Daemon → parent: this request was not computed."""
+class ComputeStatus(Message):
+    """Daemon → parent, version 1: done, or why not. Frame 1 if done: sums [T, H] float32."""
 
-    TYPE: ClassVar[str] = "failed"
+    TYPE: ClassVar[str] = "compute_status"
     sequence: int
-    code: str
+    is_done: bool
     reason: str
 
 
 _RECORDS: dict[str, type[Message]] = {
     record.TYPE: record
     for record in (
-        Hello, Progress, Welcome, Refused, Ping, Pong, Bye,
-        ExpertRequest, ExpertReply, RequestFailed,
+        Hello, Progress, Welcome, Refused, Attach, Attached, Ping, Pong, Bye,
+        ComputeBatch, ComputeStatus,
     )
 }  # fmt: skip
+_HANDSHAKE = (Hello, Welcome)
 
 
 def _is_int(value: object) -> bool:
@@ -194,10 +238,14 @@ _FIELDS: dict[type[Message], dict[str, Any]] = {
     record: {field.name: get_type_hints(record)[field.name] for field in fields(record)}
     for record in _RECORDS.values()
 }
+_DEFAULTS: dict[type[Message], dict[str, Any]] = {
+    record: {field.name: field.default for field in fields(record) if field.default is not MISSING}
+    for record in _HANDSHAKE
+}
 
 
 def encode_header(message: Message) -> bytes:
-    """The first frame of a message."""
+    """A message's header."""
     values = {name: getattr(message, name) for name in _FIELDS[type(message)]}
     values["type"] = message.TYPE
     # Reasons may quote file names, which need not be valid text; the peer would refuse them.
@@ -206,7 +254,7 @@ def encode_header(message: Message) -> bytes:
 
 
 def decode_header(frame: bytes | memoryview) -> Message:
-    """Read the first frame of a message.
+    """Read a message's header.
 
     Raises: ProtocolError if it is too long, not a known record, or a field is missing, unknown, of
     the wrong type or out of bounds.
@@ -227,6 +275,9 @@ def decode_header(frame: bytes | memoryview) -> Message:
         shown = repr(tag[:40]) if isinstance(tag, str) else type(tag).__name__
         raise ProtocolError(f"unknown message type {shown}", code="unknown_type")
     expected = _FIELDS[record]
+    if record in _DEFAULTS:
+        known = {name: value for name, value in values.items() if name in expected}
+        values = _DEFAULTS[record] | known
     if values.keys() != expected.keys():
         odd = sorted(map(ascii, values.keys() ^ expected.keys()))
         raise ProtocolError(f"{record.TYPE}: fields missing or unknown: {', '.join(odd)[:200]}")
@@ -236,80 +287,3 @@ def decode_header(frame: bytes | memoryview) -> Message:
         if isinstance(values[name], list):
             values[name] = tuple(values[name])
     return record(**values)
-
-
-def encode_request(
-    batch: RoutedBatch, *, sequence: int, layer_id: int, deadline_s: float
-) -> Frames:
-    """Frames of one request. The arrays of `batch` are sent as they are, not copied."""
-    header = ExpertRequest(
-        sequence=sequence,
-        layer_id=layer_id,
-        num_tokens=batch.num_tokens,
-        num_groups=batch.num_groups,
-        num_pairs=batch.num_pairs,
-        phase=batch.phase.value,
-        payload="f32",
-        deadline_ms=deadline_s * 1e3,
-    )
-    routing = np.concatenate((batch.expert_ids, batch.group_starts, batch.token_indices))
-    return [encode_header(header), batch.hidden.data, routing.data, batch.weights.data]
-
-
-def decode_request(
-    header: ExpertRequest,
-    frames: list[memoryview],
-    *,
-    hidden_size: int,
-    max_tokens: int,
-    max_experts_used: int,
-) -> RoutedBatch:
-    """The batch of a request whose counts and frame sizes fit each other and the link's capacity:
-    at most `max_tokens` tokens, and for each of them at most `max_experts_used` pairs.
-
-    Ids are not checked here: only the receiver knows how many experts it has (RoutedBatch.check).
-    Raises: ProtocolError before anything is allocated.
-    """
-    num_tokens, num_groups, num_pairs = header.num_tokens, header.num_groups, header.num_pairs
-    if num_tokens > max_tokens:
-        raise ProtocolError(
-            f"{num_tokens} tokens exceed the capacity of {max_tokens}", code="capacity"
-        )
-    if num_groups > num_pairs:
-        raise ProtocolError("more groups than pairs")
-    if header.payload != "f32":
-        raise ProtocolError(f"payload type {header.payload[:20]!r} was not negotiated")
-    try:
-        phase = Phase(header.phase)
-    except ValueError:
-        raise ProtocolError(f"unknown phase {header.phase[:20]!r}") from None
-    # Counts are below 2^62 and Python's integers do not wrap, so these products are exact.
-    expected = (4 * num_tokens * hidden_size, 4 * (2 * num_groups + 1 + num_pairs), 4 * num_pairs)
-    sizes = tuple(len(frame) for frame in frames)
-    if sizes != expected:
-        raise ProtocolError(f"frames of {sizes} bytes, header says {expected}")
-    if num_pairs > num_tokens * max_experts_used:
-        raise ProtocolError(f"{num_pairs} pairs are too many for {num_tokens} tokens")
-    routing = np.frombuffer(frames[1], dtype="<i4")
-    return RoutedBatch(
-        phase=phase,
-        hidden=np.frombuffer(frames[0], dtype="<f4").reshape(num_tokens, hidden_size),
-        expert_ids=routing[:num_groups],
-        group_starts=routing[num_groups : 2 * num_groups + 1],
-        token_indices=routing[2 * num_groups + 1 :],
-        weights=np.frombuffer(frames[2], dtype="<f4"),
-    )
-
-
-def decode_reply(
-    header: ExpertReply, frames: list[memoryview], *, num_tokens: int, hidden_size: int
-) -> F64Array:
-    """The sums of a reply, a view into its frame. Shapes: result [T, H] float64.
-
-    Raises: ProtocolError if the reply is not of the shape that was asked for.
-    """
-    if header.num_tokens != num_tokens or [len(f) for f in frames] != [
-        8 * num_tokens * hidden_size
-    ]:
-        raise ProtocolError("the reply has not the shape of its request")
-    return np.frombuffer(frames[0], dtype="<f8").reshape(num_tokens, hidden_size)

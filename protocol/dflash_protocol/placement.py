@@ -7,7 +7,7 @@ owner was given. Knows nothing of how a placement is chosen.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from dflash_protocol.errors import ProtocolError, SettingsError
+from dflash_protocol.errors import ProtocolError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import I32Array
+from dflash_protocol.text_files import file_error, read_file, write_file
 
-_JSON_LIMIT_BYTES = 64 << 20
+MAX_LAYERS = 4096
+"""Most layers of one placement file; published models: up to 126."""
+
+MAX_IDS = 1 << 18
+"""Most expert ids of one placement file, over all layers; published models: below 1 << 17."""
+
+_KIND = "placement file"
+_JSON_LIMIT_BYTES = 4 << 20  # MAX_IDS numbers, each on an indented line, as some writers do
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +99,15 @@ class OwnedExperts:
             num_experts = experts_per_layer.get(layer_id)
             if num_experts is None:
                 raise ProtocolError(f"placement: layer {layer_id} has no experts")
-            if ids.min() < 0 or ids.max() >= num_experts:
+            if (low := ids.min()) < 0 or (high := ids.max()) >= num_experts:
                 raise ProtocolError(
-                    f"placement: layer {layer_id} has expert ids outside 0..{num_experts - 1}"
+                    f"placement: layer {layer_id} has expert id {low if low < 0 else high}, "
+                    f"outside 0..{num_experts - 1}"
                 )
-            if np.unique(ids).size != ids.size:
-                raise ProtocolError(f"placement: layer {layer_id} names an expert twice")
+            different, counts = np.unique(ids, return_counts=True)
+            if different.size != ids.size:
+                twice = different[counts.argmax()]
+                raise ProtocolError(f"placement: layer {layer_id} names expert {twice} twice")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,53 +180,67 @@ class Placement:
         return digest("placement-v1", [owned.canonical_bytes for owned in self.owners])
 
 
-def read_owned_experts(path: Path, experts_per_layer: Mapping[int, int]) -> OwnedExperts:
-    """Read one owner's experts from a placement file (JSON, version 1).
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacementFile:
+    """What a placement file says, before it is held against a model.
 
-    The file holds ``version``, ``n_layer``, ``n_expert`` and ``hot_expert_ids``: for each layer the
-    list of global ids this owner holds, in local order.
-    Raises: SettingsError naming the file and what is wrong.
+    ``num_experts`` and ``num_experts_used`` are 0 if the file does not say; those that we or the
+    older system write do. There, ``owned`` is called hot: what one process holds, in local order.
     """
 
-    def wrong(reason: str) -> SettingsError:
-        return SettingsError(f"placement file {path}: {reason}")
+    num_layers: int
+    num_experts: int
+    num_experts_used: int
+    owned: OwnedExperts
 
+
+def read_owned_experts(path: Path, experts_per_layer: Mapping[int, int]) -> OwnedExperts:
+    """Read one owner's experts from a placement file and hold them against the model.
+
+    Raises: SettingsError naming the file and what is wrong.
+    """
+    file = read_placement_file(path)
+    num_experts = max(experts_per_layer.values(), default=0)
+    if file.num_layers and file.num_experts != num_experts:
+        said = file.num_experts or "missing"
+        raise file_error(_KIND, path, f"n_expert is {said}, the model says {num_experts}")
     try:
-        with path.open("rb") as file:
-            content = file.read(_JSON_LIMIT_BYTES + 1)  # its size may be unknown: a pipe, a device
-        if len(content) > _JSON_LIMIT_BYTES:
-            raise wrong("larger than 64 MiB")
-        document: Any = json.loads(content)
-    except OSError as error:
-        raise wrong(str(error.strerror)) from error
-    except (ValueError, RecursionError) as error:
-        raise wrong("not JSON") from error
-    if not isinstance(document, dict) or document.get("version") != 1:
-        raise wrong("version must be 1")
-    layers = document.get("hot_expert_ids")
-    if not isinstance(layers, list) or document.get("n_layer") != len(layers):
-        raise wrong("hot_expert_ids must be a list of n_layer lists")
-    for layer_id, ids in enumerate(layers):
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-            raise wrong(f"layer {layer_id} is not a list of expert ids")
-    if layers and document.get("n_expert") != max(experts_per_layer.values(), default=0):
-        raise wrong(f"n_expert is {document.get('n_expert')}, the model says otherwise")
-    owned = OwnedExperts.from_lists(dict(enumerate(layers)))
-    try:
-        owned.check(experts_per_layer)
+        file.owned.check(experts_per_layer)
     except ProtocolError as error:
-        raise wrong(str(error)) from error
-    return owned
+        raise file_error(_KIND, path, str(error)) from error
+    return file.owned
+
+
+def read_placement_file(path: Path) -> PlacementFile:
+    """Read a placement file (JSON, version 1; see docs/files.md), ours or the older system's.
+
+    ``version``, ``n_layer`` and ``hot_expert_ids`` must be there; the other keys may be missing,
+    and must agree with these if they are there. Keys we do not know are ignored.
+    Raises: SettingsError naming the file and what is wrong with which layer.
+    """
+    content = read_file(_KIND, path, limit_bytes=_JSON_LIMIT_BYTES)
+    try:
+        return _parse_placement(_parse_json(content))
+    except RecursionError as error:
+        raise file_error(_KIND, path, "not JSON") from error
+    except ValueError as error:
+        raise file_error(_KIND, path, str(error)) from None
 
 
 def write_owned_experts(
     path: Path, owned: OwnedExperts, *, num_layers: int, num_experts: int, num_experts_used: int
 ) -> None:
-    """Write one owner's experts as a placement file (JSON, version 1)."""
-    layers: list[Sequence[int]] = [
-        owned.by_layer[i].tolist() if i in owned.by_layer else [] for i in range(num_layers)
-    ]
+    """Write one owner's experts as a placement file that the older system reads too, in one step.
+
+    Raises: SettingsError if it cannot be written, or no reader would take it.
+    """
+    layers: list[list[int]] = [[] for _ in range(min(num_layers, MAX_LAYERS))]
+    for layer_id, ids in owned.by_layer.items():
+        if not 0 <= layer_id < len(layers):
+            raise file_error(_KIND, path, f"layer {layer_id} of {num_layers} layers")
+        layers[layer_id] = ids.tolist()
     document = {
+        "arch": "moe_hybrid",
         "version": 1,
         "n_layer": num_layers,
         "n_expert": num_experts,
@@ -224,4 +249,113 @@ def write_owned_experts(
         "hot_counts": [len(ids) for ids in layers],
         "hot_expert_ids": layers,
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    try:
+        if min(num_layers, num_experts, num_experts_used) < 1:
+            raise ValueError("n_layer, n_expert and n_expert_used must be 1 or more")
+        _parse_placement(document)
+    except ValueError as error:
+        raise file_error(_KIND, path, str(error)) from None
+    write_file(_KIND, path, json.dumps(document, indent=1) + "\n")
+
+
+def _parse_json(content: bytes) -> Any:
+    """Raises: ValueError, RecursionError."""
+    # Each takes more memory than text: a list 64 bytes, a number or string 40 to 60.
+    if content.count(b"[") + content.count(b"{") > MAX_LAYERS + 64:
+        raise ValueError(f"more than {MAX_LAYERS} lists")
+    if content.count(b",") > MAX_IDS:
+        raise ValueError(f"more than {MAX_IDS} values")
+    try:
+        return json.loads(content, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, line {error.lineno}") from None
+    except _RepeatedKey:
+        raise
+    except ValueError:  # no text, or a number of thousands of digits
+        raise ValueError("not JSON") from None
+
+
+class _RepeatedKey(ValueError):
+    pass
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in document:
+            raise _RepeatedKey(f"key {key[:40]!a} occurs twice")
+        document[key] = value
+    return document
+
+
+def _parse_placement(document: Any) -> PlacementFile:
+    """Raises: ValueError saying what is wrong."""
+    if not isinstance(document, dict) or not _is_whole(document.get("version"), 1, 1):
+        raise ValueError("version must be 1")
+    layers = document.get("hot_expert_ids")
+    if not isinstance(layers, list) or not _is_whole(
+        document.get("n_layer"), len(layers), len(layers)
+    ):
+        raise ValueError("hot_expert_ids must be a list of n_layer lists")
+    if len(layers) > MAX_LAYERS:
+        raise ValueError(f"{len(layers)} layers; at most {MAX_LAYERS} are read")
+    num_experts = _optional(document, "n_expert", 1, MAX_IDS)
+    num_experts_used = _optional(document, "n_expert_used", 1, num_experts or MAX_IDS)
+    for layer_id, ids in enumerate(layers):
+        _check_ids(layer_id, ids, num_experts or MAX_IDS)
+    owned = OwnedExperts.from_lists(dict(enumerate(layers)))
+    counts = document.get("hot_counts", [len(ids) for ids in layers])
+    if not isinstance(counts, list) or len(counts) != len(layers):
+        raise ValueError("hot_counts must be a list of n_layer numbers")
+    for layer_id, (count, ids) in enumerate(zip(counts, layers, strict=True)):
+        if not _is_whole(count, len(ids), len(ids)):
+            raise ValueError(
+                f"layer {layer_id}: hot_counts says {_shown(count)}, "
+                f"hot_expert_ids has {len(ids)} ids"
+            )
+    total = document.get("total_hot", owned.num_experts)
+    if not _is_whole(total, owned.num_experts, owned.num_experts):
+        raise ValueError(f"total_hot is {_shown(total)}, the layers have {owned.num_experts} ids")
+    return PlacementFile(len(layers), num_experts, num_experts_used, owned)
+
+
+def _check_ids(layer_id: int, ids: Any, num_experts: int) -> None:
+    """Raises: ValueError if this is not a list of different ids below `num_experts`."""
+    if not isinstance(ids, list):
+        raise ValueError(f"layer {layer_id} is not a list of expert ids")
+    seen = set()
+    for global_expert_id in ids:
+        if not _is_whole(global_expert_id, 0, num_experts - 1):
+            raise ValueError(
+                f"layer {layer_id}: {_shown(global_expert_id)} is not an expert id "
+                f"in 0..{num_experts - 1}"
+            )
+        if global_expert_id in seen:
+            raise ValueError(f"layer {layer_id} names expert {global_expert_id} twice")
+        seen.add(global_expert_id)
+
+
+def _optional(document: Mapping[str, Any], key: str, smallest: int, largest: int) -> int:
+    """The number of that key, 0 if it is missing. Raises: ValueError if it is no such number."""
+    if key not in document:
+        return 0
+    value = document[key]
+    if not _is_whole(value, smallest, largest):
+        raise ValueError(f"{key} is {_shown(value)}, must be {smallest} to {largest}")
+    number: int = value
+    return number
+
+
+def _is_whole(value: Any, smallest: int, largest: int) -> bool:
+    return type(value) is int and smallest <= value <= largest
+
+
+def _shown(value: Any) -> str:
+    """A value out of a file, short enough for a line."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, str):
+        value = value[:40]
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return "a number beyond 64 bits"
+    return ascii(value)

@@ -23,9 +23,12 @@ from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F32Array, I32Array, Phase
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RoutedBatch:
-    """One layer's expert work for one owner. See the module's drawing for the arrays."""
+    """One layer's expert work for one owner. See the module's drawing for the arrays.
+
+    Not to be changed once made; not frozen, as that would cost every request some µs.
+    """
 
     phase: Phase
     hidden: F32Array
@@ -94,20 +97,31 @@ def group_by_expert(
             weights=weights[order],
         )
     order = np.lexsort((token_indices, expert_ids))
-    sorted_ids = expert_ids[order]
-    is_first = np.ones(sorted_ids.size, dtype=bool)
-    np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=is_first[1:])
+    return _grouped(hidden, token_indices[order], expert_ids[order], weights[order], phase=phase)
+
+
+def _grouped(
+    hidden: F32Array,
+    token_indices: I32Array,
+    expert_ids: I32Array,
+    weights: F32Array,
+    *,
+    phase: Phase,
+) -> RoutedBatch:
+    """The batch of pairs that are in order of (expert, token) already."""
+    is_first = np.ones(expert_ids.size, dtype=bool)
+    np.not_equal(expert_ids[1:], expert_ids[:-1], out=is_first[1:])
     starts = np.flatnonzero(is_first)
     group_starts = np.empty(starts.size + 1, dtype=np.int32)
     group_starts[:-1] = starts
-    group_starts[-1] = sorted_ids.size
+    group_starts[-1] = expert_ids.size
     return RoutedBatch(
         phase=phase,
         hidden=hidden,
-        expert_ids=sorted_ids[starts],
+        expert_ids=expert_ids[starts],
         group_starts=group_starts,
-        token_indices=token_indices[order],
-        weights=weights[order],
+        token_indices=token_indices,
+        weights=weights,
     )
 
 
@@ -132,6 +146,19 @@ def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
     return compacted, rows
 
 
+def tail_tokens(batch: RoutedBatch, first: int) -> RoutedBatch:
+    """The rows from `first` on, with exactly their pairs."""
+    chosen = batch.token_indices >= first
+    expert_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
+    return _grouped(
+        batch.hidden[first:],
+        batch.token_indices[chosen] - np.int32(first),
+        expert_ids[chosen],
+        batch.weights[chosen],
+        phase=batch.phase,
+    )
+
+
 def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, RoutedBatch]]:
     """Cut a batch into pieces of at most `max_tokens` consecutive rows, each with its first row.
 
@@ -140,19 +167,22 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
     if batch.num_tokens <= max_tokens:
         yield 0, batch
         return
-    sizes = np.diff(batch.group_starts)
-    pair_expert_ids = np.repeat(batch.expert_ids, sizes)
-    for first in range(0, batch.num_tokens, max_tokens):
-        last = min(first + max_tokens, batch.num_tokens)
-        chosen = (batch.token_indices >= first) & (batch.token_indices < last)
-        if chosen.any():
-            yield (
-                first,
-                group_by_expert(
-                    batch.hidden[first:last],
-                    batch.token_indices[chosen] - np.int32(first),
-                    pair_expert_ids[chosen],
-                    batch.weights[chosen],
-                    phase=batch.phase,
-                ),
-            )
+    # Pairs are in order of expert and token: sorted by slice they are so within each slice.
+    slice_of_pair = batch.token_indices // max_tokens
+    order = np.argsort(slice_of_pair, kind="stable")
+    expert_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[order]
+    token_indices, weights = batch.token_indices[order], batch.weights[order]
+    slices, starts = np.unique(slice_of_pair[order], return_index=True)
+    bounds = [*starts.tolist(), order.size]
+    for index, first in enumerate((slices * max_tokens).tolist()):
+        pairs = slice(bounds[index], bounds[index + 1])
+        yield (
+            first,
+            _grouped(
+                batch.hidden[first : first + max_tokens],
+                token_indices[pairs] - np.int32(first),
+                expert_ids[pairs],
+                weights[pairs],
+                phase=batch.phase,
+            ),
+        )

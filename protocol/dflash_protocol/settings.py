@@ -1,7 +1,9 @@
-"""The only reader of the environment: every variable, its type, its default, its bounds.
+"""The only reader of the environment: settings from flags, variables, a file and defaults.
 
-A bad value or an unknown ``DFLASH_MOE_*`` name stops the program with the name in the message.
-Knows nothing of the command line; flags are applied over these values by their owner.
+A flag counts before a variable, a variable before the settings file, that before the default. A bad
+value or an unknown ``DFLASH_MOE_*`` name stops the program with the name in the message. What
+settings there are is said in ``settings_table``. Also here, since they are made of the environment:
+our folders, and what child processes are given.
 """
 
 from __future__ import annotations
@@ -10,108 +12,140 @@ import importlib.util
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.setting_kinds import MOST_DAEMONS, DaemonSetting, checked
+from dflash_protocol.settings_file import read_settings_file
+from dflash_protocol.settings_table import (
+    AUTO_TIER,
+    CPU_TIERS,
+    KNOBS,
+    MAX_THREADS,
+    PREFIX,
+    SETTINGS_FILE,
+    VARIABLES,
+    Knob,
+    Reader,
+    Settings,
+)
 
-_PREFIX = "DFLASH_MOE_"
-_EXPERT_COMPUTE = _PREFIX + "EXPERT_COMPUTE_"
+__all__ = [
+    "AUTO_TIER",
+    "CPU_TIERS",
+    "ENDPOINT_PATH_LIMIT_BYTES",
+    "MAX_THREADS",
+    "VARIABLES",
+    "DaemonSetting",
+    "Settings",
+    "cache_directory",
+    "child_environment",
+    "daemon_environment",
+    "keys_directory",
+    "load_settings",
+    "package_roots",
+    "run_directory",
+    "share_settings",
+]
 
 ENDPOINT_PATH_LIMIT_BYTES = 100
 """Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
 
-
-MAX_THREADS = 1024
-"""Most compute threads a process may be asked to use."""
-
-AUTO_TIER = "auto"
-CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "generic")
-"""Instruction sets that the CPU's kernels may be built from; ``auto`` is the best that works."""
+_OTHERS_INHERIT = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
+"""What a program of another environment is given of ours: nothing that says where libraries lie."""
+_OTHERS_INHERIT_PREFIXES = ("LC_", "XDG_")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings that are not arguments of one run. Times in the unit of their name."""
-
-    deadline_ms: int = 250
-    """Shortest time a daemon is given to answer one request."""
-    heartbeat_ms: int = 1000
-    """Time between two pings on a link; five silent ones and the daemon counts as lost."""
-    connect_timeout_ms: int = 10_000
-    """Longest silence while a daemon is started, connected to, or loading."""
-    batch_capacity: int = 1024
-    """Most tokens in one request to a daemon."""
-    cache_dir: str = ""
-    """Folder of compiled kernels; empty = ``$XDG_CACHE_HOME/dflash-moe`` or ``~/.cache/…``."""
-    threads: int = 0
-    """Compute threads of a process; 0 = one for each physical core it may use."""
-    pin_daemons: int = 0
-    """1 = daemons that a parent starts on this machine keep to cores of their own."""
-    cpu_tier: str = AUTO_TIER
-    """Instruction set of the CPU's kernels, one of CPU_TIERS."""
-    run_dir: str = ""
-    """Folder of sockets and locks; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in the temp dir."""
-
-
-_VARIABLES: dict[str, tuple[str, int, int]] = {
-    # variable: field, smallest, largest
-    _EXPERT_COMPUTE + "IPC_DEADLINE_MS": ("deadline_ms", 1, 3_600_000),
-    _EXPERT_COMPUTE + "HEARTBEAT_MS": ("heartbeat_ms", 10, 60_000),
-    _EXPERT_COMPUTE + "CONNECT_TIMEOUT_MS": ("connect_timeout_ms", 10, 3_600_000),
-    _EXPERT_COMPUTE + "IPC_BATCH_CAPACITY": ("batch_capacity", 1, 4096),
-    _EXPERT_COMPUTE + "THREADS": ("threads", 0, MAX_THREADS),
-    _EXPERT_COMPUTE + "PIN_DAEMONS": ("pin_daemons", 0, 1),
-}
-_RUN_DIR = _EXPERT_COMPUTE + "IPC_WORK_DIR"
-_CACHE_DIR = _EXPERT_COMPUTE + "CACHE_DIR"
-_CPU_TIER = _EXPERT_COMPUTE + "CPU_TIER"
-
-VARIABLES = tuple(sorted([*_VARIABLES, _CACHE_DIR, _CPU_TIER, _RUN_DIR]))
-"""Names of all variables that are read."""
-
-
-def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
+def load_settings(
+    environment: Mapping[str, str] | None = None,
+    *,
+    file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Settings:
     """Read the settings.
 
-    Raises: SettingsError naming the variable, its value and what is allowed.
+    `environment` defaults to this process's; `file` is a settings file and defaults to the one
+    that ``DFLASH_MOE_SETTINGS_FILE`` names. `flags` holds, by field of Settings, the text of a
+    flag, a bool for a switch, or the texts of a repeated flag; None and () = not given.
+    Raises: SettingsError naming the flag, variable or file and key, its value and what is allowed.
     """
     environment = os.environ if environment is None else environment
-    values: dict[str, int | str] = {}
-    for variable, text in environment.items():
-        if variable == _RUN_DIR:
-            values["run_dir"] = text
-        elif variable == _CPU_TIER:
-            values["cpu_tier"] = _one_of(variable, text, CPU_TIERS)
-        elif variable == _CACHE_DIR:
-            values["cache_dir"] = text
-        elif variable in _VARIABLES:
-            field, smallest, largest = _VARIABLES[variable]
-            values[field] = _whole_number(variable, text, smallest, largest)
-        elif variable.startswith(_PREFIX):
+    if file is None and environment.get(SETTINGS_FILE):
+        file = Path(environment[SETTINGS_FILE])
+    values: dict[str, Any] = {} if file is None else read_settings_file(file)
+    values.update(_from_environment(environment))
+    for knob in KNOBS:
+        value = (flags or {}).get(knob.field)
+        if value is not None and value != ():
+            values[knob.field] = _from_flag(knob, value)
+    settings = Settings(**values)
+    if settings.stream_batch <= settings.stream_batch_max:
+        return settings
+    if "stream_batch" not in values:
+        return replace(settings, stream_batch=settings.stream_batch_max)
+    raise SettingsError(
+        f"{_variable('stream_batch')}={settings.stream_batch}: must be at most "
+        f"{_variable('stream_batch_max')}, which is {settings.stream_batch_max}"
+    )
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for knob in KNOBS:
+        for variable in (knob.older_variable, knob.variable):
+            if variable in environment:
+                values[knob.field] = _from_text(
+                    variable, knob.kind.from_text, environment[variable]
+                )
+    for variable in environment:
+        if variable.startswith(PREFIX) and variable not in VARIABLES:
             known = ", ".join(VARIABLES)
             raise SettingsError(f"unknown variable {variable}; known are {known}")
-    assert set(values) <= {field.name for field in fields(Settings)}
-    return Settings(**values)  # type: ignore[arg-type]
+    return values
 
 
-def _whole_number(variable: str, text: str, smallest: int, largest: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = smallest - 1
-    if not smallest <= value <= largest:
-        raise SettingsError(
-            f"{variable}={text!r}: must be a whole number from {smallest} to {largest}"
+def _from_flag(knob: Knob, value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _from_text(knob.flag, knob.kind.from_text, value)
+    assert isinstance(value, Sequence)
+    if len(value) > MOST_DAEMONS:
+        raise SettingsError(f"{knob.flag} is given {len(value)} times, at most {MOST_DAEMONS} do")
+    return tuple(_from_text(knob.flag, knob.kind.from_item, each) for each in value)
+
+
+def _from_text(where: str, read: Callable[[str], object], text: str) -> object:
+    """Raises: SettingsError."""
+    value = checked(where, text, read)
+    # Of a daemon more can turn out to be wrong later, which should be able to name the place too.
+    if isinstance(value, DaemonSetting):
+        return replace(value, source=where)
+    if isinstance(value, tuple):
+        return tuple(
+            replace(each, source=where) if isinstance(each, DaemonSetting) else each
+            for each in value
         )
     return value
 
 
-def _one_of(variable: str, text: str, known: tuple[str, ...]) -> str:
-    if text not in known:
-        raise SettingsError(f"{variable}={text!r}: must be one of {', '.join(known)}")
-    return text
+def _variable(field: str) -> str:
+    return next(knob.variable for knob in KNOBS if knob.field == field)
+
+
+def share_settings(settings: Settings) -> None:
+    """Have whatever reads settings later, here or in a process that we start, find these.
+
+    For programs, once, before anything else: what flags and the settings file said of folders and
+    kernels must hold for the compiling processes too, and those know of neither.
+    """
+    os.environ.pop(SETTINGS_FILE, None)
+    for knob in KNOBS:
+        if knob.reader is Reader.BOTH:
+            os.environ[knob.variable] = knob.kind.to_text(getattr(settings, knob.field))
 
 
 def run_directory(settings: Settings) -> Path:
@@ -135,15 +169,20 @@ def cache_directory(settings: Settings) -> Path:
 
     Raises: SettingsError if it cannot be made, is a link, or belongs to somebody else.
     """
-    if settings.cache_dir:
-        path = Path(settings.cache_dir)
-    elif cache_home := os.environ.get("XDG_CACHE_HOME"):
-        path = Path(cache_home) / "dflash-moe"
-    else:
-        path = Path(os.path.expanduser("~")) / ".cache" / "dflash-moe"
-    path = path.absolute()
+    path = Path(settings.cache_dir or _home("XDG_CACHE_HOME", ".cache")).absolute()
     _make_private(path, "cache directory")
     return path
+
+
+def keys_directory(settings: Settings) -> Path:
+    """The folder for keys, which need not exist."""
+    return Path(settings.keys_dir or _home("XDG_CONFIG_HOME", ".config") / "keys").absolute()
+
+
+def _home(variable: str, below_home: str) -> Path:
+    """Our folder in one of the homes that the XDG specification knows."""
+    home = os.environ.get(variable) or Path(os.path.expanduser("~")) / below_home
+    return Path(home) / "dflash-moe"
 
 
 def _make_private(path: Path, what: str) -> None:
@@ -160,10 +199,10 @@ def _make_private(path: Path, what: str) -> None:
 
 
 def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
-    """Environment of a spawned daemon: ours, with OpenMP waiting passively.
+    """Environment of a process of this very interpreter: ours, with OpenMP waiting passively.
 
-    `python_paths` come first on the child's import path: where our own packages lie, for a launcher
-    that is this very interpreter and may be running uninstalled.
+    `python_paths` come first on the child's import path: where our own packages lie, for we may be
+    running uninstalled.
     """
     environment = dict(os.environ)
     environment["OMP_WAIT_POLICY"] = "passive"
@@ -173,6 +212,36 @@ def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([*roots, *([inherited] if inherited else [])])
     return environment
+
+
+def daemon_environment(
+    settings: Settings,
+    daemon: DaemonSetting,
+    *,
+    python_paths: tuple[Path, ...] | None,
+) -> dict[str, str]:
+    """Environment of a daemon that we spawn, with the settings that hold for it.
+
+    `python_paths` as for `child_environment` if it is run by this very interpreter. None = by
+    another program, which gets a few harmless variables of ours and those of its own table: what
+    says where this environment's libraries, packages and devices are is not for another one.
+    """
+    if python_paths is not None:
+        inherited = child_environment(python_paths)
+        environment = {n: text for n, text in inherited.items() if not n.startswith(PREFIX)}
+    else:
+        environment = {
+            name: text
+            for name, text in os.environ.items()
+            if name in _OTHERS_INHERIT or name.startswith(_OTHERS_INHERIT_PREFIXES)
+        }
+        environment["OMP_WAIT_POLICY"] = "passive"
+    for knob in KNOBS:
+        value = getattr(settings, knob.field)
+        # Only what differs: an older daemon need not know the settings that nobody has set.
+        if knob.reader is Reader.BOTH and value != knob.default:
+            environment[knob.variable] = knob.kind.to_text(value)
+    return {**environment, **dict(daemon.environment)}
 
 
 def package_roots(packages: Iterable[str]) -> tuple[Path, ...]:

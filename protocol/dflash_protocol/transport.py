@@ -5,20 +5,47 @@ Knows nothing of experts: it carries requests and replies that `messages` descri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.messages import ExpertRequest
+from dflash_protocol.payloads import PayloadType
 from dflash_protocol.routed_batch import RoutedBatch
 
+_WINDOW_S = 10.0
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class Reply:
-    """A computed request: sums [T, H] float64, and the time the daemon spent computing."""
+    """A computed request: sums [T, H] float64, and the time the daemon spent computing it and, as
+    far as it could tell, left it waiting."""
 
     sums: F64Array
     compute_s: float
+    """NaN if the daemon does not say."""
+    queue_s: float = 0.0
+
+
+@dataclass(slots=True)
+class TransportCounters:
+    """What happened at one end of a link's data path. Times are this end's own work."""
+
+    checksum_failures: int = 0
+    """Messages whose bytes were not those that were sent."""
+    stale: int = 0
+    """Messages of another link, out of order, repeated, or that nobody waits for any more."""
+    widened: int = 0
+    """Messages that went in a wide type since the negotiated one would not hold their values."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    """Arrays only, not headers."""
+    pack_s: float = 0.0
+    send_s: float = 0.0
+    receive_s: float = 0.0
 
 
 class ClientTransport(Protocol):
@@ -37,7 +64,8 @@ class ClientTransport(Protocol):
         """The reply to a submitted request; replies to other ones are kept for their own wait.
 
         Raises: DeadlineExceeded; DaemonUnavailable if the link is lost meanwhile; ProtocolError if
-        the daemon refused the request or answered with the wrong shape.
+        the daemon refused the request or answered with the wrong shape. Its code is one of
+        REQUEST_FAILURES if only this request is concerned.
         """
 
     def forget(self, sequence: int) -> None:
@@ -46,10 +74,75 @@ class ClientTransport(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "stale"})
+"""Codes of failures that say nothing against the link: the next request may well succeed."""
+
+
+@dataclass(slots=True)
+class ArrivalClock:
+    """Tells how long a request had been waiting when it was read, from its sender's clock.
+
+    The clocks of the two ends need not agree. What lies between the sender's stamp and our reading
+    is least for a request that is read as soon as it arrives, so whatever is above the least of the
+    last seconds was waiting. Errs on the side of too little, by what the clocks drift in 20 s.
+    """
+
+    _began_s: float = -math.inf
+    _least_s: float = math.inf
+    _least_before_s: float = math.inf
+
+    def waited_s(self, sent_s: float, now_s: float) -> float:
+        """Seconds, for a request stamped `sent_s` by its sender and read at `now_s`."""
+        lag_s = now_s - sent_s
+        age_s = now_s - self._began_s
+        if age_s > _WINDOW_S:
+            self._least_before_s = self._least_s if age_s <= 2.0 * _WINDOW_S else math.inf
+            self._began_s, self._least_s = now_s, lag_s
+        elif lag_s < self._least_s:
+            self._least_s = lag_s
+        return max(0.0, lag_s - min(self._least_s, self._least_before_s))
+
+
+@dataclass(slots=True)
+class LinkLimits:
+    """What a link's two ends agreed on, as the daemon's end checks it: width of a row, most tokens
+    of a request, most experts of a token, and what the handshake chose.
+
+    `local_ids` serves version 1, whose requests name experts by global id: by layer, the local id
+    of each global one, -1 for those that are not here.
+    """
+
+    hidden_size: int
+    max_tokens: int
+    max_experts_used: int
+    version: int = 2
+    generation: int = 0
+    payload: PayloadType = PayloadType.F32
+    local_ids: Mapping[int, I32Array] = field(default_factory=dict)
+    last_sequence: int = 0
+    arrivals: ArrivalClock = field(default_factory=ArrivalClock)
+
+    def note_sequence(self, sequence: int) -> None:
+        """Take note of a request's place in its link.
+
+        Raises: ProtocolError under the code ``stale`` if it does not come after the last one.
+        """
+        if sequence <= self.last_sequence:
+            raise ProtocolError(f"request {sequence} came after {self.last_sequence}", code="stale")
+        self.last_sequence = sequence
+
+
+@dataclass(slots=True, eq=False)
 class ReceivedRequest:
-    """A well-formed request at the daemon: from which link, and what."""
+    """A well-formed request at the daemon: from which link, and what, and how long it has waited
+    there since it arrived."""
 
     link_id: str
     header: ExpertRequest
     batch: RoutedBatch
+    waited_s: float = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether nobody waits for its reply any more."""
+        return self.waited_s * 1e3 > self.header.deadline_ms

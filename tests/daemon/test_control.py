@@ -27,30 +27,35 @@ from dflash_daemon.control import ControlServer
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
+from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.messages import (
     PROTOCOL_VERSIONS,
+    Attached,
     Bye,
-    ExpertReply,
+    ComputeBatch,
     Hello,
     Message,
     Ping,
     Pong,
     Progress,
     Refused,
-    RequestFailed,
     Welcome,
     decode_header,
     encode_header,
-    encode_request,
 )
+from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.transports.zmq_stream import largest_frame_bytes
+from dflash_protocol.requests import ParentCodec, encode_request, largest_frame_bytes
+from dflash_protocol.transport import Reply, TransportCounters
+from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.reference.experts import ReferenceExpertBank
+from dflash_runtime.experts.sharing import Offer, OfferFailed, SharingPlan, make_offer
 from dflash_runtime.experts.store import every_expert
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.routed_batches import batch_of
+from support.version1_peer import Version1Parent
 
 pytestmark = pytest.mark.asyncio
 
@@ -133,7 +138,7 @@ class Parent:
         """The good request after a failure: a hello, and one expert computed over the link."""
         welcome = await self.hello()
         assert (await self.ping(welcome.link_id)).known
-        assert isinstance(await self._daemon.compute(welcome.link_id), ExpertReply)
+        assert isinstance(await self._daemon.compute(welcome), Reply)
         return welcome
 
 
@@ -159,6 +164,7 @@ class Daemon:
             max_frame_bytes=largest_frame_bytes(
                 max_tokens=CAPACITY, hidden_size=SHAPE.hidden_size, max_pairs=64
             ),
+            shares_memory=True,
         )
         self.service.start()
         undo.callback(self.service.close)
@@ -171,9 +177,11 @@ class Daemon:
             data_port=0,
             max_tokens=CAPACITY,
             device="cpu",
+            shared_folder=run_dir,
         )
         self.serving = asyncio.create_task(self.control.run())
         self.is_stopped = False
+        self.num_requests = 0
 
     def parent(self) -> Parent:
         return Parent(self)
@@ -188,18 +196,35 @@ class Daemon:
             max_tokens=1024,
         )
 
-    async def compute(self, link_id: str, num_tokens: int = 1) -> Message:
+    async def compute(self, welcome: Welcome, num_tokens: int = 1) -> Reply | ProtocolError:
         """One request over the data socket."""
         hidden: F32Array = np.ones((num_tokens, SHAPE.hidden_size), np.float32)
         batch = batch_of(num_tokens, {(0, 1): 1.0}, hidden=hidden)
+        payload = PayloadType(welcome.payload)
         with self.sockets.socket(zmq.DEALER) as data:
             data.setsockopt(zmq.LINGER, 0)
-            data.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
+            data.setsockopt(zmq.ROUTING_ID, bytes.fromhex(welcome.link_id))
             data.connect(self.data_address)
-            frames = encode_request(batch, sequence=1, layer_id=0, deadline_s=PATIENCE_S)
-            await data.send_multipart([bytes(memoryview(frame).cast("B")) for frame in frames])
+            self.num_requests += 1
+            frames = encode_request(
+                batch,
+                sequence=self.num_requests,
+                layer_id=0,
+                deadline_s=PATIENCE_S,
+                generation=welcome.generation,
+                payload=payload,
+            )
+            await data.send_multipart([bytes(frame) for frame in frames])
             answer = await asyncio.wait_for(data.recv_multipart(), PATIENCE_S)
-        return decode_header(answer[0])
+        codec = ParentCodec(
+            hidden_size=SHAPE.hidden_size,
+            generation=welcome.generation,
+            payload=payload,
+            counters=TransportCounters(),
+        )
+        read = codec.decode(answer, {self.num_requests: num_tokens})
+        assert read is not None
+        return read[1]
 
     async def stop(self) -> None:
         assert self.is_stopped or not self.serving.done(), "whatever came, it is still serving"
@@ -237,8 +262,27 @@ async def test_a_parent_with_the_same_model_is_welcomed_with_what_it_needs(daemo
     assert welcome.free_memory_bytes > 0
     assert welcome.pairs_per_second > 0.0
     assert len(bytes.fromhex(welcome.link_id)) == 8
-    assert isinstance(await daemon.compute(welcome.link_id, 7), ExpertReply)
-    assert isinstance(await daemon.compute(welcome.link_id, 8), RequestFailed)
+    assert isinstance(await daemon.compute(welcome, 7), Reply)
+    assert isinstance(await daemon.compute(welcome, 8), ProtocolError)
+    assert 0 <= welcome.generation < 1 << 32
+    assert welcome.generation != (await daemon.parent().hello()).generation
+
+
+@pytest.mark.parametrize(
+    ("wished", "granted"),
+    [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f64", "f32"), ("int8", "f32")],
+)
+async def test_a_payload_type_is_granted_if_it_is_known(
+    daemon: Daemon, wished: str, granted: str
+) -> None:
+    welcome = await daemon.parent().hello(payload=wished)
+    assert welcome.payload == granted
+    answer = await daemon.compute(welcome)
+    assert isinstance(answer, Reply)
+    exact = await daemon.compute(await daemon.parent().hello())
+    assert isinstance(exact, Reply)
+    np.testing.assert_allclose(answer.sums, exact.sums, rtol=0.02, atol=1e-5)
+    assert (answer.sums.tobytes() == exact.sums.tobytes()) == (granted == "f32")
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 1), (1, 1), (CAPACITY, CAPACITY), (1 << 61, 16)])
@@ -267,7 +311,7 @@ async def test_another_reading_of_the_experts_is_refused_naming_both(daemon: Dae
     await parent.assert_welcome()
 
 
-@pytest.mark.parametrize("versions", [(), (1,), (99,), tuple(range(3, 60))])
+@pytest.mark.parametrize("versions", [(), (99,), tuple(range(3, 60))])
 async def test_versions_without_a_common_one_are_refused(
     daemon: Daemon, versions: tuple[int, ...]
 ) -> None:
@@ -336,25 +380,28 @@ async def test_an_owner_of_nothing_is_welcome(daemon: Daemon) -> None:
     parent = daemon.parent()
     welcome = await parent.hello(OwnedExperts.from_lists({}))
     assert welcome.pairs_per_second > 0.0
-    answer = await daemon.compute(welcome.link_id)
-    assert isinstance(answer, RequestFailed)
+    answer = await daemon.compute(welcome)
+    assert isinstance(answer, ProtocolError)
     assert answer.code == "not_owned"
 
 
 async def test_every_expert_of_the_model_can_be_asked_for(daemon: Daemon) -> None:
     welcome = await daemon.parent().hello(every_expert(daemon.host.spec.moe))
-    assert isinstance(await daemon.compute(welcome.link_id), ExpertReply)
+    assert isinstance(await daemon.compute(welcome), Reply)
 
 
 async def test_two_parents_have_links_of_their_own(daemon: Daemon) -> None:
     parents = [daemon.parent(), daemon.parent()]
-    links = [(await parent.assert_welcome()).link_id for parent in parents]
+    welcomes = [await parent.assert_welcome() for parent in parents]
+    links = [welcome.link_id for welcome in welcomes]
     assert len(set(links)) == 2
     await parents[0].say(encode_header(Bye(links[0])))
     assert not (await parents[0].ping(links[0])).known
     assert (await parents[1].ping(links[1])).known
-    assert isinstance(await daemon.compute(links[0]), RequestFailed)
-    assert isinstance(await daemon.compute(links[1]), ExpertReply)
+    forgotten = await daemon.compute(replace(welcomes[0], generation=0))
+    assert isinstance(forgotten, ProtocolError)
+    assert forgotten.code == "unknown_link"
+    assert isinstance(await daemon.compute(welcomes[1]), Reply)
 
 
 async def test_pings_say_whether_the_link_is_known(daemon: Daemon) -> None:
@@ -388,7 +435,7 @@ GOOD_HELLO = encode_header(Hello(PROTOCOL_VERSIONS, "m", "d", "p", "c", 1))
         ([GOOD_HELLO, b"", b""], "malformed"),
         ([encode_header(Pong(1, True, 0.0))], "malformed"),
         ([encode_header(Refused("no", "no"))], "malformed"),
-        ([encode_header(ExpertReply(1, 1, 0.0)), b""], "malformed"),
+        ([encode_header(ComputeBatch(1, 1, 1, 1, 0)), b""], "malformed"),
         ([b"x"] * 1000, "malformed"),
     ],
 )
@@ -553,3 +600,129 @@ async def test_stopping_while_loading_ends_in_order(daemon: Daemon) -> None:
     await parent.expect(Progress)
     await daemon.stop()
     daemon.backend.gate.set()
+
+
+async def test_a_parent_of_version_1_is_welcomed_and_served_by_global_ids(daemon: Daemon) -> None:
+    """What it is told is what a parent of ours is, but for the rounding to float32."""
+    hello = daemon.good_hello(OWNED)
+    old_hello = {
+        name: getattr(hello, name)
+        for name in (
+            "model_identity",
+            "moe_digest",
+            "placement_fingerprint",
+            "numeric_class",
+            "max_tokens",
+        )
+    }
+    hidden: F32Array = np.ones((2, SHAPE.hidden_size), np.float32)
+    # Local expert 1 of layer 0 is global expert 1, and local expert 0 is global expert 3.
+    ids, weights = np.array([[1], [3]], np.int32), np.array([[1.0], [0.5]], np.float32)
+    strange = np.array([[1], [0]], np.int32)
+
+    def play() -> tuple[F32Array | str, F32Array | str, F32Array | str]:
+        endpoint = parse_endpoint(daemon.address)
+        with Version1Parent(endpoint, old_hello, OWNED.canonical_bytes) as parent:
+            return (
+                parent.compute(0, hidden, strange, weights),
+                parent.compute(0, hidden[:, 1:], ids, weights),
+                parent.compute(0, hidden, ids, weights),
+            )
+
+    not_owned, malformed, sums = await asyncio.to_thread(play)
+    assert not_owned == "an expert that is not here"
+    assert isinstance(malformed, str)
+    assert isinstance(sums, np.ndarray)
+    exact = await daemon.compute(await daemon.parent().hello())
+    assert isinstance(exact, Reply)
+    np.testing.assert_array_equal(sums[0], exact.sums[0].astype(np.float32))
+    assert sums[1].any()
+    await daemon.parent().assert_welcome()
+
+
+# -- shared memory --------------------------------------------------------------------------------
+
+
+PLAN = SharingPlan(SHAPE.hidden_size, SHAPE.num_experts_used, 1 << 20)
+
+
+def offer_for(welcome: Welcome, run_dir: Path) -> Offer:
+    assert welcome.can_share
+    return make_offer(run_dir, welcome, PLAN)
+
+
+async def test_a_link_computes_through_shared_memory(daemon: Daemon, run_dir: Path) -> None:
+    parent = daemon.parent()
+    welcome = await parent.hello()
+    offer = offer_for(welcome, run_dir)
+    await parent.say(encode_header(offer.message))
+    segment = offer.accepted(await parent.expect(Attached))
+    assert not list(run_dir.glob("ring-*"))  # both have it: its name is gone
+    lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+    client = SharedClient(segment, lost_fd=lost_fd, lost_reason=lambda: "lost")
+    try:
+        hidden: F32Array = np.ones((3, SHAPE.hidden_size), np.float32)
+        batch = batch_of(3, {(0, 1): 1.0, (2, 0): 0.5}, hidden=hidden)
+        for _ in range(3):
+            sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
+            reply = await asyncio.to_thread(client.wait, sequence, deadline_s=PATIENCE_S)
+            assert np.abs(reply.sums[0]).max() > 0
+            assert not reply.sums[1].any()
+        assert isinstance(await daemon.compute(welcome), Reply)  # the socket is served beside it
+    finally:
+        client.close()
+        os.close(lost_fd)
+    await parent.say(encode_header(Bye(welcome.link_id)))
+    assert not (await parent.ping(welcome.link_id)).known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"link_id": "00"},
+        {"name": "ring-1-1-" + 32 * "0"},
+        {"name": "../model.gguf"},
+        {"name": ""},
+        {"num_slots": 0},
+        {"num_slots": 17},
+        {"num_slots": 1 << 61},
+        {"max_tokens": 0},
+        {"max_tokens": CAPACITY + 1},
+        {"max_pairs": 0},
+        {"max_pairs": 1 << 61},
+        {"nonce": ""},
+        {"nonce": 32 * "0"},
+    ],
+)
+async def test_memory_that_was_not_agreed_on_is_refused(
+    daemon: Daemon, run_dir: Path, changes: dict[str, Any]
+) -> None:
+    parent = daemon.parent()
+    welcome = await parent.hello()
+    offer = offer_for(welcome, run_dir)
+    try:
+        await parent.say(encode_header(replace(offer.message, **changes)))
+        await parent.expect(Refused)
+    finally:
+        offer.withdraw()
+    await parent.assert_welcome()
+
+
+async def test_an_answer_from_other_memory_is_not_believed(daemon: Daemon, run_dir: Path) -> None:
+    parent = daemon.parent()
+    welcome = await parent.hello()
+    offer = offer_for(welcome, run_dir)
+    try:
+        await parent.say(encode_header(offer.message))
+        answer = await parent.expect(Attached)
+        for changed in ({"nonce": 32 * "0"}, {"link_id": "00"}):
+            with pytest.raises(OfferFailed, match="other memory"):
+                offer.accepted(replace(answer, **changed))
+    finally:
+        offer.withdraw()
+
+
+async def test_no_memory_is_offered_where_there_is_no_room(daemon: Daemon, run_dir: Path) -> None:
+    welcome = await daemon.parent().hello()
+    with pytest.raises(OfferFailed, match="cannot share memory"):
+        make_offer(run_dir / "nowhere", welcome, PLAN)

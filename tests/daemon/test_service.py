@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,12 +24,8 @@ from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transports.zmq_stream import (
-    LinkLimits,
-    StreamClient,
-    StreamServer,
-    largest_frame_bytes,
-)
+from dflash_protocol.transport import LinkLimits
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
 from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,
@@ -142,7 +139,7 @@ def test_experts_are_served_once_they_are_set(undo: ExitStack) -> None:
     rig.service.set_banks({3: rig.bank})
     assert_serves(client)
     assert refusal(client, batch_of(3, PAIRS), layer_id=2).code == "not_owned"
-    assert refusal(client, batch_of(3, PAIRS), layer_id=1 << 40).code == "not_owned"
+    assert refusal(client, batch_of(3, PAIRS), layer_id=(1 << 32) - 1).code == "not_owned"
     assert_serves(client)
 
 
@@ -247,6 +244,29 @@ def test_busy_is_how_long_the_present_request_takes(rig: Rig) -> None:
     assert_serves(client)
     rig.service.close()
     assert rig.service.busy_s == 0.0
+
+
+def test_a_request_whose_deadline_passed_before_it_is_begun_is_dropped(rig: Rig) -> None:
+    client = rig.client()
+    assert_serves(client)
+    rig.bank.gate.clear()
+    rig.bank.has_entered.clear()
+    running = send(client, batch_of(3, PAIRS))
+    assert rig.bank.has_entered.wait(PATIENCE_S)
+    late = client.submit(3, batch_of(3, PAIRS), deadline_s=0.05)
+    patient = send(client, batch_of(3, PAIRS))
+    time.sleep(0.15)
+    rig.bank.has_entered.clear()
+    rig.bank.gate.set()
+    client.wait(running, deadline_s=PATIENCE_S)
+    with pytest.raises(ProtocolError, match="past its deadline of 50 ms") as caught:
+        client.wait(late, deadline_s=PATIENCE_S)
+    assert caught.value.code == "late"
+    reply = client.wait(patient, deadline_s=PATIENCE_S)
+    np.testing.assert_array_equal(reply.sums, naive_sums(numbered_rows(3), PAIRS))
+    assert reply.queue_s > 0.1
+    assert rig.service.num_late == 1
+    assert_serves(client)
 
 
 def test_a_compute_thread_that_fails_says_so(

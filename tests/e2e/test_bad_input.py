@@ -176,7 +176,8 @@ def test_a_file_cut_anywhere_is_refused_in_one_line(model: Path, tmp_path: Path)
 
 
 def test_help_has_examples_and_needs_no_model() -> None:
-    for arguments in (["--help"], ["generate", "--help"], ["inspect", "--help"], ["daemon", "-h"]):
+    commands = ("generate", "inspect", "doctor", "daemon")
+    for arguments in (["--help"], *([command, "--help"] for command in commands)):
         done = run_cli(*arguments)
         assert done.returncode == 0
         assert "xample" in done.stdout

@@ -18,6 +18,7 @@ from dflash_adapters.qwen3moe import read_spec
 from dflash_protocol.placement import write_owned_experts
 from dflash_runtime import Engine
 from dflash_runtime.placement.split import even_split
+from support.environments import write_launcher
 from support.processes import cli_command, environment, run_cli, running_daemon, wait_until
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
@@ -95,7 +96,9 @@ def test_tcp_on_the_loopback_address_works(model: Path) -> None:
         (["--listen", "ipc:///no/such/folder/d.sock"], "No such file"),
         (["--device", "tpu:0"], "'tpu:0' is unknown"),
         (["--placement", "/no/such/file"], "No such file"),
-        (["--threads", "x"], "must be from 1 to 1024"),
+        (["--threads", "x"], "--threads='x': must be a whole number from 0 to 1024"),
+        (["--ipc-transport", "pigeon"], "must be one of auto, shared, stream"),
+        (["--settings", "/no/such.toml"], "settings file /no/such.toml: No such file"),
         (["--lifeline-fd", "77"], "life-line descriptor 77"),
         (["--what"], "--what"),
     ],
@@ -176,9 +179,7 @@ def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
 
 def test_a_launcher_may_be_another_program(model: Path, tmp_path: Path) -> None:
     """An executable that is no Python gets the daemon's arguments and starts it as it likes."""
-    launcher = tmp_path / "launch.sh"
-    launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_daemon "$@"\n')
-    launcher.chmod(0o700)
+    launcher = write_launcher(tmp_path / "launch.sh", Path(sys.executable))
     for program in (launcher, Path(sys.executable)):
         done = run_cli(
             "generate", model, "--token-ids", "1,2", "-n", "3", "--json",

@@ -13,7 +13,7 @@ from dflash_adapters.qwen3moe import read_spec
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
-from support.processes import running_daemon, wait_until
+from support.processes import START_S, running_daemon, wait_until
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -51,6 +51,23 @@ def generate(engine: Engine, *, kill: psutil.Process | None = None) -> list[int]
         if len(tokens) == KILL_AFTER and kill is not None:
             kill.send_signal(signal.SIGKILL)
     return tokens
+
+
+def test_the_only_daemon_comes_back_after_it_was_told_to_end(
+    model: Path, undisturbed: list[int]
+) -> None:
+    """It leaves an empty folder behind, and takes that for a dead parent's."""
+    with Engine.open(model, daemons=["cpu"]) as engine:
+        (victim,) = children()
+        victim.terminate()
+        victim.wait(START_S)
+
+        def is_back() -> bool:
+            assert generate(engine) == undisturbed
+            stats = engine.stats()
+            return stats.owners["cpu0"].restarts == 1
+
+        wait_until(is_back, "the daemon to be started again")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -4,56 +4,46 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, get_type_hints
 
 import msgpack
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.ids import Phase
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
     Bye,
-    ExpertReply,
-    ExpertRequest,
-    Frames,
+    ComputeBatch,
+    ComputeStatus,
     Hello,
     Message,
     Ping,
     Pong,
     Progress,
     Refused,
-    RequestFailed,
     Welcome,
     decode_header,
-    decode_reply,
-    decode_request,
     encode_header,
-    encode_request,
 )
 from dflash_protocol.placement import OwnedExperts
-from support.routed_batches import HIDDEN_SIZE, assert_same_batch, batch_of, pair_sets
 
 EXAMPLES: list[Message] = [
-    Hello((1, 2), "ab12", "cd34", "ef56", "cpu-1", 1024),
+    Hello((1, 2), "ab12", "cd34", "ef56", "cpu-1", 1024, "bf16"),
     Progress("load", 3, 48),
-    Welcome(2, "00ff", "ab12", "ef56", "cpu-1", "cpu", 40001, 512, 1 << 34, 12345.5),
+    Welcome(2, "00ff", "ab12", "ef56", "cpu-1", "cpu", 40001, 512, 1 << 34, 12345.5, 77, "f16"),
     Refused("model", "this daemon runs another model"),
     Ping(7, "00ff"),
     Pong(7, True, 0.25),
     Bye("00ff"),
-    ExpertRequest(9, 47, 2, 2, 4, "prefill", "f32", 250.0),
-    ExpertReply(9, 2, 0.001),
-    RequestFailed(9, "capacity", "too many tokens"),
+    ComputeBatch(9, 47, 2, 2, 56),
+    ComputeStatus(9, False, "too many tokens"),
 ]
-REQUEST = EXAMPLES[7]
-assert isinstance(REQUEST, ExpertRequest)
+HANDSHAKE = (Hello, Welcome)
+"""What is read before it is known which version the other side speaks."""
 
 BY_KIND: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, (1 << 62) - 1),
@@ -114,11 +104,28 @@ def test_records_come_back_as_they_were(data: st.DataObject) -> None:
 @pytest.mark.parametrize("message", EXAMPLES, ids=name_of)
 def test_no_field_may_be_missing_and_none_unknown(message: Message) -> None:
     values = msgpack.unpackb(encode_header(message))
-    for name in kinds_of(type(message)):
+    later = {field.name for field in fields(message) if field.default is not MISSING}
+    for name in kinds_of(type(message)).keys() - (later if isinstance(message, HANDSHAKE) else ()):
         fewer = {key: value for key, value in values.items() if key != name}
         refuse(msgpack.packb(fewer), f"{message.TYPE}: fields missing or unknown: '{name}'")
+    if isinstance(message, HANDSHAKE):
+        return
     refuse(packed(message, odd=1), f"{message.TYPE}: fields missing or unknown: 'odd'")
     refuse(packed(message, TYPE="x"), "fields missing or unknown: 'TYPE'")
+
+
+@pytest.mark.parametrize("message", EXAMPLES[0:3:2], ids=name_of)
+def test_a_handshake_is_read_whatever_the_other_sides_version_adds_or_lacks(
+    message: Message,
+) -> None:
+    assert isinstance(message, HANDSHAKE)
+    assert decode_header(packed(message, odd=[1, {"x": 2}], odder="?")) == message
+    later = {f.name: f.default for f in fields(message) if f.default is not MISSING}
+    assert later["payload"] == "f32"
+    older = msgpack.unpackb(encode_header(message))
+    for name in later:
+        del older[name]
+    assert decode_header(msgpack.packb(older)) == replace(message, **later)
 
 
 WRONG: dict[Any, list[object]] = {
@@ -246,156 +253,13 @@ def test_any_bytes_are_a_record_or_refused(frame: bytes) -> None:
         assert len(reason.splitlines()) == 1
 
 
-def raw(frames: Frames) -> list[memoryview]:
-    """Frames as they arrive: bytes, in the order of the machine that sent them."""
-    return [
-        memoryview(frame.tobytes() if isinstance(frame, np.ndarray) else bytes(frame))
-        for frame in frames
-    ]
-
-
-def request_frames(num_tokens: int, pairs: dict[tuple[int, int], float]) -> list[memoryview]:
-    batch = batch_of(num_tokens, pairs)
-    return raw(encode_request(batch, sequence=9, layer_id=47, deadline_s=0.25))
-
-
-def decode(header: ExpertRequest, frames: list[memoryview]) -> object:
-    return decode_request(header, frames, hidden_size=HIDDEN_SIZE, max_tokens=8, max_experts_used=5)
-
-
-PAIRS = {(0, 1): 0.5, (1, 1): 0.25, (0, 4): 1.0, (1, 4): -0.5}
-
-
-def test_the_example_request_is_what_is_sent_for_its_pairs() -> None:
-    assert decode_header(request_frames(2, PAIRS)[0]) == REQUEST
-
-
-@settings(deadline=None, max_examples=100)
-@given(pair_sets(), st.sampled_from(list(Phase)))
-def test_a_request_comes_back_as_it_was(
-    pair_set: tuple[int, dict[tuple[int, int], float]], phase: Phase
-) -> None:
-    batch = batch_of(*pair_set, phase=phase)
-    header, *frames = raw(encode_request(batch, sequence=3, layer_id=5, deadline_s=0.5))
-    message = decode_header(header)
-    assert isinstance(message, ExpertRequest)
-    assert (message.sequence, message.layer_id, message.deadline_ms) == (3, 5, 500.0)
-    received = decode_request(
-        message, frames, hidden_size=HIDDEN_SIZE, max_tokens=7, max_experts_used=5
-    )
-    assert_same_batch(received, batch)
-    received.check(hidden_size=HIDDEN_SIZE, num_experts=5)
-
-
-def test_the_arrays_of_a_request_are_sent_as_they_are() -> None:
-    batch = batch_of(2, PAIRS)
-    frames = encode_request(batch, sequence=1, layer_id=0, deadline_s=1.0)
-    assert np.shares_memory(np.asarray(frames[1]), batch.hidden)
-    assert np.shares_memory(np.asarray(frames[3]), batch.weights)
-
-
-HUGE = (1 << 62) - 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason", "code"),
-    [
-        ({"num_tokens": 9}, "9 tokens exceed the capacity of 8", "capacity"),
-        ({"num_tokens": HUGE}, "exceed the capacity", "capacity"),
-        ({"num_tokens": 1}, "header says", "malformed"),
-        ({"num_tokens": 0}, "header says", "malformed"),
-        ({"num_groups": 5}, "more groups than pairs", "malformed"),
-        ({"num_groups": HUGE}, "more groups than pairs", "malformed"),
-        ({"num_groups": 1}, "header says", "malformed"),
-        ({"num_pairs": 3}, "header says", "malformed"),
-        ({"num_pairs": HUGE}, "header says", "malformed"),
-        ({"num_pairs": 1 << 30, "num_groups": 1 << 30}, "header says", "malformed"),
-        # The sum of both wraps to the true size in 64 bits of 4-byte units.
-        ({"num_pairs": 4 + (1 << 61), "num_groups": 2 + (1 << 60)}, "header says", "malformed"),
-        ({"payload": "f16"}, "payload type 'f16' was not negotiated", "malformed"),
-        ({"payload": "x" * 4096}, "was not negotiated", "malformed"),
-        ({"phase": "PREFILL"}, "unknown phase 'PREFILL'", "malformed"),
-        ({"phase": ""}, "unknown phase ''", "malformed"),
-    ],
-)
-def test_a_request_whose_counts_do_not_fit_is_refused_before_anything_is_allocated(
-    changes: dict[str, Any], reason: str, code: str
-) -> None:
-    _, *frames = request_frames(2, PAIRS)
-    assert isinstance(REQUEST, ExpertRequest)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ProtocolError, match=reason) as caught:
-            decode(replace(REQUEST, **changes), frames)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    assert caught.value.code == code
-    decode(REQUEST, frames)
-
-
-def test_more_pairs_than_the_tokens_can_have_are_refused() -> None:
-    header, *frames = request_frames(2, PAIRS)
-    message = decode_header(header)
-    assert isinstance(message, ExpertRequest)
-    limits = {"hidden_size": HIDDEN_SIZE, "max_tokens": 8}
-    with pytest.raises(ProtocolError, match="4 pairs are too many for 2 tokens"):
-        decode_request(message, frames, **limits, max_experts_used=1)
-    assert decode_request(message, frames, **limits, max_experts_used=2).num_pairs == 4
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda frames: [],
-        lambda frames: frames[:2],
-        lambda frames: [*frames, memoryview(b"")],
-        lambda frames: [frames[0], frames[2], frames[1]],
-        lambda frames: [frames[0][:-1], *frames[1:]],
-        lambda frames: [memoryview(bytes(frames[0]) + b"\0"), *frames[1:]],
-        lambda frames: [frames[0], frames[1][:-4], frames[2]],
-        lambda frames: [frames[0], frames[1], frames[2][:-4]],
-        lambda frames: [memoryview(b"")] * 3,
-    ],
-)
-def test_a_request_with_wrong_frames_is_refused(
-    spoil: Callable[[list[memoryview]], list[memoryview]],
-) -> None:
-    _, *frames = request_frames(2, PAIRS)
-    assert isinstance(REQUEST, ExpertRequest)
-    with pytest.raises(ProtocolError, match="bytes, header says"):
-        decode(REQUEST, spoil(frames))
-    decode(REQUEST, frames)
-
-
-def test_a_reply_is_a_view_of_its_sums() -> None:
-    sums = np.arange(6, dtype=np.float64).reshape(2, 3)
-    frame = memoryview(sums.tobytes())
-    received = decode_reply(ExpertReply(9, 2, 0.1), [frame], num_tokens=2, hidden_size=3)
-    np.testing.assert_array_equal(received, sums, strict=True)
-    nothing = decode_reply(ExpertReply(9, 0, 0.1), [memoryview(b"")], num_tokens=0, hidden_size=3)
-    assert nothing.shape == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "sizes"),
-    [(1, [48]), (3, [48]), (2, []), (2, [47]), (2, [49]), (2, [24]), (2, [48, 0]), (HUGE, [48])],
-)
-def test_a_reply_of_another_shape_is_refused(num_tokens: int, sizes: list[int]) -> None:
-    frames = [memoryview(bytes(size)) for size in sizes]
-    with pytest.raises(ProtocolError, match="not the shape of its request"):
-        decode_reply(ExpertReply(9, num_tokens, 0.1), frames, num_tokens=2, hidden_size=3)
-
-
 OWNED = OwnedExperts.from_lists({0: [3, 0, 1], 2: [2]})
 
 
 def fuzz_corpus() -> list[list[bytes]]:
-    messages = [[encode_header(each)] for each in EXAMPLES if each is not REQUEST]
+    messages = [[encode_header(each)] for each in EXAMPLES]
     messages[0].append(OWNED.canonical_bytes)
-    reply = [encode_header(ExpertReply(9, 2, 0.001)), np.ones((2, HIDDEN_SIZE)).tobytes()]
-    requests = [request_frames(2, PAIRS), request_frames(3, {(1, 0): 1.0}), request_frames(0, {})]
-    return [*messages, reply] + [[bytes(frame) for frame in frames] for frames in requests]
+    return messages
 
 
 def mutate(source: random.Random, frames: list[bytes], corpus: list[list[bytes]]) -> list[bytes]:
@@ -432,15 +296,6 @@ def receive(frames: list[bytes]) -> None:
     message = decode_header(frames[0])
     rest = [memoryview(frame) for frame in frames[1:]]
     match message:
-        case ExpertRequest():
-            batch = decode_request(
-                message, rest, hidden_size=HIDDEN_SIZE, max_tokens=8, max_experts_used=5
-            )
-            batch.check(hidden_size=HIDDEN_SIZE, num_experts=5)
-        case ExpertReply():
-            decode_reply(
-                message, rest or [memoryview(bytes(48))], num_tokens=2, hidden_size=HIDDEN_SIZE
-            )
         case Hello():
             for frame in rest:
                 OwnedExperts.from_bytes(frame, {0: 4, 2: 3})

@@ -1,26 +1,18 @@
-"""Placements: canonical bytes, lookup tables, the JSON file, and every wrong one of them."""
+"""Placements: canonical bytes, lookup tables, and every wrong one of them."""
 
 from __future__ import annotations
 
-import json
 import struct
 import tracemalloc
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dflash_protocol.errors import ProtocolError, SettingsError
-from dflash_protocol.placement import (
-    OwnedExperts,
-    Placement,
-    read_owned_experts,
-    write_owned_experts,
-)
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.placement import OwnedExperts, Placement
 
 EXPERTS_PER_LAYER = {0: 4, 2: 3, 5: 1}
 BIG = 2**31 - 1
@@ -124,7 +116,7 @@ def test_any_bytes_are_canonical_or_refused(frame: bytes) -> None:
         (wire(0, 1, 4), "outside 0..3"),
         (wire(0, 1, -1), "outside 0..3"),
         (wire(0, 1, BIG), "outside 0..3"),
-        (wire(0, 2, 1, 1), "names an expert twice"),
+        (wire(0, 2, 1, 1), "names expert 1 twice"),
     ],
 )
 def test_a_wrong_wire_form_is_refused_and_costs_no_memory(frame: bytes, reason: str) -> None:
@@ -240,7 +232,7 @@ def test_without_the_lost_the_next_owner_answers_and_else_nobody(data: st.DataOb
         ([], "layer 0 expert 0 has no owner"),
         ([{0: [0, 1, 2]}, {0: [3]}], "outside 0..2"),
         ([{0: [0, 1, 2]}, {1: [0]}], "layer 1 has no experts"),
-        ([{0: [0, 1, 2, 2]}], "names an expert twice"),
+        ([{0: [0, 1, 2, 2]}], "names expert 2 twice"),
     ],
 )
 def test_a_placement_that_does_not_fit_the_model_is_refused(
@@ -253,127 +245,6 @@ def test_a_placement_that_does_not_fit_the_model_is_refused(
 def test_a_placement_names_every_owner() -> None:
     with pytest.raises(ProtocolError, match="differ in number"):
         placement({0: [0, 1, 2]}, names=())
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.data())
-def test_placement_file_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    experts_per_layer = data.draw(models())
-    owned = data.draw(owners(experts_per_layer))
-    path = tmp_path_factory.mktemp("placement") / "placement.json"
-    write_owned_experts(
-        path,
-        owned,
-        num_layers=max(experts_per_layer) + 1,
-        num_experts=max(experts_per_layer.values()),
-        num_experts_used=1,
-    )
-    assert read_owned_experts(path, experts_per_layer).fingerprint == owned.fingerprint
-
-
-def good_document() -> dict[str, Any]:
-    return {
-        "version": 1,
-        "n_layer": 3,
-        "n_expert": 4,
-        "n_expert_used": 2,
-        "total_hot": 3,
-        "hot_counts": [2, 0, 1],
-        "hot_expert_ids": [[3, 0], [], [1]],
-    }
-
-
-def test_placement_file_is_written_with_its_counts(tmp_path: Path) -> None:
-    path = tmp_path / "placement.json"
-    owned = OwnedExperts.from_lists({0: [3, 0], 2: [1]})
-    write_owned_experts(path, owned, num_layers=3, num_experts=4, num_experts_used=2)
-    assert json.loads(path.read_text()) == good_document()
-
-
-def refuse(folder: Path, path: Path, reason: str) -> None:
-    """Reading raises one line with the file and the reason; a good file is read afterwards."""
-    with pytest.raises(SettingsError, match=reason) as caught:
-        read_owned_experts(path, EXPERTS_PER_LAYER)
-    assert f"placement file {path}: " in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-    good = folder / "good.json"
-    good.write_text(json.dumps(good_document()))
-    assert read_owned_experts(good, EXPERTS_PER_LAYER).num_experts == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"version": 2}, "version must be 1"),
-        ({"version": "1"}, "version must be 1"),
-        ({"version": None}, "version must be 1"),
-        ({"n_layer": 2}, "list of n_layer lists"),
-        ({"n_layer": None}, "list of n_layer lists"),
-        ({"hot_expert_ids": None}, "list of n_layer lists"),
-        ({"hot_expert_ids": {"0": [1]}}, "list of n_layer lists"),
-        ({"hot_expert_ids": [[3], None, []]}, "layer 1 is not a list of expert ids"),
-        ({"hot_expert_ids": [[3], [], [1.0]]}, "layer 2 is not a list of expert ids"),
-        ({"hot_expert_ids": [[True], [], []]}, "layer 0 is not a list of expert ids"),
-        ({"hot_expert_ids": [["1"], [], []]}, "layer 0 is not a list of expert ids"),
-        ({"hot_expert_ids": [[-1], [], []]}, "layer 0 is not a list of expert ids"),
-        ({"hot_expert_ids": [[2**31], [], []]}, "layer 0 is not a list of expert ids"),
-        ({"hot_expert_ids": [[10**400], [], []]}, "layer 0 is not a list of expert ids"),
-        ({"hot_expert_ids": [[BIG], [], []]}, "outside 0..3"),
-        ({"hot_expert_ids": [[1, 1], [], []]}, "names an expert twice"),
-        ({"hot_expert_ids": [[], [0], []]}, "layer 1 has no experts"),
-        ({"n_expert": 5}, "n_expert is 5, the model says otherwise"),
-        ({"n_expert": None}, "the model says otherwise"),
-    ],
-)
-def test_a_wrong_placement_file_is_refused_naming_what(
-    tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
-    document = {k: v for k, v in (good_document() | changes).items() if v is not None}
-    path = tmp_path / "placement.json"
-    path.write_text(json.dumps(document))
-    refuse(tmp_path, path, reason)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b'{"version": 1} trailing', "not JSON"),
-        (b'{"version": \xff}', "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"9" * 5000, "not JSON"),
-        (b"[1]", "version must be 1"),
-        (b"null", "version must be 1"),
-    ],
-    ids=["empty", "open", "trailing", "not text", "deep", "long number", "list", "null"],
-)
-def test_what_is_no_placement_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    path = tmp_path / "placement.json"
-    path.write_bytes(content)
-    refuse(tmp_path, path, reason)
-
-
-def test_a_placement_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
-    refuse(tmp_path, tmp_path / "nothing.json", "No such file or directory")
-    (tmp_path / "folder").mkdir()
-    refuse(tmp_path, tmp_path / "folder", "Is a directory")
-
-
-def test_a_huge_or_endless_placement_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "huge.json"
-    with path.open("wb") as file:
-        file.truncate((64 << 20) + 1)
-    refuse(tmp_path, path, "larger than 64 MiB")
-    refuse(tmp_path, Path("/dev/zero"), "larger than 64 MiB")
-
-
-def test_a_placement_of_no_layers_owns_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "placement.json"
-    path.write_text(json.dumps({"version": 1, "n_layer": 0, "hot_expert_ids": []}))
-    assert read_owned_experts(path, EXPERTS_PER_LAYER).num_experts == 0
 
 
 def test_a_layer_without_an_id_of_the_owner_has_no_local_id() -> None:

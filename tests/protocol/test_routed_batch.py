@@ -19,6 +19,7 @@ from dflash_protocol.routed_batch import (
     compact_tokens,
     group_by_expert,
     slice_tokens,
+    tail_tokens,
 )
 from support.routed_batches import (
     HIDDEN_SIZE,
@@ -100,6 +101,21 @@ def test_slices_hold_every_pair_once_within_consecutive_rows(
         assert not own.keys() & found.keys()
         found |= own
     assert found == pairs
+
+
+@settings(deadline=None, max_examples=100)
+@given(pair_sets(), st.data())
+def test_a_tail_holds_exactly_the_pairs_of_its_rows(pair_set: PairSet, data: st.DataObject) -> None:
+    num_tokens, pairs = pair_set
+    first = data.draw(st.integers(0, num_tokens))
+    tail = tail_tokens(batch_of(num_tokens, pairs), first)
+    expected = {
+        (token_idx - first, expert_id): weight
+        for (token_idx, expert_id), weight in pairs.items()
+        if token_idx >= first
+    }
+    hidden = numbered_rows(num_tokens)[first:]
+    assert_same_batch(tail, batch_of(num_tokens - first, expected, hidden=hidden))
 
 
 def test_a_batch_that_fits_is_not_cut() -> None:

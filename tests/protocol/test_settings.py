@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +11,11 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import (
     CPU_TIERS,
+    VARIABLES,
     Settings,
-    cache_directory,
-    child_environment,
     load_settings,
-    run_directory,
 )
+from dflash_protocol.settings_table import KNOBS, Knob, Reader
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 NUMBERS = [
@@ -28,13 +24,44 @@ NUMBERS = [
     ("HEARTBEAT_MS", "heartbeat_ms", 1000, 10, 60_000),
     ("CONNECT_TIMEOUT_MS", "connect_timeout_ms", 10_000, 10, 3_600_000),
     ("IPC_BATCH_CAPACITY", "batch_capacity", 1024, 1, 4096),
+    ("BATCH_MAX", "stream_batch_max", 32, 1, 4096),
+    ("IPC_SHARED_BYTES", "ipc_shared_bytes", 0, 0, 1 << 40),
+    ("IPC_SPIN_US", "spin_us", 50, 0, 1_000_000),
+    ("IPC_GPU", "ipc_gpu", 0, 0, 1023),
+    ("THREADS", "threads", 0, 0, 1024),
+]
+WORDS = [
+    # variable, field, default, values
+    ("IPC_MODE", "ipc_mode", "auto", ("auto", "batched", "stream")),
+    ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "shared", "stream")),
+    ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
+    ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),
+]
+SWITCHES = [
+    ("IPC_REQUIRED", "ipc_required"),
+    ("IPC_PROFILE", "ipc_profile"),
+    ("PIN_DAEMONS", "pin_daemons"),
+]
+PATHS = [
+    ("IPC_BIN", "ipc_bin"),
+    ("IPC_WORK_DIR", "run_dir"),
+    ("CACHE_DIR", "cache_dir"),
+    ("KEYS_DIR", "keys_dir"),
 ]
 
 
 def test_defaults_hold_when_nothing_is_set() -> None:
     assert load_settings({"PATH": "/bin", "DFLASH": "1"}) == Settings()
-    for _, field, default, _, _ in NUMBERS:
-        assert getattr(Settings(), field) == default
+    defaults = {each[1]: each[2] for each in NUMBERS} | {each[1]: each[2] for each in WORDS}
+    assert {field: getattr(Settings(), field) for field in defaults} == defaults
+    assert not any(getattr(Settings(), field) for _, field in [*SWITCHES, *PATHS])
+
+
+def test_every_setting_is_tested_here() -> None:
+    tested = {"BATCH", "DAEMONS", "CONNECT"}
+    tested |= {each[0] for each in NUMBERS} | {each[0] for each in WORDS}
+    tested |= {each[0] for each in [*SWITCHES, *PATHS]}
+    assert {PREFIX + name for name in tested} | {"DFLASH_MOE_SETTINGS_FILE"} == set(VARIABLES)
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)
@@ -51,7 +78,9 @@ def test_a_number_sets_its_field_within_its_bounds(
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)
-@pytest.mark.parametrize("text", ["", "fast", "1.5", "1e3", "0x10", "-", "nan", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "1.5", "1e3", "0x10", "-", "nan", "1_0", " 7", "+7", "\u0667", "9" * 5000]
+)
 def test_what_is_no_number_is_refused_with_the_name(
     variable: str, field: str, default: int, smallest: int, largest: int, text: str
 ) -> None:
@@ -83,15 +112,162 @@ def test_an_unknown_variable_of_ours_is_refused_with_its_name_and_the_known_ones
     assert load_settings({PREFIX + "IPC_DEADLINE_MS": "7"}).deadline_ms == 7
 
 
-@pytest.mark.parametrize("tier", CPU_TIERS)
-def test_a_tier_is_one_of_the_known(tier: str) -> None:
-    assert load_settings({PREFIX + "CPU_TIER": tier}).cpu_tier == tier
+@pytest.mark.parametrize(("variable", "field", "default", "words"), WORDS)
+def test_a_word_is_one_of_the_known(
+    variable: str, field: str, default: str, words: tuple[str, ...]
+) -> None:
+    for word in words:
+        assert getattr(load_settings({PREFIX + variable: word}), field) == word
+    allowed = ", ".join(words)
+    for text in ("", words[1].upper(), "sse", words[1] + " "):
+        with pytest.raises(SettingsError, match=f"{variable}='{text}': must be one of {allowed}$"):
+            load_settings({PREFIX + variable: text})
+    assert getattr(load_settings({}), field) == default
 
 
-@pytest.mark.parametrize("text", ["", "AVX2", "sse", "avx2 "])
-def test_an_unknown_tier_is_refused_with_the_known_ones(text: str) -> None:
-    with pytest.raises(SettingsError, match=f"{PREFIX}CPU_TIER='{text}'.*auto, amx, avx512vnni"):
-        load_settings({PREFIX + "CPU_TIER": text})
+@pytest.mark.parametrize(("variable", "field"), SWITCHES)
+def test_a_switch_is_on_or_off(variable: str, field: str) -> None:
+    for text in ("1", "true", "YES", "On"):
+        assert getattr(load_settings({PREFIX + variable: text}), field) is True
+    for text in ("0", "false", "no", "OFF"):
+        assert getattr(load_settings({PREFIX + variable: text}), field) is False
+    for text in ("", "2", "maybe"):
+        with pytest.raises(SettingsError, match=f"{variable}='{text}': must be 1 or 0"):
+            load_settings({PREFIX + variable: text})
+
+
+@pytest.mark.parametrize(("variable", "field"), PATHS)
+def test_a_path_is_taken_as_it_is_unless_it_would_break_the_line(variable: str, field: str) -> None:
+    assert getattr(load_settings({PREFIX + variable: "some where/é"}), field) == "some where/é"
+    with pytest.raises(SettingsError, match=variable) as caught:
+        load_settings({PREFIX + variable: "two\nlines"})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_batch_beyond_its_bound_is_refused_and_the_bound_can_be_raised() -> None:
+    assert load_settings({}).stream_batch == 4
+    with pytest.raises(SettingsError, match=f"{PREFIX}BATCH=64: must be at most {PREFIX}BATCH_MAX"):
+        load_settings({PREFIX + "BATCH": "64"})
+    loaded = load_settings({PREFIX + "BATCH": "64", PREFIX + "BATCH_MAX": "64"})
+    assert loaded.stream_batch == 64
+    assert load_settings({PREFIX + "BATCH_MAX": "2"}).stream_batch == 2
+
+
+def test_the_older_systems_thread_count_holds_if_ours_is_not_set() -> None:
+    assert load_settings({"DFLASH_COLD_THREADS": "3"}).threads == 3
+    assert load_settings({"DFLASH_COLD_THREADS": "3", PREFIX + "THREADS": "5"}).threads == 5
+    with pytest.raises(SettingsError, match=r"^DFLASH_COLD_THREADS='x'"):
+        load_settings({"DFLASH_COLD_THREADS": "x"})
+
+
+def test_daemons_of_a_variable() -> None:
+    text = "cpu, cuda:0@/opt/cuda-env/bin/python ,hip"
+    loaded = load_settings({PREFIX + "DAEMONS": text})
+    assert [(each.device, each.launcher) for each in loaded.daemons] == [
+        ("cpu", ""), ("cuda:0", "/opt/cuda-env/bin/python"), ("hip", "")
+    ]  # fmt: skip
+    assert {each.source for each in loaded.daemons} == {PREFIX + "DAEMONS"}
+    assert load_settings({PREFIX + "DAEMONS": " "}).daemons == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["cpu,", "cpu@", "CPU", "cuda:", "cuda:x", "@python", "c\npu", "c:0:1"]
+)
+def test_what_is_no_daemon_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{PREFIX}DAEMONS=.*must be DEVICE") as caught:
+        load_settings({PREFIX + "DAEMONS": text})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_more_daemons_than_anybody_has_are_refused() -> None:
+    assert len(load_settings({PREFIX + "DAEMONS": ",".join(["cpu"] * 64)}).daemons) == 64
+    with pytest.raises(SettingsError, match="must be at most 64"):
+        load_settings({PREFIX + "DAEMONS": ",".join(["cpu"] * 65)})
+    with pytest.raises(SettingsError, match="--daemon is given 65 times"):
+        load_settings({}, flags={"daemons": ["cpu"] * 65})
+
+
+def test_endpoints_of_a_variable() -> None:
+    loaded = load_settings({PREFIX + "CONNECT": "ipc:///run/a,tcp://127.0.0.1:7000"})
+    assert loaded.connect == ("ipc:///run/a", "tcp://127.0.0.1:7000")
+    with pytest.raises(SettingsError, match=f"^{PREFIX}CONNECT=.*'http://x' is neither ipc"):
+        load_settings({PREFIX + "CONNECT": "ipc:///run/a,http://x"})
+
+
+# -- precedence -----------------------------------------------------------------------------------
+
+
+def test_a_flag_counts_before_a_variable_before_the_file_before_the_default(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "moe.toml"
+    file.write_text(
+        'ipc_mode = "stream"\nipc_dtype = "f16"\nheartbeat_ms = 50\nipc_required = true\n'
+        'connect = ["ipc:///file"]\n[[daemon]]\ndevice = "cpu"\nname = "of-file"\n'
+    )
+    environment = {
+        "DFLASH_MOE_SETTINGS_FILE": str(file),
+        PREFIX + "IPC_DTYPE": "bf16",
+        PREFIX + "HEARTBEAT_MS": "60",
+        PREFIX + "CONNECT": "ipc:///variable",
+    }
+    flags = {"heartbeat_ms": "70", "ipc_required": False, "daemons": ("cpu@a", "cpu@b,c")}
+    loaded = load_settings(environment, flags=flags)
+    assert (loaded.ipc_transport, loaded.ipc_mode, loaded.ipc_dtype, loaded.heartbeat_ms) == (
+        "auto", "stream", "bf16", 70
+    )  # fmt: skip
+    assert loaded.ipc_required is False
+    assert loaded.connect == ("ipc:///variable",)
+    assert [each.launcher for each in loaded.daemons] == ["a", "b,c"]
+    # What is not given is no value: the next one counts.
+    not_given = {"heartbeat_ms": None, "ipc_required": None, "daemons": (), "connect": ()}
+    loaded = load_settings(environment, flags=not_given)
+    assert (loaded.heartbeat_ms, loaded.ipc_required) == (60, True)
+    assert [each.name for each in loaded.daemons] == ["of-file"]
+
+
+def test_a_file_that_is_named_counts_instead_of_the_variables(tmp_path: Path) -> None:
+    named, other = tmp_path / "named.toml", tmp_path / "other.toml"
+    named.write_text("heartbeat_ms = 50\n")
+    other.write_text("heartbeat_ms = 60\nthreads = 3\n")
+    environment = {"DFLASH_MOE_SETTINGS_FILE": str(other)}
+    loaded = load_settings(environment, file=named)
+    assert (loaded.heartbeat_ms, loaded.threads) == (50, 0)
+    assert load_settings(environment).threads == 3
+    assert load_settings({"DFLASH_MOE_SETTINGS_FILE": ""}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "message"),
+    [
+        ({PREFIX + "IPC_MODE": "x"}, {"ipc_mode": "stream"}, f"^{PREFIX}IPC_MODE='x': must be one"),
+        ({}, {"ipc_mode": "x"}, "^--ipc-mode='x': must be one of auto, batched, stream$"),
+        ({}, {"threads": "1025"}, "^--threads='1025': must be a whole number from 0 to 1024$"),
+        ({}, {"daemons": ("cpu", "!")}, "^--daemon='!': must be DEVICE"),
+        ({}, {"connect": ("here",)}, "^--connect='here': endpoint 'here' is neither"),
+    ],
+)
+def test_a_bad_value_is_named_by_where_it_stands_even_if_another_one_counts(
+    environment: dict[str, str], flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(environment, flags=flags)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(KNOBS), st.text(max_size=12))
+def test_any_text_of_any_setting_is_a_value_or_refused_in_one_line(knob: Knob, text: str) -> None:
+    try:
+        value = getattr(load_settings({knob.variable: text}), knob.field)
+    except SettingsError as error:
+        reason = str(error)
+        assert knob.variable in reason
+        assert len(reason.splitlines()) == 1
+        return
+    # What is passed on to a daemon is read there as it was here.
+    if knob.reader is Reader.BOTH:
+        again = load_settings({knob.variable: knob.kind.to_text(value)})
+        assert getattr(again, knob.field) == value
 
 
 def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,143 +277,3 @@ def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPa
     loaded = load_settings()
     assert loaded.heartbeat_ms == 123
     assert (loaded.run_dir, loaded.cache_dir) == ("/somewhere", "/elsewhere")
-
-
-# -- directories ----------------------------------------------------------------------------------
-
-Directory = Callable[[str], Path]
-"""A directory with this text as its setting."""
-
-
-@pytest.fixture(params=["run", "cache"])
-def directory(request: pytest.FixtureRequest) -> Directory:
-    if request.param == "run":
-        return lambda text: run_directory(Settings(run_dir=text))
-    return lambda text: cache_directory(Settings(cache_dir=text))
-
-
-def test_a_directory_is_made_for_us_alone(directory: Directory, tmp_path: Path) -> None:
-    wanted = tmp_path / "a" / "b"
-    assert directory(str(wanted)) == wanted
-    assert wanted.stat().st_mode & 0o7777 == 0o700
-    assert directory(str(wanted)) == wanted
-
-
-def test_a_directory_is_private_under_any_umask(directory: Directory, tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        made = directory(str(tmp_path / "some"))
-    finally:
-        os.umask(before)
-    assert made.stat().st_mode & 0o7777 == 0o700
-
-
-def test_the_run_directory_falls_back_to_runtime_dir_then_temp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
-    assert run_directory(Settings()) == tmp_path / "xdg" / "dflash-moe"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    assert run_directory(Settings()) == tmp_path / "tmp" / f"dflash-moe-{os.getuid()}"
-
-
-def test_the_cache_directory_falls_back_to_cache_home_then_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_directory(Settings()) == tmp_path / "xdg" / "dflash-moe"
-    for unset in ("", None):
-        if unset is None:
-            monkeypatch.delenv("XDG_CACHE_HOME")
-        else:
-            monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        monkeypatch.setenv("HOME", str(tmp_path / f"home {unset}"))
-        found = cache_directory(Settings())
-        assert found == tmp_path / f"home {unset}" / ".cache" / "dflash-moe"
-        assert found.stat().st_mode & 0o7777 == 0o700
-
-
-def test_a_directory_that_is_a_link_is_refused(directory: Directory, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(SettingsError, match="link is a link or belongs to another"):
-        directory(str(tmp_path / "link"))
-    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    with pytest.raises(SettingsError, match="dangling"):
-        directory(str(tmp_path / "dangling"))
-    assert directory(str(tmp_path / "real")) == tmp_path / "real"
-
-
-def test_a_directory_of_another_user_is_refused(
-    directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as somebody_else:
-        somebody_else.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-        with pytest.raises(SettingsError, match="another user"):
-            directory(str(tmp_path))
-
-
-@pytest.mark.parametrize("mode", [0o710, 0o701, 0o755, 0o777])
-def test_a_directory_that_others_may_enter_is_refused(
-    directory: Directory, tmp_path: Path, mode: int
-) -> None:
-    folder = tmp_path / "some"
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(SettingsError, match="open to others; chmod 700"):
-        directory(str(folder))
-    folder.chmod(0o700)
-    assert directory(str(folder)) == folder
-
-
-def test_a_directory_that_cannot_be_made_is_refused_with_the_reason(
-    directory: Directory, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    (tmp_path / "file").write_text("")
-    what = request.node.callspec.params["directory"]
-    with pytest.raises(SettingsError, match=f"{what} directory .*file: File exists"):
-        directory(str(tmp_path / "file"))
-    with pytest.raises(SettingsError, match="Not a directory"):
-        directory(str(tmp_path / "file" / "below"))
-
-
-def test_a_relative_directory_gives_an_absolute_path(
-    directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An ``ipc://`` endpoint is made of the run directory, and those are absolute."""
-    monkeypatch.chdir(tmp_path)
-    assert directory("some") == tmp_path / "some"
-
-
-# -- children -------------------------------------------------------------------------------------
-
-
-def test_a_child_inherits_our_environment_and_waits_passively(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    monkeypatch.setenv("SOMETHING", "else")
-    environment = child_environment(())
-    assert environment["OMP_WAIT_POLICY"] == "passive"
-    assert environment["SOMETHING"] == "else"
-    assert os.environ["OMP_WAIT_POLICY"] == "active"
-
-
-def test_a_child_finds_our_packages_before_the_inherited_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/inherited")
-    environment = child_environment((Path("/ours"), Path("/also")))
-    assert environment["PYTHONPATH"] == "/ours:/also:/inherited"
-    monkeypatch.delenv("PYTHONPATH")
-    assert child_environment((Path("/ours"),))["PYTHONPATH"] == "/ours"
-    assert "PYTHONPATH" not in child_environment(())
-
-
-def test_a_child_is_not_told_of_site_packages_which_it_has_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    installed = Path(sysconfig.get_path("purelib"))
-    assert "PYTHONPATH" not in child_environment((installed,))

@@ -9,39 +9,40 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, cast
 
 import zmq
 
+from dflash_protocol import requests, version1
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
-from dflash_protocol.ids import F64Array
-from dflash_protocol.messages import (
-    HEADER_LIMIT_BYTES,
-    ExpertReply,
-    ExpertRequest,
-    Frames,
-    RequestFailed,
-    decode_header,
-    decode_reply,
-    decode_request,
-    encode_header,
-    encode_request,
-)
+from dflash_protocol.ids import F64Array, I32Array
+from dflash_protocol.messages import Frames
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.requests import largest_frame_bytes as largest_frame_bytes
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transport import ReceivedRequest, Reply
+from dflash_protocol.transport import LinkLimits as LinkLimits
+from dflash_protocol.transport import ReceivedRequest, Reply, TransportCounters
 
-_MAX_FRAMES = 8
 _QUEUED_REQUESTS = 16
 """Requests of one link that may wait; further ones stay with the parent."""
-_DRAIN_MS = 1000.0
+_DRAIN_S = 1.0
 """How long past its deadline a waiter still reads what has arrived already."""
+_LOOK_UP_S = 0.005
+"""A waiter reads this long at a time, then looks whether the link is lost. Waiting inside the read
+saves the poll before each, which costs a decode step more than all else that we do here."""
 
 
-def largest_frame_bytes(*, max_tokens: int, hidden_size: int, max_pairs: int) -> int:
-    """No frame of a legal message is longer: hidden, sums, or the routing of `max_pairs` pairs."""
-    return max(HEADER_LIMIT_BYTES, 8 * max_tokens * hidden_size, 4 * (3 * max_pairs + 1))
+class _ParentCodec(Protocol):
+    """What turns requests into frames and frames into outcomes, in one version."""
+
+    def encode(
+        self, batch: RoutedBatch, *, sequence: int, layer_id: int, deadline_s: float
+    ) -> Frames: ...
+
+    def decode(
+        self, frames: Sequence[bytes], num_tokens_of: Mapping[int, int]
+    ) -> tuple[int, Reply | ProtocolError] | None: ...
 
 
 class StreamClient:
@@ -49,6 +50,8 @@ class StreamClient:
 
     `lost_fd` becomes readable when the supervisor finds out that the link is lost, so that nobody
     sits out a deadline for a daemon that is known to be dead; `lost_reason` then says why.
+    `generation`, `payload` and `version` are what the handshake agreed on; `global_ids`, by layer
+    and local id, is for version 1 alone. `counters` are added to. `secure` puts keys on the socket.
     """
 
     def __init__(
@@ -61,51 +64,87 @@ class StreamClient:
         max_frame_bytes: int,
         lost_fd: int,
         lost_reason: Callable[[], str],
+        generation: int = 0,
+        payload: PayloadType = PayloadType.F32,
+        version: int = 2,
+        global_ids: Mapping[int, I32Array] | None = None,
+        counters: TransportCounters | None = None,
+        secure: Callable[[zmq.Socket[bytes]], object] | None = None,
     ) -> None:
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._hidden_size = hidden_size
         self._lost_fd = lost_fd
         self._lost_reason = lost_reason
         self._sequence = 0
         self._num_tokens: dict[int, int] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
+        self._counters = TransportCounters() if counters is None else counters
+        self._codec: _ParentCodec
+        self._is_single: Callable[[bytes], bool] = requests.is_single
+        if version == 1:
+            self._is_single = lambda frame: False
+            self._codec = version1.Version1ParentCodec(
+                hidden_size=hidden_size, global_ids=global_ids or {}, counters=self._counters
+            )
+        else:
+            self._codec = requests.ParentCodec(
+                hidden_size=hidden_size,
+                generation=generation,
+                payload=payload,
+                counters=self._counters,
+            )
         self._socket = context.socket(zmq.DEALER)
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
             self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+            self._socket.setsockopt(zmq.RCVTIMEO, int(_LOOK_UP_S * 1e3))
+            if secure is not None:
+                secure(self._socket)
             self._socket.connect(data_address)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             raise DaemonUnavailable(f"cannot reach {data_address}: {error.strerror}") from error
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(lost_fd, zmq.POLLIN)
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
+        counters, started_s = self._counters, time.perf_counter()
+        bytes_before = counters.bytes_sent
         self._sequence += 1
-        frames = encode_request(
+        frames = self._codec.encode(
             batch, sequence=self._sequence, layer_id=layer_id, deadline_s=deadline_s
         )
+        packed_s = time.perf_counter()
+        counters.pack_s += packed_s - started_s
         try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+            if len(frames) == 1:
+                self._socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
             raise DaemonUnavailable("the daemon's queue is full") from None
+        counters.send_s += time.perf_counter() - packed_s
         self._num_tokens[self._sequence] = batch.num_tokens
-        self.bytes_sent += sum(memoryview(frame).nbytes for frame in frames[1:])
+        self.bytes_sent += counters.bytes_sent - bytes_before
         return self._sequence
 
     def wait(self, sequence: int, *, deadline_s: float) -> Reply:
         end_s = time.monotonic() + deadline_s
         while sequence not in self._arrived:
-            remaining_ms = (end_s - time.monotonic()) * 1e3
-            ready = dict(self._poller.poll(max(0, math.ceil(remaining_ms))))
-            if self._socket in ready and remaining_ms > -_DRAIN_MS:
-                self._receive()
-            elif self._lost_fd in ready:
+            remaining_s = end_s - time.monotonic()
+            if remaining_s > _LOOK_UP_S:
+                frames = self._received(0)
+            elif remaining_s > 0:
+                self._socket.poll(math.ceil(remaining_s * 1e3))
+                frames = self._received(zmq.NOBLOCK)
+            else:
+                frames = self._received(zmq.NOBLOCK) if remaining_s > -_DRAIN_S else None
+            if frames is not None:
+                self._take(frames)
+            elif self._poller.poll(0):
                 raise DaemonUnavailable(self._lost_reason())
-            elif remaining_ms <= 0:
+            elif remaining_s <= 0:
                 raise DeadlineExceeded(f"no reply within {deadline_s * 1e3:.0f} ms")
         outcome = self._arrived.pop(sequence)
         if isinstance(outcome, ProtocolError):
@@ -119,38 +158,38 @@ class StreamClient:
     def close(self) -> None:
         self._socket.close(linger=0)
 
-    def _receive(self) -> None:
-        """Take one message; what answers no request of ours is dropped."""
-        frames = [memoryview(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK)]
-        header = decode_header(frames[0])
-        if not isinstance(header, ExpertReply | RequestFailed):
-            raise ProtocolError(f"the daemon sent {header.TYPE} on the data socket")
-        num_tokens = self._num_tokens.pop(header.sequence, None)
-        if num_tokens is None:
+    def _received(self, flags: int) -> list[bytes] | None:
+        try:
+            frame = self._socket.recv(flags)
+        except zmq.Again:
+            return None
+        # Asking the socket whether more is to come takes as long as receiving. Only what says so
+        # itself is asked; what follows unannounced is taken for a message, and a damaged one.
+        if self._is_single(frame):
+            return [frame]
+        frames = [frame]
+        while self._socket.get(zmq.RCVMORE):
+            frames.append(self._socket.recv(zmq.NOBLOCK))
+        return frames
+
+    def _take(self, message: list[bytes]) -> None:
+        """Take one message in; what answers no request of ours is dropped."""
+        counters, started_s = self._counters, time.perf_counter()
+        bytes_before = counters.bytes_received
+        answer = self._codec.decode(message, self._num_tokens)
+        if answer is None:
             return
-        if isinstance(header, RequestFailed):
-            self._arrived[header.sequence] = ProtocolError(header.reason, code=header.code)
-            return
-        sums = decode_reply(
-            header, frames[1:], num_tokens=num_tokens, hidden_size=self._hidden_size
-        )
-        self.bytes_received += sums.nbytes
-        self._arrived[header.sequence] = Reply(sums, header.compute_s)
-
-
-@dataclass(slots=True)
-class LinkLimits:
-    """What bounds a link's requests: width of a row, most tokens, most experts of a token."""
-
-    hidden_size: int
-    max_tokens: int
-    max_experts_used: int
+        sequence, outcome = answer
+        del self._num_tokens[sequence]
+        self._arrived[sequence] = outcome
+        self.bytes_received += counters.bytes_received - bytes_before
+        counters.receive_s += time.perf_counter() - started_s
 
 
 class StreamServer:
     """The daemon's end: all links' requests come in here, one at a time, in order of arrival.
 
-    Owned by the compute thread.
+    Owned by the compute thread. `counters` are added to. `secure` puts keys on the socket.
     """
 
     def __init__(
@@ -160,14 +199,20 @@ class StreamServer:
         *,
         max_frame_bytes: int,
         limits_of: Callable[[str], LinkLimits | None],
+        counters: TransportCounters | None = None,
+        secure: Callable[[zmq.Socket[bytes]], object] | None = None,
     ) -> None:
         self._limits_of = limits_of
+        self._counters = TransportCounters() if counters is None else counters
+        self._timeout_ms = -1
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
         # A parent that reconnects quickly must not find its name taken by its own dead socket.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if secure is not None:
+            secure(self._socket)
         try:
             self._socket.bind(address)
         except zmq.ZMQError:
@@ -175,44 +220,74 @@ class StreamServer:
             raise
         self.port = _bound_port(self._socket)
 
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """To be polled beside other things."""
+        return self._socket
+
     def receive(self, timeout_s: float) -> ReceivedRequest | None:
         """The next good request, or None after `timeout_s`; bad ones are answered here."""
-        if not self._socket.poll(math.ceil(timeout_s * 1e3)):
-            return None
-        routing_id, *message = self._socket.recv_multipart()
-        sequence = 0
+        timeout_ms = math.ceil(timeout_s * 1e3)
+        if timeout_ms != self._timeout_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+            self._timeout_ms = timeout_ms
         try:
-            frames = [memoryview(frame) for frame in message]
-            if not 1 <= len(frames) <= _MAX_FRAMES:
+            routing_id = self._socket.recv()
+        except zmq.Again:
+            return None
+        frames = [self._socket.recv(zmq.NOBLOCK)]  # whoever connects, a ROUTER puts a name before
+        while self._socket.get(zmq.RCVMORE):
+            frames.append(self._socket.recv(zmq.NOBLOCK))
+        link_id = routing_id.hex()
+        limits = self._limits_of(link_id)
+        try:
+            if not 1 <= len(frames) <= requests.MOST_FRAMES:
                 raise ProtocolError(f"a request of {len(frames)} frames")
-            header = decode_header(frames[0])
-            if not isinstance(header, ExpertRequest):
-                raise ProtocolError(f"{header.TYPE} does not belong on the data socket")
-            sequence = header.sequence
-            limits = self._limits_of(routing_id.hex())
             if limits is None:
                 raise ProtocolError("say hello on the control socket first", code="unknown_link")
-            batch = decode_request(
-                header,
-                frames[1:],
-                hidden_size=limits.hidden_size,
-                max_tokens=limits.max_tokens,
-                max_experts_used=limits.max_experts_used,
-            )
+            if limits.version == 1:
+                header, batch = version1.decode_request(frames, limits)
+                return ReceivedRequest(link_id, header, batch)
+            header, batch = requests.decode_request(frames, limits)
         except ProtocolError as error:
-            self.fail(routing_id.hex(), sequence, error)
+            if error.code == "checksum":
+                self._counters.checksum_failures += 1
+            elif error.code == "stale":
+                self._counters.stale += 1
+            is_version1 = limits is not None and limits.version == 1
+            sequence_of = version1.sequence_of if is_version1 else requests.sequence_of
+            self.fail(link_id, sequence_of(frames), error)
             return None
-        return ReceivedRequest(routing_id.hex(), header, batch)
+        waited_s = limits.arrivals.waited_s(header.sent_s, time.monotonic())
+        return ReceivedRequest(link_id, header, batch, waited_s)
 
     def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
         """Answer a request. Shapes: sums [T, H] float64."""
-        header = ExpertReply(request.header.sequence, int(sums.shape[0]), compute_s)
-        self._send(request.link_id, [encode_header(header), sums.data])
+        limits = self._limits_of(request.link_id)
+        if limits is None:
+            return  # its parent has said goodbye meanwhile
+        if limits.version == 1:
+            frames = version1.encode_reply(request.header, sums)
+        else:
+            frames = requests.encode_reply(
+                request.header,
+                sums,
+                compute_s=compute_s,
+                queue_s=request.waited_s,
+                payload=limits.payload,
+                counters=self._counters,
+            )
+        self._send(request.link_id, frames)
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
         """Answer a request that is not computed, with the reason."""
-        failure = RequestFailed(sequence, error.code, str(error)[:1000])
-        self._send(link_id, [encode_header(failure)])
+        limits = self._limits_of(link_id)
+        if limits is not None and limits.version == 1:
+            frames = version1.encode_failure(sequence, error)
+        else:
+            generation = 0 if limits is None else limits.generation
+            frames = requests.encode_failure(sequence, error, generation=generation)
+        self._send(link_id, frames)
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
+from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
@@ -23,10 +24,11 @@ Examples:
   dflash-moe generate model.gguf --chat -p "Why is the sky blue?" --temp 0.7 --top-p 0.9
   dflash-moe generate model.gguf --prompt-file notes.txt --daemon cpu@/opt/other-env/bin/python
   dflash-moe generate model.gguf --token-ids 1,2,3 --connect ipc:///run/moe/cpu0.sock --json
+  dflash-moe generate model.gguf -p "Once" --settings moe.toml --ipc-mode stream
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=SettingsCommand, epilog=_EPILOG)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt.")
 @click.option(
@@ -58,25 +60,7 @@ Examples:
 @click.option("--seed", metavar="S", type=int, help="Same seed, same text.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
 @click.option(
-    "--daemon",
-    "daemons",
-    metavar="DEVICE[@LAUNCHER]",
-    multiple=True,
-    help="Spawn an expert daemon; repeatable. LAUNCHER: a Python or an executable.",
-)
-@click.option(
-    "--connect",
-    metavar="ENDPOINT",
-    multiple=True,
-    help="Use a daemon that is running already; repeatable.",
-)
-@click.option(
     "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
-)
-@click.option(
-    "--require-daemons",
-    is_flag=True,
-    help="Fail if a daemon is lost, instead of computing its experts here.",
 )
 @click.option(
     "--backend", type=click.Choice(["auto", "reference", "cpu"]), default="auto", show_default=True
@@ -91,12 +75,11 @@ Examples:
 @click.option(
     "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
 )
-@click.option(
-    "--threads", metavar="N", type=int, help="Threads of this process; default: physical cores."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@settings_options
 def generate(model: Path | None, **options: Any) -> None:
     """Write text with MODEL, a GGUF file (default: the demo model)."""
+    settings = take_settings(options)
     prompts = [options[name] for name in ("prompt", "prompt_file", "token_ids")]
     if sum(prompt is not None for prompt in prompts) != 1:
         raise SettingsError("give exactly one of --prompt, --prompt-file and --token-ids")
@@ -115,14 +98,11 @@ def generate(model: Path | None, **options: Any) -> None:
         ProgressReporter(enabled=sys.stderr.isatty()) as progress,
         Engine.open(
             model,
-            daemons=options["daemons"],
-            connect=options["connect"],
             local_experts=options["local_experts"],
-            require_daemons=options["require_daemons"],
             backend=options["backend"],
             kv_type=options["kv_type"],
             context=options["context"],
-            threads=options["threads"],
+            settings=settings,
             on_progress=progress.update,
         ) as engine,
     ):
@@ -197,15 +177,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
         "prefill_tok_s": last.prefill_tokens_per_s,
         "decode_tok_s": last.decode_tokens_per_s,
         "owners": {
-            name: {
-                "kind": owner.kind.value,
-                "experts": owner.num_experts,
-                "requests": owner.requests,
-                "bytes_sent": owner.bytes_sent,
-                "bytes_received": owner.bytes_received,
-                "wait_s": owner.wait_s,
-                "restarts": owner.restarts,
-            }
+            name: {"experts": owner.num_experts, **owner.as_record()}
             for name, owner in stats.owners.items()
         },
         "events": [

@@ -15,8 +15,10 @@ import click
 
 from dflash_protocol import __version__
 from dflash_protocol.errors import DflashError, SettingsError
+from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
+from dflash_runtime.cli.keygen import keygen
 
 
 @click.group(
@@ -45,8 +47,10 @@ def version() -> None:
     click.echo(f"dflash-moe {__version__}")
 
 
+cli.add_command(doctor)
 cli.add_command(generate)
 cli.add_command(inspect)
+cli.add_command(keygen)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        cli.main(args=arguments, prog_name="dflash-moe", standalone_mode=False)
+        exit_code = cli.main(args=arguments, prog_name="dflash-moe", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
@@ -84,7 +88,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         _discard_stdout()
         return _fail(f"cannot write: {error.strerror}", 1)
-    return 0
+    return exit_code if isinstance(exit_code, int) else 0
 
 
 def _discard_stdout() -> None:

@@ -28,14 +28,16 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
-from dflash_protocol.settings import MAX_THREADS, Settings, load_settings
+from dflash_protocol.settings import MAX_THREADS, DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import BackendName, ComputeBackend, make_backend
 from dflash_runtime.engine.arguments import choice, chunk_bounds, token_id_array, whole_number
 from dflash_runtime.engine.demo_model import demo_model_path
-from dflash_runtime.engine.owners import Event, Owners, daemon_names, parse_daemon
+from dflash_runtime.engine.launching import choose_daemons, daemon_names
+from dflash_runtime.engine.owners import Event, Owners
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.experts.telemetry import Profile
 from dflash_runtime.placement.split import even_split
 
 _PREFILL_CHUNK = 512
@@ -93,16 +95,18 @@ class Engine:
         file: GgufFile,
         model: Model[AnyArray],
         backend: ComputeBackend,
-        owners: Owners,
         *,
+        owners: Owners,
         context: int,
         kv_type: KvType,
+        is_profiled: bool = False,
     ) -> None:
         """Not for direct use; see `open`."""
         self._file = file
         self._model = model
         self._owners = owners
         self._num_runs = 0
+        self._profile = Profile() if is_profiled else None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_is_loaded = False
         self.spec = model.spec
@@ -118,11 +122,11 @@ class Engine:
         cls,
         path: str | Path | None = None,
         *,
-        daemons: Sequence[str] = (),
-        connect: Sequence[str] = (),
+        daemons: Sequence[DaemonSetting | str] | None = None,
+        connect: Sequence[str] | None = None,
         local_experts: int | None = None,
         placement: Placement | None = None,
-        require_daemons: bool = False,
+        require_daemons: bool | None = None,
         backend: str = "auto",
         kv_type: str = "auto",
         context: int | None = None,
@@ -132,7 +136,8 @@ class Engine:
     ) -> Engine:
         """Open a GGUF file (None = the demo model) and make its experts ready wherever they go.
 
-        `daemons` are spawned (``DEVICE[@LAUNCHER]``), `connect` are endpoints of running ones.
+        `daemons` are spawned (``DEVICE[@LAUNCHER]``), `connect` are endpoints of running ones; what
+        is None is taken from the `settings`, which are by default those of `load_settings`.
         `local_experts` a layer stay in this process; `placement` says it all and excludes it.
         `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
         else f16.
@@ -140,8 +145,10 @@ class Engine:
         """
         backend_name = choice(BackendName, "backend", backend)
         chosen_kv = None if kv_type == "auto" else choice(KvType, "kv_type", kv_type)
-        choices = [parse_daemon(text) for text in daemons]
-        endpoints = [parse_endpoint(text) for text in connect]
+        settings = settings or load_settings()
+        choices = choose_daemons(settings.daemons if daemons is None else daemons, settings)
+        connect = settings.connect if connect is None else connect
+        endpoints = [parse_endpoint(each) for each in connect]
         if placement is not None and local_experts is not None:
             raise SettingsError("placement and local_experts exclude each other")
         if threads is not None:
@@ -150,7 +157,8 @@ class Engine:
             context = whole_number("context", context, smallest=1)
         if local_experts is not None:
             local_experts = whole_number("local_experts", local_experts, smallest=0)
-        settings = settings or load_settings()
+        if require_daemons is None:
+            require_daemons = settings.ipc_required
         with contextlib.ExitStack() as undo:
             file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
             adapter = adapter_for(file)
@@ -184,16 +192,24 @@ class Engine:
                 file,
                 spec,
                 compute,
-                placement,
-                choices,
-                endpoints,
+                placement=placement,
+                choices=choices,
+                endpoints=endpoints,
                 settings=settings,
                 require_daemons=require_daemons,
                 on_progress=on_progress,
             )
             undo.callback(owners.close)
             model = adapter.load(file, compute.ops)
-            engine = cls(file, model, compute, owners, context=num_positions, kv_type=chosen_kv)
+            engine = cls(
+                file,
+                model,
+                compute,
+                owners=owners,
+                context=num_positions,
+                kv_type=chosen_kv,
+                is_profiled=settings.ipc_profile,
+            )
             # An engine that is dropped without being closed must not leave its daemons running.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
             return engine
@@ -284,11 +300,20 @@ class Engine:
         ids = self._checked(self.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
         if ids.size == 0:
             raise SettingsError("the prompt is empty")
-        return self._generate(ids, max_tokens, sampler, ignore_eos, on_prefill)
+        return self._profiled(self._generate(ids, max_tokens, sampler, ignore_eos, on_prefill))
 
     def stats(self) -> EngineStats:
         """Counters since opening."""
         return EngineStats(self._owners.runtime.stats(), self._owners.events())
+
+    def _profiled(self, run: Iterator[GeneratedToken]) -> Iterator[GeneratedToken]:
+        """The same, and a line about it in the log at its end, if that is wanted."""
+        try:
+            yield from run
+        finally:
+            if self._profile is not None:
+                owners = self._owners.runtime.stats()
+                self._profile.log_generation({name: each.phases for name, each in owners.items()})
 
     def _generate(
         self,

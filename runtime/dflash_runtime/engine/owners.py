@@ -9,8 +9,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import stat
-import sys
 import threading
 import time
 from collections import deque
@@ -23,16 +21,21 @@ import zmq
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import ModelSpec
+from dflash_protocol import ring_native
+from dflash_protocol.curve import client_security
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_protocol.settings import Settings, package_roots, run_directory
+from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_runtime.compute import ComputeBackend
-from dflash_runtime.compute.cores import share_of_cores, usable_cores
+from dflash_runtime.engine.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
 from dflash_runtime.experts.link import DaemonLink, Launch
+from dflash_runtime.experts.modes import ExecutionMode
 from dflash_runtime.experts.remote import RemoteExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.sharing import SharingPlan
 from dflash_runtime.experts.store import (
     every_expert,
     expert_tensor_types,
@@ -43,15 +46,6 @@ from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallba
 from dflash_runtime.placement.split import LOCAL_OWNER
 
 _EVENTS_KEPT = 1000
-_PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonChoice:
-    """A daemon to spawn: a device and the program that starts it (None = this interpreter)."""
-
-    device: str
-    launcher: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +56,6 @@ class Event:
     kind: str
     owner: str
     reason: str
-
-
-def parse_daemon(text: str) -> DaemonChoice:
-    """Read ``DEVICE[@LAUNCHER]``.
-
-    Raises: SettingsError if the device is unknown or the launcher cannot be executed.
-    """
-    device, at, launcher = text.partition("@")
-    if device != "cpu":
-        raise SettingsError(
-            f"daemon {text!r}: device {device!r} is unknown; this version knows: cpu"
-        )
-    if not at:
-        return DaemonChoice(device, None)
-    path = Path(shutil.which(launcher) or launcher)
-    try:
-        is_regular = stat.S_ISREG(path.stat().st_mode)
-    except OSError as error:
-        raise SettingsError(f"daemon launcher {launcher!r}: {error.strerror}") from error
-    if not is_regular or not os.access(path, os.X_OK):
-        raise SettingsError(f"daemon launcher {launcher!r} is not an executable file")
-    return DaemonChoice(device, path.absolute())
-
-
-def daemon_names(choices: Sequence[DaemonChoice], endpoints: Sequence[Endpoint]) -> list[str]:
-    """Names for statistics and messages: ``cpu0, cpu1 …`` for spawned ones, ``link0 …`` else."""
-    return [f"{choice.device}{index}" for index, choice in enumerate(choices)] + [
-        f"link{index}" for index in range(len(endpoints))
-    ]
 
 
 class Owners:
@@ -105,10 +70,10 @@ class Owners:
         file: GgufFile,
         spec: ModelSpec,
         backend: ComputeBackend,
+        *,
         placement: Placement,
         choices: Sequence[DaemonChoice],
         endpoints: Sequence[Endpoint],
-        *,
         settings: Settings,
         require_daemons: bool,
         on_progress: ProgressCallback | None,
@@ -134,6 +99,9 @@ class Owners:
                         moe_digest=spec.moe.digest,
                         numeric_class=backend.numeric_class,
                         max_tokens=settings.batch_capacity,
+                        payload=PayloadType(settings.ipc_dtype),
+                        sharing=_sharing_plan(spec, settings),
+                        is_sharing_required=settings.ipc_transport == "shared",
                     ),
                     Patience(settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3),
                     on_progress,
@@ -150,6 +118,9 @@ class Owners:
                             hidden_size=spec.hidden_size,
                             num_experts_used=max(x.num_experts_used for x in spec.moe.layers),
                             min_deadline_s=settings.deadline_ms / 1e3,
+                            mode=ExecutionMode(settings.ipc_mode),
+                            stream_tokens=settings.stream_batch,
+                            spin_s=settings.spin_us * 1e-6,
                         )
                     )
                 else:
@@ -194,6 +165,7 @@ class Owners:
         links: dict[str, DaemonLink] = {}
 
         def add(name: str, endpoint: Endpoint, launch: Launch | None) -> None:
+            security = client_security(keys_directory(settings), endpoint)
             links[name] = DaemonLink(
                 name,
                 endpoint,
@@ -201,6 +173,7 @@ class Owners:
                 launch=launch,
                 numeric_class=backend.numeric_class,
                 on_event=self._add_event,
+                secure=None if security is None else security.apply,
             )
             undo.callback(links[name].close)
 
@@ -208,20 +181,33 @@ class Owners:
         if choices:
             folder = _new_socket_folder(run_directory(settings))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        cores = usable_cores()
-        for index, (name, choice) in enumerate(zip(names, choices, strict=False)):
-            own_cores = share_of_cores(cores, index, len(choices))
-            command = _daemon_command(
-                choice, model_path, backend.name, own_cores, is_pinned=bool(settings.pin_daemons)
+        for index, choice in enumerate(choices):
+            launch = launch_of(
+                choices,
+                index,
+                model_path=model_path,
+                backend_name=backend.name,
+                settings=settings,
             )
-            python_paths = package_roots(_PACKAGES) if choice.launcher is None else ()
-            add(name, parse_endpoint(f"ipc://{folder}/{name}"), Launch(command, python_paths))
+            add(choice.name, parse_endpoint(f"ipc://{folder}/{choice.name}"), launch)
         for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
             add(name, endpoint, None)
         strangers = [n for n in placement.owner_names if n not in links and n != LOCAL_OWNER]
         if strangers:
             raise SettingsError(f"the placement names owners that do not exist: {strangers}")
         return links
+
+
+def _sharing_plan(spec: ModelSpec, settings: Settings) -> SharingPlan | None:
+    """How memory is to be shared; compiles what that takes, before anybody waits for us."""
+    if settings.ipc_transport == "stream" or not ring_native.is_available():
+        return None
+    ring_native.kernels()
+    return SharingPlan(
+        hidden_size=spec.hidden_size,
+        num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),
+        max_bytes=settings.ipc_shared_bytes,
+    )
 
 
 def _new_socket_folder(run_dir: Path) -> Path:
@@ -236,32 +222,3 @@ def _new_socket_folder(run_dir: Path) -> Path:
     except OSError as error:
         raise SettingsError(f"run directory {run_dir}: {error.strerror}") from error
     return folder
-
-
-def _daemon_command(
-    choice: DaemonChoice,
-    model_path: Path,
-    backend_name: str,
-    cores: list[int],
-    *,
-    is_pinned: bool,
-) -> tuple[str, ...]:
-    """A Python interpreter runs our module; any other executable takes the arguments itself.
-
-    The daemon gets a thread for each of `cores`, which are its share of the machine.
-    """
-    launcher = choice.launcher or Path(sys.executable)
-    is_python = choice.launcher is None or launcher.name.startswith("python")
-    return (
-        str(launcher),
-        # -P: what lies in the folder we were started in is not ours to import.
-        *(("-P", "-m", "dflash_daemon") if is_python else ()),
-        str(model_path.absolute()),
-        "--device",
-        choice.device,
-        "--backend",
-        backend_name,
-        "--threads",
-        str(len(cores)),
-        *(("--cores", ",".join(map(str, cores))) if is_pinned else ()),
-    )

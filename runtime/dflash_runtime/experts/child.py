@@ -7,6 +7,7 @@ asks the kernel to be ended with the thread that made it. Used within the superv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,6 +30,13 @@ class DaemonProcess:
     def __init__(self, launch: Launch, endpoint: Endpoint) -> None:
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        environment = launch.environment
+        if environment is None:
+            environment = child_environment(launch.python_paths)
+        if endpoint.path is not None:
+            # The last daemon may have taken the empty folder for that of a parent that is gone.
+            with contextlib.suppress(OSError):  # which the daemon will say better
+                endpoint.path.parent.mkdir(mode=0o700, exist_ok=True)
         lifeline_read, self._lifeline_write = os.pipe()
         command = [
             *launch.command, "--listen", endpoint.address, "--lifeline-fd", str(lifeline_read)
@@ -38,7 +46,7 @@ class DaemonProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=child_environment(launch.python_paths),
+                env=environment,
                 pass_fds=(lifeline_read,),
                 process_group=0,  # Ctrl-C is for the parent; it ends its daemons in order
             )

@@ -5,13 +5,15 @@ Knows nothing of routing: it gets a batch of its own experts and returns weighte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute import ExpertBank
+from dflash_runtime.experts.telemetry import PhaseStats
 
 
 class OwnerKind(StrEnum):
@@ -28,6 +30,8 @@ class OwnerStats:
 
     kind: OwnerKind
     num_experts: int
+    transport: str = ""
+    """How a daemon was reached last: ``stream`` or ``shared``."""
     requests: int = 0
     tokens: int = 0
     pairs: int = 0
@@ -36,6 +40,35 @@ class OwnerStats:
     wait_s: float = 0.0
     """Time the parent stood still for this owner."""
     restarts: int = 0
+    retries: int = 0
+    """Batches of this owner that failed and were computed elsewhere."""
+    fallbacks: int = 0
+    """Those of them for which the fallback was needed, since no replica is left."""
+    checksum_failures: int = 0
+    """Requests that failed since they, or their reply, were damaged on the way."""
+    deadline_failures: int = 0
+    """Requests that failed since they took too long."""
+    stale: int = 0
+    """Messages that answered nothing that was waited for."""
+    widened: int = 0
+    """Messages that went in a wide type since the negotiated one would not hold their values."""
+    phases: dict[Phase, PhaseStats] = field(default_factory=dict)
+    """By phase, once there was one."""
+
+    def of_phase(self, phase: Phase) -> PhaseStats:
+        stats = self.phases.get(phase)
+        if stats is None:
+            stats = self.phases[phase] = PhaseStats()
+        return stats
+
+    def as_record(self) -> dict[str, object]:
+        """All of it as numbers, texts and maps by name, as in ``--json``."""
+        record: dict[str, object] = {
+            field_.name: getattr(self, field_.name) for field_ in fields(self)
+        }
+        record["kind"] = self.kind.value
+        record["phases"] = {phase.value: each.as_record() for phase, each in self.phases.items()}
+        return record
 
 
 @dataclass(slots=True, eq=False)
@@ -83,10 +116,14 @@ class LocalExpertCompute:
 
     def collect(self, ticket: Ticket, out: F64Array) -> None:
         batch = ticket.batch
+        started_s = time.perf_counter()
         self._banks[ticket.layer_id].accumulate(batch, out)
-        self.stats.requests += 1
-        self.stats.tokens += batch.num_tokens
-        self.stats.pairs += batch.num_pairs
+        phase = self.stats.of_phase(batch.phase)
+        phase.compute_s += time.perf_counter() - started_s
+        for counted in (self.stats, phase):
+            counted.requests += 1
+            counted.tokens += batch.num_tokens
+            counted.pairs += batch.num_pairs
 
     def abandon(self, ticket: Ticket) -> None:
         """Nothing was begun."""

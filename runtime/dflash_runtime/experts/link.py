@@ -9,21 +9,30 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from dflash_protocol.endpoint import Endpoint
+from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.messages import Welcome
 from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.ring_segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a daemon of our own: the command up to its endpoint and pipe arguments."""
+    """How to start a daemon of our own: the command up to its endpoint and pipe arguments.
+
+    `environment` is the whole of the child's; None = ours, with `python_paths` to import from.
+    """
 
     command: tuple[str, ...]
     python_paths: tuple[Path, ...]
+    environment: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +42,16 @@ class Session:
     generation: int
     welcome: Welcome
     data_address: str
+    segment: Segment | None = None
+    """Shared memory, for whoever takes it (DaemonLink.take_segment)."""
 
 
 class DaemonLink:
     """One daemon as the parent sees it.
 
-    `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session, and
-    ``numeric_class_differs`` for a session in which bits are not promised to equal the parent's.
+    `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
+    ``request_failed`` for a request that failed without that, and ``numeric_class_differs`` for a
+    session in which bits are not promised to equal the parent's.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """
@@ -53,16 +65,20 @@ class DaemonLink:
         launch: Launch | None,
         numeric_class: str,
         on_event: Callable[[str, str, str], None],
+        secure: Callable[[zmq.Socket[Any]], object] | None = None,
     ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.owned = owned
         self.launch = launch
+        self.secure = secure
+        """Puts keys on a socket of this link before it connects; None if it needs none."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._numeric_class = numeric_class
         self._on_event = on_event
         self._lock = threading.Lock()
         self._session: Session | None = None
+        self._untaken: Segment | None = None
         self._num_sessions = 0
         self._reason = "not connected yet"
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
@@ -85,13 +101,17 @@ class DaemonLink:
         """`wake` is called, from any thread, with the generation of a session that was lost."""
         self._wake_supervisor = wake
 
-    def mark_ready(self, welcome: Welcome) -> Session:
-        """Open a new session."""
+    def mark_ready(self, welcome: Welcome, segment: Segment | None = None) -> Session:
+        """Open a new session, which owns the segment until that is taken."""
         with self._lock:
             self._num_sessions += 1
             session = Session(
-                self._num_sessions, welcome, self.endpoint.data_address(welcome.data_port)
+                self._num_sessions,
+                welcome,
+                self.endpoint.data_address(welcome.data_port),
+                segment,
             )
+            self._untaken = segment
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.lost_fd)
             self._session = session
@@ -107,10 +127,32 @@ class DaemonLink:
                 return
             self._session = None
             self._reason = reason
+            self._close_untaken()
             os.eventfd_write(self.lost_fd, 1)
         self._on_event("daemon_lost", self.name, reason)
         self._wake_supervisor(generation)
 
+    def take_segment(self, session: Session) -> Segment | None:
+        """The session's shared memory, which the caller owns from now on.
+
+        Raises: DaemonUnavailable if the session is over.
+        """
+        with self._lock:
+            if self._session is not session:
+                raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
+            segment, self._untaken = self._untaken, None
+            return segment
+
+    def _close_untaken(self) -> None:
+        if self._untaken is not None:
+            self._untaken.close()
+            self._untaken = None
+
+    def note(self, kind: str, reason: str) -> None:
+        """Report something that does not end the session."""
+        self._on_event(kind, self.name, reason)
+
     def close(self) -> None:
-        """Release the eventfd. The link must not be used afterwards."""
+        """Release the eventfd and what nobody took. The link must not be used afterwards."""
+        self._close_untaken()
         os.close(self.lost_fd)

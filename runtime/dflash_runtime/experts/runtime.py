@@ -19,7 +19,7 @@ from dflash_protocol.routed_batch import group_by_expert
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pairs:
     """Some of a layer's (token, expert, weight) triples. Shapes: all [P]."""
 
@@ -32,7 +32,7 @@ class _Pairs:
         return int(self.token_indices.size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlight:
     """A submitted share of a layer that is still to be collected."""
 
@@ -61,6 +61,7 @@ class MoeExpertComputeRuntime:
         self._placement = placement
         self._owners = tuple(owners)
         self._fallback = fallback
+        self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
         self._lost_reason = ""
 
     def compute(
@@ -86,6 +87,7 @@ class MoeExpertComputeRuntime:
         while pairs.num_pairs:
             orphans = self._compute_round(layer_id, hidden, pairs, phase, lost, sums)
             lost = lost.union(orphans)
+            self._count_retries(layer_id, orphans, lost)
             pairs = _concatenated(list(orphans.values()))
         return sums.astype(np.float32)
 
@@ -104,6 +106,20 @@ class MoeExpertComputeRuntime:
             owner.close()
         if self._fallback is not None:
             self._fallback.close()
+
+    def _is_computed_here(self, entry: _InFlight) -> bool:
+        return entry.owner_index < 0 or not self._is_daemon[entry.owner_index]
+
+    def _count_retries(
+        self, layer_id: int, orphans: dict[int, _Pairs], lost: frozenset[int]
+    ) -> None:
+        """Count batches that have to be computed elsewhere, at the owners that were to do it."""
+        for owner_index, pairs in orphans.items():
+            routing = self._placement.routing_without(lost)[layer_id]
+            stats = self._owners[owner_index].stats
+            stats.retries += 1
+            is_homeless = (routing.owner_index[pairs.global_expert_ids] < 0).any()
+            stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
     def _compute_round(
         self,
@@ -141,7 +157,7 @@ class MoeExpertComputeRuntime:
                     in_flight.append(_InFlight(owner, owner_index, ticket, share))
             # What is computed in this process is computed in `collect`: it is popped first, while
             # the daemons are at work.
-            in_flight.sort(key=lambda entry: entry.owner.stats.kind is not OwnerKind.DAEMON)
+            in_flight.sort(key=self._is_computed_here)
             while in_flight:
                 entry = in_flight[-1]
                 try:

@@ -25,6 +25,7 @@ from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefu
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
+    Attached,
     Bye,
     Hello,
     Message,
@@ -36,8 +37,17 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring_segment import Segment
 from dflash_runtime.experts.child import DaemonProcess
 from dflash_runtime.experts.link import DaemonLink, Session
+from dflash_runtime.experts.sharing import (
+    Offer,
+    OfferFailed,
+    SharingPlan,
+    make_offer,
+    why_not_shared,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,6 +75,11 @@ class Greeting:
     moe_digest: str
     numeric_class: str
     max_tokens: int
+    payload: PayloadType = PayloadType.F32
+    """Type that rows and sums should travel in, where a daemon knows it."""
+    sharing: SharingPlan | None = None
+    """How to share memory with daemons of this machine; None = not to."""
+    is_sharing_required: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +226,8 @@ class _LinkTask:
         with self._supervisor.context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
+            if link.secure is not None:
+                link.secure(control)
             control.setsockopt(zmq.RECONNECT_IVL, 20)
             control.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             monitor = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -225,7 +242,8 @@ class _LinkTask:
                     if self._process is not None:
                         await self._process.stop()
                     raise
-                session = link.mark_ready(welcome)
+                segment = await self._share(control, disconnected, welcome)
+                session = link.mark_ready(welcome, segment)
                 self._supervisor.report_first(link.name, None)
                 await self._watch(control, disconnected, session)
             finally:
@@ -242,6 +260,7 @@ class _LinkTask:
             placement_fingerprint=link.owned.fingerprint,
             numeric_class=greeting.numeric_class,
             max_tokens=greeting.max_tokens,
+            payload=greeting.payload.value,
         )
         await control.send_multipart([encode_header(hello), link.owned.canonical_bytes])
         silence_s = self._supervisor.patience.connect_silence_s
@@ -261,6 +280,48 @@ class _LinkTask:
                 return message
             else:
                 raise ProtocolError(f"daemon {link.name} answered hello with {message.TYPE}")
+
+    async def _share(
+        self, control: zmq.asyncio.Socket, disconnected: _Received, welcome: Welcome
+    ) -> Segment | None:
+        """Memory that the daemon is known to have too; None if there is none to be had.
+
+        Raises: HandshakeRefused if it is required; DaemonUnavailable if the daemon is lost.
+        """
+        greeting, link = self._supervisor.greeting, self._link
+        plan = greeting.sharing
+        if plan is None:
+            return None
+        folder = None if link.endpoint.path is None else link.endpoint.path.parent
+        reason = why_not_shared(welcome, folder)
+        if folder is not None and not reason:
+            try:
+                # Reserving the pages takes a while.
+                offer = await asyncio.to_thread(make_offer, folder, welcome, plan)
+                return await self._accepted(control, disconnected, offer)
+            except OfferFailed as error:
+                reason = str(error)
+        if greeting.is_sharing_required:
+            raise HandshakeRefused(f"daemon {link.name} cannot share memory: {reason}")
+        _LOG.info("daemon %s: no shared memory: %s", link.name, reason)
+        return None
+
+    async def _accepted(
+        self, control: zmq.asyncio.Socket, disconnected: _Received, offer: Offer
+    ) -> Segment:
+        """Raises: OfferFailed if the daemon does not take it; DaemonUnavailable if it is lost."""
+        try:
+            await control.send_multipart([encode_header(offer.message)])
+            silence_s = self._supervisor.patience.connect_silence_s
+            answer = await self._next_message(control, disconnected, silence_s)
+            if isinstance(answer, Refused):
+                raise OfferFailed(answer.reason)
+            if not isinstance(answer, Attached):
+                raise ProtocolError(f"daemon {self._link.name} answered attach with {answer.TYPE}")
+            return offer.accepted(answer)
+        except BaseException:
+            offer.withdraw()
+            raise
 
     async def _next_message(
         self, control: zmq.asyncio.Socket, disconnected: _Received, silence_s: float
@@ -382,6 +443,7 @@ def _check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:
         ("link_id", re.fullmatch("([0-9a-f]{2}){1,32}", welcome.link_id) is not None),
         ("data_port", welcome.data_port in data_ports),
         ("max_tokens", 1 <= welcome.max_tokens <= hello.max_tokens),
+        ("payload", welcome.payload in (hello.payload, PayloadType.F32.value)),
         ("pairs_per_second", 1e-2 <= welcome.pairs_per_second <= 1e12),
     ):
         if not is_sound:

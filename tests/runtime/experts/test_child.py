@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -68,9 +69,11 @@ class Nursery:
         self._ear = Ear(folder)
         self._children: list[DaemonProcess] = []
 
-    def start(self, code: str, *python_paths: Path) -> DaemonProcess:
+    def start(
+        self, code: str, *python_paths: Path, environment: Mapping[str, str] | None = None
+    ) -> DaemonProcess:
         command = (sys.executable, "-S", "-c", PRELUDE + code, str(self._ear.path))
-        process = DaemonProcess(Launch(command, python_paths), ENDPOINT)
+        process = DaemonProcess(Launch(command, python_paths, environment), ENDPOINT)
         self._children.append(process)
         return process
 
@@ -132,6 +135,15 @@ async def test_a_child_has_our_environment_and_import_path_but_not_our_files(
     assert policy == "passive"
     # Standard streams, the lifeline, and the folder that is being listed.
     assert len(descriptors.split(",")) == 5
+
+
+async def test_a_child_that_is_given_an_environment_has_no_other(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/rocm/lib")
+    given = {"ONLY": "this", "LC_ALL": "C.UTF-8"}
+    nursery.start("say(repr(dict(os.environ)))", environment=given)
+    assert ast.literal_eval(await nursery.said()) == given
 
 
 async def test_a_child_is_out_of_reach_of_the_terminals_interrupt(nursery: Nursery) -> None:

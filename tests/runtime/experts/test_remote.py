@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,22 +19,22 @@ import zmq
 from dflash_daemon import service as service_module
 from dflash_daemon.service import ComputeService
 from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
-from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
+from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.messages import (
-    ExpertReply,
-    ExpertRequest,
-    Message,
-    RequestFailed,
-    Welcome,
-    decode_header,
-    encode_header,
-)
+from dflash_protocol.messages import ExpertRequest, Frames, Welcome
+from dflash_protocol.payloads import NEGOTIABLE, PayloadType
 from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.requests import (
+    decode_request,
+    encode_failure,
+    encode_reply,
+    largest_frame_bytes,
+)
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transports.zmq_stream import LinkLimits, largest_frame_bytes
+from dflash_protocol.transport import LinkLimits
 from dflash_runtime.experts.compute import OwnerKind
 from dflash_runtime.experts.link import DaemonLink, Session
+from dflash_runtime.experts.modes import ExecutionMode
 from dflash_runtime.experts.remote import RemoteExpertCompute
 from support.routed_batches import (
     HIDDEN_SIZE,
@@ -67,7 +70,9 @@ class GateBank(ScalingBank):
 class Rig:
     """A link and its remote expert compute; somebody else plays the daemon."""
 
-    def __init__(self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float) -> None:
+    def __init__(
+        self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float, **options: Any
+    ) -> None:
         undo.callback(IpcClaim(endpoint).close)
         self.context = undo.enter_context(zmq.Context())
         self.losses: list[str] = []
@@ -86,15 +91,32 @@ class Rig:
             hidden_size=HIDDEN_SIZE,
             num_experts_used=NUM_USED,
             min_deadline_s=min_deadline_s,
+            **options,
         )
         undo.callback(self.remote.close)
 
     def open_session(
-        self, *, max_tokens: int = CAPACITY, pairs_per_second: float = 1e9, link_id: str = ""
+        self,
+        *,
+        max_tokens: int = CAPACITY,
+        pairs_per_second: float = 1e9,
+        link_id: str = "",
+        payload: PayloadType = PayloadType.F32,
     ) -> Session:
-        link_id = link_id or secrets.token_hex(8)
         return self.link.mark_ready(
-            Welcome(2, link_id, "m", "p", "c", "cpu", 0, max_tokens, 1 << 30, pairs_per_second)
+            Welcome(
+                version=2,
+                link_id=link_id or secrets.token_hex(8),
+                model_identity="m",
+                placement_fingerprint="p",
+                numeric_class="c",
+                device="cpu",
+                data_port=0,
+                max_tokens=max_tokens,
+                free_memory_bytes=1 << 30,
+                pairs_per_second=pairs_per_second,
+                payload=payload.value,
+            )
         )
 
     def compute(self, num_tokens: int, pairs: dict[tuple[int, int], float]) -> F64Array:
@@ -112,8 +134,10 @@ class Rig:
 class ServedRig(Rig):
     """The daemon is a real compute thread."""
 
-    def __init__(self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float) -> None:
-        super().__init__(undo, endpoint, min_deadline_s=min_deadline_s)
+    def __init__(
+        self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float, **options: Any
+    ) -> None:
+        super().__init__(undo, endpoint, min_deadline_s=min_deadline_s, **options)
         self.bank = GateBank()
         self.service = ComputeService(
             self.context,
@@ -127,21 +151,23 @@ class ServedRig(Rig):
         undo.callback(self.service.close)
         undo.callback(self.bank.gate.set)
 
-    def open_session(
-        self, *, max_tokens: int = CAPACITY, pairs_per_second: float = 1e9, link_id: str = ""
-    ) -> Session:
-        session = super().open_session(
-            max_tokens=max_tokens, pairs_per_second=pairs_per_second, link_id=link_id
+    def open_session(self, **options: Any) -> Session:
+        session = super().open_session(**options)
+        welcome = session.welcome
+        self.service.add_link(
+            welcome.link_id,
+            LinkLimits(HIDDEN_SIZE, welcome.max_tokens, 8, payload=PayloadType(welcome.payload)),
         )
-        self.service.add_link(session.welcome.link_id, LinkLimits(HIDDEN_SIZE, max_tokens, 8))
         return session
 
 
 class ScriptedRig(Rig):
     """The daemon's data socket is played by the test."""
 
-    def __init__(self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float) -> None:
-        super().__init__(undo, endpoint, min_deadline_s=min_deadline_s)
+    def __init__(
+        self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float, **options: Any
+    ) -> None:
+        super().__init__(undo, endpoint, min_deadline_s=min_deadline_s, **options)
         self.socket = self.context.socket(zmq.ROUTER)
         undo.callback(self.socket.close, linger=0)
         self.socket.bind(endpoint.data_address(0))
@@ -149,20 +175,22 @@ class ScriptedRig(Rig):
 
     def receive(self) -> ExpertRequest:
         assert self.socket.poll(int(PATIENCE_S * 1e3))
-        self.parent, header, *_ = self.socket.recv_multipart()
-        message = decode_header(header)
-        assert isinstance(message, ExpertRequest)
-        return message
+        self.parent, *frames = self.socket.recv_multipart()
+        return decode_request(frames, LinkLimits(HIDDEN_SIZE, CAPACITY, NUM_USED))[0]
 
-    def say(self, message: Message, *frames: bytes) -> None:
-        self.socket.send_multipart([self.parent, encode_header(message), *frames])
+    def say(self, frames: Frames) -> None:
+        self.socket.send_multipart([self.parent, *frames])
 
-    def answer(self, compute_s: float) -> ExpertRequest:
+    def answer(self, compute_s: float, *, num_tokens: int | None = None) -> ExpertRequest:
         """Receive a request and say that its sums are zero."""
         request = self.receive()
-        sums = bytes(8 * request.num_tokens * HIDDEN_SIZE)
-        self.say(ExpertReply(request.sequence, request.num_tokens, compute_s), sums)
+        sums = np.zeros((request.num_tokens if num_tokens is None else num_tokens, HIDDEN_SIZE))
+        self.say(encode_reply(request, sums, compute_s=compute_s))
         return request
+
+    def fail(self, code: str, reason: str) -> None:
+        """Receive a request and say that it is not computed."""
+        self.say(encode_failure(self.receive().sequence, ProtocolError(reason, code=code)))
 
 
 @pytest.fixture(autouse=True)
@@ -347,16 +375,11 @@ def test_a_daemon_whose_queue_is_full_is_lost_at_once(undo: ExitStack, endpoint:
     assert rig.link.session is None
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [[], [8 * 2 * HIDDEN_SIZE - 8], [8 * 3 * HIDDEN_SIZE], [8 * 2 * HIDDEN_SIZE, 0]],
-)
-def test_an_answer_of_the_wrong_shape_is_a_loss(scripted: ScriptedRig, sizes: list[int]) -> None:
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_an_answer_of_the_wrong_shape_is_a_loss(scripted: ScriptedRig, num_tokens: int) -> None:
     scripted.open_session()
     ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
-    request = scripted.receive()
-    assert request.num_tokens == 2
-    scripted.say(ExpertReply(request.sequence, 2, 0.0), *(bytes(size) for size in sizes))
+    assert scripted.answer(0.0, num_tokens=num_tokens).num_tokens == 2
     out = np.zeros((3, HIDDEN_SIZE))
     with pytest.raises(DaemonUnavailable, match="daemon cpu0: the reply has not the shape"):
         scripted.remote.collect(ticket, out)
@@ -371,13 +394,71 @@ def test_an_answer_of_the_wrong_shape_is_a_loss(scripted: ScriptedRig, sizes: li
 def test_sums_are_left_alone_when_only_the_last_piece_fails(scripted: ScriptedRig) -> None:
     scripted.open_session(max_tokens=1)
     ticket = scripted.remote.submit(0, batch_of(2, {(0, 0): 1.0, (1, 0): 1.0}))
-    first, last = scripted.receive(), scripted.receive()
-    scripted.say(ExpertReply(first.sequence, 1, 0.0), np.ones(HIDDEN_SIZE).tobytes())
-    scripted.say(RequestFailed(last.sequence, "internal", "computing failed inside the daemon"))
+    scripted.say(encode_reply(scripted.receive(), np.ones((1, HIDDEN_SIZE)), compute_s=0.0))
+    scripted.fail("internal", "computing failed inside the daemon")
     out = np.zeros((2, HIDDEN_SIZE))
     with pytest.raises(DaemonUnavailable, match="computing failed inside"):
         scripted.remote.collect(ticket, out)
     assert not out.any()
+
+
+@pytest.mark.parametrize("code", ["checksum", "late", "internal", "stale"])
+def test_a_request_may_fail_without_the_session_being_lost(
+    scripted: ScriptedRig, code: str
+) -> None:
+    scripted.open_session(pairs_per_second=10.0)
+    ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
+    scripted.fail(code, "no luck")
+    with pytest.raises(DaemonUnavailable, match="daemon cpu0: no luck"):
+        scripted.remote.collect(ticket, np.zeros((3, HIDDEN_SIZE)))
+    assert scripted.link.session is not None
+    assert scripted.losses == ["no luck"]
+    stats = scripted.remote.stats
+    assert stats.checksum_failures == (code == "checksum")
+    assert stats.deadline_failures == (code == "late")
+    assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 800, "nothing is in flight"
+
+
+def test_a_session_of_which_request_after_request_fails_is_given_up(scripted: ScriptedRig) -> None:
+    scripted.open_session()
+    for number in range(5):
+        if number == 2:  # one that succeeds in between
+            deadlines(scripted, Phase.DECODE, 0.0)
+        assert scripted.link.session is not None
+        ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
+        scripted.fail("internal", "no luck")
+        with pytest.raises(DaemonUnavailable, match="no luck"):
+            scripted.remote.collect(ticket, np.zeros((3, HIDDEN_SIZE)))
+    assert scripted.link.session is None
+    assert len(scripted.losses) == 5
+
+
+def test_a_reply_that_was_damaged_on_its_way_is_not_used(scripted: ScriptedRig) -> None:
+    scripted.open_session()
+    ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
+    sums = np.ones((2, HIDDEN_SIZE))
+    [frame] = encode_reply(scripted.receive(), sums, compute_s=0.0)
+    scripted.say([bytes(frame[:-1]) + b"\x01"])
+    out = np.zeros((3, HIDDEN_SIZE))
+    with pytest.raises(DaemonUnavailable, match="was damaged"):
+        scripted.remote.collect(ticket, out)
+    assert not out.any()
+    assert scripted.remote.stats.checksum_failures == 1
+    assert scripted.link.session is not None
+    deadlines(scripted, Phase.DECODE, 0.0)
+
+
+def test_an_answer_that_comes_twice_is_used_once(scripted: ScriptedRig) -> None:
+    scripted.open_session()
+    for _ in range(2):
+        ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+        frames = encode_reply(scripted.receive(), np.ones((1, HIDDEN_SIZE)), compute_s=0.0)
+        scripted.say(frames)
+        scripted.say(frames)
+        out = np.zeros((1, HIDDEN_SIZE))
+        scripted.remote.collect(ticket, out)
+        assert (out == 1.0).all()
+    assert scripted.remote.stats.stale == 1
 
 
 TWO_PAIRS = {(0, 0): 1.0, (0, 1): 1.0}
@@ -502,3 +583,135 @@ def test_an_absurd_compute_time_neither_breaks_nor_freezes_the_parent(
         deadline_ms = deadlines(scripted, Phase.DECODE, 0.001)
         assert 250.0 <= deadline_ms <= 3_600_000.0
     assert scripted.losses == []
+
+
+MODES = [ExecutionMode.BATCHED, ExecutionMode.STREAM, ExecutionMode.AUTO]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("payload", NEGOTIABLE)
+@pytest.mark.parametrize("stream_tokens", [1, 3, 4])
+def test_no_mode_changes_a_bit(
+    undo: ExitStack,
+    endpoint: Endpoint,
+    mode: ExecutionMode,
+    payload: PayloadType,
+    stream_tokens: int,
+) -> None:
+    rig = ServedRig(
+        undo, endpoint, min_deadline_s=PATIENCE_S, mode=mode, stream_tokens=stream_tokens
+    )
+    rig.bank = LargeBank()
+    rig.service.set_banks({0: rig.bank})
+    reference: dict[int, F64Array] = {}
+    for max_tokens in (CAPACITY, 5):
+        session = rig.open_session(max_tokens=max_tokens, payload=payload)
+        for seed in range(12):  # enough for `auto` to try both
+            num_tokens = 1 + 6 * (seed % 6)
+            pairs = random_pairs(seed % 6, num_tokens) or {(0, 0): 1.0}
+            out = rig.compute(num_tokens, pairs)
+            expected = reference.setdefault(seed % 6, out)
+            assert out.tobytes() == expected.tobytes()
+        rig.link.mark_lost(session.generation, "next")
+    assert rig.losses == ["next", "next"]
+    assert (rig.remote.stats.widened > 0) == (payload is PayloadType.F16)
+
+
+class LargeBank(GateBank):
+    """Some of its sums are more than float16 holds."""
+
+    def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
+        super().accumulate(batch, out)
+        out[batch.hidden[:, 0] > 60.0] *= 1e3
+
+
+def test_streaming_sends_slices_of_a_few_tokens_and_bounds_what_is_in_flight(
+    undo: ExitStack, endpoint: Endpoint
+) -> None:
+    rig = ScriptedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=ExecutionMode.STREAM)
+    rig.open_session(max_tokens=1024)
+    pairs = {(token_idx, token_idx % 5): 1.0 for token_idx in range(150)}
+    ticket = rig.remote.submit(0, batch_of(150, pairs))
+    requests = [rig.receive() for _ in range(16)]
+    assert not rig.socket.poll(50), "no more than the window"
+    with ThreadPoolExecutor(1) as data_thread:
+        out = np.zeros((150, HIDDEN_SIZE))
+        waiter = data_thread.submit(rig.remote.collect, ticket, out)
+        for request in reversed(requests):  # in any order
+            rig.say(encode_reply(request, sums_like(request), compute_s=0.0))
+        sizes = [request.num_tokens for request in requests]
+        while sum(sizes) < 150:
+            request = rig.receive()
+            sizes.append(request.num_tokens)
+            rig.say(encode_reply(request, sums_like(request), compute_s=0.0))
+        waiter.result(PATIENCE_S)
+    assert sizes == [4] * 37 + [2]
+    expected = np.repeat(np.arange(1, 39), [4] * 37 + [2])
+    np.testing.assert_array_equal(out[:, 0], expected)
+    assert rig.remote.stats.requests == 38
+
+
+def sums_like(request: ExpertRequest) -> F64Array:
+    """Sums that say which request they answer."""
+    return np.full((request.num_tokens, HIDDEN_SIZE), float(request.sequence))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_token_is_the_same_in_every_mode(
+    undo: ExitStack, endpoint: Endpoint, mode: ExecutionMode
+) -> None:
+    rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=mode)
+    rig.open_session()
+    for number in range(1, 9):
+        rig.assert_right(1, {(0, 1): 0.5, (0, 4): 0.25})
+        assert rig.remote.stats.requests == number
+
+
+class SlowBank(GateBank):
+    """Every request takes a while, whatever it holds."""
+
+    def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
+        time.sleep(0.002)
+        super().accumulate(batch, out)
+
+
+def test_auto_soon_leaves_the_slower_mode_and_never_sends_all_of_a_batch_in_it(
+    undo: ExitStack, endpoint: Endpoint
+) -> None:
+    """Where every request costs 2 ms, 16 slices are 32 ms and one batch is 2 ms."""
+    rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=ExecutionMode.AUTO)
+    rig.bank = SlowBank()
+    rig.service.set_banks({0: rig.bank})
+    session = rig.open_session(max_tokens=64)
+    rig.service.add_link(session.welcome.link_id, LinkLimits(HIDDEN_SIZE, 64, 8))
+    pairs = {(token_idx, token_idx % 5): 0.5 for token_idx in range(64)}
+    numbers = []
+    for _ in range(10):
+        before = rig.remote.stats.requests
+        rig.assert_right(64, pairs)
+        numbers.append(rig.remote.stats.requests - before)
+    assert [numbers[0], numbers[2], *numbers[4:]] == [1] * 8
+    assert all(4 < number <= 12 for number in (numbers[1], numbers[3])), numbers
+
+
+def test_what_work_costs_is_counted_by_phase(served: ServedRig) -> None:
+    served.open_session(max_tokens=2)
+    served.assert_right(3, PAIRS)
+    decoding = batch_of(1, TWO_PAIRS, phase=Phase.DECODE)
+    for _ in range(3):
+        served.remote.collect(served.remote.submit(0, decoding), np.zeros((1, HIDDEN_SIZE)))
+    stats = served.remote.stats
+    prefill, decode = stats.phases[Phase.PREFILL], stats.phases[Phase.DECODE]
+    assert (prefill.requests, prefill.tokens, prefill.pairs) == (1, 2, 3)
+    assert (decode.requests, decode.tokens, decode.pairs) == (3, 3, 6)
+    for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
+        assert getattr(prefill, name) + getattr(decode, name) == getattr(stats, name)
+    for each in (prefill, decode):
+        assert min(each.pack_s, each.send_s, each.wait_s, each.receive_s, each.combine_s) > 0
+        assert each.compute_s > 0
+        record = each.as_record()
+        assert 0 < record["p50_s"] <= record["p99_s"] < PATIENCE_S
+    assert decode.round_trips.num_samples == 3
+    record_of_owner = stats.as_record()
+    assert record_of_owner["kind"] == "daemon"
+    json.dumps(record_of_owner)

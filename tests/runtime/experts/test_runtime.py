@@ -360,6 +360,15 @@ def test_stats_are_by_owner_name_and_the_fallback_appears_when_used() -> None:
     assert list(stats) == ["local", "cpu0", "cpu1", "fallback"]
     assert stats["fallback"].kind is OwnerKind.FALLBACK
     assert stats["fallback"].requests == 1
+    assert (stats["cpu1"].retries, stats["cpu1"].fallbacks) == (1, 1)
+    assert (stats["cpu0"].retries, stats["cpu0"].fallbacks) == (0, 0)
+
+
+def test_what_a_replica_takes_over_is_a_retry_but_no_fallback() -> None:
+    rig = Rig(split([0, 1], [2, 3, 4], [2, 3, 4, 5]), fails={"cpu0": "collect"})
+    rig.assert_right()
+    stats = rig.runtime.stats()
+    assert (stats["cpu0"].retries, stats["cpu0"].fallbacks) == (1, 0)
 
 
 def test_closing_closes_every_owner_and_the_fallback() -> None:

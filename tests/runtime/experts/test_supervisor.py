@@ -218,8 +218,9 @@ def test_one_refusal_ends_the_start_of_all(undo: ExitStack, run_dir: Path) -> No
     [
         ({"model_identity": "other-9a"}, "has model other-9a, ours is model-1f"),
         ({"placement_fingerprint": "f00d"}, "has placement f00d, ours is "),
-        ({"version": 1}, "chose protocol version 1"),
+        ({"version": 0}, "chose protocol version 0"),
         ({"version": 99}, "chose protocol version 99"),
+        ({"payload": "bf16"}, "offers an impossible payload"),
         ({"max_tokens": 0}, "offers an impossible max_tokens"),
         ({"pairs_per_second": 0.0}, "offers an impossible pairs_per_second"),
         ({"pairs_per_second": -1.0}, "offers an impossible pairs_per_second"),

@@ -1,0 +1,135 @@
+"""Round trip of a decode-sized request over tcp loopback, with and without keys.
+
+One token of H = 2048: 8 KiB there, 16 KiB back, nothing computed, two processes. Knows nothing of
+checksums and headers; see the bench of the transports for those.
+
+    python -m bench.curve_round_trip
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+from bench.machine import describe
+
+from dflash_daemon.authentication import Authenticator, let_handshakes_yield
+from dflash_protocol.curve import (
+    AUTHORIZED_FILE,
+    AuthorizedClients,
+    CurveKeys,
+    generate_keys,
+    load_keys,
+    public_line,
+    secure_client,
+    secure_server,
+)
+
+_HIDDEN_SIZE = 2048
+_REQUEST = [bytes(300 + 4 * _HIDDEN_SIZE)]
+"""One frame, as small messages go: header, routing of one token, its hidden row in f32."""
+_REPLY = [bytes(100 + 8 * _HIDDEN_SIZE)]
+_PATIENCE_MS = 20_000
+
+
+def serve(ports: Connection, folder: Path | None) -> None:
+    """Both sockets of a daemon, with keys if a key folder is given; the data one answers."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(3)
+    keys = None
+    if folder is not None:
+        keys = load_keys(folder)
+        Authenticator(context, AuthorizedClients(folder / AUTHORIZED_FILE))
+    bound = []
+    for io_threads in ((0,), (1, 2)):
+        router = context.socket(zmq.ROUTER)
+        if keys is not None:
+            secure_server(router, keys, io_threads=io_threads)
+        bound.append((router, router.bind_to_random_port("tcp://127.0.0.1")))
+    if keys is not None:
+        let_handshakes_yield(0)
+    ports.send([port for _, port in bound])
+    data = bound[1][0]
+    while True:
+        routing_id, *_ = data.recv_multipart()
+        data.send_multipart([routing_id, *_REPLY])
+
+
+class Client:
+    """Asks, waits, asks again. Owns: its ZeroMQ context."""
+
+    def __init__(self, port: int, keys: CurveKeys | None, server_public_key: bytes) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
+        if keys is not None:
+            secure_client(self._socket, keys, server_public_key)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    def measure(self, *, seconds: float) -> list[float]:
+        """Times of round trips, in microseconds, one after the other for so long."""
+        times_us = []
+        started_s = now_s = time.perf_counter()
+        while now_s < started_s + seconds:
+            self._socket.send_multipart(_REQUEST)
+            self._socket.recv_multipart()
+            previous_s, now_s = now_s, time.perf_counter()
+            times_us.append((now_s - previous_s) * 1e6)
+        return times_us
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=1.0, help="a phase (default 1)")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of phases (default 7)")
+    options = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    medians: dict[str, list[float]] = {"without keys": [], "with keys": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        daemon = generate_keys(folder / "daemon", comment="")
+        parent = generate_keys(folder / "parent", comment="")
+        (folder / "daemon" / AUTHORIZED_FILE).write_text(public_line(parent.public))
+        for index in range(options.rounds):
+            names = list(medians) if index % 2 == 0 else list(reversed(medians))
+            for side in names:
+                has_keys = side == "with keys"
+                ports, ports_of_server = spawn.Pipe()
+                key_folder = folder / "daemon" if has_keys else None
+                server = spawn.Process(
+                    target=serve, args=(ports_of_server, key_folder), daemon=True
+                )
+                server.start()
+                port = ports.recv()[1]
+                with Client(port, parent if has_keys else None, daemon.public) as client:
+                    client.measure(seconds=0.2)
+                    medians[side].append(statistics.median(client.measure(seconds=options.seconds)))
+                server.terminate()
+                server.join()
+    print(describe())
+    for side, values in medians.items():
+        low, high = min(values), max(values)
+        print(f"{side:14s} p50 {statistics.median(values):7.1f} us ({low:.1f}-{high:.1f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Payload types: how hidden rows and sums are written in a message.
+
+==========  ========================  ====================================
+negotiated  hidden rows of a request  sums of a reply
+==========  ========================  ====================================
+``f32``     float32                   float64: exact, bits never change
+``f16``     float16, else float32     float16, else float64
+``bf16``    bfloat16, else float32    bfloat16, else float64
+==========  ========================  ====================================
+
+"Else" is a message with a finite value that the narrow type would turn into infinity; it goes wide.
+Those of its values that fit are rounded all the same: what a value becomes must not depend on what
+it travels with, or slicing a batch otherwise would change the result. NaN and infinity stay such.
+Knows nothing of headers and sockets.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_protocol.ids import AnyArray, F32Array, F64Array
+
+U16Array: TypeAlias = npt.NDArray[np.uint16]
+
+
+class PayloadType(StrEnum):
+    """Element type of an array on the wire, with the bytes of one element."""
+
+    F64 = "f64", 8
+    F32 = "f32", 4
+    F16 = "f16", 2
+    BF16 = "bf16", 2
+
+    num_bytes: int
+
+    def __new__(cls, name: str, num_bytes: int = 0) -> PayloadType:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.num_bytes = num_bytes
+        return member
+
+
+NEGOTIABLE = (PayloadType.F32, PayloadType.F16, PayloadType.BF16)
+"""Types that a parent may ask for. With float32 rows, sums travel as float64."""
+
+
+def pack_hidden(hidden: F32Array, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
+    """Rows as they are sent, and the type they have: the negotiated one, or f32 if it would lose a
+    finite value. Shapes: hidden and result [T, H]; float32 rows are not copied."""
+    if negotiated is PayloadType.F32:
+        return hidden, PayloadType.F32
+    return _pack(hidden, negotiated, PayloadType.F32)
+
+
+def pack_sums(sums: F64Array, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
+    """Sums as they are sent, and the type they have: f64 where f32 was negotiated or the negotiated
+    type would lose a finite value. Shapes: sums and result [T, H]; float64 sums are not copied."""
+    if negotiated is PayloadType.F32:
+        return sums, PayloadType.F64
+    return _pack(sums, negotiated, PayloadType.F64)
+
+
+def unpack_hidden(
+    frame: memoryview, payload: PayloadType, *, num_tokens: int, hidden_size: int
+) -> F32Array:
+    """Rows of a frame whose length was checked, a view of it if they are float32.
+
+    Shapes: result [T, H].
+    """
+    rows: F32Array
+    if payload is PayloadType.F32:
+        rows = np.frombuffer(frame, dtype="<f4")
+    else:
+        rows = _widened(frame, payload)
+    return rows.reshape(num_tokens, hidden_size)
+
+
+def unpack_sums(
+    frame: memoryview, payload: PayloadType, *, num_tokens: int, hidden_size: int
+) -> F64Array:
+    """Sums of a frame whose length was checked, a view of it if they are float64.
+
+    Shapes: result [T, H].
+    """
+    sums: F64Array
+    if payload is PayloadType.F64:
+        sums = np.frombuffer(frame, dtype="<f8")
+    else:
+        with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+            sums = _widened(frame, payload).astype(np.float64)
+    return sums.reshape(num_tokens, hidden_size)
+
+
+def is_overtaken(sent: PayloadType, negotiated: PayloadType) -> bool:
+    """Whether a message went wide because the negotiated type would not hold its values."""
+    return negotiated is not PayloadType.F32 and sent is not negotiated
+
+
+def _pack(
+    values: npt.NDArray[Any], narrow: PayloadType, wide: PayloadType
+) -> tuple[AnyArray, PayloadType]:
+    packed = _to_f16(values) if narrow is PayloadType.F16 else _to_bf16(values)
+    rounded = _from_bits(packed, narrow)
+    overflows = np.isinf(rounded)
+    if overflows.any():
+        overflows &= np.isfinite(values)
+        if overflows.any():
+            return np.where(overflows, values, rounded.astype(values.dtype)), wide
+    return packed, narrow
+
+
+def _to_f16(values: npt.NDArray[Any]) -> U16Array:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return values.astype("<f2").view("<u2")
+
+
+def _to_bf16(values: npt.NDArray[Any]) -> U16Array:
+    """Round to nearest, ties to even."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+    is_nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000
+    upper = bits >> 16
+    rounded = (bits + (upper & 1) + 0x7FFF) >> 16
+    # A NaN may have all its payload in the lower half, and rounding may carry into the sign.
+    return np.where(is_nan, upper | 0x40, rounded).astype("<u2")
+
+
+def _widened(frame: memoryview, payload: PayloadType) -> F32Array:
+    return _from_bits(np.frombuffer(frame, dtype="<u2"), payload)
+
+
+def _from_bits(bits: U16Array, payload: PayloadType) -> F32Array:
+    if payload is PayloadType.F16:
+        with np.errstate(invalid="ignore"):
+            return bits.view("<f2").astype(np.float32)
+    return (bits.astype("<u4") << 16).view("<f4")

@@ -1,0 +1,236 @@
+"""Compiled code of the ring: publish, take, copy with checksum and conversion, spin, sleep flags.
+
+Numba compiles it once per machine and keeps the result on disk where that is possible. No call
+holds the GIL. The code itself is in `ring_native_kernels`, made of what `ring_native_emit` defines;
+those two alone import numba, and only when `kernels()` is called. The layout and the argument why
+its order is right are in `ring`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import cache_directory, load_settings
+
+_LOG = logging.getLogger(__name__)
+
+# A port: what this process knows of a slot, an array of int64 that begins a line.
+(
+    REQUEST_SLOT, REPLY_SLOT, REQUEST_WORD, REPLY_WORD, SLEEPS, PEER_SLEEPS,  # addresses
+    GENERATION, NUM_SLOTS, SLOT_IDX, MAX_TOKENS, HIDDEN_SIZE, MAX_PAIRS, MAX_EXPERTS_USED, NARROW,
+    LAST, REFUSED, BUSY,
+    HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
+) = range(23)  # fmt: skip
+LEAST_LAG, WAITED, HEADER, STATE = 23, 31, 32, 48
+PORT_WORDS = 80
+"""NARROW: the payload type that is allowed besides the wide one. LAST: the sequence that was taken
+last. REFUSED: a word that was refused, so that it is counted once. BUSY: 1 while a request that was
+taken is not answered. LEAST_LAG, of a link's first slot: float64, the least time from a request's
+stamp to its being read. WAITED: float64, how long the taken request had been waiting. From HEADER
+on, the copy of the slot's header; from STATE on, the checksum's lanes."""
+
+NUM_LINKS, NEXT_LINK, FIRST_LINK = range(3)
+"""A server's table: how many links, whose turn it is, address of each one's first port."""
+
+NOTHING, FAILURE, OUT_OF_RANGE, BAD_ARRAYS, TOO_LARGE = range(-1, -6, -1)
+(
+    STALE, WRONG_SEQUENCE, WRONG_GENERATION, WRONG_KIND, WRONG_COUNTS, WRONG_PHASE, WRONG_PAYLOAD,
+    WRONG_BYTES, WRONG_CHECKSUM, WRONG_TIMES, OVER_CAPACITY,
+) = range(1, 12)  # fmt: skip
+VIOLATIONS = {
+    STALE: ("stale", "a slot was published under a sequence that is not its next"),
+    WRONG_SEQUENCE: ("stale", "a slot holds another sequence than was published"),
+    WRONG_GENERATION: ("stale", "a slot is of another generation of the link"),
+    WRONG_KIND: ("malformed", "a slot holds another kind of message than belongs there"),
+    WRONG_COUNTS: ("malformed", "a slot's counts do not fit each other or what was asked"),
+    WRONG_PHASE: ("malformed", "a slot names no known phase or layer"),
+    WRONG_PAYLOAD: ("malformed", "a slot has a payload type that was not negotiated"),
+    WRONG_BYTES: ("malformed", "a slot's bytes do not follow from its counts"),
+    WRONG_CHECKSUM: ("checksum", "a slot was damaged: its checksum is wrong"),
+    WRONG_TIMES: ("malformed", "a slot's times are no numbers"),
+    OVER_CAPACITY: ("capacity", "a slot's counts exceed the capacity of the link"),
+}
+"""Violation: its code on the wire, and what it means."""
+
+STATUS_BITS = 8
+NUM_PHASES = 3
+NUM_LOOKS = 16
+"""Looks at the words between two looks at the clock."""
+
+_FOLDER_PREFIX = "ring-"
+_NUM_FOLDERS_KEPT = 4
+
+
+class Kernels(NamedTuple):
+    """The compiled functions. What is neither an array nor a time in float64 is int64."""
+
+    send_request: Callable[..., int]
+    """(port, sequence, layer_id, phase, payload, deadline_ms, sent_s, hidden [T, H] float32,
+    expert_ids [G], group_starts [G+1], token_indices [P] int32, weights [P] float32): twice the
+    payload bytes, plus 1 if the bell must be rung; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a
+    narrow type, and nothing was published."""
+    send_reply: Callable[..., int]
+    """(port, sequence, payload, compute_s, queue_s, sums [T, H] float64): as send_request."""
+    send_failure: Callable[..., int]
+    """(port, sequence, text [n] uint8, n a multiple of 4): as send_request."""
+    poll: Callable[..., int]
+    """(table, spin_ns): NOTHING, or (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation.
+    What was taken lies in the port's private arrays."""
+    receive_reply: Callable[..., int]
+    """(port, sequence, spin_ns, sums [T, H] float64): payload bytes; or NOTHING; or FAILURE, whose
+    text is in the private array; or FAILURE - violation."""
+    prepare_to_sleep: Callable[..., bool]
+    """(table): set all links' flags; false if something is waiting after all."""
+    awake: Callable[..., None]
+    """(table): clear all links' flags."""
+    set_flag: Callable[..., None]
+    """(address, value), sequentially consistent."""
+    load_word: Callable[..., int]
+    """(address), sequentially consistent."""
+    checksum: Callable[..., int]
+    """(state address, header address, source address, target address, bytes, a multiple of 4):
+    copy, and the checksum of what was copied and of the 15 words of header. To measure and test."""
+
+
+def why_unavailable() -> str:
+    """One line for people; empty if the ring can be used here."""
+    if sys.platform != "linux":
+        return "shared memory needs Linux"
+    if importlib.util.find_spec("numba") is None:
+        return "shared memory needs numba, which is not installed"
+    if not _converts_f16():
+        return "shared memory needs a CPU that converts float16"
+    return ""
+
+
+def is_available() -> bool:
+    """Whether the ring can be used here; if not, use the stream transport."""
+    return not why_unavailable()
+
+
+@cache
+def _converts_f16() -> bool:
+    """Elsewhere LLVM would call functions that are missing."""
+    llvm: Any = importlib.import_module("llvmlite.binding")
+    if not llvm.get_process_triple().startswith(("x86", "i386", "i686")):
+        return True
+    return bool(llvm.get_host_cpu_features().get("f16c"))
+
+
+@cache
+def kernels() -> Kernels:
+    """Compile all of them, or load them: seconds the first time on a machine.
+
+    Raises: ImportError without numba.
+    """
+    numba: Any = importlib.import_module("numba")
+    types = numba.types
+    code = importlib.import_module("dflash_protocol.ring_native_kernels")
+
+    def array(element: Any, num_dimensions: int) -> Any:
+        """Read-only, so that arrays of both kinds are taken."""
+        return types.Array(element, num_dimensions, "C", readonly=True)
+
+    i64, f64 = types.int64, types.float64
+    indices, floats = array(types.int32, 1), array(types.float32, 1)
+    signatures = {
+        "send_request": (
+            *(i64,) * 5, f64, f64, array(types.float32, 2), indices, indices, indices, floats,
+        ),
+        "send_reply": (i64, i64, i64, f64, f64, array(f64, 2)),
+        "send_failure": (i64, i64, array(types.uint8, 1)),
+        "poll": (i64, i64),
+        "receive_reply": (i64, i64, i64, types.Array(f64, 2, "C")),
+        "prepare_to_sleep": (i64,),
+        "awake": (i64,),
+        "set_flag": (i64, i64),
+        "load_word": (i64,),
+        "checksum": (i64,) * 5,
+    }  # fmt: skip
+    compiled = {}
+    for name, signature in signatures.items():
+        kernel = numba.njit(nogil=True, error_model="numpy")(getattr(code, name))
+        if folder := _cache_folder():
+            kernel._cache = _cache_of(kernel.py_func, folder)
+        kernel.compile(signature)
+        kernel.disable_compile()
+        # What takes but numbers needs no dispatch on types, which costs as much as the call.
+        is_plain = all(each in (i64, f64) for each in signature)
+        compiled[name] = kernel.overloads[signature].entry_point if is_plain else kernel
+    return Kernels(**compiled)
+
+
+def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
+    """Numba's own cache, in our folder; whose name stands for what the files depend on."""
+    caching: Any = importlib.import_module("numba.core.caching")
+
+    class Locator(caching._CacheLocator):  # type: ignore[misc]
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> Any:
+            del py_func, py_file
+            return cls()
+
+        def get_cache_path(self) -> str:
+            return str(folder)
+
+        def get_source_stamp(self) -> str:
+            return ""
+
+        def get_disambiguator(self) -> None:
+            return None
+
+    class Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
+        _locator_classes = [Locator]  # noqa: RUF012 - numba declares it so
+
+    class Cache(caching.FunctionCache):  # type: ignore[misc]
+        _impl_class = Implementation
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                return super().load_overload(sig, target_context)
+            except Exception:  # a damaged file can raise whatever unpickling can
+                with suppress(OSError):
+                    self.flush()
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            with suppress(Exception):  # no space, no longer ours to write
+                super().save_overload(sig, data)
+
+    return Cache(function)
+
+
+@cache
+def _cache_folder() -> Path | None:
+    """Made and writable, or None after a warning."""
+    try:
+        parent = cache_directory(load_settings())
+        folder = parent / f"{_FOLDER_PREFIX}{_sources_digest()[:16]}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.touch()  # the last use, by which old ones are told
+        others = sorted(parent.glob(f"{_FOLDER_PREFIX}*"), key=lambda each: each.stat().st_mtime)
+        for other in others[:-_NUM_FOLDERS_KEPT]:
+            shutil.rmtree(other, ignore_errors=True)
+    except (SettingsError, OSError) as error:
+        _LOG.warning("the ring's code will be compiled at every start: %s", error)
+        return None
+    return folder
+
+
+def _sources_digest() -> str:
+    """Of all that the code is made from; numba itself keeps versions and CPUs apart."""
+    state = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("ring*.py")):
+        state.update(path.read_bytes())
+    return state.hexdigest()

@@ -1,0 +1,407 @@
+"""The ring's kernels: what one call from Python does to a slot.
+
+Compiled by `ring_native`, where arguments and results are described. Bounds follow from ports,
+private arrays of this process; of what the other process wrote, only copies are used.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+from dflash_protocol import ring
+from dflash_protocol import ring_native as native
+from dflash_protocol import ring_native_emit as emit
+from dflash_protocol.ring_native_emit import helper, load, store
+
+HEADER, STATE = 8 * native.HEADER, 8 * native.STATE
+LINE = ring.LINE_BYTES
+
+
+@helper
+def field(port, index):
+    return load(port + 8 * index)
+
+
+@helper
+def lines(num_bytes):
+    return (num_bytes + (LINE - 1)) & -LINE
+
+
+@helper
+def array_bytes(payload, num_elements, wide_bytes):
+    is_narrow = payload == ring.PAYLOAD_F16 or payload == ring.PAYLOAD_BF16
+    return num_elements * (2 if is_narrow else wide_bytes)
+
+
+@helper
+def request_bytes(payload, num_tokens, num_groups, num_pairs, hidden_size):
+    hidden_bytes = array_bytes(payload, num_tokens * hidden_size, 4)
+    return hidden_bytes + 4 * (2 * num_groups + 1 + 2 * num_pairs)
+
+
+@helper
+def begin_header(port, kind, sequence, payload, num_bytes):
+    header = port + HEADER
+    for word in range(ring.HEADER_WORDS):
+        store(header + 8 * word, 0)
+    store(header + 8 * ring.SEQUENCE, sequence)
+    store(header + 8 * ring.GENERATION, field(port, native.GENERATION))
+    store(header + 8 * ring.KIND, kind)
+    store(header + 8 * ring.PAYLOAD, payload)
+    store(header + 8 * ring.PAYLOAD_BYTES, num_bytes)
+    return header
+
+
+@helper
+def publish(port, slot, word, sequence, num_bytes):
+    """Header into the slot, then the sequence into its word; rings if the other side sleeps."""
+    header = port + HEADER
+    store(header + 8 * ring.CHECKSUM, emit.finish_checksum(port + STATE, header))
+    for index in range(ring.HEADER_WORDS):
+        store(slot + 8 * index, load(header + 8 * index))
+    emit.store_ordered(word, sequence)
+    peer_sleeps = field(port, native.PEER_SLEEPS)
+    must_ring = emit.load_ordered(peer_sleeps) != 0 and emit.exchange(peer_sleeps, 0) != 0
+    return 2 * num_bytes + (1 if must_ring else 0)
+
+
+# -- the client -----------------------------------------------------------------------------------
+
+
+def send_request(
+    port,
+    sequence,
+    layer_id,
+    phase,
+    payload,
+    deadline_ms,
+    sent_s,
+    hidden,
+    expert_ids,
+    group_starts,
+    token_indices,
+    weights,
+):
+    num_tokens, num_groups = hidden.shape[0], expert_ids.shape[0]
+    num_pairs, hidden_size = token_indices.shape[0], field(port, native.HIDDEN_SIZE)
+    if (
+        hidden.shape[1] != hidden_size
+        or group_starts.shape[0] != num_groups + 1
+        or weights.shape[0] != num_pairs
+        or num_groups > num_pairs
+    ):
+        return native.BAD_ARRAYS
+    if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
+        return native.TOO_LARGE
+    num_bytes = request_bytes(payload, num_tokens, num_groups, num_pairs, hidden_size)
+    header = begin_header(port, ring.KIND_REQUEST, sequence, payload, num_bytes)
+    store(header + 8 * ring.LAYER, layer_id)
+    store(header + 8 * ring.TOKENS, num_tokens)
+    store(header + 8 * ring.GROUPS, num_groups)
+    store(header + 8 * ring.PAIRS, num_pairs)
+    store(header + 8 * ring.PHASE, phase)
+    emit.store_time(header + 8 * ring.TIME, deadline_ms)
+    emit.store_time(header + 8 * ring.OTHER_TIME, sent_s)
+    slot, state = field(port, native.REQUEST_SLOT), port + STATE
+    emit.start_checksum(state)
+    to, source, count = slot + ring.HEADER_BYTES, emit.address_of(hidden), num_tokens * hidden_size
+    is_large = 0
+    if payload == ring.PAYLOAD_BF16:
+        is_large = emit.pack_bf16(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        is_large = emit.pack_f16(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, count)
+    if is_large != 0:
+        return native.OUT_OF_RANGE
+    to += lines(array_bytes(payload, count, 4))
+    emit.copy_words(state, to, emit.address_of(expert_ids), num_groups)
+    to += lines(4 * num_groups)
+    emit.copy_words(state, to, emit.address_of(group_starts), num_groups + 1)
+    to += lines(4 * num_groups + 4)
+    emit.copy_words(state, to, emit.address_of(token_indices), num_pairs)
+    to += lines(4 * num_pairs)
+    emit.copy_words(state, to, emit.address_of(weights), num_pairs)
+    return publish(port, slot, field(port, native.REQUEST_WORD), sequence, num_bytes)
+
+
+@helper
+def has_times(header):
+    """Whether both are finite: what is not becomes no number when it is taken from itself."""
+    total = emit.load_time(header + 8 * ring.TIME) + emit.load_time(header + 8 * ring.OTHER_TIME)
+    return total - total == 0.0
+
+
+@helper
+def reply_violation(port, sequence, num_tokens):
+    """Of the header's copy; 0 if it is the reply to what was asked, or its failure."""
+    header = port + HEADER
+    if load(header + 8 * ring.SEQUENCE) != sequence:
+        return native.WRONG_SEQUENCE
+    if load(header + 8 * ring.GENERATION) != field(port, native.GENERATION):
+        return native.WRONG_GENERATION
+    kind, num_bytes = load(header + 8 * ring.KIND), load(header + 8 * ring.PAYLOAD_BYTES)
+    if kind == ring.KIND_FAILURE:
+        if num_bytes < 0 or num_bytes > ring.FAILURE_LIMIT_BYTES or num_bytes & 3 != 0:
+            return native.WRONG_BYTES
+        return 0
+    if kind != ring.KIND_REPLY:
+        return native.WRONG_KIND
+    if not has_times(header):
+        return native.WRONG_TIMES
+    payload = load(header + 8 * ring.PAYLOAD)
+    if payload != ring.PAYLOAD_F64 and payload != field(port, native.NARROW):
+        return native.WRONG_PAYLOAD
+    if load(header + 8 * ring.TOKENS) != num_tokens:
+        return native.WRONG_COUNTS
+    count = num_tokens * field(port, native.HIDDEN_SIZE)
+    if num_bytes != array_bytes(payload, count, 8):
+        return native.WRONG_BYTES
+    return 0
+
+
+def receive_reply(port, sequence, spin_ns, sums):
+    word = field(port, native.REPLY_WORD)
+    found = emit.load_acquire(word)
+    if found != sequence and spin_ns > 0:
+        end_ns = emit.monotonic_ns() + spin_ns
+        while found != sequence and emit.monotonic_ns() < end_ns:
+            for _ in range(native.NUM_LOOKS):
+                emit.pause()
+                found = emit.load_acquire(word)
+                if found == sequence:
+                    break
+    if found != sequence:
+        if found != field(port, native.LAST) and found != field(port, native.REFUSED):
+            store(port + 8 * native.REFUSED, found)
+            return native.FAILURE - native.STALE
+        return native.NOTHING
+    store(port + 8 * native.LAST, sequence)
+    slot, header, state = field(port, native.REPLY_SLOT), port + HEADER, port + STATE
+    for index in range(ring.HEADER_WORDS):
+        store(header + 8 * index, load(slot + 8 * index))
+    violation = reply_violation(port, sequence, sums.shape[0])
+    if violation != 0:
+        return native.FAILURE - violation
+    num_bytes, payload = load(header + 8 * ring.PAYLOAD_BYTES), load(header + 8 * ring.PAYLOAD)
+    is_failure = load(header + 8 * ring.KIND) == ring.KIND_FAILURE
+    source, to = slot + ring.HEADER_BYTES, emit.address_of(sums)
+    count = sums.shape[0] * field(port, native.HIDDEN_SIZE)
+    emit.start_checksum(state)
+    if is_failure:
+        emit.copy_words(state, field(port, native.TEXT), source, num_bytes >> 2)
+    elif payload == ring.PAYLOAD_BF16:
+        emit.unpack_bf16_sums(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        emit.unpack_f16_sums(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, 2 * count)
+    if emit.finish_checksum(state, header) != load(header + 8 * ring.CHECKSUM):
+        return native.FAILURE - native.WRONG_CHECKSUM
+    return native.FAILURE if is_failure else num_bytes
+
+
+# -- the server -----------------------------------------------------------------------------------
+
+
+@helper
+def find(table):
+    """link_idx · MAX_SLOTS + slot_idx of a slot that holds something new, or -1: of the first link
+    that has one, beginning with the link whose turn it is, its oldest."""
+    num_links = load(table + 8 * native.NUM_LINKS)
+    first = load(table + 8 * native.NEXT_LINK)
+    for turn in range(num_links):
+        link_idx = (first + turn) % num_links
+        port = load(table + 8 * (native.FIRST_LINK + link_idx))
+        num_slots = field(port, native.NUM_SLOTS)
+        oldest = best = -1
+        for slot_idx in range(num_slots):
+            found = emit.load_acquire(field(port, native.REQUEST_WORD))
+            if (
+                field(port, native.BUSY) == 0
+                and found != field(port, native.LAST)
+                and found != field(port, native.REFUSED)
+                and (best < 0 or found < oldest)
+            ):
+                oldest, best = found, slot_idx
+            port += 8 * native.PORT_WORDS
+        if best >= 0:
+            return link_idx * ring.MAX_SLOTS + best
+    return -1
+
+
+@helper
+def request_violation(port, sequence):
+    """Of the header's copy; 0 if sizes are right and within the link's limits."""
+    header = port + HEADER
+    if load(header + 8 * ring.SEQUENCE) != sequence:
+        return native.WRONG_SEQUENCE
+    if load(header + 8 * ring.GENERATION) != field(port, native.GENERATION):
+        return native.WRONG_GENERATION
+    if load(header + 8 * ring.KIND) != ring.KIND_REQUEST:
+        return native.WRONG_KIND
+    num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
+    num_pairs, payload = load(header + 8 * ring.PAIRS), load(header + 8 * ring.PAYLOAD)
+    if num_tokens < 0 or num_groups < 0 or num_groups > num_pairs:
+        return native.WRONG_COUNTS
+    if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
+        return native.OVER_CAPACITY
+    if num_pairs > num_tokens * field(port, native.MAX_EXPERTS_USED):
+        return native.WRONG_COUNTS
+    phase = load(header + 8 * ring.PHASE)
+    if phase < 0 or phase >= native.NUM_PHASES or load(header + 8 * ring.LAYER) < 0:
+        return native.WRONG_PHASE
+    if payload != ring.PAYLOAD_F32 and payload != field(port, native.NARROW):
+        return native.WRONG_PAYLOAD
+    if not has_times(header):
+        return native.WRONG_TIMES
+    hidden_size = field(port, native.HIDDEN_SIZE)
+    num_bytes = request_bytes(payload, num_tokens, num_groups, num_pairs, hidden_size)
+    if load(header + 8 * ring.PAYLOAD_BYTES) != num_bytes:
+        return native.WRONG_BYTES
+    return 0
+
+
+@helper
+def note_waiting(link, port):
+    """How long the request lay there: what its time from stamp to now is above the least such time
+    of the link. Both ends read one clock, but a container may shift its own by a constant."""
+    sent_s = emit.load_time(port + HEADER + 8 * ring.OTHER_TIME)
+    lag_s = 1e-9 * emit.monotonic_ns() - sent_s
+    least_lag_s = emit.load_time(link + 8 * native.LEAST_LAG)
+    if lag_s < least_lag_s:
+        least_lag_s = lag_s
+        emit.store_time(link + 8 * native.LEAST_LAG, lag_s)
+    emit.store_time(port + 8 * native.WAITED, lag_s - least_lag_s)
+
+
+@helper
+def take(port):
+    """Copy what a slot holds into the port's private arrays; 0, or the violation."""
+    sequence = emit.load_acquire(field(port, native.REQUEST_WORD))
+    slot_idx, num_slots = field(port, native.SLOT_IDX), field(port, native.NUM_SLOTS)
+    slot, header, state = field(port, native.REQUEST_SLOT), port + HEADER, port + STATE
+    store(port + 8 * native.REFUSED, sequence)
+    if (
+        sequence <= field(port, native.LAST)
+        or sequence >= ring.SEQUENCE_LIMIT
+        or sequence % num_slots != slot_idx
+    ):
+        store(header + 8 * ring.SEQUENCE, sequence)
+        return native.STALE
+    for index in range(ring.HEADER_WORDS):
+        store(header + 8 * index, load(slot + 8 * index))
+    violation = request_violation(port, sequence)
+    if violation != 0:
+        store(header + 8 * ring.SEQUENCE, sequence)
+        return violation
+    num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
+    num_pairs, payload = load(header + 8 * ring.PAIRS), load(header + 8 * ring.PAYLOAD)
+    count = num_tokens * field(port, native.HIDDEN_SIZE)
+    source, to = slot + ring.HEADER_BYTES, field(port, native.HIDDEN)
+    emit.start_checksum(state)
+    if payload == ring.PAYLOAD_BF16:
+        emit.unpack_bf16(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        emit.unpack_f16(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, count)
+    source += lines(array_bytes(payload, count, 4))
+    emit.copy_words(state, field(port, native.EXPERT_IDS), source, num_groups)
+    source += lines(4 * num_groups)
+    emit.copy_words(state, field(port, native.GROUP_STARTS), source, num_groups + 1)
+    source += lines(4 * num_groups + 4)
+    emit.copy_words(state, field(port, native.TOKEN_INDICES), source, num_pairs)
+    source += lines(4 * num_pairs)
+    emit.copy_words(state, field(port, native.WEIGHTS), source, num_pairs)
+    if emit.finish_checksum(state, header) != load(header + 8 * ring.CHECKSUM):
+        return native.WRONG_CHECKSUM
+    store(port + 8 * native.LAST, sequence)
+    store(port + 8 * native.BUSY, 1)
+    note_waiting(port - 8 * native.PORT_WORDS * slot_idx, port)
+    return 0
+
+
+def poll(table, spin_ns):
+    place = find(table)
+    if place < 0 and spin_ns > 0:
+        end_ns = emit.monotonic_ns() + spin_ns
+        while place < 0 and emit.monotonic_ns() < end_ns:
+            for _ in range(native.NUM_LOOKS):
+                emit.pause()
+                place = find(table)
+                if place >= 0:
+                    break
+    if place < 0:
+        return native.NOTHING
+    link_idx, slot_idx = place // ring.MAX_SLOTS, place % ring.MAX_SLOTS
+    store(table + 8 * native.NEXT_LINK, link_idx + 1)
+    port = load(table + 8 * (native.FIRST_LINK + link_idx))
+    violation = take(port + 8 * native.PORT_WORDS * slot_idx)
+    return (place << native.STATUS_BITS) | violation
+
+
+def send_reply(port, sequence, payload, compute_s, queue_s, sums):
+    num_tokens, hidden_size = sums.shape[0], field(port, native.HIDDEN_SIZE)
+    if sums.shape[1] != hidden_size or num_tokens > field(port, native.MAX_TOKENS):
+        return native.BAD_ARRAYS
+    count = num_tokens * hidden_size
+    num_bytes = array_bytes(payload, count, 8)
+    header = begin_header(port, ring.KIND_REPLY, sequence, payload, num_bytes)
+    store(header + 8 * ring.TOKENS, num_tokens)
+    emit.store_time(header + 8 * ring.TIME, compute_s)
+    emit.store_time(header + 8 * ring.OTHER_TIME, queue_s)
+    slot, state = field(port, native.REPLY_SLOT), port + STATE
+    to, source, is_large = slot + ring.HEADER_BYTES, emit.address_of(sums), 0
+    emit.start_checksum(state)
+    if payload == ring.PAYLOAD_BF16:
+        is_large = emit.pack_bf16_sums(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        is_large = emit.pack_f16_sums(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, 2 * count)
+    if is_large != 0:
+        return native.OUT_OF_RANGE
+    store(port + 8 * native.BUSY, 0)
+    return publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)
+
+
+def send_failure(port, sequence, text):
+    num_bytes = text.shape[0]
+    if num_bytes > ring.FAILURE_LIMIT_BYTES or num_bytes & 3 != 0:
+        return native.BAD_ARRAYS
+    begin_header(port, ring.KIND_FAILURE, sequence, 0, num_bytes)
+    slot, state = field(port, native.REPLY_SLOT), port + STATE
+    emit.start_checksum(state)
+    emit.copy_words(state, slot + ring.HEADER_BYTES, emit.address_of(text), num_bytes >> 2)
+    store(port + 8 * native.BUSY, 0)
+    return publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)
+
+
+def prepare_to_sleep(table):
+    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+        port = load(table + 8 * (native.FIRST_LINK + link_idx))
+        emit.store_ordered(field(port, native.SLEEPS), 1)
+    return find(table) < 0
+
+
+def awake(table):
+    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+        port = load(table + 8 * (native.FIRST_LINK + link_idx))
+        emit.store_ordered(field(port, native.SLEEPS), 0)
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def set_flag(address, value):
+    emit.store_ordered(address, value)
+
+
+def load_word(address):
+    return emit.load_ordered(address)
+
+
+def checksum(state, header, source, target, num_bytes):
+    emit.start_checksum(state)
+    emit.copy_words(state, target, source, num_bytes >> 2)
+    return emit.finish_checksum(state, header)

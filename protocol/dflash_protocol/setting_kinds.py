@@ -1,0 +1,216 @@
+"""Kinds of setting values: how each is read from text and from TOML, and what is allowed.
+
+Knows no setting by name; ``settings_table`` says which setting is of which kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dflash_protocol.errors import SettingsError
+
+MOST_DAEMONS = 64
+"""Most daemons, and most endpoints, that one parent may be given."""
+
+_DEVICE = re.compile(r"[a-z][a-z0-9]{0,15}(:[0-9]{1,4})?", re.ASCII)
+_MOST_DIGITS = 19
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSetting:
+    """A daemon to spawn, as it was asked for; empty or 0 = not said.
+
+    `device` is ``cpu`` or a kind with an index, ``cuda:0``; `launcher` is a Python interpreter or
+    another executable. `environment` holds variables for this daemon alone; `source` says where it
+    was asked for, for messages.
+    """
+
+    device: str
+    launcher: str = ""
+    name: str = ""
+    cores: str = ""
+    threads: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    source: str = field(default="", compare=False)
+
+
+class Kind:
+    """What values a setting may have. A wrong one is a ValueError that says why, in one line."""
+
+    allowed = ""
+    """Completes ``must be …``."""
+    metavar = ""
+    """What stands for the value in ``--help``."""
+    is_repeatable = False
+    """Whether the flag may be given several times, one item each."""
+
+    def from_text(self, text: str) -> object:
+        """The value of a variable, or of a flag that is not repeatable."""
+        raise NotImplementedError
+
+    def from_item(self, text: str) -> object:
+        """One item of a flag that is repeatable."""
+        return self.from_text(text)
+
+    def from_file(self, value: object) -> object:
+        """The value of a TOML key."""
+        if not isinstance(value, str):
+            raise self.refused()
+        return self.from_text(value)
+
+    def to_text(self, value: object) -> str:
+        """What `from_text` reads back."""
+        return str(value)
+
+    def refused(self) -> ValueError:
+        return ValueError(f"must be {self.allowed}")
+
+
+class Whole(Kind):
+    """A whole number within bounds."""
+
+    metavar = "N"
+
+    def __init__(self, smallest: int, largest: int) -> None:
+        self.smallest = smallest
+        self.largest = largest
+        self.allowed = f"a whole number from {smallest} to {largest}"
+
+    def from_text(self, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+            raise self.refused()
+        return self.from_file(int(text))
+
+    def from_file(self, value: object) -> int:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not is_number or not self.smallest <= value <= self.largest:  # type: ignore[operator]
+            raise self.refused()
+        return value  # type: ignore[return-value]
+
+
+class OneOf(Kind):
+    """One of a few words."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+        self.metavar = "|".join(words)
+        self.allowed = "one of " + ", ".join(words)
+
+    def from_text(self, text: str) -> str:
+        if text not in self.words:
+            raise self.refused()
+        return text
+
+
+class Switch(Kind):
+    """On or off."""
+
+    allowed = "1 or 0 (also true, yes, on; false, no, off)"
+
+    def from_text(self, text: str) -> bool:
+        word = text.lower()
+        if word in ("1", "true", "yes", "on"):
+            return True
+        if word in ("0", "false", "no", "off"):
+            return False
+        raise self.refused()
+
+    def from_file(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+
+    def to_text(self, value: object) -> str:
+        return "1" if value else "0"
+
+
+class PathText(Kind):
+    """A path, as it is written; empty = the default. Relative ones are the working directory's."""
+
+    allowed = "a path"
+
+    def __init__(self, metavar: str) -> None:
+        self.metavar = metavar
+
+    def from_text(self, text: str) -> str:
+        if not text.isprintable():
+            raise ValueError("must be a path of printable characters")
+        return text
+
+
+class _Items(Kind):
+    """Several items: with commas in a variable, one a flag, an array in TOML."""
+
+    is_repeatable = True
+
+    def from_items(self, items: Sequence[str]) -> tuple[object, ...]:
+        if len(items) > MOST_DAEMONS:
+            raise ValueError(f"must be at most {MOST_DAEMONS}")
+        return tuple(self.from_item(each) for each in items)
+
+    def from_text(self, text: str) -> tuple[object, ...]:
+        return self.from_items([each.strip() for each in text.split(",")] if text.strip() else [])
+
+    def from_file(self, value: object) -> tuple[object, ...]:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise ValueError(f"must be an array of strings, each {self.allowed}")
+        return self.from_items(value)
+
+
+class Endpoints(_Items):
+    """Addresses of running daemons."""
+
+    metavar = "ENDPOINT"
+    allowed = "ipc:///absolute/path or tcp://host:port"
+
+    def from_item(self, text: str) -> str:
+        # Late: endpoints know how long a path may be from the settings.
+        from dflash_protocol.endpoint import parse_endpoint
+
+        try:
+            parse_endpoint(text)
+        except SettingsError as error:
+            raise ValueError(str(error)) from error
+        return text
+
+
+class Daemons(_Items):
+    """Daemons to spawn, each a device and perhaps a launcher."""
+
+    metavar = "DEVICE[@LAUNCHER]"
+    allowed = "DEVICE[@LAUNCHER], as in cpu or cuda:0@/opt/cuda-env/bin/python"
+
+    def from_item(self, text: str) -> DaemonSetting:
+        device, at, launcher = text.partition("@")
+        check_device(device)
+        if at and not (launcher and launcher.isprintable()):
+            raise self.refused()
+        return DaemonSetting(device, launcher)
+
+
+def check_device(text: str) -> None:
+    """Raises: ValueError unless it is written as a device is. Which there are is not known here."""
+    if not _DEVICE.fullmatch(text):
+        raise ValueError(f"must be {Daemons.allowed}")
+
+
+def checked(where: str, value: object, read: Callable[..., object]) -> object:
+    """What `read` makes of a value. Raises: SettingsError with the place, the value, the reason."""
+    try:
+        return read(value)
+    except ValueError as error:
+        reason = str(error)
+    raise SettingsError(f"{printable(where)}={shown(value)}: {reason}")
+
+
+def shown(value: object) -> str:
+    """A value in a message: on one line, and not longer than one wants to read."""
+    text = printable(repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def printable(text: str) -> str:
+    """A text as one line, whatever it is made of."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,252 @@
+"""The table of settings: each with its variable, flag, TOML key, kind, default and meaning.
+
+The one place to add a setting. Knows nothing of where values come from; ``settings`` reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from dflash_protocol.setting_kinds import (
+    Daemons,
+    DaemonSetting,
+    Endpoints,
+    Kind,
+    OneOf,
+    PathText,
+    Switch,
+    Whole,
+)
+
+PREFIX = "DFLASH_MOE_"
+"""Begins every variable of ours; one that is not known is an error."""
+EXPERT_COMPUTE = PREFIX + "EXPERT_COMPUTE_"
+
+MAX_THREADS = 1024
+"""Most compute threads a process may be asked to use."""
+
+AUTO_TIER = "auto"
+CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "generic")
+"""Instruction sets that the CPU's kernels may be built from; ``auto`` is the best that works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings that are not arguments of one run. Times in the unit of their name."""
+
+    daemons: tuple[DaemonSetting, ...] = ()
+    """Daemons to spawn."""
+    connect: tuple[str, ...] = ()
+    """Endpoints of daemons that are running already."""
+    ipc_required: bool = False
+    """A daemon that is lost is an error, instead of its experts being computed by the parent."""
+    ipc_mode: str = "auto"
+    """How prefill is cut into requests: ``batched``, ``stream`` or ``auto``."""
+    ipc_transport: str = "auto"
+    """What payloads travel through: ``shared``, ``stream`` or ``auto``."""
+    ipc_dtype: str = "f32"
+    """Type of the values in payloads: ``f32``, ``f16`` or ``bf16``."""
+    batch_capacity: int = 1024
+    """Most tokens in one request to a daemon."""
+    stream_batch: int = 4
+    """Most tokens in one request of mode ``stream``; at most `stream_batch_max`."""
+    stream_batch_max: int = 32
+    """Bound of `stream_batch`."""
+    ipc_shared_bytes: int = 0
+    """Smallest size of a link's shared segment; what is needed is computed, and holds if larger."""
+    spin_us: int = 50
+    """How long a side polls the shared ring before it sleeps."""
+    ipc_profile: bool = False
+    """Times of the boundary as log lines."""
+    deadline_ms: int = 250
+    """Shortest time a daemon is given to answer one request."""
+    heartbeat_ms: int = 1000
+    """Time between two pings on a link; five silent ones and the daemon counts as lost."""
+    connect_timeout_ms: int = 10_000
+    """Longest silence while a daemon is started, connected to, or loading."""
+    ipc_bin: str = ""
+    """Launcher of daemons that name none; empty = this interpreter."""
+    ipc_gpu: int = 0
+    """Index of a daemon's device if it names a kind without one."""
+    threads: int = 0
+    """Compute threads of a process; 0 = one for each physical core it may use."""
+    pin_daemons: bool = False
+    """Daemons that a parent starts on this machine keep to cores of their own."""
+    cpu_tier: str = AUTO_TIER
+    """Instruction set of the CPU's kernels, one of CPU_TIERS."""
+    run_dir: str = ""
+    """Folder of sockets and locks; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in the temp dir."""
+    cache_dir: str = ""
+    """Folder of compiled kernels; empty = ``$XDG_CACHE_HOME/dflash-moe`` or ``~/.cache/…``."""
+    keys_dir: str = ""
+    """Folder of the keys of tcp links; empty = ``keys`` in ``$XDG_CONFIG_HOME/dflash-moe`` or
+    ``~/.config/dflash-moe``."""
+
+
+class Reader(StrEnum):
+    """Which programs read a setting."""
+
+    PARENT = "parent"
+    EACH = "each"
+    """Parent and daemon, each its own value."""
+    BOTH = "both"
+    """Parent and daemon; a parent passes its value on to the daemons that it spawns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One setting as people meet it. `name` is its variable without the prefix.
+
+    TOML key and flag are made of the name unless they are given.
+    """
+
+    name: str
+    field: str
+    kind: Kind
+    reader: Reader
+    help: str
+    special_flag: str = ""
+    special_key: str = ""
+    older_variable: str = ""
+
+    @property
+    def variable(self) -> str:
+        return EXPERT_COMPUTE + self.name
+
+    @property
+    def flag(self) -> str:
+        return self.special_flag or "--" + self.name.lower().replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        """In a settings file."""
+        return self.special_key or self.name.lower()
+
+    @property
+    def default(self) -> object:
+        return _DEFAULTS[self.field]
+
+    @property
+    def default_text(self) -> str:
+        """The default as people read it."""
+        if isinstance(self.kind, Switch):
+            return "off"
+        return "" if self.default == () else str(self.default)
+
+
+_DEFAULTS = {each.name: each.default for each in fields(Settings)}
+
+SETTINGS_FILE = PREFIX + "SETTINGS_FILE"
+SETTINGS_FLAG = "--settings"
+SETTINGS_HELP = f"Settings file, TOML; else the one that {SETTINGS_FILE} names."
+
+_MODES = ("auto", "batched", "stream")
+_TRANSPORTS = ("auto", "shared", "stream")
+_DTYPES = ("f32", "f16", "bf16")
+
+KNOBS = (
+    Knob(
+        "DAEMONS", "daemons", Daemons(), Reader.PARENT,
+        "Daemons to spawn. LAUNCHER: a Python or another executable.",
+        special_flag="--daemon", special_key="[[daemon]]",
+    ),
+    Knob(
+        "CONNECT", "connect", Endpoints(), Reader.PARENT,
+        "Daemons to use that are running already.",
+    ),
+    Knob(
+        "IPC_REQUIRED", "ipc_required", Switch(), Reader.PARENT,
+        "Fail if a daemon is lost, instead of computing its experts in the parent.",
+        special_flag="--require-daemons",
+    ),
+    Knob(
+        "IPC_MODE", "ipc_mode", OneOf(*_MODES), Reader.PARENT,
+        "Prefill in one request a chunk, or in slices; auto keeps the one that is faster here.",
+    ),
+    Knob(
+        "IPC_TRANSPORT", "ipc_transport", OneOf(*_TRANSPORTS), Reader.BOTH,
+        "Payloads through shared memory or sockets; auto = shared where both sides reach it.",
+    ),
+    Knob(
+        "IPC_DTYPE", "ipc_dtype", OneOf(*_DTYPES), Reader.PARENT,
+        "Type of the payload; f16 and bf16 halve it and round.",
+    ),
+    Knob(
+        "IPC_BATCH_CAPACITY", "batch_capacity", Whole(1, 4096), Reader.BOTH,
+        "Most tokens in one request; the smaller of both sides' values holds.",
+    ),
+    Knob(
+        "BATCH", "stream_batch", Whole(1, 4096), Reader.PARENT,
+        "Most tokens in one request of mode stream.",
+    ),
+    Knob(
+        "BATCH_MAX", "stream_batch_max", Whole(1, 4096), Reader.PARENT,
+        "Bound of BATCH, to be raised with it.",
+    ),
+    Knob(
+        "IPC_SHARED_BYTES", "ipc_shared_bytes", Whole(0, 1 << 40), Reader.BOTH,
+        "Smallest size of a link's shared segment; it can only raise what is needed.",
+    ),
+    Knob(
+        "IPC_SPIN_US", "spin_us", Whole(0, 1_000_000), Reader.BOTH,
+        "How long a side polls shared memory before it sleeps, in microseconds.",
+    ),
+    Knob(
+        "IPC_PROFILE", "ipc_profile", Switch(), Reader.BOTH,
+        "Log where the time at the boundary goes.",
+    ),
+    Knob(
+        "IPC_DEADLINE_MS", "deadline_ms", Whole(1, 3_600_000), Reader.PARENT,
+        "Shortest time a daemon is given to answer one request.",
+    ),
+    Knob(
+        "HEARTBEAT_MS", "heartbeat_ms", Whole(10, 60_000), Reader.PARENT,
+        "Time between pings; after five silent ones the daemon counts as lost.",
+    ),
+    Knob(
+        "CONNECT_TIMEOUT_MS", "connect_timeout_ms", Whole(10, 3_600_000), Reader.PARENT,
+        "Longest silence while connecting or loading (60 s for spawned daemons).",
+    ),
+    Knob(
+        "IPC_BIN", "ipc_bin", PathText("LAUNCHER"), Reader.PARENT,
+        "Launcher of daemons that name none; default: this interpreter.",
+    ),
+    Knob(
+        "IPC_GPU", "ipc_gpu", Whole(0, 1023), Reader.PARENT,
+        "Index of a daemon's device if it names only a kind.",
+    ),
+    Knob(
+        "THREADS", "threads", Whole(0, MAX_THREADS), Reader.EACH,
+        "Compute threads of the process; 0 = one for each physical core it may use.",
+        older_variable="DFLASH_COLD_THREADS",
+    ),
+    Knob(
+        "PIN_DAEMONS", "pin_daemons", Switch(), Reader.PARENT,
+        "Every daemon that is spawned keeps to its own share of the cores.",
+    ),
+    Knob(
+        "CPU_TIER", "cpu_tier", OneOf(*CPU_TIERS), Reader.BOTH,
+        "Instruction set of the CPU's kernels.",
+    ),
+    Knob(
+        "IPC_WORK_DIR", "run_dir", PathText("DIR"), Reader.BOTH,
+        "Folder of sockets; default: $XDG_RUNTIME_DIR/dflash-moe, else in the temp dir.",
+    ),
+    Knob(
+        "CACHE_DIR", "cache_dir", PathText("DIR"), Reader.BOTH,
+        "Folder of compiled kernels; default: $XDG_CACHE_HOME/dflash-moe, else in ~/.cache.",
+    ),
+    Knob(
+        "KEYS_DIR", "keys_dir", PathText("DIR"), Reader.BOTH,
+        "Folder of keys; default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
+    ),
+)  # fmt: skip
+
+VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))
+"""Names of all variables of ours that are read."""
+
+
+def knobs_of(*, daemon: bool) -> tuple[Knob, ...]:
+    """The settings that a parent or, with `daemon`, a daemon takes as flags."""
+    return tuple(knob for knob in KNOBS if not daemon or knob.reader is not Reader.PARENT)

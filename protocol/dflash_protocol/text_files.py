@@ -1,0 +1,63 @@
+"""Small files that people and other programs hand us: read up to a bound, written whole or not.
+
+Knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from dflash_protocol.errors import SettingsError
+
+
+def file_error(kind: str, path: Path, reason: str) -> SettingsError:
+    """One line that names the file, whatever bytes its name is made of."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(path))
+    return SettingsError(f"{kind} {shown}: {reason}")
+
+
+def read_file(kind: str, path: Path, *, limit_bytes: int) -> bytes:
+    """The whole content of a file of at most so many bytes. `kind` names it in messages.
+
+    Raises: SettingsError if it cannot be read or is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit_bytes + 1)  # its size may be unknown: a pipe, a device
+    except OSError as error:
+        raise file_error(kind, path, error.strerror or str(error)) from error
+    except ValueError as error:  # a name with a NUL in it
+        raise file_error(kind, path, str(error)) from error
+    if len(content) > limit_bytes:
+        raise file_error(kind, path, f"larger than {limit_bytes >> 20} MiB")
+    return content
+
+
+def write_file(kind: str, path: Path, text: str) -> None:
+    """Put a text in a file's place, in one step: a reader finds the old content or the new.
+
+    Raises: SettingsError if it cannot be written; what was there stays.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe, /dev/stdout: nothing to put in its place
+            path.write_text(text)
+            return
+        target = path.resolve()  # a link goes on pointing where it did
+        beside = target.with_name(f".{target.name[:64]}-{secrets.token_hex(8)}")
+        try:
+            with beside.open("x") as file:
+                if target.exists():
+                    os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+                file.write(text)
+            beside.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+    except OSError as error:
+        raise file_error(kind, path, error.strerror or str(error)) from error
+    except ValueError as error:  # a name with a NUL in it
+        raise file_error(kind, path, str(error)) from error

@@ -1,0 +1,302 @@
+"""The shared-memory transport, parent's end: payload in a ring that both processes have mapped.
+
+A SharedClient for each link; `shared_server` is the other end. Whoever waits looks at the ring for
+a short while, then sleeps until its bell is rung; nothing passes through ZeroMQ. `ring` draws the
+layout and argues why the order of things is right. Knows nothing of what is computed, nor of
+handshakes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import struct
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from dflash_protocol import ring, ring_native
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    ProtocolError,
+    one_line,
+)
+from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.payloads import PayloadType, pack_hidden
+from dflash_protocol.ring_native import FAILURE, NOTHING, OUT_OF_RANGE
+from dflash_protocol.ring_ports import (
+    HEADER_AT,
+    PAYLOAD_CODES,
+    PHASES,
+    Ports,
+    header_word,
+    violation_error,
+)
+from dflash_protocol.ring_segment import Segment, ring_bell, silence_bell
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
+from dflash_protocol.transports.shared_server import SharedServer as SharedServer
+
+_SPIN_S = 100e-6
+
+_DECODE, _DECODE_CODE = Phase.DECODE, PHASES.index(Phase.DECODE)
+_TIMES = struct.Struct("<2d")
+_TIMES_AT = HEADER_AT + 8 * ring.TIME
+
+_Found = TypeVar("_Found")
+
+
+def spin_window_s() -> float:
+    """How long a waiter should look at the ring before it sleeps: not at all on a core that the
+    other side needs."""
+    return _SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0
+
+
+class _Slot:
+    """A slot at the parent."""
+
+    __slots__ = ("index", "port", "taken", "text")
+
+    def __init__(self, ports: Ports, index: int) -> None:
+        self.index = index
+        self.port = ports.address(index)
+        self.taken = ports.taken(index)
+        self.text = np.zeros(ring.FAILURE_LIMIT_BYTES, np.uint8)
+        ports.words[index, ring_native.TEXT] = self.text.ctypes.data
+
+
+class SharedClient:
+    """Implements transport.ClientTransport over a segment, which it owns from now on.
+
+    `lost_fd` becomes readable when the supervisor finds out that the link is lost; `lost_reason`
+    then says why. `payload` is what the handshake agreed on; `counters` are added to. More requests
+    than there are slots may be in flight: replies that have come are then read to make room.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        lost_fd: int,
+        lost_reason: Callable[[], str],
+        payload: PayloadType = PayloadType.F32,
+        spin_s: float | None = None,
+        counters: TransportCounters | None = None,
+    ) -> None:
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._segment = segment
+        self._lost_reason = lost_reason
+        self._spin_s = spin_window_s() if spin_s is None else spin_s
+        self._spin_ns = int(self._spin_s * 1e9)
+        self._counters = TransportCounters() if counters is None else counters
+        shape = segment.shape
+        self._payload, self._payload_code = payload, PAYLOAD_CODES[payload]
+        narrow = ring.PAYLOAD_F64 if payload is PayloadType.F32 else self._payload_code
+        limits = LinkLimits(shape.hidden_size, shape.max_tokens, 0)
+        self._ports = Ports(segment, is_client=True, narrow=narrow, limits=limits)
+        self._num_slots = shape.num_slots
+        self._hidden_size = shape.hidden_size
+        # The slot that was free last is used first: it is still in the caches of both.
+        self._free = [_Slot(self._ports, index) for index in reversed(range(shape.num_slots))]
+        self._pending: dict[int, tuple[_Slot, int]] = {}
+        self._abandoned: dict[int, _Slot] = {}
+        self._arrived: dict[int, Reply | ProtocolError] = {}
+        self._sequence = 0
+        self._bell = segment.client_bell
+        self._must_silence = False
+        self._poller = select.poll()
+        self._poller.register(self._bell, select.POLLIN)
+        self._poller.register(lost_fd, select.POLLIN)
+        kernels = ring_native.kernels()
+        self._send, self._receive = kernels.send_request, kernels.receive_reply
+        self._set_flag, self._load_word = kernels.set_flag, kernels.load_word
+
+    def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
+        """As ClientTransport.submit. If all slots are taken, waits for one, up to the deadline.
+
+        Raises: ProtocolError with code ``capacity`` if the batch is larger than was agreed on;
+        DaemonUnavailable if no slot gets free, or none will, since all belong to requests that were
+        given up: the link needs a new segment then.
+        """
+        sent_s = time.monotonic()
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._wait_for(self._freed, deadline_s, "free slot")
+        last = self._sequence
+        # The next of those that belong to this slot.
+        sequence = last + 1 + (slot.index - last - 1) % self._num_slots
+        self._sequence = sequence  # used, whatever happens now
+        phase = batch.phase
+        phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
+        deadline_ms = deadline_s * 1e3
+        try:
+            status = self._send(
+                slot.port,
+                sequence,
+                layer_id,
+                phase_code,
+                self._payload_code,
+                deadline_ms,
+                sent_s,
+                batch.hidden,
+                batch.expert_ids,
+                batch.group_starts,
+                batch.token_indices,
+                batch.weights,
+            )
+            if status < 0:
+                head = (slot.port, sequence, layer_id, phase_code)
+                status = self._send_wide(head, deadline_ms, sent_s, batch, status)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        if status & 1:
+            ring_bell(self._segment.server_bell)
+        self._pending[sequence] = slot, batch.hidden.shape[0]
+        self.bytes_sent += status >> 1
+        self._counters.pack_s += time.monotonic() - sent_s
+        return sequence
+
+    def wait(self, sequence: int, *, deadline_s: float) -> Reply:
+        pending = self._pending.get(sequence)
+        if pending is None:
+            return self._take_arrived(sequence)
+        slot, num_tokens = pending
+        # Whatever can be made before the reply is there costs nothing.
+        sums = np.empty((num_tokens, self._hidden_size))
+        reply = Reply(sums, 0.0)
+        spin_ns = self._spin_ns if deadline_s >= self._spin_s else int(max(deadline_s, 0.0) * 1e9)
+        status = self._receive(slot.port, sequence, spin_ns, sums)
+        if status == NOTHING:
+            status = self._wait_for(lambda: self._look(slot, sequence, sums), deadline_s, "reply")
+        if status < 0:
+            raise self._failure(sequence, slot, status)
+        return self._complete(sequence, slot, status, reply)
+
+    def forget(self, sequence: int) -> None:
+        self._arrived.pop(sequence, None)
+        pending = self._pending.pop(sequence, None)
+        if pending is not None:
+            self._abandoned[sequence] = pending[0]
+
+    def close(self) -> None:
+        self._segment.close()
+
+    def _send_wide(
+        self,
+        head: tuple[int, ...],
+        deadline_ms: float,
+        sent_s: float,
+        batch: RoutedBatch,
+        status: int,
+    ) -> int:
+        """Send what the negotiated type does not hold. Raises: ProtocolError if that is not why."""
+        if status == OUT_OF_RANGE:
+            hidden, _ = pack_hidden(batch.hidden, self._payload)
+            routing = (batch.expert_ids, batch.group_starts, batch.token_indices)
+            times = (deadline_ms, sent_s)
+            status = self._send(*head, ring.PAYLOAD_F32, *times, hidden, *routing, batch.weights)
+            self._counters.widened += 1
+        if status >= 0:
+            return status
+        shape = self._segment.shape
+        raise ProtocolError(
+            f"{batch.num_tokens} tokens, {batch.num_pairs} pairs, rows of {batch.hidden.shape[1:]} "
+            f"exceed the capacity of {shape.max_tokens}, {shape.max_pairs}, {shape.hidden_size}",
+            code="capacity",
+        )
+
+    def _take_arrived(self, sequence: int) -> Reply:
+        outcome = self._arrived.pop(sequence, None)
+        if outcome is None:
+            raise DeadlineExceeded("no reply to a request that nobody waits for")
+        if isinstance(outcome, ProtocolError):
+            raise outcome
+        return outcome
+
+    def _complete(self, sequence: int, slot: _Slot, num_bytes: int, reply: Reply) -> Reply:
+        """Its sums were received."""
+        reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
+        del self._pending[sequence]
+        self._free.append(slot)
+        self.bytes_received += num_bytes
+        return reply
+
+    def _failure(self, sequence: int, slot: _Slot, status: int) -> ProtocolError:
+        """Something else was received; the slot is free unless it may still be written."""
+        del self._pending[sequence]
+        violation = FAILURE - status
+        if violation == ring_native.STALE:
+            self._abandoned[sequence] = slot
+        else:
+            self._free.append(slot)
+        if violation:
+            return violation_error(violation, self._counters)
+        text = bytes(slot.text[: header_word(slot.taken, ring.PAYLOAD_BYTES)])
+        code, _, reason = text.rstrip(b"\0").partition(b"\0")
+        return ProtocolError(
+            one_line(reason.decode(errors="replace")), code=one_line(code.decode(errors="replace"))
+        )
+
+    def _look(self, slot: _Slot, sequence: int, sums: F64Array) -> int | None:
+        status = self._receive(slot.port, sequence, 0, sums)
+        return None if status == NOTHING else status
+
+    def _freed(self) -> _Slot | None:
+        """A slot whose reply has come: of one that nobody waits for, else of one that is kept.
+
+        Raises: DaemonUnavailable if there will be none.
+        """
+        for sequence, slot in list(self._abandoned.items()):
+            word = self._segment.address + ring.REPLY_WORDS_AT + 8 * slot.index
+            if self._load_word(word) == sequence:
+                self._ports.words[slot.index, ring_native.LAST] = sequence
+                del self._abandoned[sequence]
+                self._free.append(slot)
+        if not self._free:
+            if not self._pending:
+                raise DaemonUnavailable("all slots belong to requests that were given up")
+            for sequence, (slot, num_tokens) in list(self._pending.items()):
+                sums = np.empty((num_tokens, self._hidden_size))
+                status = self._receive(slot.port, sequence, 0, sums)
+                if status >= 0:
+                    reply = self._complete(sequence, slot, status, Reply(sums, 0.0))
+                    self._arrived[sequence] = reply
+                elif status != NOTHING:
+                    self._arrived[sequence] = self._failure(sequence, slot, status)
+        return self._free.pop() if self._free else None
+
+    def _wait_for(self, find: Callable[[], _Found | None], deadline_s: float, what: str) -> _Found:
+        """What `find` finds, called whenever the server may have written.
+
+        Raises: DeadlineExceeded; DaemonUnavailable if the link is lost meanwhile.
+        """
+        end_s = time.monotonic() + deadline_s
+        try:
+            while True:
+                if self._must_silence:  # not when it was rung: then somebody waited for us
+                    silence_bell(self._bell)
+                    self._must_silence = False
+                # First the flag, then the look: see the argument in `ring`.
+                self._set_flag(self._ports.sleeps, 1)
+                found = find()
+                if found is not None:
+                    return found
+                remaining_s = end_s - time.monotonic()
+                ready = self._poller.poll(max(0, math.ceil(remaining_s * 1e3)))
+                self._must_silence = bool(ready) and self._bell in (ready[0][0], ready[-1][0])
+                found = find()
+                if found is not None:
+                    return found
+                if len(ready) > self._must_silence:
+                    raise DaemonUnavailable(self._lost_reason())
+                if remaining_s <= 0:
+                    raise DeadlineExceeded(f"no {what} within {deadline_s * 1e3:.0f} ms")
+        finally:
+            self._set_flag(self._ports.sleeps, 0)

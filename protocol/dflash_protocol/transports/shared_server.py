@@ -1,0 +1,303 @@
+"""The shared-memory transport, daemon's end: one SharedServer for the rings of all links.
+
+Owned by the compute thread, which serves it beside a stream. Knows nothing of what is computed, nor
+of handshakes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_protocol import ring, ring_native
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.ids import F32Array, F64Array, I64Array
+from dflash_protocol.messages import ExpertRequest
+from dflash_protocol.payloads import PayloadType, pack_sums
+from dflash_protocol.ring_native import OUT_OF_RANGE
+from dflash_protocol.ring_ports import (
+    PAYLOAD_CODES,
+    PAYLOAD_NAMES,
+    PHASES,
+    Ports,
+    header_word,
+    violation_error,
+)
+from dflash_protocol.ring_segment import Segment, ring_bell, silence_bell
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
+
+# WAITED, then of the header: sequence, layer, everything from T to the payload type, two times.
+_TAKEN = struct.Struct("<dq16xq40s2d")
+_SHAPE = struct.Struct("<5q")
+_NUM_REQUESTS_KEPT = 32
+_VIOLATION = (1 << ring_native.STATUS_BITS) - 1
+
+
+@dataclass(slots=True, eq=False)
+class _RingRequest(ReceivedRequest):
+    """A request that remembers its slot."""
+
+    slot: _Slot | None = None
+
+
+class _Slot:
+    """A slot at the daemon, with private arrays for what it takes; they are good until answered."""
+
+    def __init__(self, link: _Link, ports: Ports, index: int) -> None:
+        self.link = link
+        self.port = ports.address(index)
+        self.bytes = ports.taken(index)
+        self.request: _RingRequest | None = None
+        """What was taken and is not answered."""
+        shape = link.segment.shape
+        # Memory that no request ever needed is never touched.
+        self._hidden: F32Array = np.empty(shape.max_tokens * shape.hidden_size, np.float32)
+        self._indices = [np.empty(shape.max_pairs + extra, np.int32) for extra in (0, 1, 0)]
+        self._weights: F32Array = np.empty(shape.max_pairs, np.float32)
+        arrays = (self._hidden, *self._indices, self._weights)
+        for field, array in enumerate(arrays, ring_native.HIDDEN):
+            ports.words[index, field] = array.ctypes.data
+        self._requests: dict[bytes, _RingRequest] = {}
+
+    @property
+    def sequence(self) -> int:
+        return header_word(self.bytes, ring.SEQUENCE)
+
+    def take(self) -> ReceivedRequest:
+        """What compiled code has left in the port and the private arrays.
+
+        The records are made once for each shape, and what differs is set in them: making them anew
+        would cost a decode step a fifth of its way through here. Like their arrays, they are good
+        until the request is answered.
+        """
+        waited_s, sequence, layer_id, shape, deadline_ms, sent_s = _TAKEN.unpack_from(self.bytes)
+        request = self._requests.get(shape)
+        if request is None:
+            request = self._new_request(*_SHAPE.unpack(shape))
+            if len(self._requests) >= _NUM_REQUESTS_KEPT:
+                self._requests.clear()
+            self._requests[shape] = request
+        header = request.header
+        header.sequence, header.layer_id = sequence, layer_id
+        header.deadline_ms, header.sent_s = deadline_ms, sent_s
+        request.waited_s = waited_s
+        self.request = request
+        return request
+
+    def _new_request(
+        self, num_tokens: int, num_groups: int, num_pairs: int, phase: int, payload: int
+    ) -> _RingRequest:
+        segment = self.link.segment
+        hidden_size = segment.shape.hidden_size
+        expert_ids, group_starts, token_indices = self._indices
+        batch = RoutedBatch(
+            phase=PHASES[phase],
+            hidden=self._hidden[: num_tokens * hidden_size].reshape(num_tokens, hidden_size),
+            expert_ids=expert_ids[:num_groups],
+            group_starts=group_starts[: num_groups + 1],
+            token_indices=token_indices[:num_pairs],
+            weights=self._weights[:num_pairs],
+        )
+        header = ExpertRequest(
+            sequence=0,
+            layer_id=0,
+            num_tokens=num_tokens,
+            num_groups=num_groups,
+            num_pairs=num_pairs,
+            phase=batch.phase.value,
+            payload=PAYLOAD_NAMES[payload],
+            deadline_ms=0.0,
+            generation=segment.generation,
+        )
+        return _RingRequest(self.link.link_id, header, batch, 0.0, self)
+
+
+class _Link:
+    """A link at the daemon. Owns the segment."""
+
+    def __init__(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
+        self.link_id = link_id
+        self.segment = segment
+        self.payload = limits.payload
+        narrow = PAYLOAD_CODES[limits.payload]
+        self.reply_code = ring.PAYLOAD_F64 if limits.payload is PayloadType.F32 else narrow
+        self._ports = Ports(segment, is_client=False, narrow=narrow, limits=limits)
+        self.address = self._ports.address(0)
+        self.slots = [_Slot(self, self._ports, index) for index in range(segment.shape.num_slots)]
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.request = None
+        self.segment.close()
+
+
+class SharedServer:
+    """The daemon's end of all rings. Owned by the compute thread, but `add_link` and `drop_link`
+    may be called by any thread and take effect when the owner looks next.
+
+    How one thread serves this and a socket without missing anything::
+
+        request = server.try_receive(spin_s=window_s)
+        if request is None and server.prepare_to_sleep():
+            poll(socket, *server.wake_fds)
+            server.awake()
+
+    `counters` are added to; `refused` counts all slots that were not what they should have been.
+    """
+
+    def __init__(self, *, counters: TransportCounters | None = None) -> None:
+        self.refused = 0
+        self._counters = TransportCounters() if counters is None else counters
+        kernels = ring_native.kernels()
+        self._poll, self._send_reply = kernels.poll, kernels.send_reply
+        self._send_failure, self._prepare = kernels.send_failure, kernels.prepare_to_sleep
+        self._awake = kernels.awake
+        self._links: dict[str, _Link] = {}
+        self._slots: list[_Slot] = []
+        self._changes: deque[tuple[str, Segment | None, LinkLimits | None]] = deque()
+        self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bells = select.epoll()
+        self._bells.register(self._changed_fd, select.EPOLLIN)
+        self._rebuild()
+
+    def add_link(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
+        """Serve a segment, which belongs to this server from now on; a link of the same name is
+        replaced.
+
+        Raises: ValueError if the limits are not for rows of the segment's width.
+        """
+        if limits.hidden_size != segment.shape.hidden_size:
+            raise ValueError(
+                f"rows of {limits.hidden_size} in a ring for {segment.shape.hidden_size}"
+            )
+        self._changes.append((link_id, segment, limits))
+        os.eventfd_write(self._changed_fd, 1)
+
+    def drop_link(self, link_id: str) -> None:
+        """Serve it no more; requests of it that are not answered need no answer."""
+        self._changes.append((link_id, None, None))
+        os.eventfd_write(self._changed_fd, 1)
+
+    def try_receive(self, *, spin_s: float = 0.0) -> ReceivedRequest | None:
+        """The next good request if there is one, or one comes within `spin_s` of looking at nothing
+        else; bad ones are answered here. It and its batch are good until it is answered."""
+        if self._changes:
+            self._apply_changes()
+        found = self._poll(self._table_address, int(spin_s * 1e9))
+        if found < 0:
+            return None
+        slot = self._slots[found >> ring_native.STATUS_BITS]
+        if found & _VIOLATION:
+            self._refuse(slot, found & _VIOLATION)
+            return None
+        return slot.take()
+
+    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
+        """Answer a request, unless its link is gone. Shapes: sums [T, H] float64.
+
+        Raises: ValueError if the sums are of another shape.
+        """
+        assert isinstance(request, _RingRequest)
+        slot = request.slot
+        if slot is None or slot.request is not request:
+            return
+        link, sequence, waited_s = slot.link, request.header.sequence, request.waited_s
+        status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
+        if status == OUT_OF_RANGE:
+            wide, _ = pack_sums(sums, link.payload)
+            status = self._send_reply(
+                slot.port, sequence, ring.PAYLOAD_F64, compute_s, waited_s, wide
+            )
+            self._counters.widened += 1
+        if status < 0:
+            raise ValueError(f"sums of shape {sums.shape} for a link of {link.segment.shape}")
+        if status & 1:
+            ring_bell(link.segment.client_bell)
+        slot.request = None
+
+    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
+        """Answer a request that is not computed, with the reason."""
+        link = self._links.get(link_id)
+        if link is None:
+            return
+        slot = link.slots[sequence % len(link.slots)]
+        if slot.request is not None and slot.request.header.sequence == sequence:
+            self._fail(slot, sequence, error)
+
+    @property
+    def wake_fds(self) -> tuple[int, ...]:
+        """Readable when somebody wants something: to be polled beside a socket while asleep. Others
+        after links were added or dropped, and then another tuple."""
+        return self._wake_fds
+
+    def prepare_to_sleep(self) -> bool:
+        """Have clients ring from now on. False if something has come meanwhile: do not sleep.
+
+        Ask for `wake_fds` after this.
+        """
+        for bell, _ in self._bells.poll(0):
+            silence_bell(bell)
+        if self._changes:
+            self._apply_changes()
+        return bool(self._prepare(self._table_address))
+
+    def awake(self) -> None:
+        """Clients need not ring any more."""
+        self._awake(self._table_address)
+
+    def close(self) -> None:
+        """Let go of all links."""
+        self._apply_changes()
+        for link_id in list(self._links):
+            self._drop(link_id)
+        self._rebuild()
+        self._bells.close()
+        os.close(self._changed_fd)
+
+    def _apply_changes(self) -> None:
+        while self._changes:
+            link_id, segment, limits = self._changes.popleft()
+            self._drop(link_id)
+            if segment is not None and limits is not None:
+                self._links[link_id] = _Link(link_id, segment, limits)
+                self._bells.register(segment.server_bell, select.EPOLLIN)
+        self._rebuild()
+
+    def _drop(self, link_id: str) -> None:
+        link = self._links.pop(link_id, None)
+        if link is not None:
+            self._bells.unregister(link.segment.server_bell)
+            link.close()
+
+    def _rebuild(self) -> None:
+        """What follows from the links: the table for compiled code, and what belongs to it."""
+        links = list(self._links.values())
+        self._table: I64Array = np.array(
+            [len(links), 0, *(link.address for link in links)], np.int64
+        )
+        self._table_address = int(self._table.ctypes.data)
+        # By link_idx · MAX_SLOTS + slot_idx; the gaps are never asked for.
+        self._slots = []
+        for link in links:
+            self._slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
+        self._wake_fds = (self._changed_fd, *(link.segment.server_bell for link in links))
+
+    def _refuse(self, slot: _Slot, violation: int) -> None:
+        self.refused += 1
+        error = violation_error(violation, self._counters)
+        if violation != ring_native.STALE:  # that one names no request that could be answered
+            self._fail(slot, slot.sequence, error)
+
+    def _fail(self, slot: _Slot, sequence: int, error: ProtocolError) -> None:
+        slot.request = None
+        text = f"{error.code}\0{str(error)[:1000]}".encode(errors="replace")
+        text = text[: ring.FAILURE_LIMIT_BYTES]
+        data = np.frombuffer(text + bytes(-len(text) % 4), np.uint8)
+        if self._send_failure(slot.port, sequence, data) & 1:
+            ring_bell(slot.link.segment.client_bell)

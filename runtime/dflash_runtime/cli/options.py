@@ -1,0 +1,92 @@
+"""The settings as command-line options: made of the table, and put into one Settings again.
+
+Knows nothing of what a setting means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dflash_protocol.setting_kinds import Switch
+from dflash_protocol.settings import Settings, load_settings, share_settings
+from dflash_protocol.settings_table import KNOBS, SETTINGS_FLAG, SETTINGS_HELP, Knob
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FILE = "settings_file"
+_COMMON = ("--daemon", "--connect", "--require-daemons", "--threads")
+"""Flags that stand among a command's own ones; the others have a heading to themselves."""
+
+
+class SettingOption(click.Option):
+    """An option that is a setting."""
+
+
+class SettingsCommand(click.Command):
+    """Lists its settings under a heading of their own, after what the command is about."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own: list[tuple[str, str]] = []
+        settings: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                is_setting = isinstance(parameter, SettingOption)
+                is_common = any(flag in _COMMON for flag in parameter.opts)
+                (settings if is_setting and not is_common else own).append(record)
+        with formatter.section("Options"):
+            formatter.write_dl(own)
+        with formatter.section("Settings (also variables and keys of a settings file)"):
+            formatter.write_dl(settings)
+
+
+def settings_options(function: F) -> F:
+    """Decorator: give a command every setting as an option; `take_settings` reads them."""
+    for knob in reversed(KNOBS):
+        function = _option_of(knob)(function)
+    return click.option(
+        SETTINGS_FLAG,
+        _FILE,
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        cls=SettingOption,
+        help=SETTINGS_HELP,
+    )(function)
+
+
+def take_settings(options: dict[str, Any]) -> Settings:
+    """Take the settings out of a command's options, and have all of this program agree on them.
+
+    Raises: SettingsError.
+    """
+    file = options.pop(_FILE)
+    flags = {knob.field: options.pop(knob.field) for knob in KNOBS}
+    settings = load_settings(file=file, flags=flags)
+    share_settings(settings)
+    return settings
+
+
+def _option_of(knob: Knob) -> Callable[[F], F]:
+    # Values are checked with those of variables and files, so that a wrong one reads the same.
+    if isinstance(knob.kind, Switch):
+        flags = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
+        return click.option(flags, knob.field, default=None, cls=SettingOption, help=_help_of(knob))
+    return click.option(
+        knob.flag,
+        knob.field,
+        metavar=knob.kind.metavar,
+        type=str,
+        multiple=knob.kind.is_repeatable,
+        cls=SettingOption,
+        help=_help_of(knob),
+    )
+
+
+def _help_of(knob: Knob) -> str:
+    if knob.kind.is_repeatable:
+        return knob.help + " Repeatable."
+    return f"{knob.help} [{knob.default_text}]" if knob.default_text else knob.help

@@ -1,0 +1,175 @@
+"""What an interpreter and its machine have to compute with: versions, processors, devices.
+
+Also a program of its own, whose source ``dflash-moe doctor`` hands to launchers that may lack our
+packages or be too old for them: at import it needs the standard library alone. Knows nothing of
+what was asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+
+OLDEST_PYTHON = (3, 11)
+_DISTRIBUTIONS = ("dflash-moe", "numpy", "numba", "llvmlite", "pyzmq", "msgpack", "psutil", "gguf")
+_NEEDED = ("numpy", "zmq", "msgpack", "psutil", "gguf")
+"""Modules without which no daemon starts."""
+
+
+def inventory() -> dict[str, object]:
+    """Facts as JSON can hold them; a reason stands where something cannot be used.
+
+    ``backends`` and ``transports`` map each to None if it can be used, else to why not.
+    """
+    backends, tier = _backends()
+    gpus, why_no_gpu = _gpus()
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "version": _our_version(),
+        "packages": _packages(),
+        "cpu": {"name": _cpu_name(), "processors": _num_processors(), "tier": tier},
+        "memory": _memory(),
+        "gpus": gpus,
+        "why_no_gpu": why_no_gpu,
+        "backends": backends,
+        "transports": {"stream": backends["reference"], "shared": _why_not_shared(backends)},
+    }
+
+
+def _our_version() -> str | None:
+    try:
+        from dflash_protocol import __version__
+    except ImportError:
+        return None
+    return __version__
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    for distribution in metadata.distributions():
+        name = str(distribution.metadata["Name"] or "")
+        if name.lower().startswith("cupy"):  # one name a vendor and version
+            found[name] = distribution.version
+    return found
+
+
+def _backends() -> tuple[dict[str, str | None], str | None]:
+    """Backends with why not, and the CPU kernels' tier."""
+    backends: dict[str, str | None] = {"reference": _why_no_daemon(), "cpu": None}
+    backends["cpu"] = backends["reference"]
+    if backends["cpu"] is not None:
+        return backends, None
+    try:
+        importlib.import_module("numba")  # first, for it is what people install
+        from dflash_protocol.errors import DflashError
+        from dflash_protocol.settings import load_settings
+        from dflash_runtime.compute.cpu.tiers import choose_tier
+    except Exception as error:  # whatever libraries raise that do not go together
+        backends["cpu"] = _reason(error)
+        return backends, None
+    try:
+        return backends, str(choose_tier(load_settings().cpu_tier))
+    except DflashError as error:
+        backends["cpu"] = str(error)
+        return backends, None
+
+
+def _why_not_shared(backends: dict[str, str | None]) -> str | None:
+    if backends["reference"] is not None:
+        return backends["reference"]
+    try:
+        from dflash_protocol.ring_native import why_unavailable
+    except ImportError as error:
+        return _reason(error)
+    return why_unavailable() or None
+
+
+def _why_no_daemon() -> str | None:
+    if sys.version_info < OLDEST_PYTHON:
+        return "Python {}.{} or newer is needed".format(*OLDEST_PYTHON)
+    try:
+        for name in (*_NEEDED, "dflash_protocol", "dflash_runtime", "dflash_daemon"):
+            __import__(name)
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name} is not installed"
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def _cpu_name() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _memory() -> dict[str, int]:
+    """Bytes in all and to be had."""
+    names = {"MemTotal": "total_bytes", "MemAvailable": "free_bytes"}
+    found = {}
+    for line in _lines("/proc/meminfo"):
+        key, _, value = line.partition(":")
+        if key in names:
+            found[names[key]] = int(value.split()[0]) * 1024
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as stream:
+            return stream.read().splitlines()
+    except OSError:
+        return []
+
+
+def _gpus() -> tuple[list[dict[str, object]], str | None]:
+    """Devices that CuPy sees, and why there are none."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except Exception as error:
+        return [], _reason(error)
+    try:
+        runtime = cupy.cuda.runtime
+        kind = "hip" if runtime.is_hip else "cuda"
+        gpus: list[dict[str, object]] = []
+        for index in range(runtime.getDeviceCount()):
+            with cupy.cuda.Device(index):
+                free_bytes, total_bytes = runtime.memGetInfo()
+            properties = runtime.getDeviceProperties(index)
+            name = properties["name"]
+            gpus.append(
+                {
+                    "device": f"{kind}:{index}",
+                    "name": name.decode(errors="replace") if isinstance(name, bytes) else str(name),
+                    "total_bytes": int(total_bytes),
+                    "free_bytes": int(free_bytes),
+                }
+            )
+        return gpus, None if gpus else f"CuPy sees no {kind} device"
+    except Exception as error:  # no driver, no device, a driver that is too old
+        return [], _reason(error)
+
+
+if __name__ == "__main__":
+    print(json.dumps(inventory()))

@@ -1,0 +1,121 @@
+"""What an owner's work cost: counters and times by phase, round trips by their distribution.
+
+Knows nothing of who measures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from dflash_protocol.ids import Phase
+
+_LOG = logging.getLogger(__name__)
+
+_STEPS_PER_OCTAVE = 8
+_SHIFT = _STEPS_PER_OCTAVE.bit_length() - 1
+_NUM_BUCKETS = _STEPS_PER_OCTAVE * 42
+"""From 8 ns on, eight to each doubling: more than an hour."""
+
+
+class LatencyHistogram:
+    """Times by bucket, each at most an eighth wider than where it begins."""
+
+    __slots__ = ("_counts", "num_samples")
+
+    def __init__(self) -> None:
+        self._counts = [0] * _NUM_BUCKETS
+        self.num_samples = 0
+
+    def add(self, seconds: float) -> None:
+        nanoseconds = int(seconds * 1e9)
+        octave = nanoseconds.bit_length() - 1 - _SHIFT
+        if octave < 0:
+            bucket = 0
+        else:
+            bucket = octave * _STEPS_PER_OCTAVE + (nanoseconds >> octave) - _STEPS_PER_OCTAVE
+        self._counts[min(bucket, _NUM_BUCKETS - 1)] += 1
+        self.num_samples += 1
+
+    def quantile_s(self, share: float) -> float:
+        """The time that this share of the samples did not exceed, as its bucket's middle; 0 if
+        there are none."""
+        rank = max(1.0, share * self.num_samples)
+        seen = 0
+        for bucket, count in enumerate(self._counts):
+            seen += count
+            if count and seen >= rank:
+                octave, step = divmod(bucket, _STEPS_PER_OCTAVE)
+                return ((_STEPS_PER_OCTAVE + step + 0.5) * 2.0**octave) * 1e-9
+        return 0.0
+
+
+@dataclass(slots=True)
+class PhaseStats:
+    """One owner's work in one phase. Bytes count arrays only."""
+
+    requests: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    pack_s: float = 0.0
+    send_s: float = 0.0
+    wait_s: float = 0.0
+    """Time the parent stood still for replies."""
+    receive_s: float = 0.0
+    combine_s: float = 0.0
+    queue_s: float = 0.0
+    """Time requests waited at the daemon, as it said."""
+    compute_s: float = 0.0
+    """Time the daemon computed, as it said."""
+    round_trips: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """From before a request is packed until its reply is at hand."""
+
+    def as_record(self) -> dict[str, float]:
+        """Numbers by name, the distribution as ``p50_s`` and ``p99_s``."""
+        record: dict[str, float] = {name: getattr(self, name) for name in _NUMBERS}
+        record["p50_s"] = self.round_trips.quantile_s(0.5)
+        record["p99_s"] = self.round_trips.quantile_s(0.99)
+        return record
+
+
+_NUMBERS = tuple(field_.name for field_ in fields(PhaseStats) if field_.name != "round_trips")
+
+
+class Profile:
+    """Logs what each generation cost at the boundary, one line apiece."""
+
+    def __init__(self) -> None:
+        _LOG.setLevel(logging.INFO)  # whoever made us wants to read it
+        self._before: dict[tuple[str, Phase], dict[str, float]] = {}
+
+    def log_generation(self, owners: Mapping[str, Mapping[Phase, PhaseStats]]) -> None:
+        """Log the difference to the last call. Round trips are those since the engine was opened.
+
+        `owners` holds each owner's phases.
+        """
+        parts = []
+        for owner, phases in owners.items():
+            for phase, stats in phases.items():
+                now = stats.as_record()
+                before = self._before.get((owner, phase), {})
+                self._before[owner, phase] = now
+                new = {name: now[name] - before.get(name, 0.0) for name in _NUMBERS}
+                if new["requests"]:
+                    parts.append(_profile_part(f"{owner} {phase}", new, now))
+        if parts:
+            _LOG.info("expert compute: %s", "; ".join(parts))
+
+
+def _profile_part(label: str, new: Mapping[str, float], now: Mapping[str, float]) -> str:
+    times = ", ".join(
+        f"{name[:-2]} {new[name] * 1e3:.1f} ms" for name in _NUMBERS if name.endswith("_s")
+    )
+    return (
+        f"{label}: {new['requests']:.0f} requests, {new['tokens']:.0f} tokens, "
+        f"{new['pairs']:.0f} pairs, {new['bytes_sent'] / 2**20:.2f} MiB sent, "
+        f"{new['bytes_received'] / 2**20:.2f} MiB received, {times}, "
+        f"p50 {now['p50_s'] * 1e6:.0f} us, p99 {now['p99_s'] * 1e6:.0f} us"
+    )

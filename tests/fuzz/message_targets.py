@@ -1,0 +1,116 @@
+"""Fuzz target of the handshake: control messages, with the placement that comes with one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, get_type_hints
+
+import msgpack
+
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.messages import (
+    Bye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Welcome,
+    decode_header,
+    encode_header,
+)
+from dflash_protocol.placement import OwnedExperts
+from fuzz.mutation import Mutator
+from fuzz.target import Target
+
+EXPERTS_PER_LAYER = {0: 8, 1: 8, 3: 5}
+_SAMPLES: dict[Any, object] = {
+    int: 7,
+    float: 1.5,
+    bool: True,
+    str: "f32",
+    tuple[int, ...]: (1, 2),
+}
+
+
+_NESTS = (b"\x91" * 5000, b"\x81\xa1a" * 2000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff")
+"""Lists and maps within such, and some that claim to be long."""
+
+
+def sample(record: type[Message], **fields: object) -> Message:
+    """A sound record: these fields, and any values for the others."""
+    hints = get_type_hints(record)
+    values = {each.name: _SAMPLES[hints[each.name]] for each in dataclasses.fields(record)}
+    return record(**(values | fields))
+
+
+def damaged_header(mutator: Mutator, headers: list[bytes], header: bytes) -> bytes:
+    """A header with wrong bytes, with wrong fields, or with both."""
+    kind = mutator.random.random()
+    if kind < 0.4:
+        return mutator.damage(header, mutator.choose(headers))
+    if kind < 0.42:
+        return mutator.choose(_NESTS)
+    damaged = other_fields(mutator, header, mutator.choose(headers))
+    return mutator.damage(damaged) if kind < 0.5 else damaged
+
+
+def other_fields(mutator: Mutator, header: bytes, other: bytes) -> bytes:
+    """A header in sound msgpack, with wrong fields."""
+    fields = mutator.damage_fields(msgpack.unpackb(header), msgpack.unpackb(other))
+    with contextlib.suppress(OverflowError):  # a number that no header can hold
+        packed: bytes = msgpack.packb(fields, unicode_errors="surrogatepass")
+        return packed
+    return header
+
+
+class Handshakes(Target):
+    """Control messages of both sides, and the placement that comes with a hello."""
+
+    refusals = (ProtocolError,)
+
+    def __init__(self) -> None:
+        self._owned = [
+            OwnedExperts.from_lists(lists)
+            for lists in ({0: [3, 0, 7], 1: range(8), 3: [4]}, {1: [5]}, {})
+        ]
+        self._placements = [owned.canonical_bytes for owned in self._owned]
+        self._good = [sample(record) for record in (Progress, Welcome, Refused, Ping, Pong, Bye)]
+        self._hellos = [
+            sample(Hello, placement_fingerprint=owned.fingerprint) for owned in self._owned
+        ]
+        self._headers = [encode_header(message) for message in (*self._hellos, *self._good)]
+
+    def make(self, mutator: Mutator) -> list[bytes]:
+        index = mutator.below(len(self._headers) + 6) % len(self._headers)  # hellos more often
+        header, is_hello = self._headers[index], index < len(self._hellos)
+        frames = [header, self._placements[index]] if is_hello else [header]
+        if is_hello and mutator.chance(0.6):
+            frames[1] = mutator.damage(frames[1], mutator.choose(self._placements))
+            if mutator.chance(0.5):  # a whole number of int32, as nearly all wrong ones will be
+                frames[1] = frames[1][: len(frames[1]) // 4 * 4]
+        else:
+            frames[0] = damaged_header(mutator, self._headers, header)
+        return frames
+
+    def feed(self, frames: list[bytes]) -> None:
+        message = decode_header(frames[0])
+        assert decode_header(encode_header(message)) == message
+        if isinstance(message, Hello):
+            if len(frames) != 2:
+                raise ProtocolError("hello comes with one placement frame")
+            owned = OwnedExperts.from_bytes(frames[1], EXPERTS_PER_LAYER)
+            assert owned.canonical_bytes == frames[1]
+            for layer_id, ids in owned.by_layer.items():
+                assert len(set(ids.tolist())) == ids.size
+                assert 0 <= ids.min() <= ids.max() < EXPERTS_PER_LAYER[layer_id]
+
+    def serve_good(self) -> None:
+        for message in self._good:
+            assert decode_header(encode_header(message)) == message
+        for hello, owned in zip(self._hellos, self._owned, strict=True):
+            assert decode_header(encode_header(hello)) == hello
+            read = OwnedExperts.from_bytes(owned.canonical_bytes, EXPERTS_PER_LAYER)
+            assert read.fingerprint == getattr(hello, "placement_fingerprint")  # noqa: B009

@@ -1,0 +1,240 @@
+"""Hotness files: the older system's CSV, read and written, and everything that is none."""
+
+from __future__ import annotations
+
+import re
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.hotness import MAX_COUNTS, Hotness, read_hotness, write_hotness
+
+# Word for word what the older system's writer writes.
+OLDER_FILE = """\
+# hotness table: n_layer=2 n_expert=4 n_expert_used=2
+# format: one row per layer, columns are expert activation counts (expert 0..N-1)
+7,0,3,12
+0,0,21,18446744073709551615
+"""
+HEADER = OLDER_FILE.splitlines(keepends=True)[0]
+COUNTS = [[7, 0, 3, 12], [0, 0, 21, 2**64 - 1]]
+
+
+def hotness_of(rows: list[list[int]], num_experts_used: int = 1) -> Hotness:
+    return Hotness(np.array(rows, dtype=np.uint64), num_experts_used)
+
+
+def read_text(folder: Path, text: str | bytes) -> Hotness:
+    path = folder / "hotness.csv"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_hotness(path)
+
+
+def refuse(folder: Path, text: str | bytes, reason: str) -> None:
+    """Reading raises one short line with the file and the reason; a good file is read after it."""
+    with pytest.raises(SettingsError, match=reason) as caught:
+        read_text(folder, text)
+    message = str(caught.value)
+    assert message.startswith(f"hotness file {folder / 'hotness.csv'}: ")
+    assert len(message.splitlines()) == 1
+    assert len(message) < len(str(folder)) + 200
+    assert read_text(folder, OLDER_FILE).counts.tolist() == COUNTS
+
+
+def test_the_older_systems_file_is_read_and_written_word_for_word(tmp_path: Path) -> None:
+    hotness = read_text(tmp_path, OLDER_FILE)
+    assert hotness.counts.tolist() == COUNTS
+    assert hotness.counts.dtype == np.uint64
+    assert (hotness.num_layers, hotness.num_experts, hotness.num_experts_used) == (2, 4, 2)
+    write_hotness(tmp_path / "written.csv", hotness)
+    assert (tmp_path / "written.csv").read_text() == OLDER_FILE
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Hotness:
+    num_experts = draw(st.integers(1, 9))
+    numbers = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
+    row = st.lists(numbers, min_size=num_experts, max_size=num_experts)
+    rows = draw(st.lists(row, min_size=1, max_size=6))
+    return hotness_of(rows, draw(st.integers(1, num_experts)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(tables())
+def test_a_file_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, hotness: Hotness
+) -> None:
+    path = tmp_path_factory.mktemp("hotness") / "hotness.csv"
+    write_hotness(path, hotness)
+    again = read_hotness(path, num_layers=hotness.num_layers, num_experts=hotness.num_experts)
+    np.testing.assert_array_equal(again.counts, hotness.counts, strict=True)
+    assert again.num_experts_used == hotness.num_experts_used
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.text("0123456789,,,, \t\n\r#-+.x=é", max_size=40)
+    | st.from_regex(r"\A(# hotness table: n_layer=\d n_expert=\d n_expert_used=\d\n)?[\d, \n]*\Z")
+)
+def test_any_text_is_a_table_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    folder = tmp_path_factory.mktemp("hotness")
+    try:
+        hotness = read_text(folder, text)
+    except SettingsError as error:
+        reason = str(error)
+        assert len(reason.splitlines()) == 1
+        return
+    # The naive reading: every number that is in no comment.
+    rows = [line for line in text.split("\n") if not line.startswith("#") and line.strip(" \t\r")]
+    naive = [[int(number) for number in re.findall(r"[0-9]+", row)] for row in rows]
+    assert hotness.counts.tolist() == naive
+
+
+@pytest.mark.parametrize(
+    ("text", "counts", "num_experts_used"),
+    [
+        ("1,2\n3,4\n", [[1, 2], [3, 4]], 2),
+        ("1,2\n3,4", [[1, 2], [3, 4]], 2),
+        ("1,2,\n", [[1, 2]], 2),
+        ("1 2\t3\n", [[1, 2, 3]], 3),
+        (" 1 ,\t2 \r\n", [[1, 2]], 2),
+        ("\n\n1\n\n# a remark\n2\n", [[1], [2]], 1),
+        ("0,0,0,0,0,0,0,0,0,0\n", [[0] * 10], 8),
+        ("# hotness table: n_layer=1 n_expert=9 n_expert_used=3\n" + "1," * 9, [[1] * 9], 3),
+    ],
+)
+def test_what_the_older_reader_takes_is_read(
+    tmp_path: Path, text: str, counts: list[list[int]], num_experts_used: int
+) -> None:
+    hotness = read_text(tmp_path, text)
+    assert hotness.counts.tolist() == counts
+    assert hotness.num_experts_used == num_experts_used
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no rows of counts"),
+        (HEADER, "no rows of counts"),
+        ("1,2\n3\n", "line 2, layer 1: 1 counts for 2 experts"),
+        ("1,2\n3,4,5\n", "line 2, layer 1: more than 2 counts"),
+        ("1,2\n3,,4\n", "line 2, layer 1: '' is not a count"),
+        (",1\n", "line 1, layer 0: '' is not a count"),
+        (",,,\n", "line 1, layer 0: '' is not a count"),
+        ("1,-2\n", "line 1, layer 0: '-2' is not a count"),
+        ("1,+2\n", r"line 1, layer 0: '\+2' is not a count"),
+        ("1,2.5\n", "line 1, layer 0: '2.5' is not a count"),
+        ("1,0x10\n", "line 1, layer 0: '0x10' is not a count"),
+        ("1,\N{ARABIC-INDIC DIGIT ONE}\n", "line 1, layer 0: '.*' is not a count"),
+        (b"1,\xff\n", r"line 1, layer 0: '\\ufffd' is not a count"),
+        (b"1,2\0\n", r"line 1, layer 0: '2\\x00' is not a count"),
+        ("1," + "x" * 5000, "line 1, layer 0: 'x{24}' is not a count"),
+        ("1,18446744073709551616\n", "line 1, layer 0: 18446744073709551616 does not fit"),
+        ("1," + "9" * 9999, "line 1, layer 0: 9{24} does not fit 64 bits"),
+        (HEADER + "1,2,3,4\n", "n_layer is 2, there are 1 rows"),
+        (HEADER + "1,2,3,4\n" * 3, "n_layer is 2, there are 3 rows"),
+        (HEADER + "1,2,3\n" * 2, "line 2, layer 0: 3 counts for 4 experts"),
+        (HEADER + HEADER + "1,2,3,4\n" * 2, "line 2: a header below the first line"),
+        ("1,2,3,4\n" + HEADER, "line 2: a header below the first line"),
+        ("# n_layer=2\n1\n2\n", "line 1: header is not"),
+        ("# hotness table: n_layer=-1 n_expert=4 n_expert_used=2\n", "line 1: header is not"),
+        ("# hotness table: n_layer=1 n_expert=1 n_expert_used=" + "1" * 99, "header is not"),
+        ("# hotness table: n_layer=0 n_expert=4 n_expert_used=2\n1,2,3,4", "0 layers of 4"),
+        (
+            "# hotness table: n_layer=999999999 n_expert=999999999 n_expert_used=2\n1",
+            "line 1: 999999999 layers of 999999999 experts",
+        ),
+        (
+            "# hotness table: n_layer=1 n_expert=2 n_expert_used=3\n1,2",
+            "n_expert_used is 3, n_expert 2",
+        ),
+    ],
+    ids=range(28),
+)
+def test_a_wrong_file_is_refused_naming_the_line_and_the_value(
+    tmp_path: Path, text: str | bytes, reason: str
+) -> None:
+    refuse(tmp_path, text, reason)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"1," * (3 << 20),
+        b"1 " * (3 << 20),
+        b" " * (6 << 20),
+        b"1" + b" " * (5 << 20) + b"x",
+        b"1" * (6 << 20),
+        b"1\n" * (3 << 20),
+        b"\n" * (6 << 20),
+        b"#n_layer=\n" * 8000,
+        b"# hotness table: n_layer=" + b" " * (5 << 20),
+        b"1," * MAX_COUNTS + b"\n" + b"1," * MAX_COUNTS,
+        b"1\n" * ((1 << 13) + 1),
+    ],
+    ids=range(11),
+)
+def test_what_would_take_much_time_or_memory_is_refused_first(
+    tmp_path: Path, content: bytes
+) -> None:
+    tracemalloc.start()
+    started_s = time.process_time()
+    try:
+        refuse(
+            tmp_path, content, "more than|not a count|no rows|does not fit|header is not|n_layer"
+        )
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        assert time.process_time() - started_s < 1.0
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_huge_or_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="/dev/zero: larger than 6 MiB"):
+        read_hotness(Path("/dev/zero"))
+    with pytest.raises(SettingsError, match="No such file or directory"):
+        read_hotness(tmp_path / "nothing.csv")
+
+
+def test_the_largest_file_is_read_soon(tmp_path: Path) -> None:
+    path = tmp_path / "hotness.csv"
+    write_hotness(path, hotness_of([[2**64 - 1] * 1024] * (MAX_COUNTS // 1024), 8))
+    started_s = time.process_time()
+    assert read_hotness(path).counts.shape == (MAX_COUNTS // 1024, 1024)
+    assert time.process_time() - started_s < 2.0
+
+
+@pytest.mark.parametrize(("num_layers", "num_experts"), [(3, None), (None, 5), (4, 2)])
+def test_the_file_of_another_model_is_refused(
+    tmp_path: Path, num_layers: int | None, num_experts: int | None
+) -> None:
+    path = tmp_path / "hotness.csv"
+    path.write_text(OLDER_FILE)
+    with pytest.raises(SettingsError, match="2 layers of 4 experts, the model has"):
+        read_hotness(path, num_layers=num_layers, num_experts=num_experts)
+    assert read_hotness(path, num_layers=2, num_experts=4).counts.tolist() == COUNTS
+
+
+@pytest.mark.parametrize(
+    "hotness",
+    [
+        Hotness(np.zeros((0, 4), np.uint64), 1),
+        Hotness(np.zeros(4, np.uint64), 1),
+        Hotness(np.zeros((1, MAX_COUNTS + 1), np.uint64), 1),
+        hotness_of([[1, 2]], 0),
+        hotness_of([[1, 2]], 3),
+    ],
+    ids=["no layers", "one dimension", "too many", "none used", "too many used"],
+)
+def test_what_no_reader_would_take_is_not_written(tmp_path: Path, hotness: Hotness) -> None:
+    with pytest.raises(SettingsError, match=r"counts are|experts used"):
+        write_hotness(tmp_path / "hotness.csv", hotness)
+    assert list(tmp_path.iterdir()) == []

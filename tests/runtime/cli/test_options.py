@@ -1,0 +1,77 @@
+"""Settings as command-line options: what is given reaches the Settings, and the whole program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.settings_table import KNOBS, SETTINGS_FILE
+from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
+
+PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs change the environment of their process; after a test it is as it was before."""
+    for variable in (SETTINGS_FILE, *(knob.variable for knob in KNOBS)):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+
+
+def taken(*arguments: str) -> Settings:
+    """The settings of a command that is given these arguments."""
+    found: list[Settings] = []
+
+    @click.command(cls=SettingsCommand)
+    @click.option("--other", is_flag=True, help="Of its own.")
+    @settings_options
+    def command(other: bool, **options: Any) -> None:
+        found.append(take_settings(options))
+        assert options == {}
+
+    done = CliRunner().invoke(command, arguments, standalone_mode=False, catch_exceptions=False)
+    assert done.output == ""
+    return found[0]
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert taken() == taken("--other") == Settings()
+
+
+def test_flags_of_every_kind(tmp_path: Path) -> None:
+    file = tmp_path / "moe.toml"
+    file.write_text('ipc_dtype = "f16"\nthreads = 3\nipc_profile = true\n')
+    settings = taken(
+        "--settings", str(file), "--ipc-mode", "stream", "--threads", "5", "--require-daemons",
+        "--no-ipc-profile", "--daemon", "cpu", "--daemon", "cpu@/bin/a,b",
+        "--connect", "ipc:///run/a", "--connect", "ipc:///run/b", "--cache-dir", "some",
+    )  # fmt: skip
+    assert (settings.ipc_mode, settings.threads, settings.ipc_dtype) == ("stream", 5, "f16")
+    assert (settings.ipc_required, settings.ipc_profile) == (True, False)
+    assert [each.launcher for each in settings.daemons] == ["", "/bin/a,b"]
+    assert settings.connect == ("ipc:///run/a", "ipc:///run/b")
+    assert settings.cache_dir == "some"
+
+
+def test_a_wrong_flag_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"^--heartbeat-ms='9': must be a whole number from 10"):
+        taken("--heartbeat-ms", "9")
+    assert taken("--heartbeat-ms", "10").heartbeat_ms == 10
+
+
+def test_the_rest_of_the_program_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are cached by code that knows no flags; it reads the settings for itself."""
+    file = tmp_path / "moe.toml"
+    file.write_text('cpu_tier = "avx2"\n')
+    monkeypatch.setenv(PREFIX + "IPC_WORK_DIR", "/run/of-the-variable")
+    settings = taken("--settings", str(file), "--cache-dir", "/of-the-flag")
+    later = load_settings()
+    assert (later.cache_dir, later.cpu_tier) == ("/of-the-flag", "avx2")
+    assert later.run_dir == settings.run_dir == "/run/of-the-variable"

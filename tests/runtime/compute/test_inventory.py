@@ -1,0 +1,94 @@
+"""The inventory of an interpreter: with and without CuPy, and as a program of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_runtime.compute import inventory as inventory_module
+from dflash_runtime.compute.inventory import inventory
+
+
+class FakeCupy:
+    """Two devices of a vendor; `error` is raised when they are counted."""
+
+    def __init__(self, *, is_hip: bool = False, num_devices: int = 2, error: str = "") -> None:
+        self._num_devices = num_devices
+        self._error = error
+        self._current = -1
+        runtime = SimpleNamespace(
+            is_hip=is_hip,
+            getDeviceCount=self._count,
+            memGetInfo=lambda: ((self._current + 1) << 30, 8 << 30),
+            getDeviceProperties=lambda index: {"name": f"Card {index}".encode()},
+        )
+        self.cuda = SimpleNamespace(runtime=runtime, Device=self._device)
+
+    def _count(self) -> int:
+        if self._error:
+            raise RuntimeError(self._error)
+        return self._num_devices
+
+    @contextlib.contextmanager
+    def _device(self, index: int) -> Iterator[None]:
+        self._current = index
+        yield
+
+
+def with_cupy(monkeypatch: pytest.MonkeyPatch, cupy: object) -> dict[str, Any]:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    found: dict[str, Any] = inventory()
+    return found
+
+
+@pytest.mark.parametrize(("is_hip", "kind"), [(False, "cuda"), (True, "hip")])
+def test_devices_that_cupy_sees(monkeypatch: pytest.MonkeyPatch, is_hip: bool, kind: str) -> None:
+    found = with_cupy(monkeypatch, FakeCupy(is_hip=is_hip))
+    assert found["why_no_gpu"] is None
+    assert found["gpus"] == [
+        {"device": f"{kind}:{i}", "name": f"Card {i}", "free_bytes": (i + 1) << 30,
+         "total_bytes": 8 << 30}
+        for i in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cupy", "why"),
+    [
+        (None, "cupy is not installed"),  # how sys.modules says that there is none
+        (FakeCupy(num_devices=0), "CuPy sees no cuda device"),
+        (FakeCupy(error="no driver\nat all"), "RuntimeError: no driver"),
+    ],
+    ids=["no cupy", "no device", "no driver"],
+)
+def test_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch, cupy: object, why: str) -> None:
+    found = with_cupy(monkeypatch, cupy)
+    assert (found["gpus"], found["why_no_gpu"]) == ([], why)
+
+
+def test_its_source_is_a_program_that_needs_the_standard_library_alone(tmp_path: Path) -> None:
+    source = Path(inventory_module.__file__).read_text()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", source],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["version"] is None
+    assert found["packages"] == {}
+    assert found["backends"] == {name: "numpy is not installed" for name in ("reference", "cpu")}
+    assert set(found["transports"].values()) == {"numpy is not installed"}
+    assert found["memory"]["total_bytes"] > 0
+
+
+def test_a_python_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory_module, "OLDEST_PYTHON", (99, 9))
+    backends = inventory()["backends"]
+    assert backends == {name: "Python 99.9 or newer is needed" for name in ("reference", "cpu")}

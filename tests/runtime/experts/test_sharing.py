@@ -1,0 +1,63 @@
+"""How large the memory is that a parent shares, and when it shares none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_protocol import ring_native
+from dflash_protocol.messages import Welcome
+from dflash_runtime.experts.sharing import SharingPlan, why_not_shared
+
+WELCOME = Welcome(
+    version=2,
+    link_id="00",
+    model_identity="",
+    placement_fingerprint="",
+    numeric_class="",
+    device="cpu",
+    data_port=0,
+    max_tokens=1024,
+    free_memory_bytes=0,
+    pairs_per_second=1.0,
+    can_share=True,
+)
+MOST_BYTES = 128 << 20
+
+
+@given(
+    hidden_size=st.integers(1, 1 << 15),
+    num_used=st.integers(1, 64),
+    more=st.integers(0, 1 << 30),
+    max_tokens=st.integers(1, 4096),
+)
+def test_a_segment_holds_several_requests_within_its_bound(
+    hidden_size: int, num_used: int, more: int, max_tokens: int
+) -> None:
+    shape = SharingPlan(hidden_size, num_used, more).shape(max_tokens)
+    assert shape is not None
+    assert shape.num_slots >= 2
+    assert shape.segment_bytes <= max(MOST_BYTES, more) + 4096
+    assert shape.hidden_size == hidden_size
+    assert 1 <= shape.max_tokens <= max_tokens
+    assert shape.max_pairs == shape.max_tokens * num_used
+    if shape.max_tokens < max_tokens:  # only since there was not the room
+        larger = replace(shape, num_slots=2, max_tokens=2 * shape.max_tokens)
+        assert larger.segment_bytes > max(MOST_BYTES, more)
+
+
+def test_rows_that_no_segment_holds_are_not_shared() -> None:
+    assert SharingPlan(1 << 26, 1, 0).shape(16) is None
+
+
+def test_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path("/run/somewhere")
+    assert not why_not_shared(WELCOME, folder)
+    assert "not a path" in why_not_shared(WELCOME, None)
+    assert "does not offer" in why_not_shared(replace(WELCOME, can_share=False), folder)
+    monkeypatch.setattr(ring_native, "is_available", lambda: False)
+    assert "numba" in why_not_shared(WELCOME, folder)

@@ -1,0 +1,88 @@
+"""Both ends of a shared-memory link in one process, with the bytes between them at hand."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.ids import AnyArray, U8Array
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring import RingShape
+from dflash_protocol.ring_segment import create_segment, open_segment
+from dflash_protocol.testing import (
+    HIDDEN_SIZE,
+    MAX_EXPERTS_USED,
+    MAX_TOKENS,
+    PATIENCE_S,
+    example_batch,
+)
+from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
+from dflash_protocol.transports.shared_memory import SharedClient, SharedServer
+
+NUM_SLOTS = 2
+SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
+
+
+class Pair:
+    """Implements testing.TransportPair, with the segment's bytes at hand."""
+
+    def __init__(self, folder: Path, *, payload: PayloadType = PayloadType.F32) -> None:
+        self.client_counters, self.server_counters = TransportCounters(), TransportCounters()
+        self._undo = ExitStack()
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._undo.callback(os.close, self.lost_fd)
+        self.segment = create_segment(folder, SHAPE, generation=3)
+        self.server = SharedServer(counters=self.server_counters)
+        self._undo.callback(self.server.close)
+        self.client = SharedClient(
+            self.segment,
+            lost_fd=self.lost_fd,
+            lost_reason=lambda: "daemon cpu0: it was ended",
+            payload=payload,
+            spin_s=0.0,
+            counters=self.client_counters,
+        )
+        self._undo.callback(self.client.close)
+        limits = LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED, payload=payload)
+        self.server.add_link(
+            "ab", open_segment(folder, self.segment.name, SHAPE, generation=3), limits
+        )
+        self.segment.unlink()
+
+    @property
+    def memory(self) -> U8Array:
+        """All bytes of the segment; not to be kept."""
+        kind = ctypes.c_ubyte * SHAPE.segment_bytes
+        return np.ctypeslib.as_array(kind.from_address(self.segment.address))
+
+    @property
+    def words(self) -> AnyArray:
+        return self.memory[: SHAPE.segment_bytes // 8 * 8].view(np.int64)
+
+    def receive(self) -> ReceivedRequest | None:
+        return self.server.try_receive(spin_s=0.05)
+
+    def reply(self, request: ReceivedRequest, sums: AnyArray, compute_s: float) -> None:
+        self.server.reply(request, sums, compute_s)
+
+    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
+        self.server.fail(link_id, sequence, error)
+
+    def lose(self) -> None:
+        os.eventfd_write(self.lost_fd, 1)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+BATCH = example_batch(3, seed=5)
+
+
+def submitted(pair: Pair) -> int:
+    """A request lies in slot 0; for a first one, that has not been used before."""
+    return pair.client.submit(1, BATCH, deadline_s=PATIENCE_S)
