@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
@@ -15,9 +15,6 @@ from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import load_settings, run_directory, share_settings
 from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
-
-if TYPE_CHECKING:
-    from dflash_runtime.compute.backend import BackendName
 
 _EXAMPLES = """examples:
   dflash-moe daemon model.gguf
@@ -40,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise SettingsError(f"device {options.device!r} is unknown; this version knows: cpu")
         # Imported late, so that --help and misuse answer at once.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
+        from dflash_runtime.compute import BackendName
         from dflash_runtime.compute.cores import parse_cores
 
         run_daemon(
@@ -47,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                 model_path=options.model,
                 endpoint=endpoint,
                 device=options.device,
-                backend=_usable_backend(options.backend),
+                backend=BackendName(options.backend),
                 num_threads=None,  # the settings'
                 cores=parse_cores(options.cores) if options.cores is not None else None,
                 placement_path=options.placement,
@@ -87,27 +85,6 @@ class _Report(argparse.Action):
         parser.exit()
 
 
-def _usable_backend(name: str) -> BackendName:
-    """The backend of that name; for ``auto``, what is left where the kernels' libraries are not.
-
-    Raises: SettingsError if the kernels were asked for by name.
-    """
-    from dflash_runtime.compute.backend import BackendName
-
-    asked = BackendName(name)
-    if asked is BackendName.REFERENCE:
-        return asked
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        reason = f"{sys.executable} cannot run the cpu kernels ({_first_line(error)})"
-        if asked is BackendName.CPU:
-            raise SettingsError(f"{reason}; install numba or use --backend reference") from error
-        logging.warning("%s; computing with the slow reference backend", reason)
-        return BackendName.REFERENCE
-    return asked
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
@@ -124,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--listen",
         metavar="ENDPOINT",
-        help="ipc:///path or "
-        "tcp://127.0.0.1:port (default: daemon-DEVICE.sock in the run directory)",
+        help="ipc:///path or tcp://host:port, beyond loopback with keys "
+        "(default: daemon-DEVICE.sock in the run directory)",
     )
     parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
     parser.add_argument(

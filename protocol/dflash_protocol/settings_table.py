@@ -238,8 +238,9 @@ KNOBS = (
         "Folder of compiled kernels; default: $XDG_CACHE_HOME/dflash-moe, else in ~/.cache.",
     ),
     Knob(
-        "KEYS_DIR", "keys_dir", PathText("DIR"), Reader.BOTH,
-        "Folder of keys; default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
+        "KEYS_DIR", "keys_dir", PathText("DIR"), Reader.EACH,
+        "Folder of keys; if named, a daemon asks for keys on loopback too; "
+        "default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
     ),
 )  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_kernels_that_are_asked_for_by_name_are_refused_in_one_line(
     assert done.stdout == ""
     assert done.stderr == (
         f"dflash-daemon: error: {without_numba} cannot run the cpu kernels "
-        "(No module named 'numba'); install numba or use --backend reference\n"
+        "(No module named 'numba'); install numba or use backend reference\n"
     )
 
 

@@ -14,6 +14,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -121,8 +122,10 @@ class Supervisor:
         """
         self._thread.start()
         try:
-            for link in self._links:
-                self._first[link.name].result()
+            # One that fails is not to wait for others that are slow.
+            done, _ = futures.wait(self._first.values(), return_when=futures.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
         except BaseException:
             self.close()
             raise
