@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -100,11 +101,20 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
             asyncio.run(_serve(options, settings, host, context, owned, security))
     finally:
         host.close()
-    if options.lifeline_fd is not None and options.endpoint.path is not None:
+    if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
         # A parent that was killed cannot remove the folder it made for its daemons' sockets; the
         # last of them does.
         with contextlib.suppress(OSError):
             options.endpoint.path.parent.rmdir()
+
+
+def _has_ended(lifeline_fd: int | None) -> bool:
+    """Whether there was a parent and it is gone."""
+    if lifeline_fd is None:
+        return False
+    poller = select.poll()
+    poller.register(lifeline_fd, select.POLLHUP)
+    return any(event & select.POLLHUP for _, event in poller.poll(0))
 
 
 async def _serve(
