@@ -199,6 +199,16 @@ async def _serve_until(stop: asyncio.Event, control: ControlServer) -> None:
         await serving
 
 
+def _wake_at_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Have signals wake the loop: one that comes just before it sleeps would be looked at too late.
+
+    The pipe is there as long as the process.
+    """
+    awake_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+    loop.add_reader(awake_fd, os.read, awake_fd, 1 << 10)
+
+
 def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
     """An event that is set by SIGTERM, and by SIGINT or the end of the life-line.
 
@@ -218,6 +228,7 @@ def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
             loop.call_soon_threadsafe(request_stop)
 
     signal.signal(signal.SIGTERM, on_signal)
+    _wake_at_signals(loop)
     if lifeline_fd is None:
         signal.signal(signal.SIGINT, on_signal)
         return stop
