@@ -155,7 +155,8 @@ class ControlServer:
             )
         except (ValueError, DaemonUnavailable) as error:
             raise ProtocolError(f"cannot share memory: {error}", code="transport") from error
-        if not hmac.compare_digest(segment.read_nonce(is_client=True).hex(), attach.nonce):
+        expected = segment.read_nonce(is_client=True).hex().encode()
+        if not hmac.compare_digest(expected, attach.nonce.encode()):
             segment.close()
             raise ProtocolError("the memory is not the parent's", code="transport")
         nonce = segment.write_nonce(is_client=False)

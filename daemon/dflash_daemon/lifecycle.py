@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import resource
 import select
@@ -29,12 +28,13 @@ from dflash_protocol import ring_native
 from dflash_protocol.curve import ServerSecurity, server_security
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.parent import end_with_parent
 from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.ring_segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.compute import BackendName, make_backend
 
-_PR_SET_PDEATHSIG = 1
 _CONTROL_IO_THREAD = 0
 _DATA_IO_THREADS = (1, 2)
 """Where there are keys: handshakes at the control socket, whose address is known to all, then
@@ -58,14 +58,6 @@ class DaemonOptions:
     lifeline_fd: int | None
 
 
-def end_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the thread that spawned us ends; leave if it has already."""
-    parent_pid = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:
-        raise DaemonUnavailable("the parent is gone already")
-
-
 def run_daemon(options: DaemonOptions, settings: Settings) -> None:
     """Serve until told to stop.
 
@@ -74,7 +66,8 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
     os.umask(0o077)
     if options.lifeline_fd is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        end_with_parent()
+        if not end_with_parent(signal.SIGTERM):
+            raise DaemonUnavailable("the parent is gone already")
     security = server_security(
         keys_directory(settings), options.endpoint, is_configured=bool(settings.keys_dir)
     )
@@ -141,8 +134,10 @@ async def _serve(
         and settings.ipc_transport != "stream"
         and ring_native.is_available()
     )
-    if shares_memory:
+    if shares_memory and endpoint.path is not None:
         await asyncio.to_thread(ring_native.kernels)  # compiled before anybody waits for us
+        with contextlib.suppress(DaemonUnavailable):  # then no memory can be shared there either
+            sweep_segments(endpoint.path.parent)
     service = ComputeService(
         context,
         endpoint.data_address(0) if endpoint.path else f"tcp://{endpoint.host}:*",

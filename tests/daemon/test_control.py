@@ -692,6 +692,7 @@ async def test_a_link_computes_through_shared_memory(daemon: Daemon, run_dir: Pa
         {"max_pairs": 1 << 61},
         {"nonce": ""},
         {"nonce": 32 * "0"},
+        {"nonce": 32 * "é"},
     ],
 )
 async def test_memory_that_was_not_agreed_on_is_refused(
@@ -715,7 +716,7 @@ async def test_an_answer_from_other_memory_is_not_believed(daemon: Daemon, run_d
     try:
         await parent.say(encode_header(offer.message))
         answer = await parent.expect(Attached)
-        for changed in ({"nonce": 32 * "0"}, {"link_id": "00"}):
+        for changed in ({"nonce": 32 * "0"}, {"nonce": "é"}, {"link_id": "00"}):
             with pytest.raises(OfferFailed, match="other memory"):
                 offer.accepted(replace(answer, **changed))
     finally:

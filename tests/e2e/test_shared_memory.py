@@ -75,3 +75,12 @@ def test_memory_that_is_required_and_cannot_be_shared_is_an_error(model: Path) -
         Engine.open(model, backend="cpu", connect=[listen], settings=settings),
     ):
         pass
+
+
+def test_what_a_dead_parent_offered_is_removed_when_a_daemon_starts(
+    model: Path, run_dir: Path
+) -> None:
+    leftover = run_dir / f"ring-{2**22 + 1}-1-{32 * '0'}"
+    leftover.touch(0o600)
+    with running_daemon(model, f"ipc://{run_dir}/daemon"):
+        assert not leftover.exists()

@@ -133,7 +133,7 @@ def launch_of(
         str(choice.setting.threads or len(cores)),
         *(("--cores", _as_list(cores)) if choice.cores or settings.pin_daemons else ()),
     )
-    return Launch(command, (), choice.environment(settings))
+    return Launch(command, choice.environment(settings))
 
 
 def _launcher(text: str) -> Path | None:

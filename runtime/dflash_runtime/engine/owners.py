@@ -38,7 +38,6 @@ from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.sharing import SharingPlan
 from dflash_runtime.experts.store import (
     every_expert,
-    expert_tensor_types,
     load_banks,
     measure_pairs_per_second,
 )
@@ -84,7 +83,6 @@ class Owners:
         self._events_lock = threading.Lock()
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            backend.warm_up(expert_tensor_types(spec.moe))
             links = self._make_links(
                 undo, file.path, backend, placement, choices, endpoints, settings
             )
@@ -200,9 +198,10 @@ class Owners:
 
 def _sharing_plan(spec: ModelSpec, settings: Settings) -> SharingPlan | None:
     """How memory is to be shared; compiles what that takes, before anybody waits for us."""
-    if settings.ipc_transport == "stream" or not ring_native.is_available():
+    if settings.ipc_transport == "stream":
         return None
-    ring_native.kernels()
+    if ring_native.is_available():
+        ring_native.kernels()
     return SharingPlan(
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),

@@ -32,7 +32,7 @@ class DaemonProcess:
         self._loop = asyncio.get_running_loop()
         environment = launch.environment
         if environment is None:
-            environment = child_environment(launch.python_paths)
+            environment = child_environment(())
         if endpoint.path is not None:
             # The last daemon may have taken the empty folder for that of a parent that is gone.
             with contextlib.suppress(OSError):  # which the daemon will say better

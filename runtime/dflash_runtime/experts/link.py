@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -27,11 +26,10 @@ from dflash_protocol.ring_segment import Segment
 class Launch:
     """How to start a daemon of our own: the command up to its endpoint and pipe arguments.
 
-    `environment` is the whole of the child's; None = ours, with `python_paths` to import from.
+    `environment` is the whole of the child's; None = ours.
     """
 
     command: tuple[str, ...]
-    python_paths: tuple[Path, ...]
     environment: Mapping[str, str] | None = None
 
 

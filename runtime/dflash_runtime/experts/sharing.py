@@ -77,8 +77,9 @@ class Offer:
 
         Raises: OfferFailed if not.
         """
-        written = self._segment.read_nonce(is_client=False)
-        if answer.link_id != self._link_id or not hmac.compare_digest(answer.nonce, written.hex()):
+        written = self._segment.read_nonce(is_client=False).hex().encode()
+        is_same = hmac.compare_digest(answer.nonce.encode(), written)
+        if answer.link_id != self._link_id or not is_same:
             raise OfferFailed("the daemon has other memory than we")
         self._segment.unlink()
         return self._segment

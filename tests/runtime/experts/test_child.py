@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.settings import child_environment
 from dflash_runtime.experts import child
 from dflash_runtime.experts.child import DaemonProcess
 from dflash_runtime.experts.link import Launch
@@ -73,7 +74,9 @@ class Nursery:
         self, code: str, *python_paths: Path, environment: Mapping[str, str] | None = None
     ) -> DaemonProcess:
         command = (sys.executable, "-S", "-c", PRELUDE + code, str(self._ear.path))
-        process = DaemonProcess(Launch(command, python_paths, environment), ENDPOINT)
+        if environment is None:
+            environment = child_environment(python_paths)
+        process = DaemonProcess(Launch(command, environment), ENDPOINT)
         self._children.append(process)
         return process
 
@@ -185,7 +188,7 @@ async def test_what_cannot_be_executed_is_unavailable_with_the_reason(
         if mode is not None:
             path.chmod(mode)
         with pytest.raises(DaemonUnavailable, match=f"cannot start {path}: {reason}"):
-            DaemonProcess(Launch((str(path),), ()), ENDPOINT)
+            DaemonProcess(Launch((str(path),)), ENDPOINT)
     assert len(os.listdir("/proc/self/fd")) == before
     await assert_starts(nursery)
 
@@ -279,7 +282,7 @@ async def test_a_child_ends_when_we_are_killed(tmp_path: Path) -> None:
         "from dflash_runtime.experts.link import Launch\n"
         "async def main():\n"
         f"    command = (sys.executable, '-S', '-c', {PRELUDE + waits!r}, {str(ear.path)!r})\n"
-        "    child = DaemonProcess(Launch(command, ()), parse_endpoint('ipc:///run/x'))\n"
+        "    child = DaemonProcess(Launch(command), parse_endpoint('ipc:///run/x'))\n"
         "    print('started', flush=True)\n"
         "    await child.ended.wait()\n"
         "asyncio.run(main())\n"

@@ -52,7 +52,7 @@ LIVES_ON_ITS_LIFELINE = (
 
 def launch(code: str) -> Launch:
     """A child of ours that runs these lines."""
-    return Launch((sys.executable, "-I", "-S", "-c", code), ())
+    return Launch((sys.executable, "-I", "-S", "-c", code))
 
 
 class Parent:
@@ -646,7 +646,7 @@ def test_a_child_that_ends_before_it_is_ready_is_reported_with_how_it_ended(
 def test_a_child_that_cannot_be_executed_is_reported_with_the_reason(
     undo: ExitStack, address: str, tmp_path: Path
 ) -> None:
-    start = Parent(undo, address, launch=Launch((str(tmp_path / "nothing"),), ())).start()
+    start = Parent(undo, address, launch=Launch((str(tmp_path / "nothing"),))).start()
     with pytest.raises(DaemonUnavailable, match=r"cannot start .*nothing: No such file"):
         start.result(PATIENCE_S)
     assert_starts(address)
