@@ -19,7 +19,7 @@ help:
 	@echo "make format    format the code"
 	@echo "make bench     measure the demo model, results in bench/results/"
 	@echo "make bench-cpu compare the CPU kernels with llama.cpp, which it builds; takes an hour"
-	@echo "make bench-ipc measure requests between parent and daemon"
+	@echo "make bench-ipc measure what lies between parent and daemon; takes half an hour"
 	@echo "make build     build the wheel into dist/"
 	@echo "make clean     remove everything that was made here"
 
@@ -43,7 +43,7 @@ demo: $(READY)
 	    --daemon cpu --daemon cpu
 
 test: $(READY_DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(READY_DEV)
 	$(BIN)/python -m pytest
@@ -75,9 +75,14 @@ bench-cpu: $(READY)
 	$(BIN)/python -m bench.cpu_model
 
 bench-ipc: $(READY)
-	$(BIN)/python -m bench.ipc_round_trip
-	$(BIN)/python -m bench.curve_round_trip
-	$(BIN)/python -m bench.curve_flood
+	$(BIN)/python -m bench.ipc_round_trip --save
+	$(BIN)/python -m bench.daemon_decode --save
+	$(BIN)/python -m bench.prefill_traffic --save
+	$(BIN)/python -m bench.execution_modes --save
+	$(BIN)/python -m bench.payload_accuracy --save
+	$(BIN)/python -m bench.idle --save
+	$(BIN)/python -m bench.loss_gap --save
+	$(BIN)/python -m bench.curve_flood --save
 
 build: $(READY)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -5,7 +5,7 @@ replies of a decode-sized request, and a flooder, each a process. Phases with an
 alternate. Nothing is computed, so that all that is seen is the boundary; a client that computes is
 slowed down by less. The flooder runs at the lowest priority: strangers bring CPUs of their own.
 
-    python -m bench.curve_flood                      7 phases of 4.3 s = 30 s of each flood
+    python -m bench.curve_flood --save               7 phases of 4.3 s = 30 s of each flood
     python -m bench.curve_flood --seconds 30 --kinds stranger --target data
 """
 
@@ -25,11 +25,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import zmq
-from bench.curve_round_trip import Client, serve
-from bench.machine import describe
+from bench import report
+from bench.curve_peers import Client, serve
 
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,
@@ -264,28 +263,53 @@ def main() -> None:
         action="store_true",
         help="real-time priority (root), on a machine that others use meanwhile",
     )
+    parser.add_argument("--save", action="store_true", help="keep the figures in bench/results/")
     options = parser.parse_args()
     if options.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_REALTIME_PRIORITY))
+    record = report.head("Floods of bad connections, with keys")
     if not options.json:
-        print(describe())
-        columns = ("flood", "socket", "conn/s", "p50 quiet", "p50 flood", "slower p50", "mean")
-        print("".join(f"{column:>12s}" for column in columns))
+        print(record["machine"])
+    results: list[Result] = []
     for target in options.target:
         for kind in options.kinds:
             result = run(
                 kind, target, rate=options.rate, seconds=options.seconds, rounds=options.rounds
             )
-            record: dict[str, Any] = asdict(result)
-            if options.json:
-                print(json.dumps(record), flush=True)
-                continue
-            print(
-                f"{kind:>12s}{target:>12s}{result.connections_per_s:12.0f}"
-                f"{result.quiet_p50_us:9.1f} us{result.flood_p50_us:9.1f} us"
-                f"{result.slow_down_p50:12.1%}{result.slow_down_rate:12.1%}",
-                flush=True,
-            )
+            results.append(result)
+            print(json.dumps(asdict(result)) if options.json else _line(result), flush=True)
+    if options.save:
+        text = report.table(COLUMNS, [_cells(result) for result in results])
+        record["results"] = [asdict(result) for result in results]
+        kept = report.save("curve-flood", record, text)
+        if not options.json:
+            print(f"{text}\nkept in {kept}")
+
+
+COLUMNS = (
+    "flood, socket",
+    "connections/s",
+    "p50 quiet, µs",
+    "p50 in the flood, µs",
+    "slower, p50",
+    "slower, mean",
+)
+
+
+def _cells(result: Result) -> list[str]:
+    return [
+        f"{result.kind}, {result.target}",
+        f"{result.connections_per_s:.0f}",
+        f"{result.quiet_p50_us:.1f}",
+        f"{result.flood_p50_us:.1f}",
+        f"{result.slow_down_p50:.1%}",
+        f"{result.slow_down_rate:.1%}",
+    ]
+
+
+def _line(result: Result) -> str:
+    parts = [f"{name} {cell}" for name, cell in zip(COLUMNS, _cells(result), strict=True)]
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import zmq
@@ -30,10 +31,21 @@ from bench.machine import ROOT, commit, describe
 from bench.pairs import SETTLE_S, Spread
 from bench.report import RESULTS, table
 
+from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_protocol import __version__
+from dflash_protocol.curve import (
+    AUTHORIZED_FILE,
+    AuthorizedClients,
+    generate_keys,
+    load_keys,
+    public_line,
+    secure_client,
+    secure_server,
+)
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import PayloadType
+from dflash_protocol.requests import HEADER_BYTES
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment, open_segment
 from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
@@ -46,9 +58,11 @@ NUM_SLOTS = 2
 SPIN_S = 100e-6
 LINK_ID = "ab" * 8
 PATIENCE_S = 60.0
-SIDES = ("shared, spinning", "shared, blocking", "stream, ipc")
+SIDES = ("shared, spinning", "shared, blocking", "stream, ipc", "stream, tcp with keys")
 FLOOR = "two bare pipes"
 """A byte there and one back: what waking each other costs before anything is done."""
+BARE = ("bare ZeroMQ, ipc", "bare ZeroMQ, tcp with keys")
+"""Frames as long as the stream's, without headers, checks and checksums."""
 WARM_UP_TRIPS, CHUNK_TRIPS = 20, 5
 EXAMPLES = """examples:
   python -m bench.ipc_round_trip --save               # everything, about a minute; kept
@@ -91,9 +105,12 @@ class Work:
             random.standard_normal((num_tokens, self.hidden_size), dtype=np.float32),
             np.repeat(np.arange(num_tokens, dtype=np.int32), NUM_EXPERTS_USED),
             np.concatenate(experts).astype(np.int32),
-            random.random(num_tokens * NUM_EXPERTS_USED, dtype=np.float32),
+            weights=random.random(num_tokens * NUM_EXPERTS_USED, dtype=np.float32),
             phase=Phase.DECODE if num_tokens == 1 else Phase.PREFILL,
         )
+
+
+Secure: TypeAlias = Callable[[zmq.Socket[bytes]], object]
 
 
 # -- the other process ----------------------------------------------------------------------------
@@ -103,37 +120,68 @@ def serve_shared(work: Work, folder: Path, name: str, spin_s: float) -> None:
     """Answer until standard input ends."""
     server = SharedServer()
     server.add_link(LINK_ID, open_segment(folder, name, work.shape, generation=1), work.limits)
-    poller = select.poll()
-    poller.register(0, select.POLLIN | select.POLLHUP)
-    server.prepare_to_sleep()
-    for fd in server.wake_fds:
-        poller.register(fd, select.POLLIN)
     sums = _sums_by_num_tokens(work)
     print("ready", flush=True)
     while True:
-        request = server.try_receive(spin_s=spin_s)
+        request = server.receive(PATIENCE_S, spin_s=spin_s, others=(0,))
         if request is not None:
             server.reply(request, sums(request.header.num_tokens), 0.0)
-        elif server.prepare_to_sleep():
-            ready = dict(poller.poll())
-            server.awake()
-            if 0 in ready:
-                return server.close()
+        elif server.are_others_ready:
+            return server.close()
 
 
-def serve_stream(work: Work, address: str) -> None:
+@contextlib.contextmanager
+def _serving_context(keys: Path) -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], Secure | None]]:
+    """As a daemon has it: with keys, if there are any in that folder."""
+    with contextlib.ExitStack() as undo:
+        if not keys.is_dir():
+            yield undo.enter_context(zmq.Context()), None
+            return
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(3)
+        undo.callback(context.destroy, 0)
+        undo.callback(Authenticator(context, AuthorizedClients(keys / AUTHORIZED_FILE)).close)
+        own_keys = load_keys(keys)
+        with context.socket(zmq.ROUTER) as control:
+            secure_server(control, own_keys, io_threads=(0,))
+            control.bind("tcp://127.0.0.1:*")
+            let_handshakes_yield(0)
+            yield context, functools.partial(secure_server, keys=own_keys, io_threads=(1, 2))
+
+
+def serve_stream(work: Work, address: str, keys: Path) -> None:
     """Answer until standard input ends."""
     links = {LINK_ID: work.limits}
-    with zmq.Context() as context:
+    with _serving_context(keys) as (context, secure):
         server = StreamServer(
-            context, address, max_frame_bytes=work.max_frame_bytes, limits_of=links.get
+            context,
+            address,
+            max_frame_bytes=work.max_frame_bytes,
+            limits_of=links.get,
+            secure=secure,
         )
         sums = _sums_by_num_tokens(work)
-        print("ready", flush=True)
+        print("ready", server.port, flush=True)
         while not select.select([0], [], [], 0)[0]:
             while (request := server.receive(0.2)) is not None:
                 server.reply(request, sums(request.header.num_tokens), 0.0)
         server.close()
+
+
+def serve_bare(work: Work, address: str, keys: Path) -> None:
+    """Answer until standard input ends."""
+    answer = bytes(HEADER_BYTES + 8 * work.hidden_size)
+    with _serving_context(keys) as (context, secure), context.socket(zmq.ROUTER) as server:
+        if secure is not None:
+            secure(server)
+        server.bind(address)
+        endpoint = server.getsockopt_string(zmq.LAST_ENDPOINT)
+        print("ready", endpoint.rpartition(":")[2], flush=True)
+        server.setsockopt(zmq.RCVTIMEO, 200)
+        while not select.select([0], [], [], 0)[0]:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    routing_id, _ = server.recv_multipart()
+                    server.send_multipart([routing_id, answer])
 
 
 def serve_pipe() -> None:
@@ -160,7 +208,10 @@ def _sums_by_num_tokens(work: Work) -> Callable[[int], F64Array]:
 
 
 @contextlib.contextmanager
-def _other_process(work: Work, *arguments: str, realtime: bool) -> Iterator[subprocess.Popen[str]]:
+def _other_process(
+    work: Work, *arguments: str, realtime: bool
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and at which port it serves, if at any."""
     command = [sys.executable, "-m", "bench.ipc_round_trip", "--serve", *arguments]
     command += ["--hidden", str(work.hidden_size), "--tokens", str(work.max_tokens)]
     command += ["--payload", work.payload.value] + ["--realtime"] * realtime
@@ -169,9 +220,10 @@ def _other_process(work: Work, *arguments: str, realtime: bool) -> Iterator[subp
     ) as child:
         try:
             assert child.stdout is not None
-            if child.stdout.readline() != "ready\n":
+            word, _, port = child.stdout.readline().partition(" ")
+            if word.strip() != "ready":
                 raise SystemExit("the other process did not start")
-            yield child
+            yield child, port.strip()
         finally:
             assert child.stdin is not None
             child.stdin.close()
@@ -184,10 +236,8 @@ def connected(work: Work, side: str, folder: Path, *, realtime: bool) -> Iterato
         lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
         undo.callback(os.close, lost_fd)
         if side.startswith("stream"):
-            address = f"ipc://{folder}/{work.payload.value}-{work.max_tokens}"
-            undo.callback(IpcClaim(parse_endpoint(address)).close)
+            address, secure = undo.enter_context(_zmq_server(work, side, folder, realtime=realtime))
             context = undo.enter_context(zmq.Context())
-            undo.enter_context(_other_process(work, "stream", address, realtime=realtime))
             stream = StreamClient(
                 context,
                 address,
@@ -198,6 +248,7 @@ def connected(work: Work, side: str, folder: Path, *, realtime: bool) -> Iterato
                 lost_reason=lambda: "lost",
                 generation=1,
                 payload=work.payload,
+                secure=secure,
             )
             undo.callback(stream.close)
             yield stream
@@ -216,6 +267,55 @@ def connected(work: Work, side: str, folder: Path, *, realtime: bool) -> Iterato
             spin_s=spin_s,
         )
         yield client
+
+
+@contextlib.contextmanager
+def _zmq_server(
+    work: Work, side: str, folder: Path, *, realtime: bool
+) -> Iterator[tuple[str, Secure | None]]:
+    """Where another process serves a side that goes through ZeroMQ, and what puts keys on it."""
+    kind = side.partition(" ")[0].strip(",")
+    with contextlib.ExitStack() as undo:
+        if "tcp" in side:
+            keys = {name: folder / f"{kind}-{name}" for name in ("daemon", "parent")}
+            daemon, parent = (generate_keys(each, comment="") for each in keys.values())
+            (keys["daemon"] / AUTHORIZED_FILE).write_text(public_line(parent.public))
+            arguments = (kind, "tcp://127.0.0.1:*", str(keys["daemon"]))
+            server = _other_process(work, *arguments, realtime=realtime)
+            _, port = undo.enter_context(server)
+            secure = functools.partial(secure_client, keys=parent, server_public_key=daemon.public)
+            yield f"tcp://127.0.0.1:{port}", secure
+            return
+        address = f"ipc://{folder}/{kind}-{work.payload.value}-{work.max_tokens}"
+        undo.callback(IpcClaim(parse_endpoint(address)).close)
+        undo.enter_context(
+            _other_process(work, kind, address, str(folder / "none"), realtime=realtime)
+        )
+        yield address, None
+
+
+@contextlib.contextmanager
+def bare_zmq(
+    work: Work, side: str, folder: Path, *, realtime: bool
+) -> Iterator[Callable[[int], list[float]]]:
+    """Round trips of frames of the same lengths with nothing in them."""
+    routing_bytes = 4 * (4 * NUM_EXPERTS_USED + 1)
+    request = bytes(HEADER_BYTES + routing_bytes + 4 * work.hidden_size)
+    with (
+        _zmq_server(work, side, folder, realtime=realtime) as (address, secure),
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as client,
+    ):
+        client.setsockopt(zmq.LINGER, 0)
+        if secure is not None:
+            secure(client)
+        client.connect(address)
+
+        def trip() -> None:
+            client.send(request)
+            client.recv()
+
+        yield lambda num_trips: _times(trip, num_trips)
 
 
 def round_trips(client: ClientTransport, batch: RoutedBatch, num_trips: int) -> list[float]:
@@ -254,7 +354,7 @@ def memcpy_bytes_per_s(num_bytes: int) -> float:
 @contextlib.contextmanager
 def bare_pipes(work: Work, *, realtime: bool) -> Iterator[Callable[[int], list[float]]]:
     """Round trips of a byte through a process that does nothing else."""
-    with _other_process(work, "pipe", realtime=realtime) as child:
+    with _other_process(work, "pipe", realtime=realtime) as (child, _):
         assert child.stdin is not None
         assert child.stdout is not None
         there, back = child.stdin.fileno(), child.stdout.fileno()
@@ -279,6 +379,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         for side in SIDES:
             client = undo.enter_context(connected(decode, side, folder, realtime=realtime))
             trips[side] = functools.partial(round_trips, client, batch)
+        for side in BARE:
+            trips[side] = undo.enter_context(bare_zmq(decode, side, folder, realtime=realtime))
         trips[FLOOR] = undo.enter_context(bare_pipes(decode, realtime=realtime))
         chunks: dict[str, tuple[ClientTransport, RoutedBatch]] = {}
         for payload in (PayloadType.F32, PayloadType.BF16):
@@ -363,8 +465,9 @@ def main() -> None:
         kind, *rest = options.serve
         if kind == "pipe":
             return serve_pipe()
-        if kind == "stream":
-            return serve_stream(work, rest[0])
+        if kind in ("stream", "bare"):
+            serve = serve_stream if kind == "stream" else serve_bare
+            return serve(work, rest[0], Path(rest[1]))
         return serve_shared(work, Path(rest[0]), rest[1], float(rest[2]))
     cores = options.cores or sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)

@@ -61,6 +61,8 @@ class OurLayers:
         expert_ids, weights = work.expert_ids.reshape(-1), work.weights.reshape(-1)
         phase = Phase.DECODE if work.num_tokens == 1 else Phase.PREFILL
         started_s = time.perf_counter()
-        batch = group_by_expert(work.hidden, token_indices, expert_ids, weights, phase=phase)
+        batch = group_by_expert(
+            work.hidden, token_indices, expert_ids, weights=weights, phase=phase
+        )
         self._banks[work.layer_index].accumulate(batch, out)
         return time.perf_counter() - started_s

@@ -1,13 +1,17 @@
-"""A whole model in our engine, all experts in this process: prefill, decode, and its own memory."""
+"""A whole model in our engine, its experts in this process or in daemons: prefill, decode, and its
+own memory."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dflash_protocol.ids import F32Array
+from dflash_protocol.settings import DaemonSetting, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.engine.engine import GeneratedToken
 
@@ -17,10 +21,33 @@ _MEMORY_INTERVAL_S = 0.002
 class OurModel:
     """One file with one sequence. Times are the engine's own, sampling included."""
 
-    def __init__(self, path: Path, *, num_threads: int, context: int, kv_type: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_threads: int,
+        context: int,
+        kv_type: str,
+        num_daemons: int = 0,
+        transport: str = "auto",
+        cores: Sequence[int] = (),
+    ) -> None:
+        """All experts go to the daemons, if there are any, each with as many threads as we.
+
+        `cores`: what this process and the daemons keep to, if anything.
+        Raises: DflashError if the engine cannot be opened.
+        """
+        if cores:
+            os.sched_setaffinity(0, cores)
         self._bytes_before = anonymous_bytes()
         self._engine = Engine.open(
-            path, backend="cpu", threads=num_threads, context=context, kv_type=kv_type
+            path,
+            daemons=[DaemonSetting("cpu", threads=num_threads)] * num_daemons,
+            backend="cpu",
+            threads=num_threads,
+            context=context,
+            kv_type=kv_type,
+            settings=replace(load_settings(), ipc_transport=transport),
         )
         self._run: Iterator[GeneratedToken] = iter(())
 
@@ -39,6 +66,21 @@ class OurModel:
         run = self._engine.generate(token_ids, num_tokens + 1, ignore_eos=True)
         self._take(run, num_tokens + 1)
         return self._engine.last_generation.decode_tokens_per_s
+
+    def text_after(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Token ids after a prompt."""
+        run = self._engine.generate(token_ids, num_tokens, ignore_eos=True)
+        return [token.token_id for token in run]
+
+    def owners(self) -> dict[str, dict[str, Any]]:
+        """What each owner of experts did so far, by its name.
+
+        Raises: RuntimeError if something was lost or fell back: nobody's speed was measured then.
+        """
+        stats = self._engine.stats()
+        if stats.events:
+            raise RuntimeError(f"the run was disturbed: {stats.events}")
+        return {name: owner.as_record() for name, owner in stats.owners.items()}
 
     def fill(self, token_ids: Sequence[int]) -> None:
         """Begin a generation that `decode` goes on with."""

@@ -1,4 +1,5 @@
-"""Interleaved measurements: every round runs all sides in a random order; statistics of rounds.
+"""Interleaved measurements: every round runs all sides in a random order, every other round in the
+reverse of the order before; statistics of rounds.
 
 Ratios are taken inside a round and then their median, so that a machine whose speed drifts treats
 all sides alike. A round in which some side was interrupted by other programs says little about the
@@ -21,18 +22,29 @@ _QUIET_SWITCHES_PER_S = 20
 """A busy neighbour interrupts a thread some 300 times a second; the system itself seldom."""
 
 
+_QUIET_SHARE = 0.05
+_TICK_S = 0.01
+"""What the kernel counts in; a sample may be off by a few on each core."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One side's value in one round, and how often others took the CPU from it meanwhile."""
+    """One side's value in one round, and how much others disturbed it: 1 or less = it was quiet."""
 
     value: float
-    switches: int
-    wall_s: float
+    disturbance: float
 
-    @property
-    def disturbance(self) -> float:
-        """At most 1 if the sample was quiet."""
-        return self.switches / (_QUIET_SWITCHES + _QUIET_SWITCHES_PER_S * self.wall_s)
+    @classmethod
+    def by_switches(cls, value: float, *, switches: int, wall_s: float) -> Sample:
+        """From how often others took the CPU from the side."""
+        return cls(value, switches / (_QUIET_SWITCHES + _QUIET_SWITCHES_PER_S * wall_s))
+
+    @classmethod
+    def by_cpu_time(cls, value: float, *, others_s: float, wall_s: float, cores: int) -> Sample:
+        """From the CPU time that others used on the side's cores. For sides of several processes,
+        which take the CPU from each other all the time."""
+        allowed_s = cores * (_QUIET_SHARE * wall_s + 2 * _TICK_S)
+        return cls(value, max(0.0, others_s) / allowed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,10 @@ def interleave(
 
     number = -1
     while not is_enough():
-        shuffler.shuffle(order)
+        if number % 2 == 0:
+            shuffler.shuffle(order)
+        else:
+            order.reverse()
         samples = {}
         for name in order:
             time.sleep(SETTLE_S)

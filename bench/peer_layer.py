@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench.llama_api import TensorHead
 from bench.machine import touch_pages
 from bench.peer import GgmlInitParams, PeerError, open_peer
 from bench.workload import Work
@@ -148,7 +149,7 @@ class PeerLayers:
             ids = peer.ggml_new_tensor_2d(context, _I32, 8, 512)
             product = peer.ggml_mul_mat_id(context, weight, x, ids)
             empty = peer.ggml_backend_buft_alloc_buffer(buffer_type, 0)
-            ctypes.c_void_p.from_address(weight + _BUFFER_OFFSET).value = empty
+            TensorHead.from_address(weight).buffer = empty
             supported = bool(peer.ggml_backend_dev_supports_op(self._device, product))
             peer.ggml_backend_buffer_free(empty)
             return supported
@@ -172,10 +173,6 @@ class PeerLayers:
                 raise PeerError("ggml has no memory for the graph")
             self._graphs[key] = graph
         return self._graphs[key]
-
-
-_BUFFER_OFFSET = 8
-"""Of `buffer` in ggml_tensor, after `type`."""
 
 
 class _Graph:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from bench.peer import LlamaBatch, PeerError, open_peer
+from bench.llama_api import Batch, default_context_params, default_model_params, fill_batch
+from bench.peer import PeerError, open_peer
 
 from dflash_protocol.ids import F32Array
 
@@ -35,19 +36,14 @@ class PeerModel:
         repack: bool,
     ) -> None:
         self._peer = peer = open_peer(folder)
-        model_params = peer.llama_model_default_params()
+        model_params = default_model_params(peer.llama)
         model_params.n_gpu_layers = 0
         model_params.load_mode = _LOAD_MAPPED
-        if not model_params.use_extra_bufts or model_params.vocab_only:
-            raise PeerError("llama_model_params is laid out otherwise than peer.py says")
         model_params.use_extra_bufts = repack
         self._model = peer.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise PeerError(f"llama.cpp does not load {path}")
-        params = peer.llama_context_default_params()
-        known = (params.n_ctx, params.n_batch, params.n_ubatch, params.flash_attn_type)
-        if known != (512, _BATCH, 512, -1) or (params.type_k, params.type_v) != (1, 1):
-            raise PeerError("llama_context_params is laid out otherwise than peer.py says")
+        params = default_context_params(peer.llama)
         params.n_ctx = context
         params.n_threads = params.n_threads_batch = num_threads
         params.type_k = params.type_v = _KV_TYPES[kv_type]
@@ -56,7 +52,7 @@ class PeerModel:
         if not self._context:
             raise PeerError("llama.cpp makes no context")
         self._memory = peer.llama_get_memory(self._context)
-        self._batch: LlamaBatch = peer.llama_batch_init(_BATCH, 0, 1)
+        self._batch: Batch = peer.llama_batch_init(_BATCH, 0, 1)
 
     def logits(self, token_ids: Sequence[int], vocab_size: int) -> F32Array:
         """Logits after the last token, from an empty state. Shapes: result [V] float32."""
@@ -89,14 +85,7 @@ class PeerModel:
         return len(token_ids) / (time.perf_counter() - started_s)
 
     def _decode(self, token_ids: Sequence[int], first_position: int) -> None:
-        batch = self._batch
-        batch.n_tokens = len(token_ids)
-        for index, token_id in enumerate(token_ids):
-            batch.token[index] = token_id
-            batch.pos[index] = first_position + index
-            batch.n_seq_id[index] = 1
-            batch.seq_id[index][0] = 0
-            batch.logits[index] = index == len(token_ids) - 1
-        if code := self._peer.llama_decode(self._context, batch):
+        fill_batch(self._batch, token_ids, first_position, all_logits=False)
+        if code := self._peer.llama_decode(self._context, self._batch):
             raise PeerError(f"llama_decode: code {code}")
         self._peer.llama_get_logits_ith(self._context, -1)  # waits until all is computed

@@ -19,22 +19,27 @@ from dflash_protocol import __version__
 RESULTS = Path(__file__).parent / "results"
 
 
-def head(what: str, *, num_threads: int, peer: Mapping[str, object]) -> dict[str, Any]:
-    """What every record begins with. `peer` is the record of its build."""
-    return {
+def head(
+    what: str, *, num_threads: int | None = None, peer: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """What every record begins with. `peer` is the record of its build, where there is one."""
+    record: dict[str, Any] = {
         "what": what,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "commit": commit(),
         "machine": describe(),
-        "threads": num_threads,
         "libraries": {
             "numba": numba.__version__,
             "llvmlite": llvmlite.__version__,
             "numpy": numpy.__version__,
         },
-        "peer": {key: peer[key] for key in _PEER_FACTS},
     }
+    if num_threads is not None:
+        record["threads"] = num_threads
+    if peer is not None:
+        record["peer"] = {key: peer[key] for key in _PEER_FACTS}
+    return record
 
 
 _PEER_FACTS = ("variant", "llama_cpp_python", "llama_cpp", "ggml", "compiler", "flags")
@@ -61,13 +66,17 @@ def save(name: str, record: Mapping[str, Any], tables: str) -> Path:
     RESULTS.mkdir(exist_ok=True)
     cpu = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", "", processor()).lower()).strip("-")
     stem = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{cpu}"
-    peer = record["peer"]
     facts = (
-        f"{record['date']}, version {record['version']} ({record['commit']}), "
-        f"{record['machine']}, {record['threads']} threads. "
-        f"Peer: llama.cpp {peer['llama_cpp']} (ggml {peer['ggml']}, from llama-cpp-python "
-        f"{peer['llama_cpp_python']}), variant {peer['variant']}, {peer['compiler']}."
+        f"{record['date']}, version {record['version']} ({record['commit']}), {record['machine']}"
     )
+    if "threads" in record:
+        facts += f", {record['threads']} threads"
+    facts += "."
+    if peer := record.get("peer"):
+        facts += (
+            f" Peer: llama.cpp {peer['llama_cpp']} (ggml {peer['ggml']}, from llama-cpp-python "
+            f"{peer['llama_cpp_python']}), variant {peer['variant']}, {peer['compiler']}."
+        )
     (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
     path = RESULTS / f"{stem}.md"
     path.write_text(f"# {record['what']}\n\n{facts}\n\n{tables}\n")

@@ -12,12 +12,13 @@ import os
 import resource
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+from bench.cpu_time import family, others_s
 from bench.pairs import Sample
 
 
@@ -74,7 +75,18 @@ class Side:
         Raises: SideError.
         """
         value, switches, wall_s = self.call("", method, *args)
-        return Sample(float(value), switches, wall_s)
+        return Sample.by_switches(float(value), switches=switches, wall_s=wall_s)
+
+    def sample_on(self, cores: Sequence[int], method: str, *args: Any) -> Sample:
+        """The same for a side with child processes, which keeps to these cores: with the CPU time
+        that others used there.
+
+        Raises: SideError.
+        """
+        others_before_s = others_s(cores, self._process.pid)
+        value, _, wall_s = self.call("", method, *args)
+        used_s = others_s(cores, self._process.pid) - others_before_s
+        return Sample.by_cpu_time(float(value), others_s=used_s, wall_s=wall_s, cores=len(cores))
 
     def close(self) -> None:
         """End the process. May be called again."""
@@ -147,7 +159,10 @@ def _serve(
 def _sampled(
     method: Callable[..., object], args: tuple[Any, ...], realtime: bool
 ) -> tuple[object, int, float]:
-    """Result, involuntary context switches of all threads, and wall time of a call."""
+    """Result, involuntary context switches of all threads, and wall time of a call.
+
+    With `realtime`, children have the priority too.
+    """
     if realtime:
         _schedule_all_threads(os.SCHED_FIFO, 1)
     try:
@@ -162,6 +177,8 @@ def _sampled(
 
 
 def _schedule_all_threads(policy: int, priority: int) -> None:
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(int(thread.name), policy, os.sched_param(priority))
+    for process in family(os.getpid()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setscheduler(thread.id, policy, os.sched_param(priority))

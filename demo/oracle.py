@@ -1,7 +1,7 @@
 """Logits of a GGUF file at every position, computed by llama.cpp (the xllamacpp wheel) on the CPU.
 
 Only the C API is used, through ctypes, because the wheel's own Python API returns one position at
-a time. Struct layouts are those of the wheel's llama.cpp build; fields used here are set by offset.
+a time.
 """
 
 from __future__ import annotations
@@ -14,74 +14,27 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xllamacpp
+from bench.llama_api import (
+    EVAL_CALLBACK,
+    LOG_CALLBACK,
+    P,
+    declare,
+    default_context_params,
+    default_model_params,
+    fill_batch,
+    open_wheel,
+    tensor_bytes,
+)
 
-_MODEL_PARAMS_BYTES, _CONTEXT_PARAMS_BYTES = 80, 168
-_USE_EXTRA_BUFFERS_OFFSET = 74
-_N_CTX, _N_BATCH, _N_UBATCH, _N_THREADS, _N_THREADS_BATCH = 0, 4, 8, 28, 32
-_FLASH_ATTENTION_OFFSET = 52
-_CALLBACK_OFFSET = 88
-
-_ModelParams = ct.c_uint8 * _MODEL_PARAMS_BYTES
-_ContextParams = ct.c_uint8 * _CONTEXT_PARAMS_BYTES
-
-
-class _Model(ct.Structure):
-    _fields_ = [("bytes", _ModelParams)]
-
-
-class _Context(ct.Structure):
-    _fields_ = [("bytes", _ContextParams)]
-
-
-class _Batch(ct.Structure):
-    _fields_ = [
-        ("n_tokens", ct.c_int32),
-        ("token", ct.POINTER(ct.c_int32)),
-        ("embd", ct.POINTER(ct.c_float)),
-        ("pos", ct.POINTER(ct.c_int32)),
-        ("n_seq_id", ct.POINTER(ct.c_int32)),
-        ("seq_id", ct.POINTER(ct.POINTER(ct.c_int32))),
-        ("logits", ct.POINTER(ct.c_int8)),
-    ]
-
+_MICRO_BATCH = 512
 
 TensorCallback = Callable[[str, npt.NDArray[np.uint8]], None]
-_EvalCallback = ct.CFUNCTYPE(ct.c_bool, ct.c_void_p, ct.c_bool, ct.c_void_p)
-_LogCallback = ct.CFUNCTYPE(None, ct.c_int, ct.c_char_p, ct.c_void_p)
-_quiet = _LogCallback(lambda level, text, data: None)
+_quiet = LOG_CALLBACK(lambda level, text, data: None)
 
 
 def _load_library() -> ct.CDLL:
-    folder = Path(xllamacpp.__file__).parent
-    lib = ct.CDLL(str(next(folder.glob("xllamacpp*.so"))))
-    pointer, i32 = ct.c_void_p, ct.c_int32
-    signatures: dict[str, tuple[object, list[object]]] = {
-        "llama_model_default_params": (_Model, []),
-        "llama_context_default_params": (_Context, []),
-        "llama_model_load_from_file": (pointer, [ct.c_char_p, _Model]),
-        "llama_init_from_model": (pointer, [pointer, _Context]),
-        "llama_model_get_vocab": (pointer, [pointer]),
-        "llama_vocab_n_tokens": (i32, [pointer]),
-        "llama_get_memory": (pointer, [pointer]),
-        "llama_memory_clear": (None, [pointer, ct.c_bool]),
-        "llama_batch_init": (_Batch, [i32, i32, i32]),
-        "llama_batch_free": (None, [_Batch]),
-        "llama_decode": (i32, [pointer, _Batch]),
-        "llama_get_logits": (ct.POINTER(ct.c_float), [pointer]),
-        "llama_tokenize": (
-            i32, [pointer, ct.c_char_p, i32, ct.POINTER(i32), i32, ct.c_bool, ct.c_bool],
-        ),
-        "llama_free": (None, [pointer]),
-        "llama_model_free": (None, [pointer]),
-        "llama_log_set": (None, [_LogCallback, pointer]),
-        "ggml_get_name": (ct.c_char_p, [pointer]),
-        "ggml_nbytes": (ct.c_size_t, [pointer]),
-        "ggml_backend_tensor_get": (None, [pointer, pointer, ct.c_size_t, ct.c_size_t]),
-    }  # fmt: skip
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
+    lib = open_wheel()
+    declare(lib, {"llama_get_logits": (ct.POINTER(ct.c_float), [P])})
     lib.llama_log_set(_quiet, None)
     return lib
 
@@ -97,27 +50,25 @@ class Oracle:
         path: Path,
         n_ctx: int,
         n_threads: int = 2,
+        *,
         flash_attention: bool = False,
         wanted: Callable[[str], bool] | None = None,
         on_tensor: TensorCallback | None = None,
     ) -> None:
         self._lib = lib = _load_library()
-        model_params = lib.llama_model_default_params()
-        model_params.bytes[_USE_EXTRA_BUFFERS_OFFSET] = 0
+        model_params = default_model_params(lib)
+        model_params.use_extra_bufts = False
         self._model = lib.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {path}")
-        params = lib.llama_context_default_params()
-        settings = {
-            _N_CTX: n_ctx, _N_BATCH: n_ctx, _N_UBATCH: 512, _N_THREADS: n_threads,
-            _N_THREADS_BATCH: n_threads, _FLASH_ATTENTION_OFFSET: int(flash_attention),
-        }  # fmt: skip
-        for offset, value in settings.items():
-            ct.c_int32.from_buffer(params.bytes, offset).value = value
+        params = default_context_params(lib)
+        params.n_ctx = params.n_batch = n_ctx
+        params.n_ubatch = _MICRO_BATCH
+        params.n_threads = params.n_threads_batch = n_threads
+        params.flash_attn_type = int(flash_attention)
         if wanted is not None and on_tensor is not None:
             self._callback = self._make_callback(wanted, on_tensor)
-            address = ct.cast(self._callback, ct.c_void_p).value
-            ct.c_void_p.from_buffer(params.bytes, _CALLBACK_OFFSET).value = address
+            params.cb_eval = ct.cast(self._callback, P)
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise ValueError("llama.cpp cannot create a context")
@@ -132,12 +83,10 @@ class Oracle:
             if not wanted(name):
                 return not ask
             if not ask:
-                raw = np.empty(lib.ggml_nbytes(tensor), np.uint8)
-                lib.ggml_backend_tensor_get(tensor, raw.ctypes.data, 0, raw.nbytes)
-                on_tensor(name, raw)
+                on_tensor(name, tensor_bytes(lib, tensor))
             return True
 
-        return _EvalCallback(callback)
+        return EVAL_CALLBACK(callback)
 
     def __enter__(self) -> Oracle:
         return self
@@ -164,11 +113,7 @@ class Oracle:
         lib, n = self._lib, len(tokens)
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
         batch = lib.llama_batch_init(n, 0, 1)
-        batch.n_tokens = n
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = int(token), i
-            batch.n_seq_id[i], batch.logits[i] = 1, 1
-            batch.seq_id[i][0] = 0
+        fill_batch(batch, tokens, 0, all_logits=True)
         status = lib.llama_decode(self._context, batch)
         lib.llama_batch_free(batch)
         if status:

@@ -17,13 +17,13 @@ import numpy as np
 
 from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_metadata import Metadata
-from dflash_adapters.gguf_shards import Shard, open_shards
+from dflash_adapters.gguf_shards import FileChange, Shard, open_shards, shard_change
 from dflash_adapters.gguf_types import TensorInfo
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import U8Array
 
-__all__ = ["GgufFile", "TensorInfo", "sample_places"]
+__all__ = ["FileChange", "GgufFile", "TensorInfo", "sample_places"]
 
 _NUM_SAMPLES = 8
 _SAMPLE_BYTES = 512
@@ -107,10 +107,43 @@ class GgufFile(Metadata):
             start = offset_bytes - offset_bytes % mmap.PAGESIZE
             shard.mapping.madvise(mmap.MADV_WILLNEED, start, offset_bytes + num_bytes - start)
 
+    def advise_dontneed(self, shard_index: int, offset_bytes: int, num_bytes: int) -> None:
+        """Take the pages that lie wholly within these bytes out of this process's memory.
+
+        They are still there to be read, from the system's cache or the disk.
+        """
+        shard = self._shard(shard_index, offset_bytes, num_bytes)
+        start = offset_bytes + -offset_bytes % mmap.PAGESIZE
+        end = offset_bytes + num_bytes
+        end -= end % mmap.PAGESIZE
+        if end > start:
+            shard.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def change(self) -> FileChange | None:
+        """What happened since it was opened to the file, or the worst of what did to its shards."""
+        self._require_open()
+        changes = [shard_change(shard) for shard in self._shards]
+        for each in (FileChange.WRITTEN, FileChange.REPLACED):
+            if each in changes:
+                return each
+        return None
+
+    def require_unwritten(self) -> None:
+        """Raises: ModelFileError if the file was written to since it was opened: the bytes that are
+        mapped may be other ones than those of `identity`."""
+        self._require_open()
+        for shard in self._shards:
+            if shard_change(shard) is FileChange.WRITTEN:
+                raise ModelFileError(
+                    "was written to while it was in use; start again with the file as it is now",
+                    path=shard.path,
+                )
+
     def identity(self) -> str:
         """SHA-256 of all metadata, the tensor table, the sizes, and samples of every tensor.
 
-        Sampling tells finetunes of one model apart, which share tables and sizes.
+        Sampling tells finetunes of one model apart, which share tables and sizes. Good as long as
+        `require_unwritten` is.
         """
         if self._identity is None:
             self._require_open()

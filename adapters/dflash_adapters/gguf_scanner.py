@@ -40,7 +40,7 @@ _TENSOR_TYPES: dict[int, TensorType] = {int(tensor_type): tensor_type for tensor
 _TENSOR_ROW = [Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]
 
 
-def scan_gguf(fd: int, path: Path, size_bytes: int, shard_index: int = 0) -> Scan:
+def scan_gguf(fd: int, path: Path, size_bytes: int, *, shard_index: int = 0) -> Scan:
     """Read the metadata and tensor table of an open file.
 
     Raises: ModelFileError naming the field and the byte where the file stops making sense.

@@ -13,6 +13,7 @@ import re
 import stat
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from dflash_adapters.gguf_cursor import shown
@@ -29,9 +30,18 @@ MAX_MODEL_TENSORS = 16384
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
+class FileChange(StrEnum):
+    """What has become of a file since it was opened."""
+
+    REPLACED = "replaced"
+    """Its path is another file's, or nobody's; the open one has the bytes it had."""
+    WRITTEN = "written"
+    """It was written to, cut or made longer: what is mapped are other bytes."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One open file of a model."""
+    """One open file of a model; ``stamp`` is what tells it from others and from itself later."""
 
     path: Path
     file: io.FileIO
@@ -40,6 +50,7 @@ class Shard:
     tensors: list[TensorInfo]
     metadata_bytes: int
     mapping: mmap.mmap
+    stamp: os.stat_result
 
     def read(self, offset_bytes: int, num_bytes: int) -> bytes:
         """Bytes read through the descriptor.
@@ -154,7 +165,7 @@ def _open_shard(path: Path, shard_index: int, on_error: ExitStack) -> Shard:
         raise ModelFileError(f"cannot be opened: {reason}", path=path) from error
     if not stat.S_ISREG(opened.st_mode):
         raise ModelFileError("not a regular file", path=path)
-    scan = scan_gguf(file.fileno(), path, opened.st_size, shard_index)
+    scan = scan_gguf(file.fileno(), path, opened.st_size, shard_index=shard_index)
     try:
         mapping = on_error.enter_context(
             mmap.mmap(file.fileno(), opened.st_size, access=mmap.ACCESS_READ)
@@ -170,7 +181,21 @@ def _open_shard(path: Path, shard_index: int, on_error: ExitStack) -> Shard:
         tensors=scan.tensors,
         metadata_bytes=scan.metadata_bytes,
         mapping=mapping,
+        stamp=opened,
     )
+
+
+def shard_change(shard: Shard) -> FileChange | None:
+    """What happened to a file since it was opened, as far as device, inode, size and time say."""
+    now = os.fstat(shard.file.fileno())
+    if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
+        return FileChange.WRITTEN
+    try:
+        there = os.stat(shard.path)
+    except OSError:
+        return FileChange.REPLACED
+    is_same = os.path.samestat(there, shard.stamp)
+    return None if is_same else FileChange.REPLACED
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import psutil
 import zmq
 import zmq.asyncio
 
+from dflash_adapters.gguf_file import FileChange
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol import version1
+from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused, ProtocolError
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
@@ -44,12 +47,14 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import open_segment
 from dflash_protocol.transport import LinkLimits
+from dflash_runtime.experts.held_placements import HeldPlacement
 
 _LOG = logging.getLogger(__name__)
 
 _MAX_LINKS = 64
 _LINK_SILENCE_S = 120.0
 """A link whose parent has not pinged for so long is forgotten."""
+_SWEEP_S = 0.1
 _PROGRESS_S = 0.5
 _GENERATION_BITS = 32
 _HUNG_S = 10.0
@@ -67,8 +72,8 @@ class ControlServer:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         host: ExpertHost,
-        service: ComputeService,
         *,
+        service: ComputeService,
         data_port: int,
         max_tokens: int,
         device: str,
@@ -82,12 +87,14 @@ class ControlServer:
         self._device = device
         self._shared_folder = shared_folder
         self._last_seen_s: dict[str, float] = {}
+        self._held: dict[str, HeldPlacement] = {}
         self._hellos: dict[bytes, asyncio.Task[None]] = {}
         num_experts = host.spec.moe.num_experts_total
         placement_bytes = 4 * (num_experts + 2 * len(host.spec.moe.layers))
         self._socket = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 100)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(HEADER_LIMIT_BYTES, placement_bytes))
+        self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
         if secure is not None:
             secure(self._socket)
         try:
@@ -98,14 +105,16 @@ class ControlServer:
 
     async def run(self) -> None:
         """Serve until cancelled."""
+        sweeping = asyncio.create_task(self._sweep())
         try:
             while True:
                 routing_id, *frames = await self._socket.recv_multipart()
                 await self._handle(routing_id, frames)
         finally:
-            for task in self._hellos.values():
+            tasks = (sweeping, *self._hellos.values())
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._hellos.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._socket.close()
 
     async def _handle(self, routing_id: bytes, frames: list[bytes]) -> None:
@@ -129,10 +138,18 @@ class ControlServer:
             await self._send(routing_id, Refused(error.code, str(error)[:1000]))
 
     async def _pong(self, routing_id: bytes, ping: Ping) -> None:
-        known = self._service.knows_link(ping.link_id)
-        if known:
+        service, limits = self._service, self._service.limits_of(ping.link_id)
+        if limits is not None:
             self._last_seen_s[ping.link_id] = time.monotonic()
-        await self._send(routing_id, Pong(ping.sequence, known, self._service.busy_s))
+        pong = Pong(ping.sequence, limits is not None, service.busy_s)
+        if limits is not None and limits.version > 1:  # the first parents knew no counters
+            pong = replace(
+                pong,
+                num_late=service.num_late,
+                num_stale=service.counters.stale,
+                num_checksum_failures=service.counters.checksum_failures,
+            )
+        await self._send(routing_id, pong)
 
     async def _attach(self, routing_id: bytes, attach: Attach) -> None:
         """Have a link's requests go through memory that the parent has made.
@@ -177,7 +194,8 @@ class ControlServer:
             owned = OwnedExperts.from_bytes(placement, self._host.experts_per_layer)
             if owned.fingerprint != hello.placement_fingerprint:
                 raise ProtocolError("the placement does not match its fingerprint")
-            await self._load(routing_id, owned)
+            held = await self._load(routing_id, owned)
+            free_memory_bytes = psutil.virtual_memory().available
         except ProtocolError as error:
             _LOG.warning("refused a parent: %s", error)
             await self._send(routing_id, Refused(error.code, str(error)[:1000]))
@@ -187,6 +205,7 @@ class ControlServer:
             await self._send(routing_id, Refused("internal", f"loading failed: {error}"[:1000]))
             return
         if self._service.num_links >= _MAX_LINKS:  # others may have come while we were loading
+            self._host.release(held)
             await self._send(routing_id, Refused("busy", f"{_MAX_LINKS} parents are connected"))
             return
         limits = LinkLimits(
@@ -199,7 +218,8 @@ class ControlServer:
             local_ids=version1.local_ids_by_layer(owned, self._host.experts_per_layer),
         )
         link_id = secrets.token_hex(8)
-        self._service.add_link(link_id, limits)
+        self._service.add_link(link_id, limits, held.banks)
+        self._held[link_id] = held
         self._last_seen_s[link_id] = time.monotonic()
         welcome = Welcome(
             version=version,
@@ -210,8 +230,8 @@ class ControlServer:
             device=self._device,
             data_port=self._data_port,
             max_tokens=limits.max_tokens,
-            free_memory_bytes=psutil.virtual_memory().available,
-            pairs_per_second=self._host.pairs_per_second,
+            free_memory_bytes=free_memory_bytes,
+            pairs_per_second=held.pairs_per_second,
             generation=limits.generation,
             payload=limits.payload.value,
             can_share=version > 1 and self._shared_folder is not None,
@@ -226,12 +246,7 @@ class ControlServer:
                 f"protocol versions {hello.versions} and {PROTOCOL_VERSIONS} have none in common",
                 code="version",
             )
-        if hello.model_identity != self._host.identity:
-            raise HandshakeRefused(
-                f"this daemon runs model {self._host.identity[:16]} ({self._host.spec.name}), "
-                f"asked for is model {hello.model_identity[:16]}",
-                code="model",
-            )
+        self._check_model(hello)
         if hello.moe_digest != self._host.spec.moe.digest:
             raise HandshakeRefused(
                 f"this daemon reads the experts as {self._host.spec.moe.digest[:16]}, "
@@ -247,7 +262,27 @@ class ControlServer:
             raise HandshakeRefused(f"{_MAX_LINKS} parents are connected already", code="busy")
         return max(common)
 
-    async def _load(self, routing_id: bytes, owned: OwnedExperts) -> None:
+    def _check_model(self, hello: Hello) -> None:
+        """Raises: HandshakeRefused if it is not ours, or ours is no longer what it was."""
+        change = self._host.file_change()
+        if change is FileChange.WRITTEN:
+            raise HandshakeRefused(
+                "this daemon's file was written to while it was in use; start the daemon again",
+                code="file",
+            )
+        if hello.model_identity != self._host.identity:
+            hint = (
+                "; its file was replaced since it was started: start the daemon again"
+                if change is FileChange.REPLACED
+                else ""
+            )
+            raise HandshakeRefused(
+                f"this daemon runs model {self._host.identity[:16]} ({self._host.spec.name}), "
+                f"asked for is model {hello.model_identity[:16]}{hint}",
+                code="model",
+            )
+
+    async def _load(self, routing_id: bytes, owned: OwnedExperts) -> HeldPlacement:
         """Load off the loop, telling the parent every now and then that we are alive."""
         state = ("compile", 0, 1)
 
@@ -260,12 +295,20 @@ class ControlServer:
             await asyncio.wait([loading], timeout=_PROGRESS_S)
             if not loading.done():
                 await self._send(routing_id, Progress(*state))
-        await loading
-        self._service.set_banks(self._host.banks)
+        return await loading
 
     def _forget(self, link_id: str) -> None:
         self._service.drop_link(link_id)
+        held = self._held.pop(link_id, None)
+        if held is not None:
+            self._host.release(held)
         self._last_seen_s.pop(link_id, None)
+
+    async def _sweep(self) -> None:
+        """Give back what parents had that vanished without a word, memory shared with them too."""
+        while True:
+            await asyncio.sleep(max(_LINK_SILENCE_S, 0.0) / 4 + _SWEEP_S)
+            self._forget_silent_links()
 
     def _forget_silent_links(self) -> None:
         horizon_s = time.monotonic() - _LINK_SILENCE_S

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
+from dflash_adapters.gguf_file import FileChange
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_daemon.control import ControlServer
 from dflash_daemon.host import ExpertHost
@@ -28,6 +31,7 @@ from dflash_protocol import ring_native
 from dflash_protocol.curve import ServerSecurity, server_security
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.notify import Notifier
 from dflash_protocol.parent import end_with_parent
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring_segment import sweep_segments
@@ -35,11 +39,17 @@ from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.compute import BackendName, make_backend
 
+_LOG = logging.getLogger(__name__)
+
 _CONTROL_IO_THREAD = 0
 _DATA_IO_THREADS = (1, 2)
 """Where there are keys: handshakes at the control socket, whose address is known to all, then
 delay no request. A new data connection goes to the thread with the fewest, the first of them if
 equal, which is where the short-lived ones of strangers keep going."""
+_FILE_LOOK_S = 1.0
+"""Time between looks at whether the model's file is still what it was."""
+_HUNG_S = 60.0
+"""Computing one request for longer than this, a daemon lets the service manager's watchdog bark."""
 _OPEN_FILES = 65_536
 """As many connections as strangers can make within a handshake's time limit, many times over."""
 
@@ -64,8 +74,10 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
     Raises: DflashError for anything that a user can put right.
     """
     os.umask(0o077)
+    manager = Notifier.of_environment()
     if options.lifeline_fd is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        manager = Notifier()  # the manager's business is with the parent
         if not end_with_parent(signal.SIGTERM):
             raise DaemonUnavailable("the parent is gone already")
     security = server_security(
@@ -91,7 +103,7 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
             zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
             _guarded(context, security),
         ):
-            asyncio.run(_serve(options, settings, host, context, owned, security))
+            asyncio.run(_serve(options, settings, host, context, owned, security, manager))
     finally:
         host.close()
     if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
@@ -117,12 +129,13 @@ async def _serve(
     context: zmq.Context[zmq.Socket[bytes]],
     owned: OwnedExperts | None,
     security: ServerSecurity | None,
+    manager: Notifier,
 ) -> None:
     """Load what is to be loaded at once, listen, and serve until told to stop."""
     endpoint = options.endpoint
     stop = _stop_event(options.lifeline_fd, host)
     if owned is not None:
-        await asyncio.to_thread(host.load, owned, lambda stage, num_done, num_total: None)
+        host.release(await asyncio.to_thread(host.load, owned, partial(_say_progress, manager)))
     max_frame_bytes = largest_frame_bytes(
         max_tokens=settings.batch_capacity,
         hidden_size=host.spec.hidden_size,
@@ -140,21 +153,21 @@ async def _serve(
             sweep_segments(endpoint.path.parent)
     service = ComputeService(
         context,
-        endpoint.data_address(0) if endpoint.path else f"tcp://{endpoint.host}:*",
+        endpoint.data_address_to_bind(settings.data_port),
         max_frame_bytes=max_frame_bytes,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
         shares_memory=shares_memory,
         spin_s=settings.spin_us * 1e-6,
+        before_sleep=host.backend.rest,
         secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )
-    service.set_banks(host.banks)
     try:
         data_port = service.start()
         control = ControlServer(
             context,
             endpoint.address,
             host,
-            service,
+            service=service,
             data_port=data_port,
             max_tokens=settings.batch_capacity,
             device=options.device,
@@ -167,14 +180,17 @@ async def _serve(
             let_handshakes_yield(_CONTROL_IO_THREAD)
         for path in endpoint.socket_paths:
             path.chmod(0o600)
+        summary = (
+            f"{host.spec.name}, {options.device} ({host.backend.name}), "
+            f"listening on {endpoint.address}"
+        )
         if options.lifeline_fd is None:
-            print(
-                f"dflash-daemon: {host.spec.name}, {options.device} ({host.backend.name}), "
-                f"listening on {endpoint.address}",
-                file=sys.stderr,
-                flush=True,
-            )
-        await _serve_until(stop, control)
+            print(f"dflash-daemon: {summary}", file=sys.stderr, flush=True)
+            # From now on it is told what is loaded for whom. Who spawned a daemon did not ask.
+            logging.getLogger("dflash_daemon").setLevel(logging.INFO)
+        manager.ready(summary)
+        await _serve_until(stop, control, host, _report(manager, service, summary))
+        manager.stopping()
     except zmq.ZMQError as error:
         raise DaemonUnavailable(f"cannot listen on {endpoint.address}: {error.strerror}") from error
     finally:
@@ -183,15 +199,59 @@ async def _serve(
         raise DaemonUnavailable(f"the compute thread failed: {service.failure!r}")
 
 
-async def _serve_until(stop: asyncio.Event, control: ControlServer) -> None:
-    """Serve until `stop` is set. Raises: whatever ended the control server before that."""
-    serving = asyncio.create_task(control.run())
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    serving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
+async def _serve_until(
+    stop: asyncio.Event, control: ControlServer, host: ExpertHost, report: Coroutine[Any, Any, None]
+) -> None:
+    """Serve, and `report` meanwhile, until `stop` is set.
+
+    Raises: ModelFileError if the file was written to; whatever else ended the control server.
+    """
+    tasks = [
+        asyncio.create_task(coroutine)
+        for coroutine in (control.run(), stop.wait(), _watch_file(host), report)
+    ]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    host.cancel_loading()
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _say_progress(manager: Notifier, stage: str, num_done: int, num_total: int) -> None:
+    manager.starting(f"{stage} {num_done}/{num_total}")
+
+
+async def _report(manager: Notifier, service: ComputeService, summary: str) -> None:
+    """Tell the service manager that we are well, for as long as the compute thread is."""
+
+    def is_healthy() -> bool:
+        return service.failure is None and service.busy_s < _HUNG_S
+
+    def status() -> str:
+        if not is_healthy():
+            return f"computing one request for more than {_HUNG_S:.0f} s"
+        return f"{summary}; parents: {service.num_links}"
+
+    await manager.report(is_healthy=is_healthy, status=status)
+
+
+async def _watch_file(host: ExpertHost) -> None:
+    """Say once if the model's file was replaced: its parents are served from the one we have open.
+
+    Raises: ModelFileError once it was written to.
+    """
+    was_replaced = False
+    while True:
+        await asyncio.sleep(_FILE_LOOK_S)
+        host.require_unwritten()
+        if not was_replaced and host.file_change() is FileChange.REPLACED:
+            was_replaced = True
+            _LOG.warning(
+                "%s was replaced; serving the file that was there before until started again",
+                host.model_path,
+            )
 
 
 def _wake_at_signals(loop: asyncio.AbstractEventLoop) -> None:
@@ -253,13 +313,14 @@ def _guarded(
     context: zmq.Context[zmq.Socket[bytes]], security: ServerSecurity | None
 ) -> Iterator[None]:
     """Let nobody but the authorized clients in, and be ready for many others to try."""
-    if security is None:
-        yield
-        return
+    # ZeroMQ ends the process that has no descriptor for a connection.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if security is None:
+        yield
+        return
     authenticator = Authenticator(context, security.clients)
     try:
         yield

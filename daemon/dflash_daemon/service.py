@@ -7,11 +7,11 @@ told which links exist.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import numpy as np
 import zmq
@@ -23,19 +23,25 @@ from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.transports.zmq_stream import StreamServer
 from dflash_runtime.compute import ExpertBank
 
+Banks: TypeAlias = Mapping[int, ExpertBank]
+"""By layer id."""
+
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
-_SOCKET_TURN_S = 0.002
-"""While rings are busy, the socket is looked at so often."""
+_SOCKET_PAUSE_S = 0.002
+"""While rings are busy and nothing has come through the socket lately, it is looked at so often."""
+_SOCKET_LATELY_S = 0.1
+"""For so long after a request the socket has its turn each time: the next is as good as there."""
 
 
 class ComputeService:
-    """Serves the experts of `banks`, which may be set once they are loaded.
+    """Serves every link the experts of its own placement.
 
     `on_failure` is called, from the compute thread, if that ends without being told to.
 
     `secure` puts keys on the data socket. With `shares_memory`, links may also have a ring; rings
-    are looked at for `spin_s` after a request before the thread sleeps.
+    are looked at for `spin_s` after a request before the thread sleeps, which is when
+    `before_sleep` is called.
 
     Owns: the compute thread and, through it, the data socket and the rings.
     """
@@ -49,6 +55,7 @@ class ComputeService:
         on_failure: Callable[[], object] = lambda: None,
         shares_memory: bool = False,
         spin_s: float = 0.0,
+        before_sleep: Callable[[], object] = lambda: None,
         secure: Callable[[zmq.Socket[bytes]], object] | None = None,
     ) -> None:
         self.failure: Exception | None = None
@@ -56,13 +63,17 @@ class ComputeService:
         self._on_failure = on_failure
         self._secure = secure
         self._links: dict[str, LinkLimits] = {}
-        self._banks: dict[int, ExpertBank] = {}
+        self._banks_of: dict[str, Banks] = {}
+        self._banks: Banks = {}
         self.counters = TransportCounters()
-        """Of the data socket."""
+        """Of the data socket and of all shared memory."""
         self.num_late = 0
         """Requests that were dropped because their deadline had passed before they were begun."""
         self._busy_since_s: float | None = None
         self._spin_s = spin_s
+        self._before_sleep = before_sleep
+        self._socket_turn = _Turn()
+        self._socket_looked_at_s = self._socket_served_s = 0.0
         self._rings = SharedServer(counters=self.counters) if shares_memory else None
         self._stop = threading.Event()
         self._port: Future[int] = Future()
@@ -81,11 +92,14 @@ class ComputeService:
         self._thread.start()
         return self._port.result()
 
-    def set_banks(self, banks: dict[int, ExpertBank]) -> None:
-        """From now on these experts are served."""
+    def set_banks(self, banks: Banks) -> None:
+        """From now on these experts are served to links that were added without any."""
         self._banks = banks
 
-    def add_link(self, link_id: str, limits: LinkLimits) -> None:
+    def add_link(self, link_id: str, limits: LinkLimits, banks: Banks | None = None) -> None:
+        """Serve a link; its requests name experts by their local ids in `banks`."""
+        if banks is not None:
+            self._banks_of[link_id] = banks
         self._links[link_id] = limits
 
     def attach(self, link_id: str, segment: Segment) -> None:
@@ -102,6 +116,7 @@ class ComputeService:
     def drop_link(self, link_id: str) -> None:
         if self._links.pop(link_id, None) is not None and self._rings is not None:
             self._rings.drop_link(link_id)
+        self._banks_of.pop(link_id, None)
 
     def limits_of(self, link_id: str) -> LinkLimits | None:
         """What was agreed on with that link, if there is one."""
@@ -160,40 +175,68 @@ class ComputeService:
             if self._rings is not None:
                 self._rings.close()
 
-    def _serve_next(self, server: StreamServer, timeout_s: float) -> bool:
+    def _serve_next(self, server: StreamServer, timeout_s: float) -> str | None:
+        """The link of the request that was served, if there was one."""
         request = server.receive(timeout_s)
-        if request is not None:
-            self._serve(server, request)
-        return request is not None
+        if request is None:
+            return None
+        self._serve(server, request)
+        return request.link_id
 
     def _serve_both(self, server: StreamServer, rings: SharedServer) -> None:
-        """Rings and the socket in turn, so that neither waits for the end of the other's work."""
-        poller = zmq.Poller()
-        registered: tuple[int, ...] = ()
-        poller.register(server.socket, zmq.POLLIN)
-        is_awaited = False
-        socket_looked_at_s = 0.0
+        """Rings and the socket in turn; a turn is one request of each link that has work.
+
+        Within a kind, links take turns as well: `SharedServer` goes from ring to ring, and ZeroMQ
+        from connection to connection. So nobody waits for more than a request or two of another.
+        """
+        others = (server.fd,)
+        is_awaited = is_socket_empty = False
+        ring_turn = _Turn()
         while not self._stop.is_set():
             request = rings.try_receive(spin_s=self._spin_s if is_awaited else 0.0)
             if request is not None:
                 self._serve(rings, request)
                 is_awaited = True
-                now_s = time.monotonic()
-                if now_s - socket_looked_at_s > _SOCKET_TURN_S:
-                    socket_looked_at_s = now_s
-                    self._serve_next(server, 0.0)
+                if ring_turn.ends_with(request.link_id) and self._is_socket_due():
+                    self._serve_socket(server)
+                    is_socket_empty = server.was_empty
                 continue
             is_awaited = False
-            if self._serve_next(server, 0.0) or not rings.prepare_to_sleep():
+            ring_turn.end()
+            # Its descriptor tells only what came since it was last found empty, but costs nothing
+            # to ask while it is asleep; to look takes as long as half a request of a ring.
+            if not is_socket_empty:
+                self._serve_socket(server)
+                is_socket_empty = server.was_empty
                 continue
-            if rings.wake_fds != registered:
-                for fd in registered:
-                    poller.unregister(fd)
-                registered = rings.wake_fds
-                for fd in registered:
-                    poller.register(fd, zmq.POLLIN)
-            poller.poll(math.ceil(_POLL_S * 1e3))
-            rings.awake()
+            self._before_sleep()
+            request = rings.receive(_POLL_S, others=others)
+            if request is not None:
+                self._serve(rings, request)
+                ring_turn.ends_with(request.link_id)
+                is_awaited = True
+            is_socket_empty = request is not None and not rings.are_others_ready
+
+    def _is_socket_due(self) -> bool:
+        """Looking at the socket takes a third of a small request's time: not after every one of
+        them while nothing comes through it."""
+        now_s = time.monotonic()
+        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_LATELY_S else _SOCKET_PAUSE_S
+        return now_s - self._socket_looked_at_s >= pause_s
+
+    def _serve_socket(self, server: StreamServer) -> bool:
+        """The socket's turn. False if it had nothing."""
+        is_served = False
+        while (link_id := self._serve_next(server, 0.0)) is not None:
+            is_served = True
+            if self._socket_turn.ends_with(link_id):
+                break
+        else:
+            self._socket_turn.end()
+        self._socket_looked_at_s = time.monotonic()
+        if is_served:
+            self._socket_served_s = self._socket_looked_at_s
+        return is_served
 
     def _serve(self, server: StreamServer | SharedServer, request: ReceivedRequest) -> None:
         self._busy_since_s = started_s = time.monotonic()
@@ -206,12 +249,13 @@ class ComputeService:
                     f"deadline of {request.header.deadline_ms:.0f} ms",
                     code="late",
                 )
-            bank = self._banks.get(request.header.layer_id)
+            banks = self._banks_of.get(request.link_id, self._banks)
+            bank = banks.get(request.header.layer_id)
             if bank is None:
                 raise ProtocolError(
                     f"no experts of layer {request.header.layer_id} here", code="not_owned"
                 )
-            batch.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
+            request.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
             sums = np.zeros(batch.hidden.shape, dtype=np.float64)
             bank.accumulate(batch, sums)
         except ProtocolError as error:
@@ -225,3 +269,22 @@ class ComputeService:
             server.reply(request, sums, time.monotonic() - started_s)
         finally:
             self._busy_since_s = None
+
+
+class _Turn:
+    """Whose requests were served in the present turn of one kind of links."""
+
+    def __init__(self) -> None:
+        self._served: set[str] = set()
+
+    def ends_with(self, link_id: str) -> bool:
+        """Whether a turn is over: this request is its link's second, and begins the next turn."""
+        is_second = link_id in self._served
+        if is_second:
+            self._served.clear()
+        self._served.add(link_id)
+        return is_second
+
+    def end(self) -> None:
+        """There is no more work."""
+        self._served.clear()

@@ -1,8 +1,9 @@
 """Endpoints: the grammar of addresses, and taking and releasing an ``ipc://`` path.
 
 A link has two sockets. For ``ipc:///path`` they are ``/path`` (control) and ``/path.data``; for
-``tcp://host:port`` the data port is told in the handshake. ZeroMQ silently steals an ipc path that
-is in use, so a lock file beside it says whose it is.
+``tcp://host:port`` the data port is told in the handshake. An IPv6 host stands in brackets, as in
+``tcp://[::1]:5555``, and ZeroMQ has to be told of it: see `is_ipv6`. ZeroMQ silently steals an ipc
+path that is in use, so a lock file beside it says whose it is.
 """
 
 from __future__ import annotations
@@ -55,6 +56,20 @@ class Endpoint:
             return f"ipc://{self.path}.data"
         return f"tcp://{self.host}:{data_port}"
 
+    def data_address_to_bind(self, data_port: int) -> str:
+        """Address for the data socket to listen on; a tcp port of 0 is any that is free."""
+        if self.path is not None or data_port:
+            return self.data_address(data_port)
+        return f"tcp://{self.host}:*"
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether a socket that connects or binds to this address needs ZeroMQ's option IPV6.
+
+    Sockets of other addresses go without: with it, IPv4 peers would be seen under other addresses.
+    """
+    return address.startswith("tcp://[")
+
 
 def parse_endpoint(text: str) -> Endpoint:
     """Raises: SettingsError saying what an endpoint looks like, or that its path is too long."""
@@ -69,9 +84,23 @@ def parse_endpoint(text: str) -> Endpoint:
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
         is_number = port.isascii() and port.isdigit() and len(port) <= 5
-        if host and is_number and 0 < int(port) < 65536:
+        if _is_host(host) and is_number and 0 < int(port) < 65536:
             return Endpoint(text, None, host, int(port))
-    raise SettingsError(f"endpoint {text!r} is neither ipc:///absolute/path nor tcp://host:port")
+    raise SettingsError(
+        f"endpoint {text!r} is neither ipc:///absolute/path nor tcp://host:port, "
+        "where an IPv6 host stands in brackets"
+    )
+
+
+def _is_host(text: str) -> bool:
+    """A name, an IPv4 address, ``*``, or an IPv6 address in brackets."""
+    if not text.startswith("["):
+        return bool(text) and not any(sign in text for sign in ":[]")
+    if not text.endswith("]"):
+        return False
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text[1:-1]).packed)
+    return False
 
 
 class IpcClaim:

@@ -14,7 +14,9 @@ data, v. 1  ComputeBatch → ComputeStatus: `version1`
 ==========  ==========================================================================
 
 Hello and Welcome are how versions are agreed upon, so both sides read them before they know what
-the other one is: fields they do not know are passed over, and later fields have defaults.
+the other one is: fields they do not know are passed over, and later fields have defaults. So it is
+with Pong, in which a daemon may come to say more. A later field at its default is not sent, so that
+a peer which knows no such field, and is strict about it, reads the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ HEADER_LIMIT_BYTES = 16 << 10
 _TEXT_LIMIT = 4096
 _INT_LIMIT = 1 << 62
 
-Frames: TypeAlias = list[bytes | memoryview]
+Frames: TypeAlias = list[bytes | bytearray | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,19 @@ class Ping(Message):
 class Pong(Message):
     """Daemon → parent: yes; the compute thread has spent ``busy_s`` on its present request.
 
-    ``known`` is false if the daemon has forgotten the link: the parent must say Hello again.
+    ``known`` is false if the daemon has forgotten the link: the parent must say Hello again. The
+    daemon's own counters, of all its links since it started: requests that it dropped since their
+    deadline had passed before they were begun (``num_late``), messages of another link, repeated or
+    out of order (``num_stale``), messages that were damaged (``num_checksum_failures``).
     """
 
     TYPE: ClassVar[str] = "pong"
     sequence: int
     known: bool
     busy_s: float
+    num_late: int = 0
+    num_stale: int = 0
+    num_checksum_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +226,7 @@ _RECORDS: dict[str, type[Message]] = {
         ComputeBatch, ComputeStatus,
     )
 }  # fmt: skip
-_HANDSHAKE = (Hello, Welcome)
+_EXTENSIBLE = (Hello, Welcome, Pong)
 
 
 def _is_int(value: object) -> bool:
@@ -240,13 +248,17 @@ _FIELDS: dict[type[Message], dict[str, Any]] = {
 }
 _DEFAULTS: dict[type[Message], dict[str, Any]] = {
     record: {field.name: field.default for field in fields(record) if field.default is not MISSING}
-    for record in _HANDSHAKE
+    for record in _EXTENSIBLE
 }
 
 
 def encode_header(message: Message) -> bytes:
     """A message's header."""
-    values = {name: getattr(message, name) for name in _FIELDS[type(message)]}
+    record = type(message)
+    values = {name: getattr(message, name) for name in _FIELDS[record]}
+    for name, default in _DEFAULTS.get(record, {}).items():
+        if values[name] == default:
+            del values[name]
     values["type"] = message.TYPE
     # Reasons may quote file names, which need not be valid text; the peer would refuse them.
     header: bytes = msgpack.packb(values, unicode_errors="replace")

@@ -6,17 +6,17 @@ A data message is one frame, or several if its arrays are large::
               arrays   one after the other, unless they have frames of their own
     frame 1…  an array each
 
-    offset  0  uint32  CRC-32 of all that follows, further frames included
-            4  uint8   kind: 1 request, 2 reply, 3 failure
-            5  uint8   phase, as its place in _PHASES (request)
-            6  uint8   payload type, as its place in _PAYLOADS
-            7  uint8   frames that follow
-            8  uint64  sequence
-           16  uint64  generation of the link
-           24  uint32  layer (request), num_tokens, num_groups (request), num_pairs (request)
-           40  float64 deadline in ms (request); compute_s (reply)
-           48  float64 sender's clock in s (request); queue_s (reply)
-           56          zeros
+    offset  0  uint64  XXH3 of all that follows, further frames included
+            8  uint8   kind: 1 request, 2 reply, 3 failure
+            9  uint8   phase, as its place in _PHASES (request)
+           10  uint8   payload type, as its place in _PAYLOADS
+           11  uint8   frames that follow
+           12  uint32  layer (request)
+           16  uint64  sequence
+           24  uint64  generation of the link
+           32  uint32  num_tokens, num_groups (request), num_pairs (request), zero
+           48  float64 deadline in ms (request); compute_s (reply)
+           56  float64 sender's clock in s (request); queue_s (reply)
 
     request   routing = expert_ids [G] ‖ group_starts [G+1] ‖ token_indices [P] int32 ‖ weights [P]
               hidden [T, H] of the header's payload type
@@ -34,11 +34,11 @@ from __future__ import annotations
 import math
 import struct
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
+import xxhash
 
 from dflash_protocol.errors import ProtocolError, one_line
 from dflash_protocol.ids import F64Array, Phase
@@ -62,10 +62,9 @@ _REASON_LIMIT_BYTES = 2048
 _REQUEST, _REPLY, _FAILURE = 1, 2, 3
 _PHASES = (Phase.PREFILL, Phase.DECODE, Phase.VERIFY)
 _PAYLOADS = (PayloadType.F64, PayloadType.F32, PayloadType.F16, PayloadType.BF16)
-_CHECKSUM_BYTES = 4
-_HEADER = struct.Struct("<IBBBBQQIIIIdd8x")
-_SEALED = struct.Struct("<BBBBQQIIIIdd8x")
-"""The header behind its checksum."""
+_HEADER = struct.Struct("<QBBBBIQQIII4xdd")
+_CHECKSUM = struct.Struct("<Q")
+_NUM_MORE_AT, _SEQUENCE_AT = 11, 16
 HEADER_BYTES = _HEADER.size
 
 
@@ -93,28 +92,46 @@ def seal(
     `num_bytes` is the size of all arrays together.
     """
     num_more = 0 if num_bytes <= INLINE_LIMIT_BYTES else len(arrays)
-    header = _SEALED.pack(
-        kind,
-        _PHASES.index(phase),
-        _PAYLOADS.index(payload),
-        num_more,
-        sequence,
-        generation,
-        *counts,
-        *times,
+    layer_id, num_tokens, num_groups, num_pairs = counts
+    first = bytearray(
+        _HEADER.pack(
+            0,
+            kind,
+            _PHASES.index(phase),
+            _PAYLOADS.index(payload),
+            num_more,
+            layer_id,
+            sequence,
+            generation,
+            num_tokens,
+            num_groups,
+            num_pairs,
+            *times,
+        )
     )
     if not num_more:
-        body = b"".join((header, *arrays))
-        return [zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body]
-    running = zlib.crc32(header)
-    for array in arrays:
-        running = zlib.crc32(array, running)
-    return [running.to_bytes(_CHECKSUM_BYTES, "little") + header, *arrays]
+        first = bytearray().join((first, *arrays))
+        _CHECKSUM.pack_into(first, 0, checksum_of([first]))
+        return [first]
+    frames: Frames = [first, *arrays]
+    _CHECKSUM.pack_into(first, 0, checksum_of(frames))
+    return frames
+
+
+def checksum_of(frames: Sequence[bytes | bytearray | memoryview]) -> int:
+    """Of all bytes of a message but the first eight, where it belongs."""
+    head = memoryview(frames[0])[_CHECKSUM.size :]
+    if len(frames) == 1:
+        return xxhash.xxh3_64_intdigest(head)
+    running = xxhash.xxh3_64(head)
+    for frame in frames[1:]:
+        running.update(frame)
+    return running.intdigest()
 
 
 def is_single(frame: bytes) -> bool:
     """Whether a message says that this first frame is its only one."""
-    return len(frame) >= HEADER_BYTES and not frame[7]
+    return len(frame) >= HEADER_BYTES and not frame[_NUM_MORE_AT]
 
 
 def sequence_of(frames: Sequence[bytes | memoryview]) -> int:
@@ -124,7 +141,7 @@ def sequence_of(frames: Sequence[bytes | memoryview]) -> int:
     """
     if not frames or len(frames[0]) < HEADER_BYTES:
         return 0
-    return int.from_bytes(frames[0][8:16], "little")
+    return int.from_bytes(frames[0][_SEQUENCE_AT : _SEQUENCE_AT + 8], "little")
 
 
 _Header: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, float, float]
@@ -142,13 +159,9 @@ def _unseal(
         raise ProtocolError("a message without a header")
     head = memoryview(frames[0])
     header = _HEADER.unpack_from(head)
-    running = zlib.crc32(head[_CHECKSUM_BYTES:])
-    num_more = len(frames) - 1
-    if num_more:
-        for frame in frames[1:]:
-            running = zlib.crc32(frame, running)
-    if running != header[0]:
+    if checksum_of(frames) != header[0]:
         raise ProtocolError("the message was damaged on its way", code="checksum")
+    num_more = len(frames) - 1
     if header[4] != num_more or not (math.isfinite(header[11]) and math.isfinite(header[12])):
         raise ProtocolError("a header that cannot be")
     if not num_more:
@@ -202,8 +215,8 @@ def decode_request(
     Raises: ProtocolError before anything is allocated; `sequence_of` says whose.
     """
     header, arrays = _unseal(frames)
-    _, kind, phase_code, payload_code, _, sequence, generation = header[:7]
-    layer_id, num_tokens, num_groups, num_pairs, deadline_ms, sent_s = header[7:]
+    _, kind, phase_code, payload_code, _, layer_id, sequence, generation = header[:8]
+    num_tokens, num_groups, num_pairs, deadline_ms, sent_s = header[8:]
     if kind != _REQUEST:
         raise ProtocolError(f"a message of kind {kind} where requests belong", code="unknown_type")
     if generation != limits.generation:
@@ -331,7 +344,7 @@ class ParentCodec:
             self._counters.checksum_failures += 1
             sequence = sequence_of(frames)
             return (sequence, error) if sequence in num_tokens_of else None
-        _, kind, _, payload_code, _, sequence, generation = header[:7]
+        _, kind, _, payload_code, _, _, sequence, generation = header[:8]
         num_tokens = num_tokens_of.get(sequence)
         if num_tokens is None or generation != self._generation:
             self._counters.stale += 1

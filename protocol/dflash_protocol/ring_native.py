@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import cache_directory, load_settings
+from dflash_protocol.settings import cache_directory_in_use
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,17 +31,31 @@ _LOG = logging.getLogger(__name__)
     GENERATION, NUM_SLOTS, SLOT_IDX, MAX_TOKENS, HIDDEN_SIZE, MAX_PAIRS, MAX_EXPERTS_USED, NARROW,
     LAST, REFUSED, BUSY,
     HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
-) = range(23)  # fmt: skip
-LEAST_LAG, WAITED, HEADER, STATE = 23, 31, 32, 48
+    LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES,
+) = range(28)  # fmt: skip
+ROUTING_BOUND, WAITED, HEADER, STATE = 30, 31, 32, 48
 PORT_WORDS = 80
 """NARROW: the payload type that is allowed besides the wide one. LAST: the sequence that was taken
 last. REFUSED: a word that was refused, so that it is counted once. BUSY: 1 while a request that was
-taken is not answered. LEAST_LAG, of a link's first slot: float64, the least time from a request's
-stamp to its being read. WAITED: float64, how long the taken request had been waiting. From HEADER
-on, the copy of the slot's header; from STATE on, the checksum's lanes."""
+taken is not answered. BELL: the other side's. ENTRIES, of a client: address of what it polls.
+ROUTING_BOUND: for how many experts at least the routing of the taken request is sound, 0 if for
+none. WAITED: float64, how long that request had been waiting. From HEADER on, the copy of the
+slot's header; from STATE on, the checksum's lanes.
 
-NUM_LINKS, NEXT_LINK, FIRST_LINK = range(3)
-"""A server's table: how many links, whose turn it is, address of each one's first port."""
+Of a link's first slot, at the server: LEAST_LAG, float64, the least time from a request's stamp to
+its being read; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell was found rung and
+is not silenced yet."""
+
+NUM_LINKS, NEXT_LINK, IS_QUICK, FIRST_LINK = range(4)
+"""A server's table: how many links, whose turn it is, 1 if the last request came soon after the
+reply before, address of each one's first port."""
+
+POLLIN = 1 << 32
+FOUND_SHIFT = 48
+"""Entries for poll(2): descriptor | POLLIN, and what was found from bit FOUND_SHIFT on."""
+CLIENT_RUNG = 2
+"""Behind the two entries of a client, its bell and what is readable once its link is lost: as RUNG
+of a server."""
 
 NOTHING, FAILURE, OUT_OF_RANGE, BAD_ARRAYS, TOO_LARGE = range(-1, -6, -1)
 (
@@ -65,6 +79,8 @@ VIOLATIONS = {
 
 STATUS_BITS = 8
 NUM_PHASES = 3
+QUICK_NS = 100_000
+"""A server spins for the next request if the last one came so soon after the reply before it."""
 NUM_LOOKS = 16
 """Looks at the words between two looks at the clock."""
 
@@ -76,26 +92,22 @@ class Kernels(NamedTuple):
     """The compiled functions. What is neither an array nor a time in float64 is int64."""
 
     send_request: Callable[..., int]
-    """(port, sequence, layer_id, phase, payload, deadline_ms, sent_s, hidden [T, H] float32,
-    expert_ids [G], group_starts [G+1], token_indices [P] int32, weights [P] float32): twice the
-    payload bytes, plus 1 if the bell must be rung; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a
-    narrow type, and nothing was published."""
+    """(port, sequence, layer_id, phase, payload, deadline_ms, hidden [T, H] float32,
+    expert_ids [G], group_starts [G+1], token_indices [P] int32, weights [P] float32): payload
+    bytes; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a narrow type, and nothing was published."""
     send_reply: Callable[..., int]
     """(port, sequence, payload, compute_s, queue_s, sums [T, H] float64): as send_request."""
     send_failure: Callable[..., int]
     """(port, sequence, text [n] uint8, n a multiple of 4): as send_request."""
-    poll: Callable[..., int]
-    """(table, spin_ns): NOTHING, or (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation.
-    What was taken lies in the port's private arrays."""
+    next_request: Callable[..., int]
+    """(table, spin_ns, entries address, number of them, timeout_ms): NOTHING, or
+    (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation; what was taken lies in the port's
+    private arrays. Spins; then, if there is a timeout, sleeps. Entries are what poll(2) is asked:
+    every link's bell in the table's order, then others; what was found is left in them."""
     receive_reply: Callable[..., int]
-    """(port, sequence, spin_ns, sums [T, H] float64): payload bytes; or NOTHING; or FAILURE, whose
-    text is in the private array; or FAILURE - violation."""
-    prepare_to_sleep: Callable[..., bool]
-    """(table): set all links' flags; false if something is waiting after all."""
-    awake: Callable[..., None]
-    """(table): clear all links' flags."""
-    set_flag: Callable[..., None]
-    """(address, value), sequentially consistent."""
+    """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes; or NOTHING; or
+    FAILURE, whose text is in the private array; or FAILURE - violation. Spins, then sleeps; returns
+    early if the link is lost, or a signal came."""
     load_word: Callable[..., int]
     """(address), sequentially consistent."""
     checksum: Callable[..., int]
@@ -146,15 +158,12 @@ def kernels() -> Kernels:
     indices, floats = array(types.int32, 1), array(types.float32, 1)
     signatures = {
         "send_request": (
-            *(i64,) * 5, f64, f64, array(types.float32, 2), indices, indices, indices, floats,
+            *(i64,) * 5, f64, array(types.float32, 2), indices, indices, indices, floats,
         ),
         "send_reply": (i64, i64, i64, f64, f64, array(f64, 2)),
         "send_failure": (i64, i64, array(types.uint8, 1)),
-        "poll": (i64, i64),
-        "receive_reply": (i64, i64, i64, types.Array(f64, 2, "C")),
-        "prepare_to_sleep": (i64,),
-        "awake": (i64,),
-        "set_flag": (i64, i64),
+        "next_request": (i64,) * 5,
+        "receive_reply": (i64, i64, i64, i64, types.Array(f64, 2, "C")),
         "load_word": (i64,),
         "checksum": (i64,) * 5,
     }  # fmt: skip
@@ -165,9 +174,9 @@ def kernels() -> Kernels:
             kernel._cache = _cache_of(kernel.py_func, folder)
         kernel.compile(signature)
         kernel.disable_compile()
-        # What takes but numbers needs no dispatch on types, which costs as much as the call.
-        is_plain = all(each in (i64, f64) for each in signature)
-        compiled[name] = kernel.overloads[signature].entry_point if is_plain else kernel
+        # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
+        # elements is still checked; who calls sees to its dimensions, and that it has no gaps.
+        compiled[name] = kernel.overloads[signature].entry_point
     return Kernels(**compiled)
 
 
@@ -215,7 +224,7 @@ def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
 def _cache_folder() -> Path | None:
     """Made and writable, or None after a warning."""
     try:
-        parent = cache_directory(load_settings())
+        parent = cache_directory_in_use()
         folder = parent / f"{_FOLDER_PREFIX}{_sources_digest()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.touch()  # the last use, by which old ones are told

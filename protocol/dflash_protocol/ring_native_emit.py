@@ -28,6 +28,7 @@ _ODD_32 = 0x9E3779B1
 _ODD_64, _ODD_64_LEFT = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _LANES = 64
 _CLOCK_MONOTONIC = 1
+_DRAIN_BYTES = 64
 
 ir: Any = llvmlite.ir
 types: Any = numba.types
@@ -37,7 +38,7 @@ _signature: Any = getattr(numba.core.typing, "signature")  # noqa: B009
 _lower_builtin: Any = numba.core.imputils.lower_builtin
 _intrinsic: Any = numba.extending.intrinsic
 i64, f64, void = types.int64, types.float64, types.void
-I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _STATE_TYPE = ir.VectorType(I32, _LANES)
 helper: Any = numba.njit(nogil=True, error_model="numpy")
@@ -91,6 +92,11 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
 @primitive(i64, i64)
 def load(builder: Any, address: Any) -> Any:
     return builder.load(_pointer(builder, address, I64))
+
+
+@primitive(i64, i64)
+def load_int32(builder: Any, address: Any) -> Any:
+    return builder.sext(builder.load(_pointer(builder, address, I32)), I64)
 
 
 @primitive(void, i64, i64)
@@ -151,6 +157,39 @@ def monotonic_ns(builder: Any) -> Any:
         builder.load(builder.gep(time, [I32(0), I32(index)])) for index in range(2)
     )
     return builder.add(builder.mul(seconds, I64(10**9)), nanoseconds)
+
+
+# -- the operating system ---------------------------------------------------------------------
+
+
+@primitive(void, i64)
+def ring_bell(builder: Any, bell: Any) -> None:
+    """Put a byte into a pipe. One that is too full to take it is ringing already."""
+    byte = cgutils.alloca_once_value(builder, I8(ord("!")))
+    kind = ir.FunctionType(I64, [I32, byte.type, I64])
+    arguments = [builder.trunc(bell, I32), byte, I64(1)]
+    builder.call(_external(builder, kind, "write"), arguments)
+
+
+@primitive(void, i64)
+def silence_bell(builder: Any, bell: Any) -> None:
+    """Take what was rung. What one read leaves wakes its sleeper once more, for nothing."""
+    room = cgutils.alloca_once(builder, I8, size=I32(_DRAIN_BYTES))
+    kind = ir.FunctionType(I64, [I32, room.type, I64])
+    arguments = [builder.trunc(bell, I32), room, I64(_DRAIN_BYTES)]
+    builder.call(_external(builder, kind, "read"), arguments)
+
+
+@primitive(i64, i64, i64, i64)
+def poll(builder: Any, entries: Any, count: Any, timeout_ms: Any) -> Any:
+    """poll(2): how many of `count` descriptors are ready, 0 after the timeout, -1 if a signal came.
+
+    An entry is a word: descriptor, events << 32, and what was found << 48.
+    """
+    address = builder.inttoptr(entries, I64.as_pointer())
+    kind = ir.FunctionType(I32, [address.type, I64, I32])
+    arguments = [address, count, builder.trunc(timeout_ms, I32)]
+    return builder.sext(builder.call(_external(builder, kind, "poll"), arguments), I64)
 
 
 def _external(builder: Any, kind: Any, name: str) -> Any:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dflash_protocol import ring
 from dflash_protocol import ring_native as native
 from dflash_protocol import ring_native_emit as emit
-from dflash_protocol.ring_native_emit import helper, load, store
+from dflash_protocol.ring_native_emit import helper, load, load_int32, store
 
 HEADER, STATE = 8 * native.HEADER, 8 * native.STATE
 LINE = ring.LINE_BYTES
+MS = 10**6
 
 
 @helper
@@ -60,8 +61,9 @@ def publish(port, slot, word, sequence, num_bytes):
         store(slot + 8 * index, load(header + 8 * index))
     emit.store_ordered(word, sequence)
     peer_sleeps = field(port, native.PEER_SLEEPS)
-    must_ring = emit.load_ordered(peer_sleeps) != 0 and emit.exchange(peer_sleeps, 0) != 0
-    return 2 * num_bytes + (1 if must_ring else 0)
+    if emit.load_ordered(peer_sleeps) != 0 and emit.exchange(peer_sleeps, 0) != 0:
+        emit.ring_bell(field(port, native.BELL))
+    return num_bytes
 
 
 # -- the client -----------------------------------------------------------------------------------
@@ -74,7 +76,6 @@ def send_request(
     phase,
     payload,
     deadline_ms,
-    sent_s,
     hidden,
     expert_ids,
     group_starts,
@@ -100,7 +101,7 @@ def send_request(
     store(header + 8 * ring.PAIRS, num_pairs)
     store(header + 8 * ring.PHASE, phase)
     emit.store_time(header + 8 * ring.TIME, deadline_ms)
-    emit.store_time(header + 8 * ring.OTHER_TIME, sent_s)
+    emit.store_time(header + 8 * ring.OTHER_TIME, 1e-9 * emit.monotonic_ns())
     slot, state = field(port, native.REQUEST_SLOT), port + STATE
     emit.start_checksum(state)
     to, source, count = slot + ring.HEADER_BYTES, emit.address_of(hidden), num_tokens * hidden_size
@@ -159,7 +160,46 @@ def reply_violation(port, sequence, num_tokens):
     return 0
 
 
-def receive_reply(port, sequence, spin_ns, sums):
+@helper
+def timeout_ms(now_ns, end_ns):
+    """For poll(2): what is left, rounded up."""
+    return max((end_ns - now_ns + (MS - 1)) // MS, 0)
+
+
+@helper
+def sleep_for_reply(port, sequence, wait_ns):
+    """Until the word is another than those we know, the time is up, or something else is to be
+    looked at."""
+    word, sleeps = field(port, native.REPLY_WORD), field(port, native.SLEEPS)
+    entries = field(port, native.ENTRIES)
+    if load(entries + 8 * native.CLIENT_RUNG) != 0:
+        emit.silence_bell(load(entries) & 0xFFFFFFFF)
+        store(entries + 8 * native.CLIENT_RUNG, 0)
+    now_ns = emit.monotonic_ns()
+    end_ns = now_ns + wait_ns
+    # First the flag, then the look: see the argument in `ring`.
+    emit.store_ordered(sleeps, 1)
+    num_ready = 0
+    while num_ready == 0 and not is_news(port, sequence, emit.load_ordered(word)):
+        if now_ns >= end_ns:
+            break
+        num_ready = emit.poll(entries, 2, timeout_ms(now_ns, end_ns))
+        now_ns = emit.monotonic_ns()
+    emit.store_ordered(sleeps, 0)
+    if num_ready > 0:
+        # To be silenced before the next sleep, when nobody waits for that.
+        store(entries + 8 * native.CLIENT_RUNG, load(entries) >> native.FOUND_SHIFT)
+    return emit.load_acquire(word)
+
+
+@helper
+def is_news(port, sequence, found):
+    return found == sequence or (
+        found != field(port, native.LAST) and found != field(port, native.REFUSED)
+    )
+
+
+def receive_reply(port, sequence, spin_ns, wait_ns, sums):
     word = field(port, native.REPLY_WORD)
     found = emit.load_acquire(word)
     if found != sequence and spin_ns > 0:
@@ -170,8 +210,10 @@ def receive_reply(port, sequence, spin_ns, sums):
                 found = emit.load_acquire(word)
                 if found == sequence:
                     break
+    if wait_ns > 0 and not is_news(port, sequence, found):
+        found = sleep_for_reply(port, sequence, wait_ns)
     if found != sequence:
-        if found != field(port, native.LAST) and found != field(port, native.REFUSED):
+        if is_news(port, sequence, found):
             store(port + 8 * native.REFUSED, found)
             return native.FAILURE - native.STALE
         return native.NOTHING
@@ -201,6 +243,14 @@ def receive_reply(port, sequence, spin_ns, sums):
 
 
 # -- the server -----------------------------------------------------------------------------------
+
+
+@helper
+def set_flags(table, value):
+    """Of all links: whether they must ring."""
+    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+        port = load(table + 8 * (native.FIRST_LINK + link_idx))
+        emit.store_ordered(field(port, native.SLEEPS), value)
 
 
 @helper
@@ -262,11 +312,11 @@ def request_violation(port, sequence):
 
 
 @helper
-def note_waiting(link, port):
+def note_waiting(link, port, now_ns):
     """How long the request lay there: what its time from stamp to now is above the least such time
     of the link. Both ends read one clock, but a container may shift its own by a constant."""
     sent_s = emit.load_time(port + HEADER + 8 * ring.OTHER_TIME)
-    lag_s = 1e-9 * emit.monotonic_ns() - sent_s
+    lag_s = 1e-9 * now_ns - sent_s
     least_lag_s = emit.load_time(link + 8 * native.LEAST_LAG)
     if lag_s < least_lag_s:
         least_lag_s = lag_s
@@ -275,7 +325,38 @@ def note_waiting(link, port):
 
 
 @helper
-def take(port):
+def index(address, position):
+    """An int32 of an array."""
+    return load_int32(address + 4 * position)
+
+
+@helper
+def routing_bound(port):
+    """As RoutedBatch.check: one more than the largest expert id of what was taken, at least 1; 0 if
+    the private arrays do not hold together."""
+    header = port + HEADER
+    num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
+    num_pairs, ids = load(header + 8 * ring.PAIRS), field(port, native.EXPERT_IDS)
+    starts, tokens = field(port, native.GROUP_STARTS), field(port, native.TOKEN_INDICES)
+    if index(starts, 0) != 0 or index(starts, num_groups) != num_pairs:
+        return 0
+    last_id, first = -1, 0
+    for group in range(num_groups):
+        expert_id, end = index(ids, group), index(starts, group + 1)
+        if expert_id <= last_id or end <= first or end > num_pairs:
+            return 0
+        last_token = -1
+        for pair in range(first, end):
+            token = index(tokens, pair)
+            if token <= last_token or token >= num_tokens:
+                return 0
+            last_token = token
+        last_id, first = expert_id, end
+    return max(last_id + 1, 1)
+
+
+@helper
+def take(table, port):
     """Copy what a slot holds into the port's private arrays; 0, or the violation."""
     sequence = emit.load_acquire(field(port, native.REQUEST_WORD))
     slot_idx, num_slots = field(port, native.SLOT_IDX), field(port, native.NUM_SLOTS)
@@ -317,13 +398,41 @@ def take(port):
         return native.WRONG_CHECKSUM
     store(port + 8 * native.LAST, sequence)
     store(port + 8 * native.BUSY, 1)
-    note_waiting(port - 8 * native.PORT_WORDS * slot_idx, port)
+    store(port + 8 * native.ROUTING_BOUND, routing_bound(port))
+    link, now_ns = port - 8 * native.PORT_WORDS * slot_idx, emit.monotonic_ns()
+    note_waiting(link, port, now_ns)
+    is_quick = now_ns - field(link, native.REPLIED_NS) < native.QUICK_NS
+    store(table + 8 * native.IS_QUICK, 1 if is_quick else 0)
     return 0
 
 
-def poll(table, spin_ns):
+@helper
+def sleep_for_request(table, entries, num_entries, timeout_ms):
+    """What `find` finds when some bell is rung or something else is ready, or the time is up."""
+    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+        port, entry = load(table + 8 * (native.FIRST_LINK + link_idx)), entries + 8 * link_idx
+        if field(port, native.RUNG) != 0:
+            emit.silence_bell(load(entry) & 0xFFFFFFFF)
+            store(port + 8 * native.RUNG, 0)
+    # First the flags, then the look: see the argument in `ring`.
+    set_flags(table, 1)
     place = find(table)
-    if place < 0 and spin_ns > 0:
+    if place < 0:
+        num_ready = emit.poll(entries, num_entries, timeout_ms)
+        place = find(table)
+        if num_ready > 0:
+            for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+                port = load(table + 8 * (native.FIRST_LINK + link_idx))
+                # To be silenced before the next sleep, when nobody waits for that.
+                found = load(entries + 8 * link_idx) >> native.FOUND_SHIFT
+                store(port + 8 * native.RUNG, found)
+    set_flags(table, 0)
+    return place
+
+
+def next_request(table, spin_ns, entries, num_entries, timeout_ms):
+    place = find(table)
+    if place < 0 and spin_ns > 0 and load(table + 8 * native.IS_QUICK) != 0:
         end_ns = emit.monotonic_ns() + spin_ns
         while place < 0 and emit.monotonic_ns() < end_ns:
             for _ in range(native.NUM_LOOKS):
@@ -331,12 +440,14 @@ def poll(table, spin_ns):
                 place = find(table)
                 if place >= 0:
                     break
+    if place < 0 and timeout_ms > 0:
+        place = sleep_for_request(table, entries, num_entries, timeout_ms)
     if place < 0:
         return native.NOTHING
     link_idx, slot_idx = place // ring.MAX_SLOTS, place % ring.MAX_SLOTS
     store(table + 8 * native.NEXT_LINK, link_idx + 1)
     port = load(table + 8 * (native.FIRST_LINK + link_idx))
-    violation = take(port + 8 * native.PORT_WORDS * slot_idx)
+    violation = take(table, port + 8 * native.PORT_WORDS * slot_idx)
     return (place << native.STATUS_BITS) | violation
 
 
@@ -362,7 +473,10 @@ def send_reply(port, sequence, payload, compute_s, queue_s, sums):
     if is_large != 0:
         return native.OUT_OF_RANGE
     store(port + 8 * native.BUSY, 0)
-    return publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)
+    status = publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)
+    link = port - 8 * native.PORT_WORDS * field(port, native.SLOT_IDX)
+    store(link + 8 * native.REPLIED_NS, emit.monotonic_ns())
+    return status
 
 
 def send_failure(port, sequence, text):
@@ -377,24 +491,7 @@ def send_failure(port, sequence, text):
     return publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)
 
 
-def prepare_to_sleep(table):
-    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
-        port = load(table + 8 * (native.FIRST_LINK + link_idx))
-        emit.store_ordered(field(port, native.SLEEPS), 1)
-    return find(table) < 0
-
-
-def awake(table):
-    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
-        port = load(table + 8 * (native.FIRST_LINK + link_idx))
-        emit.store_ordered(field(port, native.SLEEPS), 0)
-
-
 # -- both -----------------------------------------------------------------------------------------
-
-
-def set_flag(address, value):
-    emit.store_ordered(address, value)
 
 
 def load_word(address):

@@ -46,14 +46,15 @@ class Ports:
         """Compiled code has its address."""
         self.words.view(np.float64)[:, ring_native.LEAST_LAG] = np.inf
         flags = [base + ring.CLIENT_SLEEPS_AT, base + ring.SERVER_SLEEPS_AT]
-        self.sleeps, peer_sleeps = flags if is_client else reversed(flags)
+        sleeps, peer_sleeps = flags if is_client else reversed(flags)
+        peer_bell = segment.server_bell if is_client else segment.client_bell
         for slot_idx in range(shape.num_slots):
             facts = {
                 ring_native.REQUEST_SLOT: base + shape.request_slot_at(slot_idx),
                 ring_native.REPLY_SLOT: base + shape.reply_slot_at(slot_idx),
                 ring_native.REQUEST_WORD: base + ring.REQUEST_WORDS_AT + 8 * slot_idx,
                 ring_native.REPLY_WORD: base + ring.REPLY_WORDS_AT + 8 * slot_idx,
-                ring_native.SLEEPS: self.sleeps,
+                ring_native.SLEEPS: sleeps,
                 ring_native.PEER_SLEEPS: peer_sleeps,
                 ring_native.GENERATION: segment.generation,
                 ring_native.NUM_SLOTS: shape.num_slots,
@@ -63,6 +64,7 @@ class Ports:
                 ring_native.MAX_PAIRS: shape.max_pairs,
                 ring_native.MAX_EXPERTS_USED: limits.max_experts_used,
                 ring_native.NARROW: narrow,
+                ring_native.BELL: peer_bell,
             }
             for field, value in facts.items():
                 self.words[slot_idx, field] = value
@@ -71,11 +73,17 @@ class Ports:
         return int(self.words[slot_idx].ctypes.data)
 
     def taken(self, slot_idx: int) -> memoryview:
-        """The bytes of WAITED and, from `HEADER_AT` on, of the copy of the slot's header."""
-        return self.words[slot_idx, ring_native.WAITED : ring_native.STATE].data.cast("B")
+        """The bytes of ROUTING_BOUND, WAITED and, from `HEADER_AT` on, of the header's copy."""
+        return self.words[slot_idx, ring_native.ROUTING_BOUND : ring_native.STATE].data.cast("B")
 
 
-HEADER_AT = 8 * (ring_native.HEADER - ring_native.WAITED)
+def poll_entries(*fds: int, num_more: int = 0) -> I64Array:
+    """Words that poll(2) takes for these descriptors, to be readable, and zeros behind them."""
+    entries = [fd | ring_native.POLLIN for fd in fds]
+    return np.array(entries + [0] * num_more, np.int64)
+
+
+HEADER_AT = 8 * (ring_native.HEADER - ring_native.ROUTING_BOUND)
 
 
 def header_word(taken: memoryview, word: int) -> int:

@@ -78,8 +78,8 @@ def group_by_expert(
     hidden: F32Array,
     token_indices: I32Array,
     expert_ids: I32Array,
-    weights: F32Array,
     *,
+    weights: F32Array,
     phase: Phase,
 ) -> RoutedBatch:
     """Sort P pairs by (expert, token). A (token, expert) pair may occur once.

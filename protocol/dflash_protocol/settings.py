@@ -12,7 +12,8 @@ import importlib.util
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,17 @@ __all__ = [
     "DaemonSetting",
     "Settings",
     "cache_directory",
+    "cache_directory_in_use",
+    "cache_of",
     "child_environment",
     "daemon_environment",
+    "given_cache_dir",
     "keys_directory",
     "load_settings",
     "package_roots",
     "run_directory",
     "share_settings",
+    "take_supervision",
 ]
 
 ENDPOINT_PATH_LIMIT_BYTES = 100
@@ -57,6 +62,14 @@ ENDPOINT_PATH_LIMIT_BYTES = 100
 _OTHERS_INHERIT = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
 """What a program of another environment is given of ours: nothing that says where libraries lie."""
 _OTHERS_INHERIT_PREFIXES = ("LC_", "XDG_")
+
+
+_SUPERVISION = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+"""What a service manager says to the process it has started, and to no child of that."""
+_LONGEST_WATCHDOG_USEC = 1 << 53
+
+_caches_given: list[list[str]] = []
+"""`cache_dir` of the settings that hold in `cache_of`, each in a list of its own: found by it."""
 
 
 def load_settings(
@@ -174,6 +187,37 @@ def cache_directory(settings: Settings) -> Path:
     return path
 
 
+@contextmanager
+def cache_of(settings: Settings) -> Iterator[None]:
+    """While this lasts, what the process compiles is kept where these settings say.
+
+    That holds for all its threads, and for processes that compile for it. What is entered last
+    decides, whatever is left first. Outside, the settings are those of `load_settings`.
+    """
+    given = [settings.cache_dir]
+    _caches_given.append(given)
+    try:
+        yield
+    finally:
+        # Two may be equal, and only one of them is ours.
+        place = next(index for index, each in enumerate(_caches_given) if each is given)
+        del _caches_given[place]
+
+
+def given_cache_dir() -> str | None:
+    """`Settings.cache_dir` that `cache_of` was given; None = what `load_settings` reads holds."""
+    return _caches_given[-1][0] if _caches_given else None
+
+
+def cache_directory_in_use() -> Path:
+    """The folder for what this process compiles, made with mode 0700.
+
+    Raises: SettingsError as `cache_directory` and, outside `cache_of`, as `load_settings`.
+    """
+    given = given_cache_dir()
+    return cache_directory(load_settings() if given is None else Settings(cache_dir=given))
+
+
 def keys_directory(settings: Settings) -> Path:
     """The folder for keys, which need not exist."""
     return Path(settings.keys_dir or _home("XDG_CONFIG_HOME", ".config") / "keys").absolute()
@@ -202,9 +246,11 @@ def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
     """Environment of a process of this very interpreter: ours, with OpenMP waiting passively.
 
     `python_paths` come first on the child's import path: where our own packages lie, for we may be
-    running uninstalled.
+    running uninstalled. A folder that `cache_of` says is the child's too.
     """
     environment = dict(os.environ)
+    if (cache_dir := given_cache_dir()) is not None:
+        environment[_variable("cache_dir")] = cache_dir
     environment["OMP_WAIT_POLICY"] = "passive"
     site_packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     roots = [str(path) for path in python_paths if path not in site_packages]
@@ -242,6 +288,22 @@ def daemon_environment(
         if knob.reader is Reader.BOTH and value != knob.default:
             environment[knob.variable] = knob.kind.to_text(value)
     return {**environment, **dict(daemon.environment)}
+
+
+def take_supervision() -> tuple[str, float]:
+    """What a service manager wants of us: the socket to notify, empty = none; seconds of its
+    watchdog, 0 = none. For programs, once: the variables are taken out of our environment, for
+    processes that we start are not the ones it means.
+
+    Raises: SettingsError naming the variable and its value.
+    """
+    address, watchdog_usec, watchdog_pid = (os.environ.pop(name, "") for name in _SUPERVISION)
+    if not watchdog_usec or watchdog_pid not in ("", str(os.getpid())):
+        return address, 0.0
+    is_number = watchdog_usec.isascii() and watchdog_usec.isdigit() and len(watchdog_usec) <= 16
+    if not is_number or not 0 < int(watchdog_usec) <= _LONGEST_WATCHDOG_USEC:
+        raise SettingsError(f"WATCHDOG_USEC={watchdog_usec[:40]!r}: must be microseconds above 0")
+    return address, int(watchdog_usec) * 1e-6
 
 
 def package_roots(packages: Iterable[str]) -> tuple[Path, ...]:

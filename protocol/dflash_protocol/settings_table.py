@@ -71,6 +71,8 @@ class Settings:
     """Index of a daemon's device if it names a kind without one."""
     threads: int = 0
     """Compute threads of a process; 0 = one for each physical core it may use."""
+    data_port: int = 0
+    """Port of a tcp daemon's data socket; 0 = one that is free."""
     pin_daemons: bool = False
     """Daemons that a parent starts on this machine keep to cores of their own."""
     cpu_tier: str = AUTO_TIER
@@ -88,6 +90,7 @@ class Reader(StrEnum):
     """Which programs read a setting."""
 
     PARENT = "parent"
+    DAEMON = "daemon"
     EACH = "each"
     """Parent and daemon, each its own value."""
     BOTH = "both"
@@ -222,6 +225,10 @@ KNOBS = (
         older_variable="DFLASH_COLD_THREADS",
     ),
     Knob(
+        "DATA_PORT", "data_port", Whole(0, 65_535), Reader.DAEMON,
+        "Port of the data socket beside that of a tcp endpoint, for firewalls; 0 = a free one.",
+    ),
+    Knob(
         "PIN_DAEMONS", "pin_daemons", Switch(), Reader.PARENT,
         "Every daemon that is spawned keeps to its own share of the cores.",
     ),
@@ -250,4 +257,5 @@ VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))
 
 def knobs_of(*, daemon: bool) -> tuple[Knob, ...]:
     """The settings that a parent or, with `daemon`, a daemon takes as flags."""
-    return tuple(knob for knob in KNOBS if not daemon or knob.reader is not Reader.PARENT)
+    of_others = Reader.PARENT if daemon else Reader.DAEMON
+    return tuple(knob for knob in KNOBS if knob.reader is not of_others)

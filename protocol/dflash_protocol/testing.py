@@ -78,7 +78,7 @@ def example_batch(num_tokens: int, *, seed: int = 0, phase: Phase = Phase.PREFIL
         random.standard_normal((num_tokens, HIDDEN_SIZE), dtype=np.float32),
         np.repeat(np.arange(num_tokens, dtype=np.int32), counts),
         np.concatenate([np.empty(0, np.int32), *experts]).astype(np.int32),
-        random.standard_normal(int(counts.sum()), dtype=np.float32),
+        weights=random.standard_normal(int(counts.sum()), dtype=np.float32),
         phase=phase,
     )
 

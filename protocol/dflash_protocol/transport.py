@@ -141,6 +141,16 @@ class ReceivedRequest:
     header: ExpertRequest
     batch: RoutedBatch
     waited_s: float = 0.0
+    routing_bound: int = 0
+    """The routing is known to be sound for so many experts or more; 0 if it was not looked at."""
+
+    def check(self, *, hidden_size: int, num_experts: int) -> None:
+        """RoutedBatch.check, unless the transport has done it already.
+
+        Raises: ProtocolError naming the first array that is wrong.
+        """
+        if not 0 < self.routing_bound <= num_experts or self.batch.hidden.shape[1] != hidden_size:
+            self.batch.check(hidden_size=hidden_size, num_experts=num_experts)
 
     @property
     def is_late(self) -> bool:

@@ -53,7 +53,7 @@ def rectangles(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[I32Array, 
                     batch.hidden[rows],
                     piece_row[batch.token_indices[chosen]],
                     pair_expert_ids[chosen],
-                    batch.weights[chosen],
+                    weights=batch.weights[chosen],
                     phase=batch.phase,
                 ),
             )
@@ -178,7 +178,7 @@ def decode_request(
         hidden.reshape(num_tokens, limits.hidden_size),
         token_indices,
         local_ids,
-        weights[counts],
+        weights=weights[counts],
         phase=Phase.DECODE if num_tokens == 1 else Phase.PREFILL,
     )
     request = ExpertRequest(

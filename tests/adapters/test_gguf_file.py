@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.gguf_file import GgufFile, sample_places
+from dflash_adapters.gguf_file import FileChange, GgufFile, sample_places
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw
@@ -254,3 +255,59 @@ def test_samples_go_from_the_first_byte_to_the_last(num_bytes: int) -> None:
     assert sum(length for _, length in places) == min(num_bytes, 4096)
     for (start, length), (after, _) in pairwise(places):
         assert start + length <= after
+
+
+# -- what becomes of the file while it is open -----------------------------------------------------
+
+
+def written(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a clock may stand still for some ms
+
+
+def grown(path: Path) -> None:
+    before = path.stat()
+    with path.open("ab") as file:
+        file.write(b"x")
+    os.utime(path, ns=(0, before.st_mtime_ns))
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    shutil.copyfile(path, other)
+    other.rename(path)
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("happens", "change"),
+    [
+        (lambda path: None, None),
+        (lambda path: path.read_bytes(), None),
+        (lambda path: path.chmod(0o400), None),
+        (written, FileChange.WRITTEN),
+        (grown, FileChange.WRITTEN),
+        (replaced, FileChange.REPLACED),
+        (moved, FileChange.REPLACED),
+    ],
+    ids=["nothing", "read", "chmod", "written", "grown", "replaced", "moved"],
+)
+def test_it_is_noticed_what_becomes_of_the_file(
+    tmp_path: Path, happens: Callable[[Path], object], change: FileChange | None
+) -> None:
+    path = sound_file().write(tmp_path / "model.gguf")
+    with GgufFile.open(path) as file:
+        happens(path)
+        assert file.change() is change
+        if change is FileChange.WRITTEN:
+            with pytest.raises(ModelFileError, match="was written to while it was in use"):
+                file.require_unwritten()
+        else:
+            file.require_unwritten()
+    with pytest.raises(ValueError, match="closed"):
+        file.change()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.gguf_shards import MAX_SHARDS
+from dflash_adapters.gguf_shards import MAX_SHARDS, FileChange
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw
@@ -160,3 +160,16 @@ def test_refused_shards_leave_no_descriptor(tmp_path: Path) -> None:
     paths[2].unlink()
     refusal(paths[0])
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_is_noticed_what_becomes_of_any_shard(tmp_path: Path) -> None:
+    paths = write_split(tmp_path, 3)
+    with GgufFile.open(paths[0]) as file:
+        assert file.change() is None
+        paths[1].rename(tmp_path / "elsewhere")
+        assert file.change() is FileChange.REPLACED
+        file.require_unwritten()
+        os.utime(paths[2], ns=(0, paths[2].stat().st_mtime_ns + 1))
+        assert file.change() is FileChange.WRITTEN
+        with pytest.raises(ModelFileError, match=r"00003-of-00003\.gguf: was written to"):
+            file.require_unwritten()

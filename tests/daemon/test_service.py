@@ -64,11 +64,16 @@ class MoodyBank(ScalingBank):
 class Rig:
     """A service with one bank, of layer 3, and clients of links that it knows."""
 
-    def __init__(self, undo: ExitStack, data_address: str) -> None:
+    def __init__(self, undo: ExitStack, data_address: str, *, shares_memory: bool = False) -> None:
         self._undo = undo
         self.bank = MoodyBank()
         self.context = undo.enter_context(zmq.Context())
-        self.service = ComputeService(self.context, data_address, max_frame_bytes=MAX_FRAME_BYTES)
+        self.service = ComputeService(
+            self.context,
+            data_address,
+            max_frame_bytes=MAX_FRAME_BYTES,
+            shares_memory=shares_memory,
+        )
         self.port = self.service.start()
         undo.callback(self.service.close)
         undo.callback(self.bank.gate.set)
@@ -103,11 +108,11 @@ def undo() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture
-def rig(undo: ExitStack, run_dir: Path) -> Rig:
+@pytest.fixture(params=[False, True], ids=["socket", "socket and rings"])
+def rig(undo: ExitStack, run_dir: Path, request: pytest.FixtureRequest) -> Rig:
     endpoint = parse_endpoint(f"ipc://{run_dir}/cpu0")
     undo.callback(IpcClaim(endpoint).close)
-    rig = Rig(undo, endpoint.data_address(0))
+    rig = Rig(undo, endpoint.data_address(0), shares_memory=request.param)
     rig.service.set_banks({3: rig.bank})
     return rig
 
@@ -296,6 +301,25 @@ def test_a_compute_thread_that_fails_says_so(
     healthy.service.set_banks({3: healthy.bank})
     assert_serves(healthy.client())
     assert healthy.service.failure is None
+
+
+def test_what_comes_right_behind_a_refused_request_does_not_wait(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = rig.client()
+    assert_serves(client)
+    time.sleep(0.05)
+    monkeypatch.setattr(service_module, "_POLL_S", 2.0)
+    time.sleep(0.05)
+    for _ in range(5):
+        started_s = time.monotonic()
+        too_many = batch_of(CAPACITY + 1, {(0, 1): 1.0})
+        bad, good = send(client, too_many), send(client, batch_of(3, PAIRS))
+        with pytest.raises(ProtocolError, match="capacity"):
+            client.wait(bad, deadline_s=PATIENCE_S)
+        client.wait(good, deadline_s=PATIENCE_S)
+        assert time.monotonic() - started_s < 1.0
+    monkeypatch.setattr(service_module, "_POLL_S", 0.01)
 
 
 def test_more_pairs_than_the_link_negotiated_are_refused(rig: Rig) -> None:

@@ -51,12 +51,14 @@ def test_every_setting_is_an_option_of_the_programs_that_read_it() -> None:
     generate = run_cli("generate", "--help").stdout
     doctor = run_cli("doctor", "--help").stdout
     daemon = run_cli("daemon", "--help").stdout
+    of_parents = {knob.flag for knob in knobs_of(daemon=False)}
+    of_daemons = {knob.flag for knob in knobs_of(daemon=True)}
     for flag in [SETTINGS_FLAG, *(knob.flag for knob in KNOBS)]:
         for text in (generate, doctor):
-            assert f"  {flag} " in text
-    of_daemons = {knob.flag for knob in knobs_of(daemon=True)}
-    for knob in KNOBS:
-        assert (f"  {knob.flag}" in daemon) == (knob.flag in of_daemons), knob.flag
+            assert (f"  {flag} " in text) == (flag in {SETTINGS_FLAG, *of_parents}), flag
+        is_listed = f"  {flag} " in daemon or f"  {flag}, " in daemon
+        assert is_listed == (flag in {SETTINGS_FLAG, *of_daemons}), flag
+    assert "--data-port" in of_daemons - of_parents
 
 
 def test_names_are_used_once() -> None:

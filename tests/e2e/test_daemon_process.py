@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +20,14 @@ from dflash_protocol.placement import write_owned_experts
 from dflash_runtime import Engine
 from dflash_runtime.placement.split import even_split
 from support.environments import write_launcher
-from support.processes import cli_command, environment, run_cli, running_daemon, wait_until
+from support.processes import (
+    cli_command,
+    environment,
+    run_cli,
+    running_daemon,
+    wait_for_ends,
+    wait_until,
+)
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -72,17 +80,25 @@ def test_leftovers_of_a_killed_daemon_are_no_obstacle(model: Path, run_dir: Path
         assert len(engine.logits([1, 2, 3])) == 3
 
 
-def test_tcp_on_the_loopback_address_works(model: Path) -> None:
-    import socket
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"tcp://127.0.0.1:{port}"
-    with running_daemon(model, endpoint):
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_tcp_on_the_loopback_address_works(model: Path, host: str) -> None:
+    try:
+        port, data_port = free_port(host), free_port(host)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    with running_daemon(model, endpoint, ["--data-port", str(data_port)]):
         with Engine.open(model, connect=[endpoint]) as engine:
             assert len(engine.logits([1, 2, 3])) == 3
             assert engine.stats().owners["link0"].bytes_received > 0
+            socket.create_connection((host, data_port), timeout=10).close()
         code, message = daemon_fails(model, "--listen", endpoint)
         assert (code, "cannot listen" in message) == (1, True)
 
@@ -150,8 +166,7 @@ def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:
         wait_until(both_run, "two daemons")
         daemons = watched.children()
         parent.kill()
-    _, alive = psutil.wait_procs(daemons, timeout=10)
-    assert alive == []
+    wait_for_ends(daemons, within_s=10)
 
 
 def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
@@ -173,8 +188,7 @@ def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
     assert parent.returncode == 130
     assert errors.splitlines()[-1:] == ["dflash-moe: error: interrupted"]
     assert "Traceback" not in errors
-    _, alive = psutil.wait_procs(daemons, timeout=10)
-    assert alive == []
+    wait_for_ends(daemons, within_s=10)
 
 
 def test_a_launcher_may_be_another_program(model: Path, tmp_path: Path) -> None:

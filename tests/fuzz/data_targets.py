@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import struct
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from unittest import mock
 
 import numpy as np
+import xxhash
 
 from dflash_protocol import requests, version1
 from dflash_protocol.errors import ProtocolError
@@ -26,7 +26,7 @@ from fuzz.target import Target
 
 _HIDDEN_SIZE, _MAX_TOKENS, _EXPERTS_USED, _NUM_LOCAL = 12, 16, 3, 5
 _LAYER_ID, _GENERATION, _SEQUENCE, _REPLY_TOKENS = 1, 77, 41, 3
-_CHECKSUM_BYTES = 4
+_CHECKSUM_BYTES = 8
 _FAILURE = ProtocolError("too late", code="late")
 _GLOBAL_IDS = {_LAYER_ID: np.array([6, 0, 3, 7, 1], dtype=np.int32)}
 _LOCAL_IDS = {_LAYER_ID: np.array([1, 4, -1, 2, -1, -1, 0, 3], dtype=np.int32)}
@@ -150,8 +150,6 @@ def _damaged_fields(mutator: Mutator, frame: bytes, donor: bytes) -> bytes:
     for _ in range(1 + mutator.below(2)):
         width = mutator.choose((1, 1, 4, 8))
         place = mutator.below((requests.HEADER_BYTES - _CHECKSUM_BYTES) // width) * width
-        # Counts lie at multiples of 4 of the whole header, clocks and sequences of 8.
-        place = max(0, place - _CHECKSUM_BYTES % width)
         kind = mutator.random.random()
         if kind < 0.4:
             value = (mutator.below(24) - 2).to_bytes(8, "little", signed=True)
@@ -261,7 +259,7 @@ def random_batch(num_tokens: int) -> RoutedBatch:
         random.standard_normal((num_tokens, _HIDDEN_SIZE), dtype=np.float32),
         np.array([token_idx for token_idx, _ in pairs], dtype=np.int32),
         np.array([expert_id for _, expert_id in pairs], dtype=np.int32),
-        random.random(len(pairs), dtype=np.float32) + np.float32(0.5),
+        weights=random.random(len(pairs), dtype=np.float32) + np.float32(0.5),
         phase=Phase.DECODE if num_tokens == 1 else Phase.PREFILL,
     )
 
@@ -280,11 +278,9 @@ def _request(batch: RoutedBatch, payload: PayloadType = PayloadType.F32) -> list
 
 def with_checksum(frames: list[bytes]) -> list[bytes]:
     """These frames, the first without its checksum, with one that fits."""
-    running = 0
-    for frame in frames:
-        running = zlib.crc32(frame, running)
-    return [running.to_bytes(_CHECKSUM_BYTES, "little") + frames[0], *frames[1:]]
+    checksum = xxhash.xxh3_64_intdigest(b"".join(frames))
+    return [checksum.to_bytes(_CHECKSUM_BYTES, "little") + frames[0], *frames[1:]]
 
 
-def _bytes_of(frames: Sequence[bytes | memoryview]) -> list[bytes]:
+def _bytes_of(frames: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
     return [bytes(frame) for frame in frames]

@@ -45,7 +45,7 @@ def test_a_reply_that_holds_a_signalling_nan_is_read_without_a_warning(
 ) -> None:
     sums = np.ones((_NUM_TOKENS, _HIDDEN_SIZE))
     frames = requests.encode_reply(a_request(payload), sums, compute_s=0.1, payload=payload)
-    body = bytes(frames[0])[4:]
+    body = bytes(frames[0])[8:]
     damaged = with_checksum([body[: -len(_SIGNALLING[payload])] + _SIGNALLING[payload]])
     codec = requests.ParentCodec(
         hidden_size=_HIDDEN_SIZE,

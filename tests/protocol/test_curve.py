@@ -376,7 +376,7 @@ def test_a_daemon_is_known_by_host_and_better_by_port(folder: Path) -> None:
     assert known("tcp://127.0.0.1:5556") is None
     assert known("tcp://[fe80::1]:7") == KEY
     with pytest.raises(SettingsError, match="must be known"):
-        known("tcp://fe80::1:7")
+        known("tcp://[fe80::1]:8")
 
 
 def test_two_keys_of_one_daemon_are_refused(folder: Path) -> None:

@@ -15,7 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
+from dflash_protocol.endpoint import Endpoint, IpcClaim, is_ipv6, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
 
 
@@ -41,6 +41,7 @@ def test_ipc_endpoint_has_a_data_socket_beside_its_control_socket() -> None:
     assert (parsed.path, parsed.host, parsed.port) == (Path("/run/x/cpu0.sock"), None, 0)
     assert parsed.address == "ipc:///run/x/cpu0.sock"
     assert parsed.data_address(0) == "ipc:///run/x/cpu0.sock.data"
+    assert parsed.data_address_to_bind(4711) == parsed.data_address(0)
     assert parsed.socket_paths == (Path("/run/x/cpu0.sock"), Path("/run/x/cpu0.sock.data"))
 
 
@@ -50,12 +51,16 @@ def test_ipc_endpoint_has_a_data_socket_beside_its_control_socket() -> None:
         ("tcp://127.0.0.1:5555", "127.0.0.1", 5555),
         ("tcp://localhost:1", "localhost", 1),
         ("tcp://[::1]:65535", "[::1]", 65535),
+        ("tcp://[fe80::2%eth0]:80", "[fe80::2%eth0]", 80),
+        ("tcp://*:80", "*", 80),
     ],
 )
 def test_tcp_endpoint_has_its_data_port_told(text: str, host: str, port: int) -> None:
     parsed = parse_endpoint(text)
     assert (parsed.path, parsed.host, parsed.port) == (None, host, port)
     assert parsed.data_address(4711) == f"tcp://{host}:4711"
+    assert parsed.data_address_to_bind(4711) == f"tcp://{host}:4711"
+    assert parsed.data_address_to_bind(0) == f"tcp://{host}:*"
     assert parsed.socket_paths == ()
 
 
@@ -77,6 +82,14 @@ def test_tcp_endpoint_has_its_data_port_told(text: str, host: str, port: int) ->
         "tcp://host:-1",
         "tcp://host:\u0665\u0665",  # digits, but not ours
         "tcp://host:80/path",
+        "tcp://::1:80",  # is the last number the port?
+        "tcp://[::1]",
+        "tcp://[::1:80",
+        "tcp://::1]:80",
+        "tcp://[]:80",
+        "tcp://[127.0.0.1]:80",
+        "tcp://[host]:80",
+        "tcp://[::1][::1]:80",
         "tcp://host:" + "9" * 5000,
         "inproc://x",
         "udp://host:1",
@@ -106,6 +119,7 @@ def test_a_path_of_100_bytes_is_the_longest(letter: str) -> None:
             "".join
         ),
         st.tuples(st.just("tcp://host:"), st.integers().map(str)).map("".join),
+        st.ip_addresses(v=6).map(lambda host: f"tcp://[{host}]:5555"),
     )
 )
 def test_any_text_is_an_endpoint_or_refused_in_one_line(text: str) -> None:
@@ -118,6 +132,8 @@ def test_any_text_is_an_endpoint_or_refused_in_one_line(text: str) -> None:
         assert (parsed.path is None) != (parsed.host is None)
         assert parsed.path is None or len(os.fsencode(parsed.path)) <= 100
         assert parsed.host is None or 0 < parsed.port < 65536
+        assert is_ipv6(parsed.address) == (parsed.host is not None and ":" in parsed.host)
+        assert not is_ipv6(parsed.data_address(1)) or is_ipv6(parsed.address)
 
 
 def test_a_claim_locks_its_path_and_removes_everything_at_close(endpoint: Endpoint) -> None:

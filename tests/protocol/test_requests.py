@@ -6,12 +6,12 @@ import contextlib
 import random
 import struct
 import tracemalloc
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,10 +192,7 @@ def forged(frames: list[bytes], offset: int, form: str, value: float) -> list[by
     """The message with a field replaced and its checksum made right again."""
     head = bytearray(frames[0])
     struct.pack_into(form, head, offset, value)
-    running = zlib.crc32(head[4:])
-    for frame in frames[1:]:
-        running = zlib.crc32(frame, running)
-    head[:4] = running.to_bytes(4, "little")
+    head[:8] = xxhash.xxh3_64_intdigest(b"".join((head[8:], *frames[1:]))).to_bytes(8, "little")
     return [bytes(head), *frames[1:]]
 
 
@@ -205,26 +202,26 @@ HUGE = (1 << 32) - 1
 @pytest.mark.parametrize(
     ("offset", "form", "value", "reason", "code"),
     [
-        (4, "B", 2, "a message of kind 2 where requests belong", "unknown_type"),
-        (4, "B", 0, "a message of kind 0", "unknown_type"),
-        (5, "B", 3, "unknown phase", "malformed"),
-        (6, "B", 4, "unknown phase or payload", "malformed"),
-        (6, "B", 0, "payload type f64 was not negotiated", "malformed"),
-        (6, "B", 2, "payload type f16 was not negotiated", "malformed"),
-        (7, "B", 1, "a header that cannot be", "malformed"),
-        (8, "<Q", 8, "request 8 came after 8", "stale"),
-        (16, "<Q", 1, "belongs to another link", "stale"),
-        (28, "<I", 9, "9 tokens exceed the capacity of 8", "capacity"),
-        (28, "<I", HUGE, "exceed the capacity", "capacity"),
-        (28, "<I", 1, "header says", "malformed"),
-        (28, "<I", 0, "header says", "malformed"),
-        (32, "<I", 5, "more groups than pairs", "malformed"),
-        (32, "<I", HUGE, "more groups than pairs", "malformed"),
+        (8, "B", 2, "a message of kind 2 where requests belong", "unknown_type"),
+        (8, "B", 0, "a message of kind 0", "unknown_type"),
+        (9, "B", 3, "unknown phase", "malformed"),
+        (10, "B", 4, "unknown phase or payload", "malformed"),
+        (10, "B", 0, "payload type f64 was not negotiated", "malformed"),
+        (10, "B", 2, "payload type f16 was not negotiated", "malformed"),
+        (11, "B", 1, "a header that cannot be", "malformed"),
+        (16, "<Q", 8, "request 8 came after 8", "stale"),
+        (24, "<Q", 1, "belongs to another link", "stale"),
+        (32, "<I", 9, "9 tokens exceed the capacity of 8", "capacity"),
+        (32, "<I", HUGE, "exceed the capacity", "capacity"),
         (32, "<I", 1, "header says", "malformed"),
-        (36, "<I", 3, "header says", "malformed"),
-        (36, "<I", HUGE, "header says", "malformed"),
-        (40, "<d", float("nan"), "cannot be", "malformed"),
-        (48, "<d", float("inf"), "cannot be", "malformed"),
+        (32, "<I", 0, "header says", "malformed"),
+        (36, "<I", 5, "more groups than pairs", "malformed"),
+        (36, "<I", HUGE, "more groups than pairs", "malformed"),
+        (36, "<I", 1, "header says", "malformed"),
+        (40, "<I", 3, "header says", "malformed"),
+        (40, "<I", HUGE, "header says", "malformed"),
+        (48, "<d", float("nan"), "cannot be", "malformed"),
+        (56, "<d", float("inf"), "cannot be", "malformed"),
     ],
 )
 def test_a_request_that_does_not_hold_together_is_refused_before_anything_is_allocated(
@@ -267,7 +264,7 @@ def test_a_sequence_must_be_larger_than_all_before_it() -> None:
 def test_arrays_in_both_places_are_refused() -> None:
     sealed = seal(1, 1, 0, arrays=(b"1234",), num_bytes=4)
     frames = raw([sealed[0], b"5678"])
-    frames = forged(frames, 7, "B", 1)
+    frames = forged(frames, 11, "B", 1)
     with pytest.raises(ProtocolError, match="both behind the header and in frames"):
         decode_request(frames, limits_of(generation=0))
 
@@ -286,7 +283,7 @@ ANSWER = reply_frames(np.ones((2, HIDDEN_SIZE)))
 
 @pytest.mark.parametrize(
     ("offset", "form", "value"),
-    [(28, "<I", 1), (28, "<I", HUGE), (6, "B", 1), (6, "B", 2), (6, "B", 9), (4, "B", 7)],
+    [(32, "<I", 1), (32, "<I", HUGE), (10, "B", 1), (10, "B", 2), (10, "B", 9), (8, "B", 7)],
 )
 def test_an_answer_that_is_not_what_was_asked_for_is_a_protocol_error(
     offset: int, form: str, value: int
@@ -307,9 +304,9 @@ def test_answers_that_nobody_waits_for_are_stale() -> None:
     codec = codec_of(counters=counters)
     assert codec.decode(ANSWER, {}) is None
     assert codec.decode(ANSWER, {8: 2, 10: 2}) is None
-    assert codec.decode(forged(ANSWER, 16, "<Q", 1), {9: 2}) is None
+    assert codec.decode(forged(ANSWER, 24, "<Q", 1), {9: 2}) is None
     assert counters.stale == 3
-    assert codec.decode(forged(ANSWER, 8, "<Q", (1 << 64) - 1), {9: 2}) is None
+    assert codec.decode(forged(ANSWER, 16, "<Q", (1 << 64) - 1), {9: 2}) is None
     assert counters.checksum_failures == 0
 
 
@@ -390,15 +387,15 @@ def test_any_bytes_are_refused_on_both_sides(frames: list[bytes]) -> None:
 
 def spoiled_counts(source: random.Random, frames: list[bytes]) -> list[bytes]:
     """The message as a hostile peer could have sealed it."""
-    fields = ((4, "B"), (5, "B"), (6, "B"), (7, "B"), (24, "<I"), (28, "<I"), (32, "<I"))
+    fields = ((8, "B"), (9, "B"), (10, "B"), (11, "B"), (12, "<I"), (32, "<I"), (36, "<I"))
     for _ in range(source.randint(1, 3)):
-        offset, form = source.choice((*fields, (36, "<I")))
+        offset, form = source.choice((*fields, (40, "<I")))
         bound = 1 << 8 if form == "B" else 1 << source.choice((3, 8, 32))
         frames = forged(frames, offset, form, source.randrange(bound))
     if source.random() < 0.3:
         spoiled = list(frames)
         spoiled[-1] = spoiled[-1] + source.randbytes(4 * source.randint(0, 3))
-        frames = forged(spoiled, 4, "B", 1)
+        frames = forged(spoiled, 8, "B", 1)
     return frames
 
 
@@ -448,7 +445,7 @@ Spoil = Callable[[list[bytes]], list[bytes]]
 def test_frames_that_are_missing_or_changed_places_are_refused(spoil: Spoil) -> None:
     good = request_frames(BIG)
     limits = replace(BIG_LIMITS, last_sequence=0)
-    for bad in (spoil(good), forged(spoil(good), 4, "B", 1)):
+    for bad in (spoil(good), forged(spoil(good), 8, "B", 1)):
         with pytest.raises(ProtocolError):
             decode_request(bad, limits)
     limits.last_sequence = 0

@@ -123,7 +123,7 @@ class Slots:
         ]  # fmt: skip
         for field, array in enumerate(self.private, ring_native.HIDDEN):
             self.server.words[0, field] = array.ctypes.data
-        self.table = np.array([1, 0, self.server.address(0)], np.int64)
+        self.table = np.array([1, 0, 0, self.server.address(0)], np.int64)
 
 
 @pytest.mark.parametrize("payload", NARROW)
@@ -139,10 +139,10 @@ def test_narrow_rows_become_what_the_stream_makes_of_them(
         Phase.DECODE, values[None], empty, np.zeros(1, np.int32), empty, empty.view(np.float32)
     )
     arrays = batch.hidden, empty, batch.group_starts, empty, batch.weights
-    sent = kernels.send_request(slots.client.address(0), 1, 0, 1, slots.code, 1.0, 1.0, *arrays)
+    sent = kernels.send_request(slots.client.address(0), 1, 0, 1, slots.code, 1.0, *arrays)
     assert (sent == ring_native.OUT_OF_RANGE) == (sent_as is PayloadType.F32)
     if sent >= 0:
-        assert kernels.poll(slots.table.ctypes.data, 0) == 0
+        assert kernels.next_request(slots.table.ctypes.data, 0, 0, 0, 0) == 0
         np.testing.assert_array_equal(slots.private[0], _widened(expected[0], payload))
     slots.segment.close()
 
@@ -160,7 +160,7 @@ def test_narrow_sums_become_what_the_stream_makes_of_them(
     assert (sent == ring_native.OUT_OF_RANGE) == (sent_as is PayloadType.F64)
     if sent >= 0:
         out = np.empty((1, values.size))
-        assert kernels.receive_reply(slots.client.address(0), 1, 0, out) == 2 * values.size
+        assert kernels.receive_reply(slots.client.address(0), 1, 0, 0, out) == 2 * values.size
         np.testing.assert_array_equal(out[0], _widened(expected[0], payload))
     slots.segment.close()
 
@@ -178,16 +178,16 @@ def test_no_number_stays_none(run_dir: Path, payload: PayloadType) -> None:
     out = np.empty((1, 4))
     kernels = ring_native.kernels()
     assert kernels.send_reply(slots.server.address(0), 1, slots.code, 0.5, 0.25, values) >= 0
-    assert kernels.receive_reply(slots.client.address(0), 1, 0, out) == 8
+    assert kernels.receive_reply(slots.client.address(0), 1, 0, 0, out) == 8
     np.testing.assert_array_equal(out, np.abs(values) * [[1, 1, 1, 1]])
     slots.segment.close()
 
 
-def test_arrays_of_another_type_or_layout_are_refused_and_not_read(run_dir: Path) -> None:
+def test_arrays_of_another_width_or_size_are_refused_and_not_read(run_dir: Path) -> None:
     slots = Slots(run_dir, 4, PayloadType.F32)
     send = ring_native.kernels().send_reply
     port = slots.server.address(0)
-    for wrong in (np.zeros((1, 4), np.float32), np.zeros(4), np.zeros((1, 8))[:, ::2]):
+    for wrong in (np.zeros((1, 4), np.float32), np.zeros((1, 8), np.int16), [[0.0] * 4], None):
         with pytest.raises(TypeError):
             send(port, 1, ring.PAYLOAD_F64, 0.0, 0.0, wrong)
     for misfit in (np.zeros((1, 5)), np.zeros((1, 3)), np.zeros((2, 4))):

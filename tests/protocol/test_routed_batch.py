@@ -51,7 +51,7 @@ def test_grouping_sorts_any_pairs_by_expert_and_token(
         numbered_rows(num_tokens),
         np.array([token_idx for token_idx, _ in places], dtype=np.int32),
         np.array([expert_id for _, expert_id in places], dtype=np.int32),
-        np.array([pairs[place] for place in places], dtype=np.float32),
+        weights=np.array([pairs[place] for place in places], dtype=np.float32),
         phase=phase,
     )
     check(batch)

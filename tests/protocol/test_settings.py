@@ -29,6 +29,7 @@ NUMBERS = [
     ("IPC_SPIN_US", "spin_us", 50, 0, 1_000_000),
     ("IPC_GPU", "ipc_gpu", 0, 0, 1023),
     ("THREADS", "threads", 0, 0, 1024),
+    ("DATA_PORT", "data_port", 0, 0, 65_535),
 ]
 WORDS = [
     # variable, field, default, values

@@ -11,8 +11,11 @@ import pytest
 from dflash_protocol.settings import (
     DaemonSetting,
     Settings,
+    cache_directory_in_use,
+    cache_of,
     child_environment,
     daemon_environment,
+    given_cache_dir,
     load_settings,
     share_settings,
 )
@@ -141,6 +144,42 @@ def test_settings_that_hold_for_daemons_are_passed_on_if_they_are_not_the_defaul
     }
     told = load_settings(environment)
     assert (told.batch_capacity, told.ipc_profile, told.spin_us) == (7, True, 0)
+
+
+def test_a_cache_folder_that_is_given_holds_here_and_in_child_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PREFIX + "CACHE_DIR", str(tmp_path / "environment"))
+    with cache_of(Settings(cache_dir=str(tmp_path / "given"))):
+        assert cache_directory_in_use() == tmp_path / "given"
+        assert (tmp_path / "given").stat().st_mode & 0o777 == 0o700
+        assert child_environment(())[PREFIX + "CACHE_DIR"] == str(tmp_path / "given")
+    assert cache_directory_in_use() == tmp_path / "environment"
+    assert child_environment(())[PREFIX + "CACHE_DIR"] == str(tmp_path / "environment")
+
+
+def test_the_default_cache_folder_can_be_given_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PREFIX + "CACHE_DIR", str(tmp_path / "environment"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    with cache_of(Settings()):
+        assert cache_directory_in_use() == tmp_path / "home" / "dflash-moe"
+        assert load_settings(child_environment(())).cache_dir == ""
+
+
+def test_of_several_cache_folders_the_one_given_last_holds() -> None:
+    """Whatever is left first; two of them may be the same folder."""
+    names = ["/a", "/b", "/a"]
+    uses = [cache_of(Settings(cache_dir=name)) for name in names]
+    for use, name in zip(uses, names, strict=True):
+        use.__enter__()
+        assert given_cache_dir() == name
+    held = []
+    for index in (2, 0, 1):
+        uses[index].__exit__(None, None, None)
+        held.append(given_cache_dir())
+    assert held == ["/b", "/b", None]
 
 
 def test_shared_settings_are_found_by_whoever_reads_later(

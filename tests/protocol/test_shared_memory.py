@@ -10,9 +10,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,38 +147,79 @@ def test_how_long_a_request_lay_there_is_told_to_both_sides(pair: Pair) -> None:
     assert received(pair).is_late
 
 
+def is_rung(bell: int) -> bool:
+    return bool(select.select([bell], [], [], 0)[0])
+
+
 def test_bells_ring_only_for_those_who_sleep(pair: Pair) -> None:
     for _ in range(20):
         assert_serves(pair)
-    bells = [pair.segment.server_bell, pair.segment.client_bell]
-    assert select.select(bells, [], [], 0)[0] == []
-    assert pair.server.prepare_to_sleep()
+    assert not is_rung(pair.segment.server_bell)
+    assert not is_rung(pair.segment.client_bell)
+    submit = threading.Timer(0.05, lambda: pair.client.submit(0, BATCH, deadline_s=1.0))
+    submit.start()
+    request = pair.server.receive(PATIENCE_S)
+    submit.join()
+    assert request is not None
+    assert is_rung(pair.segment.server_bell), "it slept"
+    pair.server.reply(request, sums_of(BATCH), 0.0)
     submitted(pair)
-    assert select.select(pair.server.wake_fds, [], [], 0)[0] == [pair.server.wake_fds[1]]
-    assert not pair.server.prepare_to_sleep(), "something is waiting"
-    pair.server.awake()
-    assert pair.server.try_receive() is not None
+    assert pair.server.receive(PATIENCE_S) is not None, "without sleep"
+    assert pair.server.receive(0.01) is None
+    assert not is_rung(pair.segment.server_bell), "silenced before the next sleep"
 
 
-def test_a_server_asleep_wakes_up_for_a_new_link(pair: Pair, run_dir: Path) -> None:
-    assert pair.server.prepare_to_sleep()
+def test_a_server_asleep_wakes_up_for_a_new_link_and_for_others(pair: Pair, run_dir: Path) -> None:
     segment = create_segment(run_dir, SHAPE, generation=9)
     other = open_segment(run_dir, segment.name, SHAPE, generation=9)
-    pair.server.add_link("cd", other, LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED))
-    assert select.select(pair.server.wake_fds, [], [], PATIENCE_S)[0]
-    pair.server.awake()
-    before = pair.server.wake_fds
-    assert pair.server.prepare_to_sleep()
-    assert len(pair.server.wake_fds) == len(before) + 1
+    limits = LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED)
+    add = threading.Timer(0.05, lambda: pair.server.add_link("cd", other, limits))
+    add.start()
+    started_s = time.monotonic()
+    assert pair.server.receive(PATIENCE_S) is None
+    assert time.monotonic() - started_s < PATIENCE_S / 2
+    add.join()
+    readable, writable = os.pipe()
+    try:
+        assert pair.server.receive(0.01, others=(readable,)) is None
+        assert not pair.server.are_others_ready
+        os.write(writable, b"!")
+        assert pair.server.receive(PATIENCE_S, others=(readable,)) is None
+        assert pair.server.are_others_ready
+        assert pair.server.receive(0.01) is None
+        assert not pair.server.are_others_ready
+    finally:
+        os.close(readable)
+        os.close(writable)
     segment.close()
 
 
-def test_a_change_that_was_applied_already_wakes_nobody_twice(pair: Pair) -> None:
+def test_a_change_that_was_applied_already_wakes_nobody(pair: Pair) -> None:
     pair.server.drop_link("nobody")
-    assert pair.server.try_receive() is None  # applies it, and leaves the bell
-    assert pair.server.prepare_to_sleep()
-    assert select.select(pair.server.wake_fds, [], [], 0)[0] == []
-    pair.server.awake()
+    assert pair.server.try_receive() is None  # applies it
+    started_s = time.monotonic()
+    assert pair.server.receive(0.1) is None
+    assert time.monotonic() - started_s > 0.09
+    assert_serves(pair)
+
+
+def test_arrays_with_gaps_are_not_taken_for_such_without(pair: Pair) -> None:
+    wide = example_batch(2)
+    gapped = replace(wide, hidden=np.repeat(wide.hidden, 2, axis=1)[:, ::2])
+    assert not gapped.hidden.flags.c_contiguous
+    sequence = pair.client.submit(0, gapped, deadline_s=1.0)
+    request = received(pair)
+    np.testing.assert_array_equal(request.batch.hidden, wide.hidden)
+    sums = sums_of(wide)
+    with pytest.raises(ValueError, match="gaps"):
+        pair.server.reply(request, np.repeat(sums, 2, axis=1)[:, ::2], 0.0)
+    for wrong in (sums[0], sums[None], sums[:, :-1].copy()):
+        with pytest.raises(ValueError, match="sums of shape"):
+            pair.server.reply(request, wrong, 0.0)
+    pair.server.reply(request, sums, 0.0)
+    np.testing.assert_array_equal(pair.client.wait(sequence, deadline_s=1.0).sums, sums)
+    with pytest.raises(ValueError, match="unpack"):
+        pair.client.submit(0, replace(wide, hidden=wide.hidden[0]), deadline_s=1.0)
     assert_serves(pair)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,12 +116,7 @@ class SharedPair(Pair):
         )
 
     def receive(self) -> ReceivedRequest | None:
-        request = self.shared.try_receive(spin_s=self._spin_s)
-        if request is None and self.shared.prepare_to_sleep():
-            select.select(self.shared.wake_fds, [], [], 0.5)
-            self.shared.awake()
-            request = self.shared.try_receive()
-        return request
+        return self.shared.receive(0.5, spin_s=self._spin_s)
 
 
 MAKERS: dict[str, Callable[[Path], TransportPair]] = {
@@ -150,7 +144,7 @@ def test_the_check_names_what_fails(run_dir: Path) -> None:
 
 
 SERVER = """
-import select, sys
+import sys
 from pathlib import Path
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import open_segment
@@ -165,14 +159,11 @@ print(*(nonce.hex() for nonce in nonces), flush=True)
 server = SharedServer()
 server.add_link("ab" * 8, segment, limits)
 while True:
-    request = server.try_receive(spin_s=float(sys.argv[3]))
+    request = server.receive(60.0, spin_s=float(sys.argv[3]), others=(0,))
     if request is not None:
         server.reply(request, sums_of(request.batch), 0.5)
-    elif server.prepare_to_sleep():
-        ready = select.select([0, *server.wake_fds], [], [])[0]
-        server.awake()
-        if 0 in ready:
-            break
+    elif server.are_others_ready:
+        break
 server.close()
 """
 

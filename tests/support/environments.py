@@ -14,7 +14,9 @@ from pathlib import Path
 from support.processes import ROOT
 
 _OUR_PATHS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime")]
-NEEDED_BY_DAEMONS = ("numpy", "pyzmq", "msgpack", "psutil", "gguf", "PyYAML", "requests", "tqdm")
+NEEDED_BY_DAEMONS = (
+    "numpy", "pyzmq", "msgpack", "xxhash", "psutil", "gguf", "PyYAML", "requests", "tqdm",
+)  # fmt: skip
 """Distributions that a daemon with the reference backend needs, and those that gguf imports."""
 
 

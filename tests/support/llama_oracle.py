@@ -8,23 +8,35 @@ repacking, no flash attention. Knows nothing of the packages under test.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import gguf
 import numpy as np
+from bench.llama_api import (
+    EVAL_CALLBACK,
+    FLAG,
+    I32,
+    I64,
+    LOG_CALLBACK,
+    SIZE,
+    Calls,
+    LlamaError,
+    P,
+    TensorHead,
+    declare,
+    default_context_params,
+    default_model_params,
+    fill_batch,
+    open_wheel,
+    tensor_bytes,
+)
 
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
-
-_Params = TypeVar("_Params", bound=ctypes.Structure)
-
-_LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 
 _LOG_LEVEL_ERROR = 4
 _FLASH_ATTENTION_DISABLED = 0
@@ -36,102 +48,8 @@ WEIGHT_TYPES = tuple(t.name for t in gguf.GGMLQuantizationType if t.name not in 
 """Names of the GGML types that `quantise` makes."""
 
 
-class OracleError(RuntimeError):
-    """llama.cpp refused a request, or is not a build whose structures are known here."""
-
-
-class _ModelParams(ctypes.Structure):
-    """llama_model_params of b11549: 80 bytes."""
-
-    _fields_ = (
-        ("devices", ctypes.c_void_p),
-        ("tensor_buft_overrides", ctypes.c_void_p),
-        ("n_gpu_layers", ctypes.c_int32),
-        ("split_mode", ctypes.c_int32),
-        ("load_mode", ctypes.c_int32),
-        ("lazy_mode", ctypes.c_int32),
-        ("main_gpu", ctypes.c_int32),
-        ("tensor_split", ctypes.c_void_p),
-        ("progress_callback", ctypes.c_void_p),
-        ("progress_callback_user_data", ctypes.c_void_p),
-        ("kv_overrides", ctypes.c_void_p),
-        ("vocab_only", ctypes.c_bool),
-        ("check_tensors", ctypes.c_bool),
-        ("use_extra_bufts", ctypes.c_bool),
-        ("no_host", ctypes.c_bool),
-        ("no_alloc", ctypes.c_bool),
-        ("load_mtp", ctypes.c_bool),
-    )
-
-
-class _ContextParams(ctypes.Structure):
-    """llama_context_params of b11549: 168 bytes (160 before the expert cache's size came in)."""
-
-    _fields_ = (
-        ("n_ctx", ctypes.c_uint32),
-        ("n_batch", ctypes.c_uint32),
-        ("n_ubatch", ctypes.c_uint32),
-        ("n_seq_max", ctypes.c_uint32),
-        ("n_rs_seq", ctypes.c_uint32),
-        ("n_outputs_max", ctypes.c_uint32),
-        ("n_outputs_max_per_seq", ctypes.c_uint32),
-        ("n_threads", ctypes.c_int32),
-        ("n_threads_batch", ctypes.c_int32),
-        ("ctx_type", ctypes.c_int32),
-        ("rope_scaling_type", ctypes.c_int32),
-        ("pooling_type", ctypes.c_int32),
-        ("attention_type", ctypes.c_int32),
-        ("flash_attn_type", ctypes.c_int32),
-        ("rope_freq_base", ctypes.c_float),
-        ("rope_freq_scale", ctypes.c_float),
-        ("yarn_ext_factor", ctypes.c_float),
-        ("yarn_attn_factor", ctypes.c_float),
-        ("yarn_beta_fast", ctypes.c_float),
-        ("yarn_beta_slow", ctypes.c_float),
-        ("yarn_orig_ctx", ctypes.c_uint32),
-        ("defrag_thold", ctypes.c_float),
-        ("cb_eval", ctypes.c_void_p),
-        ("cb_eval_user_data", ctypes.c_void_p),
-        ("type_k", ctypes.c_int32),
-        ("type_v", ctypes.c_int32),
-        ("abort_callback", ctypes.c_void_p),
-        ("abort_callback_data", ctypes.c_void_p),
-        ("expert_cache_bytes", ctypes.c_uint64),
-        ("embeddings", ctypes.c_bool),
-        ("offload_kqv", ctypes.c_bool),
-        ("no_perf", ctypes.c_bool),
-        ("op_offload", ctypes.c_bool),
-        ("swa_full", ctypes.c_bool),
-        ("kv_unified", ctypes.c_bool),
-        ("samplers", ctypes.c_void_p),
-        ("n_samplers", ctypes.c_size_t),
-        ("ctx_other", ctypes.c_void_p),
-    )
-
-
-class _Batch(ctypes.Structure):
-    """llama_batch: 56 bytes."""
-
-    _fields_ = (
-        ("n_tokens", ctypes.c_int32),
-        ("token", ctypes.POINTER(ctypes.c_int32)),
-        ("embd", ctypes.POINTER(ctypes.c_float)),
-        ("pos", ctypes.POINTER(ctypes.c_int32)),
-        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
-        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-        ("logits", ctypes.POINTER(ctypes.c_int8)),
-    )
-
-
-class _TensorHead(ctypes.Structure):
-    """First fields of ggml_tensor."""
-
-    _fields_ = (
-        ("type", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-    )
+class OracleError(LlamaError):
+    """llama.cpp refused a request."""
 
 
 _recent_errors: deque[str] = deque(maxlen=8)
@@ -142,32 +60,11 @@ def _keep_error(level: int, text: bytes, _user_data: object) -> None:
         _recent_errors.append(text.decode(errors="replace").strip())
 
 
-_on_log = _LOG_CALLBACK(_keep_error)  # llama.cpp keeps the pointer as long as the process lives
+_on_log = LOG_CALLBACK(_keep_error)  # llama.cpp keeps the pointer as long as the process lives
 
-
-_VOID, _INT, _LONG, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_bool
-
-_CALL_TYPES: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_backend_tensor_get": (None, [_VOID, _VOID, ctypes.c_size_t, ctypes.c_size_t]),
-    "ggml_get_name": (ctypes.c_char_p, [_VOID]),
-    "ggml_nbytes": (ctypes.c_size_t, [_VOID]),
-    "ggml_quantize_chunk": (ctypes.c_size_t, [_INT, _VOID, _VOID, _LONG, _LONG, _LONG, _VOID]),
-    "ggml_quantize_requires_imatrix": (_BOOL, [_INT]),
-    "llama_backend_init": (None, []),
-    "llama_batch_init": (_Batch, [_INT, _INT, _INT]),
-    "llama_batch_free": (None, [_Batch]),
-    "llama_decode": (_INT, [_VOID, _Batch]),
-    "llama_free": (None, [_VOID]),
-    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_VOID, _INT]),
-    "llama_get_memory": (_VOID, [_VOID]),
-    "llama_init_from_model": (_VOID, [_VOID, _ContextParams]),
-    "llama_log_set": (None, [_LOG_CALLBACK, _VOID]),
-    "llama_memory_clear": (None, [_VOID, _BOOL]),
-    "llama_model_free": (None, [_VOID]),
-    "llama_model_get_vocab": (_VOID, [_VOID]),
-    "llama_model_load_from_file": (_VOID, [ctypes.c_char_p, _ModelParams]),
-    "llama_tokenize": (_INT, [_VOID, ctypes.c_char_p, _INT, _VOID, _INT, _BOOL, _BOOL]),
-    "llama_vocab_n_tokens": (_INT, [_VOID]),
+_CALLS: Calls = {
+    "ggml_quantize_chunk": (SIZE, [I32, P, P, I64, I64, I64, P]),
+    "ggml_quantize_requires_imatrix": (FLAG, [I32]),
 }
 
 
@@ -175,70 +72,13 @@ _CALL_TYPES: dict[str, tuple[Any, list[Any]]] = {
 def llama_library() -> ctypes.CDLL:
     """The C interface of llama.cpp, its log silenced, with the call types this module uses.
 
-    Raises: OracleError if the wheel is missing.
+    Raises: LlamaError if the wheel is missing, or its structures are not known.
     """
-    spec = importlib.util.find_spec("xllamacpp")
-    folders = () if spec is None else spec.submodule_search_locations or ()
-    files = [file for folder in folders for file in Path(folder).glob("xllamacpp*.so")]
-    if len(files) != 1:
-        raise OracleError(f"the xllamacpp wheel's extension library was looked for, found {files}")
-    library = ctypes.CDLL(str(files[0]))
-    for name, (result_type, argument_types) in _CALL_TYPES.items():
-        function = getattr(library, name)
-        function.restype = result_type
-        function.argtypes = argument_types
+    library = open_wheel()
+    declare(library, _CALLS)
     library.llama_log_set(_on_log, None)
     library.llama_backend_init()
     return library
-
-
-def default_params(function_name: str, layout: type[_Params]) -> _Params:
-    """Default parameters, after a check that the library writes exactly the bytes of `layout`.
-
-    The function fills a buffer twice, over two patterns: bytes equal in both are the ones it
-    writes, which gives the size of the structure and its padding.
-    Raises: OracleError if the build's structure is not the known one.
-    """
-    # A structure this large is returned through a pointer to it, passed as the first argument.
-    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)((function_name, llama_library()))
-    images: list[bytes] = []
-    for fill in (0xA5, 0x5A):
-        buffer = ctypes.create_string_buffer(bytes([fill]) * 1024, 1024)
-        function(ctypes.addressof(buffer))
-        images.append(buffer.raw)
-    written = [index for index, (a, b) in enumerate(zip(*images, strict=True)) if a == b]
-    fields = [getattr(layout, name) for name, *_ in layout._fields_]
-    known = [index for field in fields for index in range(field.offset, field.offset + field.size)]
-    if written != known:
-        size, holes = written[-1] + 1, sorted(set(range(written[-1])) - set(written))
-        raise OracleError(
-            f"{function_name} gives {size} bytes, not written {holes}; the layout known here "
-            f"({layout.__doc__}) has {ctypes.sizeof(layout)} bytes: "
-            "compare llama.h of the installed xllamacpp with tests/support/llama_oracle.py"
-        )
-    return layout.from_buffer_copy(images[0])
-
-
-def _model_params() -> _ModelParams:
-    params = default_params("llama_model_default_params", _ModelParams)
-    _check_defaults(params, use_extra_bufts=True, vocab_only=False, check_tensors=False)
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = False
-    return params
-
-
-def _context_params() -> _ContextParams:
-    params = default_params("llama_context_default_params", _ContextParams)
-    _check_defaults(params, n_ctx=512, n_batch=2048, n_ubatch=512, n_seq_max=1, offload_kqv=True)
-    _check_defaults(params, flash_attn_type=-1, type_k=1, type_v=1)
-    return params
-
-
-def _check_defaults(params: ctypes.Structure, **expected: int) -> None:
-    """Raises: OracleError if a field has not its known default, so stands elsewhere."""
-    found = {name: getattr(params, name) for name in expected}
-    if found != expected:
-        raise OracleError(f"defaults {found} of {type(params).__doc__} were expected as {expected}")
 
 
 class LlamaOracle:
@@ -271,7 +111,9 @@ class LlamaOracle:
         self._kv_type_id = _KV_TYPE_IDS[kv_type]
         self._threads = threads
         self._vocab_only = vocab_only
-        params = _model_params()
+        params = default_model_params(self._library)
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = False
         params.vocab_only = vocab_only
         _recent_errors.clear()
         self._model = self._library.llama_model_load_from_file(str(path).encode(), params)
@@ -339,7 +181,7 @@ class LlamaOracle:
                 found[name] = self._read_tensor(tensor, len(token_ids))
             return True
 
-        callback = _EVAL_CALLBACK(on_tensor)
+        callback = EVAL_CALLBACK(on_tensor)
         context = self._new_context(callback)
         try:
             self._decode(context, token_ids, [len(token_ids)], start_position)
@@ -363,7 +205,7 @@ class LlamaOracle:
     def _new_context(self, on_tensor: Callable[..., Any] | None) -> int:
         if self._model is None or self._vocab_only:
             raise OracleError("the oracle is closed, or was opened for its vocabulary alone")
-        params = _context_params()
+        params = default_context_params(self._library)
         params.n_ctx = self._context_length
         params.n_batch = params.n_ubatch = self._max_batch
         params.n_threads = params.n_threads_batch = self._threads
@@ -411,13 +253,7 @@ class LlamaOracle:
     ) -> None:
         batch = self._library.llama_batch_init(len(ids), 0, 1)
         try:
-            batch.n_tokens = len(ids)
-            for index, token_id in enumerate(ids):
-                batch.token[index] = int(token_id)
-                batch.pos[index] = first_position + index
-                batch.n_seq_id[index] = 1
-                batch.seq_id[index][0] = 0
-                batch.logits[index] = 1
+            fill_batch(batch, ids, first_position, all_logits=True)
             _recent_errors.clear()
             if code := self._library.llama_decode(context, batch):
                 raise OracleError(f"llama_decode: code {code}; {'; '.join(_recent_errors)}")
@@ -431,9 +267,8 @@ class LlamaOracle:
 
     def _read_tensor(self, tensor: int, num_tokens: int) -> AnyArray:
         """Copy of a tensor, by its own strides: some are views of wider tensors."""
-        head = _TensorHead.from_address(tensor)
-        raw = np.empty(self._library.ggml_nbytes(tensor), dtype=np.uint8)
-        self._library.ggml_backend_tensor_get(tensor, raw.ctypes.data, 0, raw.nbytes)
+        head = TensorHead.from_address(tensor)
+        raw = tensor_bytes(self._library, tensor)
         shape, strides = list(head.ne)[::-1], list(head.nb)[::-1]
         values: AnyArray = np.ndarray(
             shape, dtype=_ELEMENT_TYPES[head.type], buffer=raw, strides=strides

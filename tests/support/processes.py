@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCE_ROOTS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime")]
 START_S = 30.0
@@ -57,6 +59,28 @@ def running_daemon(
             if process.poll() is None:
                 process.terminate()
                 process.wait(timeout=START_S)
+
+
+def wait_for_ends(processes: Sequence[psutil.Process], *, within_s: float = START_S) -> None:
+    """Fails the test unless these processes, which need not be our children, end in time.
+
+    One that has ended counts before it is gone too: orphans wait for a process of the machine that
+    takes its time.
+    """
+
+    def have_ended() -> bool:
+        return not any(map(_runs, processes))
+
+    wait_until(
+        have_ended, f"processes {[each.pid for each in processes]} to end", within_s=within_s
+    )
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(condition: object, what: str, *, within_s: float = START_S) -> None:

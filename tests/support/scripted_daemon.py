@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
-from dflash_protocol.endpoint import IpcClaim, parse_endpoint
+from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
 from dflash_protocol.messages import (
     Bye,
     Hello,
@@ -28,25 +28,30 @@ PATIENCE_S = 20.0
 """Longer than any message takes on the slowest machine; never waited out by a test that passes."""
 LINK_ID = "ab" * 8
 
+IDLE_MACHINE: dict[str, Any] = {
+    "device": "cpu",
+    "data_port": 0,  # beside the control socket: ipc
+    "free_memory_bytes": 1 << 30,
+    "pairs_per_second": 1000.0,
+}
+"""What a welcome says of the daemon's machine."""
+
 M = TypeVar("M", bound=Message)
 
 
-class ScriptedDaemon:
-    """The daemon's end of a control socket. Answers go to whoever spoke last.
+class ListeningSocket:
+    """A daemon's control socket, with the claim of its path if it has one.
 
-    Owns: its ZeroMQ context, and the claim of an ipc path.
+    Owns: its ZeroMQ context with all sockets in it, and the claim.
     """
 
-    def __init__(self, address: str) -> None:
-        self.endpoint = parse_endpoint(address)
-        self._claim = IpcClaim(self.endpoint) if self.endpoint.path is not None else None
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._claim = IpcClaim(endpoint) if endpoint.path is not None else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-        self._parent = b""
-        self.frames: list[bytes] = []
-        """Frames after the header of the last message."""
+        self._socket.bind(endpoint.address)
 
     def __enter__(self) -> Self:
         return self
@@ -65,6 +70,16 @@ class ScriptedDaemon:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
+
+
+class ScriptedDaemon(ListeningSocket):
+    """The daemon's end of a control socket. Answers go to whoever spoke last."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(parse_endpoint(address))
+        self._parent = b""
+        self.frames: list[bytes] = []
+        """Frames after the header of the last message."""
 
     def expect(
         self,
@@ -118,10 +133,7 @@ def welcome_to(hello: Hello, **changes: Any) -> Welcome:
         model_identity=hello.model_identity,
         placement_fingerprint=hello.placement_fingerprint,
         numeric_class=hello.numeric_class,
-        device="cpu",
-        data_port=0,  # beside the control socket: ipc
         max_tokens=hello.max_tokens,
-        free_memory_bytes=1 << 30,
-        pairs_per_second=1000.0,
+        **IDLE_MACHINE,
     )
     return replace(good, **changes)

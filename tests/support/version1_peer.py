@@ -16,12 +16,12 @@ import msgpack
 import numpy as np
 import zmq
 
-from dflash_protocol.endpoint import Endpoint, IpcClaim
+from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.ids import F32Array, I32Array
 from support.routed_batches import expert_scale
+from support.scripted_daemon import IDLE_MACHINE, LINK_ID, PATIENCE_S, ListeningSocket
 
-PATIENCE_MS = 20_000
-LINK_ID = "cd" * 8
+_PATIENCE_MS = int(PATIENCE_S * 1e3)
 _HELLO = (
     "versions",
     "model_identity",
@@ -76,7 +76,7 @@ class Version1Parent:
     def _say_hello(self, hello: Mapping[str, object], placement: bytes) -> None:
         self._control.send_multipart([msgpack.packb(hello), placement])
         while not self.welcome:
-            assert self._control.poll(PATIENCE_MS)
+            assert self._control.poll(_PATIENCE_MS)
             answer = msgpack.unpackb(self._control.recv_multipart()[0])
             if answer["type"] != "progress":
                 assert answer["type"] == "welcome", answer
@@ -98,7 +98,7 @@ class Version1Parent:
             "payload_bytes": len(payload),
         }
         self._data.send_multipart([msgpack.packb(header), payload])
-        assert self._data.poll(PATIENCE_MS)
+        assert self._data.poll(_PATIENCE_MS)
         answer, *frames = self._data.recv_multipart()
         status = msgpack.unpackb(answer)
         assert (status["type"], status["sequence"]) == ("compute_status", self._sequence)
@@ -109,13 +109,14 @@ class Version1Parent:
         return np.frombuffer(sums, dtype="<f4").reshape(hidden.shape)
 
 
-class Version1Daemon:
+class Version1Daemon(ListeningSocket):
     """Welcomes every parent and computes as a ScalingBank of all experts does, in float32.
 
     Owns: its sockets, the claim of its path and the thread that serves them.
     """
 
     def __init__(self, endpoint: Endpoint, *, hidden_size: int, max_tokens: int) -> None:
+        super().__init__(endpoint)
         self._hidden_size = hidden_size
         self._max_tokens = max_tokens
         self.versions_offered: list[int] = []
@@ -124,39 +125,26 @@ class Version1Daemon:
         self.ids_seen: set[int] = set()
         self.failure = ""
         """What to answer instead of sums."""
-        self._claim = IpcClaim(endpoint)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control = self._context.socket(zmq.ROUTER)
-        self._control.bind(endpoint.address)
         self._data = self._context.socket(zmq.ROUTER)
         self._data.bind(endpoint.data_address(0))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="version-1-daemon")
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self._context.destroy(linger=0)
-        self._claim.close()
+        super().close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
         poller.register(self._data, zmq.POLLIN)
         while not self._stop.is_set():
             for socket, _ in poller.poll(10):
                 parent, header, *frames = socket.recv_multipart()
                 message = msgpack.unpackb(header)
-                if socket is self._control:
+                if socket is self._socket:
                     self._control_message(parent, message)
                 else:
                     self._data.send_multipart([parent, *self._computed(message, frames)])
@@ -173,17 +161,14 @@ class Version1Daemon:
                 "model_identity": known["model_identity"],
                 "placement_fingerprint": known["placement_fingerprint"],
                 "numeric_class": known["numeric_class"],
-                "device": "cpu",
-                "data_port": 0,
                 "max_tokens": min(self._max_tokens, known["max_tokens"]),
-                "free_memory_bytes": 1 << 30,
-                "pairs_per_second": 1000.0,
+                **IDLE_MACHINE,
             }
         elif message["type"] == "ping":
             answer = {"type": "pong", "sequence": message["sequence"], "known": True, "busy_s": 0.0}
         else:
             return
-        self._control.send_multipart([parent, msgpack.packb(answer)])
+        self._socket.send_multipart([parent, msgpack.packb(answer)])
 
     def _computed(self, message: dict[str, Any], frames: list[bytes]) -> list[bytes]:
         assert message["type"] == "compute_batch", message

@@ -10,6 +10,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from bench.llama_api import (
+    ContextParams,
+    LlamaError,
+    OlderContextParams,
+    check_defaults,
+    default_params,
+    written_params,
+)
 
 from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
 from dflash_protocol.ids import AnyArray
@@ -17,7 +25,7 @@ from support.float64_qwen3moe import float64_logits, rope_frequencies
 from support.llama_oracle import (
     LlamaOracle,
     OracleError,
-    default_params,
+    llama_library,
     position_errors,
     quantise,
     relative_error,
@@ -178,14 +186,39 @@ def test_oracle_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr() == ("", "")
 
 
+class Shorter(ctypes.Structure):
+    """a structure"""
+
+    _fields_ = (("n_ctx", ctypes.c_uint32), ("n_batch", ctypes.c_uint32))
+
+
 def test_unknown_structure_layout_is_refused() -> None:
-    class Shorter(ctypes.Structure):
-        """a structure of 8 bytes"""
+    with pytest.raises(LlamaError, match=r"have 168 bytes.*known here is a structure \(8 bytes\):"):
+        default_params(llama_library(), "llama_context_default_params", Shorter)
 
-        _fields_ = (("n_ctx", ctypes.c_uint32), ("n_batch", ctypes.c_uint32))
 
-    with pytest.raises(OracleError, match=r"gives 168 bytes.*known here.* 8 bytes"):
-        default_params("llama_context_default_params", Shorter)
+@pytest.mark.parametrize(("layout", "num_bytes"), [(ContextParams, 168), (OlderContextParams, 160)])
+def test_a_build_tells_by_its_bytes_which_of_the_known_layouts_it_has(
+    layout: type[ctypes.Structure], num_bytes: int
+) -> None:
+    """A library of which only the defaults are asked, and which fills all but the padding."""
+    assert ctypes.sizeof(layout) == num_bytes
+    values = layout(n_ctx=512, n_samplers=7)
+    fields = [getattr(layout, name) for name, *_ in layout._fields_]
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # type: ignore[untyped-decorator]
+    def write_defaults(address: int) -> int:
+        for field in fields:
+            ctypes.memmove(
+                address + field.offset, ctypes.addressof(values) + field.offset, field.size
+            )
+        return address
+
+    found = written_params(write_defaults, OlderContextParams, ContextParams)
+    assert type(found) is layout
+    assert (found.n_ctx, found.n_samplers) == (512, 7)
+    with pytest.raises(LlamaError, match=r"defaults \{'n_ctx': 512, 'n_batch': 0\}"):
+        check_defaults(found, n_ctx=512, n_batch=2048)
 
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "MXFP4"])

@@ -8,13 +8,11 @@ handshakes.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import struct
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 
@@ -34,20 +32,22 @@ from dflash_protocol.ring_ports import (
     PHASES,
     Ports,
     header_word,
+    poll_entries,
     violation_error,
 )
-from dflash_protocol.ring_segment import Segment, ring_bell, silence_bell
+from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
 from dflash_protocol.transports.shared_server import SharedServer as SharedServer
 
 _SPIN_S = 100e-6
+_LONGEST_WAIT_S = 1.0
+_FREE_SLOT_LOOK_S = 0.01
+"""Who waits for any slot looks so long at each of those that are taken."""
 
 _DECODE, _DECODE_CODE = Phase.DECODE, PHASES.index(Phase.DECODE)
 _TIMES = struct.Struct("<2d")
 _TIMES_AT = HEADER_AT + 8 * ring.TIME
-
-_Found = TypeVar("_Found")
 
 
 def spin_window_s() -> float:
@@ -86,6 +86,7 @@ class SharedClient:
         payload: PayloadType = PayloadType.F32,
         spin_s: float | None = None,
         counters: TransportCounters | None = None,
+        before_sleep: Callable[[], object] = lambda: None,
     ) -> None:
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -93,6 +94,8 @@ class SharedClient:
         self._lost_reason = lost_reason
         self._spin_s = spin_window_s() if spin_s is None else spin_s
         self._spin_ns = int(self._spin_s * 1e9)
+        self._is_quick = True
+        self._before_sleep = before_sleep
         self._counters = TransportCounters() if counters is None else counters
         shape = segment.shape
         self._payload, self._payload_code = payload, PAYLOAD_CODES[payload]
@@ -107,14 +110,13 @@ class SharedClient:
         self._abandoned: dict[int, _Slot] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
         self._sequence = 0
-        self._bell = segment.client_bell
-        self._must_silence = False
+        self._entries = poll_entries(segment.client_bell, lost_fd, num_more=1)
+        self._ports.words[:, ring_native.ENTRIES] = self._entries.ctypes.data
         self._poller = select.poll()
-        self._poller.register(self._bell, select.POLLIN)
         self._poller.register(lost_fd, select.POLLIN)
         kernels = ring_native.kernels()
         self._send, self._receive = kernels.send_request, kernels.receive_reply
-        self._set_flag, self._load_word = kernels.set_flag, kernels.load_word
+        self._load_word = kernels.load_word
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """As ClientTransport.submit. If all slots are taken, waits for one, up to the deadline.
@@ -123,11 +125,9 @@ class SharedClient:
         DaemonUnavailable if no slot gets free, or none will, since all belong to requests that were
         given up: the link needs a new segment then.
         """
-        sent_s = time.monotonic()
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot = self._wait_for(self._freed, deadline_s, "free slot")
+        hidden, free = batch.hidden, self._free
+        num_tokens, _ = hidden.shape
+        slot = free.pop() if free else self._free_slot(deadline_s)
         last = self._sequence
         # The next of those that belong to this slot.
         sequence = last + 1 + (slot.index - last - 1) % self._num_slots
@@ -135,6 +135,8 @@ class SharedClient:
         phase = batch.phase
         phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
         deadline_ms = deadline_s * 1e3
+        if not hidden.flags.c_contiguous:  # routing is made by us; rows may be anybody's
+            hidden = np.ascontiguousarray(hidden)
         try:
             status = self._send(
                 slot.port,
@@ -143,8 +145,7 @@ class SharedClient:
                 phase_code,
                 self._payload_code,
                 deadline_ms,
-                sent_s,
-                batch.hidden,
+                hidden,
                 batch.expert_ids,
                 batch.group_starts,
                 batch.token_indices,
@@ -152,15 +153,12 @@ class SharedClient:
             )
             if status < 0:
                 head = (slot.port, sequence, layer_id, phase_code)
-                status = self._send_wide(head, deadline_ms, sent_s, batch, status)
+                status = self._send_wide(head, deadline_ms, batch, status)
         except BaseException:
-            self._free.append(slot)
+            free.append(slot)
             raise
-        if status & 1:
-            ring_bell(self._segment.server_bell)
-        self._pending[sequence] = slot, batch.hidden.shape[0]
-        self.bytes_sent += status >> 1
-        self._counters.pack_s += time.monotonic() - sent_s
+        self._pending[sequence] = slot, num_tokens
+        self.bytes_sent += status
         return sequence
 
     def wait(self, sequence: int, *, deadline_s: float) -> Reply:
@@ -171,13 +169,17 @@ class SharedClient:
         # Whatever can be made before the reply is there costs nothing.
         sums = np.empty((num_tokens, self._hidden_size))
         reply = Reply(sums, 0.0)
-        spin_ns = self._spin_ns if deadline_s >= self._spin_s else int(max(deadline_s, 0.0) * 1e9)
-        status = self._receive(slot.port, sequence, spin_ns, sums)
+        spin_ns = self._spin_ns if self._is_quick else 0
+        if deadline_s < self._spin_s:
+            spin_ns = int(max(deadline_s, 0.0) * 1e9)
+        status = self._receive(slot.port, sequence, spin_ns, 0, sums)
         if status == NOTHING:
-            status = self._wait_for(lambda: self._look(slot, sequence, sums), deadline_s, "reply")
+            self._before_sleep()
+            status = self._wait_for_reply(slot, sequence, sums, deadline_s)
         if status < 0:
             raise self._failure(sequence, slot, status)
-        return self._complete(sequence, slot, status, reply)
+        self._complete(sequence, slot, status, reply)
+        return reply
 
     def forget(self, sequence: int) -> None:
         self._arrived.pop(sequence, None)
@@ -192,7 +194,6 @@ class SharedClient:
         self,
         head: tuple[int, ...],
         deadline_ms: float,
-        sent_s: float,
         batch: RoutedBatch,
         status: int,
     ) -> int:
@@ -200,8 +201,8 @@ class SharedClient:
         if status == OUT_OF_RANGE:
             hidden, _ = pack_hidden(batch.hidden, self._payload)
             routing = (batch.expert_ids, batch.group_starts, batch.token_indices)
-            times = (deadline_ms, sent_s)
-            status = self._send(*head, ring.PAYLOAD_F32, *times, hidden, *routing, batch.weights)
+            rest = (hidden, *routing, batch.weights)
+            status = self._send(*head, ring.PAYLOAD_F32, deadline_ms, *rest)
             self._counters.widened += 1
         if status >= 0:
             return status
@@ -220,13 +221,13 @@ class SharedClient:
             raise outcome
         return outcome
 
-    def _complete(self, sequence: int, slot: _Slot, num_bytes: int, reply: Reply) -> Reply:
+    def _complete(self, sequence: int, slot: _Slot, num_bytes: int, reply: Reply) -> None:
         """Its sums were received."""
         reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
+        self._is_quick = reply.compute_s < self._spin_s
         del self._pending[sequence]
         self._free.append(slot)
         self.bytes_received += num_bytes
-        return reply
 
     def _failure(self, sequence: int, slot: _Slot, status: int) -> ProtocolError:
         """Something else was received; the slot is free unless it may still be written."""
@@ -244,59 +245,51 @@ class SharedClient:
             one_line(reason.decode(errors="replace")), code=one_line(code.decode(errors="replace"))
         )
 
-    def _look(self, slot: _Slot, sequence: int, sums: F64Array) -> int | None:
-        status = self._receive(slot.port, sequence, 0, sums)
-        return None if status == NOTHING else status
-
-    def _freed(self) -> _Slot | None:
+    def _free_slot(self, deadline_s: float) -> _Slot:
         """A slot whose reply has come: of one that nobody waits for, else of one that is kept.
 
-        Raises: DaemonUnavailable if there will be none.
-        """
-        for sequence, slot in list(self._abandoned.items()):
-            word = self._segment.address + ring.REPLY_WORDS_AT + 8 * slot.index
-            if self._load_word(word) == sequence:
-                self._ports.words[slot.index, ring_native.LAST] = sequence
-                del self._abandoned[sequence]
-                self._free.append(slot)
-        if not self._free:
-            if not self._pending:
-                raise DaemonUnavailable("all slots belong to requests that were given up")
-            for sequence, (slot, num_tokens) in list(self._pending.items()):
-                sums = np.empty((num_tokens, self._hidden_size))
-                status = self._receive(slot.port, sequence, 0, sums)
-                if status >= 0:
-                    reply = self._complete(sequence, slot, status, Reply(sums, 0.0))
-                    self._arrived[sequence] = reply
-                elif status != NOTHING:
-                    self._arrived[sequence] = self._failure(sequence, slot, status)
-        return self._free.pop() if self._free else None
-
-    def _wait_for(self, find: Callable[[], _Found | None], deadline_s: float, what: str) -> _Found:
-        """What `find` finds, called whenever the server may have written.
-
-        Raises: DeadlineExceeded; DaemonUnavailable if the link is lost meanwhile.
+        Raises: DeadlineExceeded; DaemonUnavailable if the link is lost, or all slots are.
         """
         end_s = time.monotonic() + deadline_s
-        try:
-            while True:
-                if self._must_silence:  # not when it was rung: then somebody waited for us
-                    silence_bell(self._bell)
-                    self._must_silence = False
-                # First the flag, then the look: see the argument in `ring`.
-                self._set_flag(self._ports.sleeps, 1)
-                found = find()
-                if found is not None:
-                    return found
-                remaining_s = end_s - time.monotonic()
-                ready = self._poller.poll(max(0, math.ceil(remaining_s * 1e3)))
-                self._must_silence = bool(ready) and self._bell in (ready[0][0], ready[-1][0])
-                found = find()
-                if found is not None:
-                    return found
-                if len(ready) > self._must_silence:
-                    raise DaemonUnavailable(self._lost_reason())
-                if remaining_s <= 0:
-                    raise DeadlineExceeded(f"no {what} within {deadline_s * 1e3:.0f} ms")
-        finally:
-            self._set_flag(self._ports.sleeps, 0)
+        while True:
+            for sequence, slot in list(self._abandoned.items()):
+                word = self._segment.address + ring.REPLY_WORDS_AT + 8 * slot.index
+                if self._load_word(word) == sequence:
+                    self._ports.words[slot.index, ring_native.LAST] = sequence
+                    del self._abandoned[sequence]
+                    self._free.append(slot)
+            if self._free:
+                return self._free.pop()
+            if not self._pending:
+                raise DaemonUnavailable("all slots belong to requests that were given up")
+            remaining_s = end_s - time.monotonic()
+            for sequence, (slot, num_tokens) in list(self._pending.items()):
+                sums = np.empty((num_tokens, self._hidden_size))
+                # Replies come in any order, most often in that of the requests.
+                wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_LOOK_S)
+                status = self._receive(slot.port, sequence, 0, int(wait_s * 1e9), sums)
+                if status >= 0:
+                    reply = self._arrived[sequence] = Reply(sums, 0.0)
+                    self._complete(sequence, slot, status, reply)
+                elif status != NOTHING:
+                    self._arrived[sequence] = self._failure(sequence, slot, status)
+            if not self._free:
+                self._check_patience(remaining_s, deadline_s, "free slot")
+
+    def _wait_for_reply(self, slot: _Slot, sequence: int, sums: F64Array, deadline_s: float) -> int:
+        """Status of what comes. Raises: DeadlineExceeded; DaemonUnavailable if the link is lost."""
+        remaining_s, end_s = deadline_s, time.monotonic() + deadline_s
+        while True:
+            wait_ns = int(min(max(remaining_s, 0.0), _LONGEST_WAIT_S) * 1e9)
+            status = self._receive(slot.port, sequence, 0, wait_ns, sums)
+            if status != NOTHING:
+                return status
+            remaining_s = end_s - time.monotonic()
+            self._check_patience(remaining_s, deadline_s, "reply")
+
+    def _check_patience(self, remaining_s: float, deadline_s: float, what: str) -> None:
+        """Raises: DaemonUnavailable if the link is lost; DeadlineExceeded if no time is left."""
+        if self._poller.poll(0):
+            raise DaemonUnavailable(self._lost_reason())
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"no {what} within {deadline_s * 1e3:.0f} ms")

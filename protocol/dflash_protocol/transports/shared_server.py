@@ -6,8 +6,8 @@ of handshakes.
 
 from __future__ import annotations
 
+import math
 import os
-import select
 import struct
 from collections import deque
 from dataclasses import dataclass
@@ -26,14 +26,16 @@ from dflash_protocol.ring_ports import (
     PHASES,
     Ports,
     header_word,
+    poll_entries,
     violation_error,
 )
-from dflash_protocol.ring_segment import Segment, ring_bell, silence_bell
+from dflash_protocol.ring_segment import Segment, silence_bell
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
 
-# WAITED, then of the header: sequence, layer, everything from T to the payload type, two times.
-_TAKEN = struct.Struct("<dq16xq40s2d")
+# ROUTING_BOUND, WAITED, then of the header: sequence, layer, everything from T to the payload
+# type, two times.
+_TAKEN = struct.Struct("<qdq16xq40s2d")
 _SHAPE = struct.Struct("<5q")
 _NUM_REQUESTS_KEPT = 32
 _VIOLATION = (1 << ring_native.STATUS_BITS) - 1
@@ -76,7 +78,9 @@ class _Slot:
         would cost a decode step a fifth of its way through here. Like their arrays, they are good
         until the request is answered.
         """
-        waited_s, sequence, layer_id, shape, deadline_ms, sent_s = _TAKEN.unpack_from(self.bytes)
+        bound, waited_s, sequence, layer_id, shape, deadline_ms, sent_s = _TAKEN.unpack_from(
+            self.bytes
+        )
         request = self._requests.get(shape)
         if request is None:
             request = self._new_request(*_SHAPE.unpack(shape))
@@ -86,7 +90,7 @@ class _Slot:
         header = request.header
         header.sequence, header.layer_id = sequence, layer_id
         header.deadline_ms, header.sent_s = deadline_ms, sent_s
-        request.waited_s = waited_s
+        request.waited_s, request.routing_bound = waited_s, bound
         self.request = request
         return request
 
@@ -115,7 +119,7 @@ class _Slot:
             deadline_ms=0.0,
             generation=segment.generation,
         )
-        return _RingRequest(self.link.link_id, header, batch, 0.0, self)
+        return _RingRequest(self.link.link_id, header, batch, slot=self)
 
 
 class _Link:
@@ -141,12 +145,7 @@ class SharedServer:
     """The daemon's end of all rings. Owned by the compute thread, but `add_link` and `drop_link`
     may be called by any thread and take effect when the owner looks next.
 
-    How one thread serves this and a socket without missing anything::
-
-        request = server.try_receive(spin_s=window_s)
-        if request is None and server.prepare_to_sleep():
-            poll(socket, *server.wake_fds)
-            server.awake()
+    One thread can serve this and a socket: `receive` returns when either has something.
 
     `counters` are added to; `refused` counts all slots that were not what they should have been.
     """
@@ -155,15 +154,13 @@ class SharedServer:
         self.refused = 0
         self._counters = TransportCounters() if counters is None else counters
         kernels = ring_native.kernels()
-        self._poll, self._send_reply = kernels.poll, kernels.send_reply
-        self._send_failure, self._prepare = kernels.send_failure, kernels.prepare_to_sleep
-        self._awake = kernels.awake
+        self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
+        self._send_failure = kernels.send_failure
         self._links: dict[str, _Link] = {}
         self._slots: list[_Slot] = []
         self._changes: deque[tuple[str, Segment | None, LinkLimits | None]] = deque()
         self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._bells = select.epoll()
-        self._bells.register(self._changed_fd, select.EPOLLIN)
+        self._others: tuple[int, ...] = ()
         self._rebuild()
 
     def add_link(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
@@ -187,9 +184,34 @@ class SharedServer:
     def try_receive(self, *, spin_s: float = 0.0) -> ReceivedRequest | None:
         """The next good request if there is one, or one comes within `spin_s` of looking at nothing
         else; bad ones are answered here. It and its batch are good until it is answered."""
+        return self._take_next(spin_s, 0)
+
+    def receive(
+        self, timeout_s: float, *, spin_s: float = 0.0, others: tuple[int, ...] = ()
+    ) -> ReceivedRequest | None:
+        """As `try_receive`, and then sleeps until something comes, or one of the `others` is
+        readable, or the time is up."""
+        if others != self._others:
+            self._others = others
+            self._rebuild()
+        return self._take_next(spin_s, math.ceil(timeout_s * 1e3))
+
+    @property
+    def are_others_ready(self) -> bool:
+        """Whether the last sleep in `receive` found one of the `others` readable."""
+        first = 1 + len(self._links)
+        return bool((self._entries[first:] >> ring_native.FOUND_SHIFT).any())
+
+    def _take_next(self, spin_s: float, timeout_ms: int) -> ReceivedRequest | None:
         if self._changes:
             self._apply_changes()
-        found = self._poll(self._table_address, int(spin_s * 1e9))
+        found = self._next_request(
+            self._table_address,
+            int(spin_s * 1e9),
+            self._entries_address,
+            self._num_entries,
+            timeout_ms,
+        )
         if found < 0:
             return None
         slot = self._slots[found >> ring_native.STATUS_BITS]
@@ -208,6 +230,8 @@ class SharedServer:
         if slot is None or slot.request is not request:
             return
         link, sequence, waited_s = slot.link, request.header.sequence, request.waited_s
+        if sums.ndim != 2 or not sums.flags.c_contiguous:
+            raise ValueError(f"sums of shape {sums.shape}, expected two dimensions without gaps")
         status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
         if status == OUT_OF_RANGE:
             wide, _ = pack_sums(sums, link.payload)
@@ -217,8 +241,6 @@ class SharedServer:
             self._counters.widened += 1
         if status < 0:
             raise ValueError(f"sums of shape {sums.shape} for a link of {link.segment.shape}")
-        if status & 1:
-            ring_bell(link.segment.client_bell)
         slot.request = None
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
@@ -230,63 +252,43 @@ class SharedServer:
         if slot.request is not None and slot.request.header.sequence == sequence:
             self._fail(slot, sequence, error)
 
-    @property
-    def wake_fds(self) -> tuple[int, ...]:
-        """Readable when somebody wants something: to be polled beside a socket while asleep. Others
-        after links were added or dropped, and then another tuple."""
-        return self._wake_fds
-
-    def prepare_to_sleep(self) -> bool:
-        """Have clients ring from now on. False if something has come meanwhile: do not sleep.
-
-        Ask for `wake_fds` after this.
-        """
-        for bell, _ in self._bells.poll(0):
-            silence_bell(bell)
-        if self._changes:
-            self._apply_changes()
-        return bool(self._prepare(self._table_address))
-
-    def awake(self) -> None:
-        """Clients need not ring any more."""
-        self._awake(self._table_address)
-
     def close(self) -> None:
         """Let go of all links."""
         self._apply_changes()
         for link_id in list(self._links):
             self._drop(link_id)
         self._rebuild()
-        self._bells.close()
         os.close(self._changed_fd)
 
     def _apply_changes(self) -> None:
+        silence_bell(self._changed_fd)
         while self._changes:
             link_id, segment, limits = self._changes.popleft()
             self._drop(link_id)
             if segment is not None and limits is not None:
                 self._links[link_id] = _Link(link_id, segment, limits)
-                self._bells.register(segment.server_bell, select.EPOLLIN)
         self._rebuild()
 
     def _drop(self, link_id: str) -> None:
         link = self._links.pop(link_id, None)
         if link is not None:
-            self._bells.unregister(link.segment.server_bell)
             link.close()
 
     def _rebuild(self) -> None:
         """What follows from the links: the table for compiled code, and what belongs to it."""
         links = list(self._links.values())
         self._table: I64Array = np.array(
-            [len(links), 0, *(link.address for link in links)], np.int64
+            [len(links), 0, 0, *(link.address for link in links)], np.int64
         )
         self._table_address = int(self._table.ctypes.data)
         # By link_idx · MAX_SLOTS + slot_idx; the gaps are never asked for.
         self._slots = []
         for link in links:
             self._slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
-        self._wake_fds = (self._changed_fd, *(link.segment.server_bell for link in links))
+        bells = (link.segment.server_bell for link in links)
+        self._entries = poll_entries(*bells, self._changed_fd, *self._others)
+        self._entries_address = int(self._entries.ctypes.data)
+        self._num_entries = self._entries.size
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
         self.refused += 1
@@ -299,5 +301,4 @@ class SharedServer:
         text = f"{error.code}\0{str(error)[:1000]}".encode(errors="replace")
         text = text[: ring.FAILURE_LIMIT_BYTES]
         data = np.frombuffer(text + bytes(-len(text) % 4), np.uint8)
-        if self._send_failure(slot.port, sequence, data) & 1:
-            ring_bell(slot.link.segment.client_bell)
+        self._send_failure(slot.port, sequence, data)

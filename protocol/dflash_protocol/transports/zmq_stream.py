@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import zmq
 
 from dflash_protocol import requests, version1
+from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.messages import Frames
@@ -70,7 +71,9 @@ class StreamClient:
         global_ids: Mapping[int, I32Array] | None = None,
         counters: TransportCounters | None = None,
         secure: Callable[[zmq.Socket[bytes]], object] | None = None,
+        before_sleep: Callable[[], object] = lambda: None,
     ) -> None:
+        self._before_sleep = before_sleep
         self.bytes_sent = 0
         self.bytes_received = 0
         self._lost_fd = lost_fd
@@ -99,6 +102,7 @@ class StreamClient:
             self._socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
             self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             self._socket.setsockopt(zmq.RCVTIMEO, int(_LOOK_UP_S * 1e3))
+            self._socket.setsockopt(zmq.IPV6, is_ipv6(data_address))
             if secure is not None:
                 secure(self._socket)
             self._socket.connect(data_address)
@@ -131,6 +135,7 @@ class StreamClient:
 
     def wait(self, sequence: int, *, deadline_s: float) -> Reply:
         end_s = time.monotonic() + deadline_s
+        self._before_sleep()
         while sequence not in self._arrived:
             remaining_s = end_s - time.monotonic()
             if remaining_s > _LOOK_UP_S:
@@ -205,10 +210,13 @@ class StreamServer:
         self._limits_of = limits_of
         self._counters = TransportCounters() if counters is None else counters
         self._timeout_ms = -1
+        self.was_empty = False
+        """`receive` found nothing when it last looked."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
+        self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
         # A parent that reconnects quickly must not find its name taken by its own dead socket.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secure is not None:
@@ -219,11 +227,12 @@ class StreamServer:
             self.close()
             raise
         self.port = _bound_port(self._socket)
+        self._fd = cast(int, self._socket.getsockopt(zmq.FD))
 
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """To be polled beside other things."""
-        return self._socket
+    def fd(self) -> int:
+        """Becomes readable when something may have come since `receive` found nothing."""
+        return self._fd
 
     def receive(self, timeout_s: float) -> ReceivedRequest | None:
         """The next good request, or None after `timeout_s`; bad ones are answered here."""
@@ -234,7 +243,9 @@ class StreamServer:
         try:
             routing_id = self._socket.recv()
         except zmq.Again:
+            self.was_empty = True
             return None
+        self.was_empty = False
         frames = [self._socket.recv(zmq.NOBLOCK)]  # whoever connects, a ROUTER puts a name before
         while self._socket.get(zmq.RCVMORE):
             frames.append(self._socket.recv(zmq.NOBLOCK))

@@ -13,7 +13,7 @@ import click
 
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import Settings, load_settings, share_settings
-from dflash_protocol.settings_table import KNOBS, SETTINGS_FLAG, SETTINGS_HELP, Knob
+from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, Knob, knobs_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,8 +45,8 @@ class SettingsCommand(click.Command):
 
 
 def settings_options(function: F) -> F:
-    """Decorator: give a command every setting as an option; `take_settings` reads them."""
-    for knob in reversed(KNOBS):
+    """Decorator: give a command a parent's settings as options; `take_settings` reads them."""
+    for knob in reversed(knobs_of(daemon=False)):
         function = _option_of(knob)(function)
     return click.option(
         SETTINGS_FLAG,
@@ -64,7 +64,7 @@ def take_settings(options: dict[str, Any]) -> Settings:
     Raises: SettingsError.
     """
     file = options.pop(_FILE)
-    flags = {knob.field: options.pop(knob.field) for knob in KNOBS}
+    flags = {knob.field: options.pop(knob.field) for knob in knobs_of(daemon=False)}
     settings = load_settings(file=file, flags=flags)
     share_settings(settings)
     return settings

@@ -54,7 +54,16 @@ class ComputeBackend(Protocol):
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> ExpertBank:
-        """Make the given experts ready; local id = position in `global_expert_ids`. [E_local]"""
+        """Make the given experts ready; local id = position in `global_expert_ids`. [E_local]
+
+        Banks share what they have made of the same expert of the same file.
+        """
+
+    def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+        """Give back the memory of what was made of these experts; no bank of them is used again.
+
+        The file's own bytes are the caller's business.
+        """
 
     def warm_up(
         self,
@@ -67,6 +76,9 @@ class ComputeBackend(Protocol):
 
         `on_progress` is called with the number of steps that are done, and of all.
         """
+
+    def rest(self) -> None:
+        """Nothing will be asked of this backend for a while: others may have the cores."""
 
     def close(self) -> None:
         """End worker threads. The backend must not be used afterwards."""

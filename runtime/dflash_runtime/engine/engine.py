@@ -28,7 +28,7 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
-from dflash_protocol.settings import MAX_THREADS, DaemonSetting, Settings, load_settings
+from dflash_protocol.settings import MAX_THREADS, DaemonSetting, Settings, cache_of, load_settings
 from dflash_runtime.compute import BackendName, ComputeBackend, make_backend
 from dflash_runtime.engine.arguments import choice, chunk_bounds, token_id_array, whole_number
 from dflash_runtime.engine.demo_model import demo_model_path
@@ -140,7 +140,8 @@ class Engine:
         is None is taken from the `settings`, which are by default those of `load_settings`.
         `local_experts` a layer stay in this process; `placement` says it all and excludes it.
         `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
-        else f16.
+        else f16. While the engine is open, its `settings` say where the process keeps what it
+        compiles; of several engines, those of the one opened last.
         Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
         """
         backend_name = choice(BackendName, "backend", backend)
@@ -160,6 +161,7 @@ class Engine:
         if require_daemons is None:
             require_daemons = settings.ipc_required
         with contextlib.ExitStack() as undo:
+            undo.enter_context(cache_of(settings))
             file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
             adapter = adapter_for(file)
             spec = adapter.read_spec(file)
@@ -313,7 +315,10 @@ class Engine:
         finally:
             if self._profile is not None:
                 owners = self._owners.runtime.stats()
-                self._profile.log_generation({name: each.phases for name, each in owners.items()})
+                self._profile.log_generation(
+                    {name: each.phases for name, each in owners.items()},
+                    troubles={name: each.troubles for name, each in owners.items()},
+                )
 
     def _generate(
         self,
@@ -357,10 +362,12 @@ class Engine:
     def _begin_run(self) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
 
-        Raises: SettingsError if the engine is closed.
+        Raises: SettingsError if the engine is closed; ModelFileError if the file was written to
+        since it was opened.
         """
         if self._num_runs < 0:
             raise SettingsError("this engine is closed")
+        self._file.require_unwritten()
         self._num_runs += 1
         return self._num_runs
 

@@ -101,8 +101,10 @@ class Owners:
                         sharing=_sharing_plan(spec, settings),
                         is_sharing_required=settings.ipc_transport == "shared",
                     ),
-                    Patience(settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3),
-                    on_progress,
+                    patience=Patience(
+                        settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3
+                    ),
+                    on_progress=on_progress,
                 )
                 undo.callback(supervisor.close)
                 supervisor.start()
@@ -119,16 +121,17 @@ class Owners:
                             mode=ExecutionMode(settings.ipc_mode),
                             stream_tokens=settings.stream_batch,
                             spin_s=settings.spin_us * 1e-6,
+                            before_sleep=backend.rest,
                         )
                     )
                 else:
-                    banks = load_banks(backend, file, spec.moe, owned, read_now=True)
+                    banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
                     measure_pairs_per_second(banks.values())
                     computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks))
             fallback = None
             if links and not require_daemons:
                 everything = every_expert(spec.moe)
-                banks = load_banks(backend, file, spec.moe, everything, read_now=False)
+                banks = load_banks(backend, file, spec.moe, owned=everything, read_now=False)
                 measure_pairs_per_second(banks.values())
                 fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks)
             self.runtime = MoeExpertComputeRuntime(placement, computes, fallback=fallback)

@@ -57,7 +57,11 @@ class DaemonProcess:
             os.close(lifeline_read)
         try:
             self._pidfd = os.pidfd_open(self._process.pid)
-            self._loop.add_reader(self._pidfd, self._reap)
+            try:
+                self._loop.add_reader(self._pidfd, self._reap)
+            except OSError:
+                os.close(self._pidfd)
+                raise
         except OSError as error:
             os.close(self._lifeline_write)
             self._process.kill()

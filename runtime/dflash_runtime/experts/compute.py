@@ -52,6 +52,17 @@ class OwnerStats:
     """Messages that answered nothing that was waited for."""
     widened: int = 0
     """Messages that went in a wide type since the negotiated one would not hold their values."""
+    breaker: str = ""
+    """State of a daemon's circuit breaker: ``closed``, ``open`` or ``half-open``."""
+    breaker_opened: int = 0
+    """Times it opened."""
+    breaker_refused: int = 0
+    """Batches that were not even sent since it was open."""
+    daemon_late: int = 0
+    """Requests that the daemon dropped since their deadline had passed, of all its parents and
+    since it was started; so are the next two, as its last heartbeat said."""
+    daemon_stale: int = 0
+    daemon_checksum_failures: int = 0
     phases: dict[Phase, PhaseStats] = field(default_factory=dict)
     """By phase, once there was one."""
 
@@ -60,6 +71,21 @@ class OwnerStats:
         if stats is None:
             stats = self.phases[phase] = PhaseStats()
         return stats
+
+    @property
+    def troubles(self) -> str:
+        """What is not as it should be, for people; empty if nothing is known."""
+        parts = []
+        if self.breaker_opened:
+            parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} times")
+        for count, what in (
+            (self.daemon_late, "late"),
+            (self.daemon_stale, "stale"),
+            (self.daemon_checksum_failures, "damaged"),
+        ):
+            if count:
+                parts.append(f"the daemon dropped {count} {what}")
+        return ", ".join(parts)
 
     def as_record(self) -> dict[str, object]:
         """All of it as numbers, texts and maps by name, as in ``--json``."""

@@ -34,6 +34,15 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class DaemonCounters:
+    """What a daemon says it dropped since it was started, of all its parents' requests."""
+
+    late: int = 0
+    stale: int = 0
+    checksum_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """One successful handshake. Each has a generation of its own, never used twice."""
 
@@ -48,8 +57,9 @@ class DaemonLink:
     """One daemon as the parent sees it.
 
     `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
-    ``request_failed`` for a request that failed without that, and ``numeric_class_differs`` for a
-    session in which bits are not promised to equal the parent's.
+    ``request_failed`` for a request that failed without that, ``breaker_open`` and the like for
+    every new state of the circuit breaker, and ``numeric_class_differs`` for a session in which
+    bits are not promised to equal the parent's.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """
@@ -71,6 +81,8 @@ class DaemonLink:
         self.launch = launch
         self.secure = secure
         """Puts keys on a socket of this link before it connects; None if it needs none."""
+        self.daemon_counters = DaemonCounters()
+        """As the last heartbeat said; replaced as a whole by the supervisor."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._numeric_class = numeric_class
         self._on_event = on_event

@@ -7,36 +7,45 @@ work.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import zmq
 
-from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DflashError,
+    ProtocolError,
+)
 from dflash_protocol.ids import F64Array, I32Array, Phase
-from dflash_protocol.payloads import PayloadType
-from dflash_protocol.routed_batch import RoutedBatch, compact_tokens, slice_tokens, tail_tokens
+from dflash_protocol.routed_batch import RoutedBatch, compact_tokens, tail_tokens
 from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
-from dflash_protocol.transports.shared_memory import SharedClient
-from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
-from dflash_protocol.version1 import rectangles
+from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
+from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
+from dflash_runtime.experts.pieces import Rows, pieces
 from dflash_runtime.experts.telemetry import PhaseStats
+
+_LOG = logging.getLogger(__name__)
 
 _DEADLINE_FACTOR = 4.0
 _LONGEST_DEADLINE_S = 600.0
+_MOST_DOUBLINGS = 4
+"""Of what a request is thought to take, while none is answered."""
 _RATE_WEIGHT = 0.2
 _WINDOW = 16
 """Requests of one batch that are in flight at a time: as many as the daemon's end holds."""
+_NO_PIECES: Iterator[tuple[Rows, RoutedBatch]] = iter(())
 _PROBE_WINDOW = 4
 """The same while streaming is only tried: what has been sent cannot be called back."""
-_MOST_FAILURES = 3
-"""So many requests that fail in a row, and the session is given up, to be had again later."""
 
 
 @dataclass(slots=True)
@@ -45,7 +54,8 @@ class _Sent:
 
     sequence: int
     num_pairs: int
-    rows: slice | I32Array
+    rows: Rows | None
+    """None = all."""
     sent_s: float
     deadline_s: float
 
@@ -55,7 +65,7 @@ class _RemoteTicket(Ticket):
     generation: int
     rows: I32Array | None
     compacted: RoutedBatch
-    pieces: Iterator[tuple[slice | I32Array, RoutedBatch]]
+    pieces: Iterator[tuple[Rows, RoutedBatch]]
     """What is still to be sent."""
     window: int
     chooser: ModeChooser | None
@@ -66,6 +76,8 @@ class _RemoteTicket(Ticket):
     in_flight: deque[_Sent] = field(default_factory=deque)
     num_rows_sent: int = 0
     """Rows of `compacted` that need not be sent any more, while these are sent in order."""
+    is_whole: bool = False
+    """It is one request, and there are no pieces."""
 
 
 class RemoteExpertCompute:
@@ -82,7 +94,9 @@ class RemoteExpertCompute:
         mode: ExecutionMode = ExecutionMode.BATCHED,
         stream_tokens: int = STREAM_TOKENS,
         spin_s: float | None = None,
+        before_sleep: Callable[[], object] = lambda: None,
     ) -> None:
+        """`before_sleep` is called before this thread sleeps until a daemon has answered."""
         self._link = link
         self._context = context
         self._hidden_size = hidden_size
@@ -91,6 +105,7 @@ class RemoteExpertCompute:
         self._mode = mode
         self._stream_tokens = stream_tokens
         self._spin_s = spin_s
+        self._before_sleep = before_sleep
         self._choosers: dict[tuple[Phase, int], ModeChooser] = {}
         self._client: ClientTransport | None = None
         self._client_generation = 0
@@ -99,7 +114,11 @@ class RemoteExpertCompute:
         self._warm_up_s_per_pair = 0.0
         self._measured_s_per_pair: dict[Phase, float] = {}
         self._pairs_in_flight = 0
-        self._num_failures = 0
+        self._breaker = CircuitBreaker(self._on_transition)
+        self._probe: Ticket | None = None
+        self._num_doublings = 0
+        self._is_troubled = False
+        """Whether the breaker is to be asked and told: not until a request fails."""
         self._counters = TransportCounters()
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
 
@@ -107,6 +126,11 @@ class RemoteExpertCompute:
     def stats(self) -> OwnerStats:
         stats, counters = self._stats, self._counters
         stats.restarts = self._link.restarts
+        stats.breaker = self._breaker.state.value
+        stats.breaker_opened = self._breaker.num_opened
+        said = self._link.daemon_counters
+        stats.daemon_late, stats.daemon_stale = said.late, said.stale
+        stats.daemon_checksum_failures = said.checksum_failures
         stats.stale = counters.stale
         stats.widened = counters.widened
         phases = stats.phases.values()
@@ -121,16 +145,28 @@ class RemoteExpertCompute:
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
         session = self._link.session
         if session is None:
+            self._drop_client()  # its memory is shared with nobody any more
             raise DaemonUnavailable(self._link.lost_reason())
+        is_probe = self._is_troubled and self._is_probe_for_breaker()
         started_s = time.perf_counter()
         compacted, rows = compact_tokens(batch)
         try:
             client = self._client_of(session)
             ticket = self._cut(layer_id, batch, compacted, rows, started_s)
-            self._fill(client, ticket)
+            if ticket.is_whole:
+                ticket.in_flight.append(self._send(client, ticket, rows, compacted))
+            else:
+                self._fill(client, ticket)
         except DaemonUnavailable as error:
             self._link.mark_lost(session.generation, str(error))
+            self._note_failure(error, cost_s=0.0, is_probe=is_probe)
             raise
+        except BaseException:
+            if is_probe:
+                self._breaker.note_probe_abandoned()
+            raise
+        if is_probe:
+            self._probe = ticket
         ticket.counted.tokens += compacted.num_tokens
         ticket.counted.pairs += batch.num_pairs
         return ticket
@@ -139,7 +175,10 @@ class RemoteExpertCompute:
         assert isinstance(ticket, _RemoteTicket)
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
-            raise DaemonUnavailable(self._link.lost_reason())
+            error_of_session = DaemonUnavailable(self._link.lost_reason())
+            if ticket is self._probe:
+                self._note_failure(error_of_session, cost_s=0.0, is_probe=True)
+            raise error_of_session
         replies: list[tuple[_Sent, F64Array]] = []
         collecting_s = time.perf_counter()
         try:
@@ -147,20 +186,26 @@ class RemoteExpertCompute:
                 sent = ticket.in_flight[0]
                 replies.append((sent, self._wait(client, sent, ticket.batch.phase, ticket.counted)))
                 ticket.in_flight.popleft()
+                if ticket.is_whole:
+                    break
                 if ticket.window == _PROBE_WINDOW and len(replies) >= _PROBE_WINDOW:
                     num_pairs = sum(answered.num_pairs for answered, _ in replies)
                     self._cut_short(ticket, time.perf_counter() - collecting_s, num_pairs)
                 self._fill(client, ticket)
         except (DaemonUnavailable, ProtocolError) as error:
-            self._failed(ticket, error)
+            self._failed(ticket, error, time.perf_counter() - collecting_s)
             if isinstance(error, DaemonUnavailable):
                 raise
             raise DaemonUnavailable(f"daemon {self._link.name}: {error}") from error
-        self._num_failures = 0
+        if self._is_troubled:
+            self._note_success(ticket)
         # Only now, with every piece at hand, so that a failure leaves `out` as it was.
         started_s = time.perf_counter()
         for sent, sums in replies:
-            out[sent.rows] += sums
+            if sent.rows is None:
+                np.add(out, sums, out=out)
+            else:
+                out[sent.rows] += sums
         ended_s = time.perf_counter()
         ticket.counted.combine_s += ended_s - started_s
         if ticket.chooser is not None and ticket.batch.num_pairs:
@@ -172,13 +217,20 @@ class RemoteExpertCompute:
 
     def abandon(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _RemoteTicket)
+        if ticket is self._probe:
+            self._probe = None
+            self._breaker.note_probe_abandoned()
+        self._forget(ticket)
+
+    def close(self) -> None:
+        self._drop_client()
+
+    def _forget(self, ticket: _RemoteTicket) -> None:
+        """What is in flight of a ticket is not waited for."""
         if self._client is not None and self._client_generation == ticket.generation:
             for sent in ticket.in_flight:
                 self._client.forget(sent.sequence)
                 self._pairs_in_flight -= sent.num_pairs
-
-    def close(self) -> None:
-        self._drop_client()
 
     def _cut(
         self,
@@ -201,18 +253,22 @@ class RemoteExpertCompute:
                     window = _PROBE_WINDOW
         is_cut = mode is ExecutionMode.STREAM
         most = min(self._stream_tokens, self._max_tokens) if is_cut else self._max_tokens
+        is_whole = compacted.num_tokens <= most and self._version > 1
         return _RemoteTicket(
             layer_id=layer_id,
             batch=batch,
             generation=self._client_generation,
             rows=rows,
             compacted=compacted,
-            pieces=self._pieces(compacted, rows, most),
+            pieces=_NO_PIECES
+            if is_whole
+            else pieces(compacted, rows, max_tokens=most, version=self._version),
             window=window,
             chooser=chooser,
             mode=mode,
             started_s=started_s,
             counted=self._stats.of_phase(batch.phase),
+            is_whole=is_whole,
         )
 
     def _cut_short(self, ticket: _RemoteTicket, elapsed_s: float, num_pairs: int) -> None:
@@ -229,37 +285,8 @@ class RemoteExpertCompute:
         first = ticket.num_rows_sent
         rest = tail_tokens(ticket.compacted, first)
         rows = None if ticket.rows is None else ticket.rows[first:]
-        ticket.pieces = self._pieces(rest, rows, self._max_tokens, first_row=first)
-
-    def _pieces(
-        self,
-        compacted: RoutedBatch,
-        rows: I32Array | None,
-        max_tokens: int,
-        *,
-        first_row: int = 0,
-    ) -> Iterator[tuple[slice | I32Array, RoutedBatch]]:
-        """Requests to be, with the rows of the step that each answers.
-
-        These are `rows`, or if that is None, all from `first_row` on.
-        """
-        if self._version == 1:
-            return (
-                (piece_rows if rows is None else rows[piece_rows], piece)
-                for piece_rows, piece in rectangles(compacted, max_tokens)
-            )
-        num_tokens = compacted.num_tokens
-        if num_tokens <= max_tokens:
-            span = slice(first_row, first_row + num_tokens)
-            return iter(((span if rows is None else rows, compacted),))
-        return (
-            (
-                slice(first_row + first, first_row + first + piece.num_tokens)
-                if rows is None
-                else rows[first : first + piece.num_tokens],
-                piece,
-            )
-            for first, piece in slice_tokens(compacted, max_tokens)
+        ticket.pieces = pieces(
+            rest, rows, max_tokens=self._max_tokens, version=self._version, first_row=first
         )
 
     def _fill(self, client: ClientTransport, ticket: _RemoteTicket) -> None:
@@ -275,32 +302,29 @@ class RemoteExpertCompute:
         self,
         client: ClientTransport,
         ticket: _RemoteTicket,
-        rows: slice | I32Array,
+        rows: Rows | None,
         piece: RoutedBatch,
     ) -> _Sent:
-        self._pairs_in_flight += piece.num_pairs
+        num_pairs = piece.num_pairs
+        self._pairs_in_flight += num_pairs
         predicted_s = self._pairs_in_flight * self._s_per_pair(piece.phase)
         deadline_s = max(self._min_deadline_s, _DEADLINE_FACTOR * predicted_s)
         deadline_s = min(deadline_s, _LONGEST_DEADLINE_S)
         counters, counted = self._counters, ticket.counted
-        bytes_before, pack_before_s, send_before_s = (
-            client.bytes_sent,
-            counters.pack_s,
-            counters.send_s,
-        )
+        # Who sends may have to take replies in, to make room.
+        sent_before, received_before = client.bytes_sent, client.bytes_received
+        send_before_s, receive_before_s = counters.send_s, counters.receive_s
         sent_s = time.monotonic()
         sequence = client.submit(ticket.layer_id, piece, deadline_s=deadline_s)
+        send_s = counters.send_s - send_before_s
+        receive_s = counters.receive_s - receive_before_s
         counted.requests += 1
-        counted.bytes_sent += client.bytes_sent - bytes_before
-        counted.pack_s += counters.pack_s - pack_before_s
-        counted.send_s += counters.send_s - send_before_s
-        return _Sent(
-            sequence=sequence,
-            num_pairs=piece.num_pairs,
-            rows=rows,
-            sent_s=sent_s,
-            deadline_s=deadline_s,
-        )
+        counted.bytes_sent += client.bytes_sent - sent_before
+        counted.bytes_received += client.bytes_received - received_before
+        counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
+        counted.send_s += send_s
+        counted.receive_s += receive_s
+        return _Sent(sequence, num_pairs, rows, sent_s, deadline_s)
 
     def _wait(
         self, client: ClientTransport, sent: _Sent, phase: Phase, counted: PhaseStats
@@ -312,8 +336,11 @@ class RemoteExpertCompute:
         try:
             reply = client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
         except DeadlineExceeded:
-            # Slower than was thought: the next session begins with twice the patience.
-            self._measured_s_per_pair[phase] = 2.0 * self._s_per_pair(phase)
+            # Slower than was thought: the next session begins with twice the patience. One that
+            # never answers at all is not given ever more of it.
+            if self._num_doublings < _MOST_DOUBLINGS:
+                self._num_doublings += 1
+                self._measured_s_per_pair[phase] = 2.0 * self._s_per_pair(phase)
             raise DeadlineExceeded(f"no reply within {sent.deadline_s * 1e3:.0f} ms") from None
         finally:
             ended_s = time.monotonic()
@@ -334,66 +361,80 @@ class RemoteExpertCompute:
             self._measured_s_per_pair[phase] = known + _RATE_WEIGHT * (measured - known)
         return reply.sums
 
-    def _failed(self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError) -> None:
+    def _failed(
+        self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
+    ) -> None:
         """Count a failure, and give the session up unless only this request is concerned."""
         code = error.code if isinstance(error, ProtocolError) else ""
         self._stats.checksum_failures += code == "checksum"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        self._num_failures += 1
-        if code in REQUEST_FAILURES and self._num_failures < _MOST_FAILURES:
-            self.abandon(ticket)
+        is_probe = ticket is self._probe
+        if code in REQUEST_FAILURES and not is_probe:
+            self._forget(ticket)
             self._link.note("request_failed", str(error))
-            return
-        self._num_failures = 0
-        self._link.mark_lost(ticket.generation, str(error))
-        self._drop_client()
+        else:
+            # Whose requests go on failing may do better with new memory and a new generation.
+            self._link.mark_lost(ticket.generation, str(error))
+            self._drop_client()
+        self._note_failure(error, cost_s=cost_s, is_probe=is_probe)
+
+    def _is_probe_for_breaker(self) -> bool:
+        """Whether the next request is the breaker's probe.
+
+        Raises: DaemonUnavailable if the breaker lets nothing through.
+        """
+        breaker = self._breaker
+        if not breaker.lets_through(time.monotonic()):
+            self._stats.breaker_refused += 1
+            raise DaemonUnavailable(
+                f"daemon {self._link.name}: its circuit breaker is open: {breaker.reason}"
+            )
+        return breaker.state is BreakerState.HALF_OPEN
+
+    def _note_success(self, ticket: Ticket) -> None:
+        now_s = time.monotonic()
+        is_probe = ticket is self._probe
+        if is_probe:
+            self._probe = None
+        self._num_doublings = 0
+        self._breaker.note_success(now_s, is_probe=is_probe)
+        self._is_troubled = not self._breaker.is_calm(now_s)
+
+    def _note_failure(self, error: DflashError, *, cost_s: float, is_probe: bool) -> None:
+        self._is_troubled = True
+        if is_probe:
+            self._probe = None
+        self._breaker.note_failure(time.monotonic(), str(error), cost_s=cost_s, is_probe=is_probe)
+
+    def _on_transition(self, state: BreakerState, reason: str) -> None:
+        level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
+        _LOG.log(level, "daemon %s: circuit breaker is %s: %s", self._link.name, state, reason)
+        self._link.note(f"breaker_{state.name.lower()}", reason)
 
     def _client_of(self, session: Session) -> ClientTransport:
-        """The data socket of the session; a new session gets a new one, made by this thread."""
+        """The end of the session's data path; a new session gets a new one, made by this thread.
+
+        Raises: DaemonUnavailable if there is none to be had.
+        """
         if self._client is None or self._client_generation != session.generation:
             self._drop_client()
-            welcome = session.welcome
-            self._max_tokens = welcome.max_tokens
-            self._client = self._make_client(session)
-            self._client_generation = session.generation
-            self._version = welcome.version
-            self._pairs_in_flight = 0
-            self._warm_up_s_per_pair = 1.0 / welcome.pairs_per_second
-        return self._client
-
-    def _make_client(self, session: Session) -> ClientTransport:
-        welcome = session.welcome
-        segment = self._link.take_segment(session)
-        self._stats.transport = "stream" if segment is None else "shared"
-        if segment is not None:
-            self._max_tokens = segment.shape.max_tokens
-            return SharedClient(
-                segment,
-                lost_fd=self._link.lost_fd,
-                lost_reason=self._link.lost_reason,
-                payload=PayloadType(welcome.payload),
+            path = open_data_path(
+                self._link,
+                session,
+                self._context,
+                hidden_size=self._hidden_size,
+                num_experts_used=self._num_experts_used,
                 spin_s=self._spin_s,
+                before_sleep=self._before_sleep,
                 counters=self._counters,
             )
-        return StreamClient(
-            self._context,
-            session.data_address,
-            welcome.link_id,
-            hidden_size=self._hidden_size,
-            max_frame_bytes=largest_frame_bytes(
-                max_tokens=welcome.max_tokens,
-                hidden_size=self._hidden_size,
-                max_pairs=welcome.max_tokens * self._num_experts_used,
-            ),
-            lost_fd=self._link.lost_fd,
-            lost_reason=self._link.lost_reason,
-            generation=welcome.generation,
-            payload=PayloadType(welcome.payload),
-            version=welcome.version,
-            global_ids=self._link.owned.by_layer,
-            counters=self._counters,
-            secure=self._link.secure,
-        )
+            self._client, self._max_tokens = path.client, path.max_tokens
+            self._stats.transport = path.transport
+            self._client_generation = session.generation
+            self._version = session.welcome.version
+            self._pairs_in_flight = 0
+            self._warm_up_s_per_pair = 1.0 / session.welcome.pairs_per_second
+        return self._client
 
     def _s_per_pair(self, phase: Phase) -> float:
         """What was measured, in whichever session, is worth more than a daemon's warm-up."""

@@ -144,9 +144,9 @@ class MoeExpertComputeRuntime:
                     owner = self._owners[owner_index]
                     expert_ids = routing.local_expert_id[expert_ids]
                 elif owner is None:
-                    raise DaemonUnavailable(self._lost_reason)
+                    raise DaemonUnavailable(f"{self._lost_reason}; daemons are required")
                 batch = group_by_expert(
-                    hidden, share.token_indices, expert_ids, share.weights, phase=phase
+                    hidden, share.token_indices, expert_ids, weights=share.weights, phase=phase
                 )
                 try:
                     ticket = owner.submit(layer_id, batch)

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer, MoeSpec
 from dflash_adapters.quant import TensorType
-from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.routed_batch import group_by_expert
+from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute import ComputeBackend, ExpertBank
+
+_LOOK_S = 0.1
+"""Time between looks at a file that is read when it is used: a look takes a few µs a shard."""
 
 LoadProgress = Callable[[int, int], None]
 """Called with layers done and layers in total."""
+
+BankKind: TypeAlias = tuple[object, ...]
+"""What a bank's rate depends on; banks of one kind run the same kernels on the same shapes."""
 
 
 def expert_tensor_types(spec: MoeSpec) -> frozenset[TensorType]:
@@ -41,65 +48,119 @@ def load_banks(
     backend: ComputeBackend,
     file: GgufFile,
     spec: MoeSpec,
-    owned: OwnedExperts,
     *,
+    owned: OwnedExperts,
     read_now: bool,
     on_progress: LoadProgress = lambda num_done, num_total: None,
 ) -> dict[int, ExpertBank]:
     """A bank for each layer in which something is owned.
 
     `read_now` brings the owned byte ranges, and no others, into memory; without it they are read
-    when first used, as suits a fallback that is hoped not to be needed.
+    when first used, as suits a fallback that is hoped not to be needed. Such banks raise
+    ModelFileError if the file was written to meanwhile.
     """
-    banks = {}
+    banks: dict[int, ExpertBank] = {}
+    watch = _FileWatch(file)
     for num_done, (layer_id, global_expert_ids) in enumerate(sorted(owned.by_layer.items())):
         on_progress(num_done, len(owned.by_layer))
         layer = spec.by_layer_id[layer_id]
         if read_now:
-            _read_experts(file, layer, global_expert_ids)
-        banks[layer_id] = backend.load_experts(file, layer, global_expert_ids)
+            read_experts(file, layer, global_expert_ids)
+        bank = backend.load_experts(file, layer, global_expert_ids)
+        banks[layer_id] = bank if read_now else _WatchedBank(bank, watch)
     on_progress(len(owned.by_layer), len(owned.by_layer))
     return banks
 
 
-def measure_pairs_per_second(banks: Iterable[ExpertBank]) -> float:
+def measure_pairs_per_second(
+    banks: Iterable[ExpertBank], known: dict[BankKind, float] | None = None
+) -> float:
     """Run every kind of bank once and say how many (token, expert) pairs the slowest does a second.
 
     This also makes sure that every kernel is compiled and has run before anyone is called ready.
+    Kinds in `known` are taken from there, and new ones are added to it.
     """
-    slowest = float("inf")
-    seen = set()
+    rates = {} if known is None else known
+    kinds = set()
     for bank in banks:
-        layer = bank.layer
-        kind = (
-            layer.activation,
-            *(
-                (p.tensor_type, p.rows, p.columns, p.bias is None, p.scale is None)
-                for p in layer.projections
-            ),
-        )
-        if kind in seen:
-            continue
-        seen.add(kind)
-        num_pairs = min(layer.num_experts_used, bank.num_experts)
-        batch = group_by_expert(
-            np.ones((1, layer.hidden_size), np.float32),
-            np.zeros(num_pairs, np.int32),
-            np.arange(num_pairs, dtype=np.int32),
-            np.ones(num_pairs, np.float32),
-            phase=Phase.DECODE,
-        )
-        out = np.zeros((1, layer.hidden_size))
-        bank.accumulate(batch, out)
-        started_s = time.perf_counter()
-        bank.accumulate(batch, out)
-        slowest = min(slowest, num_pairs / max(time.perf_counter() - started_s, 1e-7))
-    return slowest if seen else 1e9
+        kind = _kind_of(bank)
+        kinds.add(kind)
+        if kind not in rates:
+            rates[kind] = _measured(bank)
+    return min((rates[kind] for kind in kinds), default=1e9)
 
 
-def _read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+class _FileWatch:
+    """Looks now and then whether a file still has the bytes it had."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._looked_s = -_LOOK_S
+
+    def look(self) -> None:
+        """Raises: ModelFileError if it was written to."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._file.require_unwritten()
+            self._looked_s = now_s
+
+
+class _WatchedBank:
+    """Implements ExpertBank by another one, whose file may have changed by the time it is used."""
+
+    def __init__(self, bank: ExpertBank, watch: _FileWatch) -> None:
+        self.layer = bank.layer
+        self.num_experts = bank.num_experts
+        self._bank = bank
+        self._watch = watch
+
+    def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
+        self._watch.look()
+        self._bank.accumulate(batch, out)
+
+
+def _kind_of(bank: ExpertBank) -> BankKind:
+    layer = bank.layer
+    return (
+        min(layer.num_experts_used, bank.num_experts),
+        layer.activation,
+        *(
+            (p.tensor_type, p.rows, p.columns, p.bias is None, p.scale is None)
+            for p in layer.projections
+        ),
+    )
+
+
+def _measured(bank: ExpertBank) -> float:
+    """Pairs of one token a second, the second time."""
+    layer = bank.layer
+    num_pairs = min(layer.num_experts_used, bank.num_experts)
+    batch = group_by_expert(
+        np.ones((1, layer.hidden_size), np.float32),
+        np.zeros(num_pairs, np.int32),
+        np.arange(num_pairs, dtype=np.int32),
+        weights=np.ones(num_pairs, np.float32),
+        phase=Phase.DECODE,
+    )
+    out = np.zeros((1, layer.hidden_size))
+    bank.accumulate(batch, out)
+    started_s = time.perf_counter()
+    bank.accumulate(batch, out)
+    return num_pairs / max(time.perf_counter() - started_s, 1e-7)
+
+
+def read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
     """Announce the ranges to the kernel, then touch each of their pages."""
-    ranges = [
+    ranges = byte_ranges(layer, global_expert_ids)
+    for each in ranges:
+        file.advise_willneed(*each)
+    for each in ranges:
+        file.region(*each)[::4096].max()
+
+
+def byte_ranges(layer: MoeLayer, global_expert_ids: I32Array) -> list[tuple[int, int, int]]:
+    """Shard, offset and bytes of every part of these experts."""
+    return [
         (
             part.shard_index,
             part.offset_bytes + int(global_expert_id) * part.stride_bytes,
@@ -108,7 +169,3 @@ def _read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) 
         for part in layer.parts
         for global_expert_id in global_expert_ids
     ]
-    for each in ranges:
-        file.advise_willneed(*each)
-    for each in ranges:
-        file.region(*each)[::4096].max()

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import zmq
 import zmq.asyncio
 
+from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, ProtocolError
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
@@ -41,7 +42,7 @@ from dflash_protocol.messages import (
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.experts.child import DaemonProcess
-from dflash_runtime.experts.link import DaemonLink, Session
+from dflash_runtime.experts.link import DaemonCounters, DaemonLink, Session
 from dflash_runtime.experts.sharing import (
     Offer,
     OfferFailed,
@@ -102,6 +103,7 @@ class Supervisor:
         context: zmq.Context[zmq.Socket[bytes]],
         links: Sequence[DaemonLink],
         greeting: Greeting,
+        *,
         patience: Patience,
         on_progress: ProgressCallback | None = None,
     ) -> None:
@@ -229,6 +231,7 @@ class _LinkTask:
         with self._supervisor.context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
+            control.setsockopt(zmq.IPV6, is_ipv6(link.endpoint.address))
             if link.secure is not None:
                 link.secure(control)
             control.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -297,6 +300,7 @@ class _LinkTask:
             return None
         folder = None if link.endpoint.path is None else link.endpoint.path.parent
         reason = why_not_shared(welcome, folder)
+        is_surprise = False
         if folder is not None and not reason:
             try:
                 # Reserving the pages takes a while.
@@ -304,9 +308,11 @@ class _LinkTask:
                 return await self._accepted(control, disconnected, offer)
             except OfferFailed as error:
                 reason = str(error)
+                is_surprise = True
         if greeting.is_sharing_required:
             raise HandshakeRefused(f"daemon {link.name} cannot share memory: {reason}")
-        _LOG.info("daemon %s: no shared memory: %s", link.name, reason)
+        level = logging.WARNING if is_surprise else logging.INFO
+        _LOG.log(level, "daemon %s: no shared memory: %s", link.name, reason)
         return None
 
     async def _accepted(
@@ -407,8 +413,12 @@ class _LinkTask:
                 pong = decode_header(frames[0])
             except ProtocolError as error:
                 return str(error)
-            if isinstance(pong, Pong) and not pong.known:
-                return "the daemon no longer knows us"
+            if isinstance(pong, Pong):
+                if not pong.known:
+                    return "the daemon no longer knows us"
+                self._link.daemon_counters = DaemonCounters(
+                    pong.num_late, pong.num_stale, pong.num_checksum_failures
+                )
             num_missed = 0
             await asyncio.sleep(heartbeat_s)
         return f"no heartbeat for {num_missed * heartbeat_s:.1f} s"

@@ -91,10 +91,15 @@ class Profile:
         _LOG.setLevel(logging.INFO)  # whoever made us wants to read it
         self._before: dict[tuple[str, Phase], dict[str, float]] = {}
 
-    def log_generation(self, owners: Mapping[str, Mapping[Phase, PhaseStats]]) -> None:
+    def log_generation(
+        self,
+        owners: Mapping[str, Mapping[Phase, PhaseStats]],
+        *,
+        troubles: Mapping[str, str] | None = None,
+    ) -> None:
         """Log the difference to the last call. Round trips are those since the engine was opened.
 
-        `owners` holds each owner's phases.
+        `owners` holds each owner's phases; `troubles` what else is to be said of them, if anything.
         """
         parts = []
         for owner, phases in owners.items():
@@ -105,6 +110,7 @@ class Profile:
                 new = {name: now[name] - before.get(name, 0.0) for name in _NUMBERS}
                 if new["requests"]:
                     parts.append(_profile_part(f"{owner} {phase}", new, now))
+        parts += [f"{owner}: {text}" for owner, text in (troubles or {}).items() if text]
         if parts:
             _LOG.info("expert compute: %s", "; ".join(parts))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +16,10 @@ import psutil
 import pytest
 
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
+from dflash_protocol.settings import Settings, cache_directory_in_use, given_cache_dir
 from dflash_runtime import Engine
 from dflash_runtime.compute.reference.ops import ReferenceOps
-from support.processes import wait_until
+from support.processes import environment, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
 SHAPE = Qwen3MoeShape(num_layers=2, num_experts=4, num_experts_used=2, vocab_size=300)
@@ -183,6 +186,48 @@ def test_a_cache_larger_than_memory_is_refused_before_anything_is_started(tmp_pa
 def test_an_address_that_cannot_be_tried_is_an_error_and_no_hang(model: Path, address: str) -> None:
     with pytest.raises((DaemonUnavailable, SettingsError)):
         Engine.open(model, connect=[address], backend="reference")
+
+
+def test_settings_that_are_given_say_where_is_kept_what_is_compiled(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = Settings(cache_dir=str(tmp_path / "given"))
+    with Engine.open(model, backend="reference", settings=settings):
+        assert cache_directory_in_use() == tmp_path / "given"
+    assert given_cache_dir() is None
+    with pytest.raises(SettingsError):
+        Engine.open(model, backend="reference", settings=settings, context=1 << 20)
+    assert given_cache_dir() is None
+    engine = Engine.open(model, backend="reference", settings=settings)
+    del engine
+    gc.collect()
+    assert given_cache_dir() is None
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_settings_that_are_given_hold_for_the_code_of_rings_of_parents_and_daemons(
+    model: Path, tmp_path: Path
+) -> None:
+    """In a process that has compiled nothing; its daemon compiles the same."""
+    code = (
+        "import sys\n"
+        "from dflash_protocol.settings import Settings\n"
+        "from dflash_runtime import Engine\n"
+        "settings = Settings(cache_dir=sys.argv[2], run_dir=sys.argv[3], ipc_transport='shared')\n"
+        "with Engine.open(\n"
+        "    sys.argv[1], daemons=['cpu'], backend='reference', settings=settings\n"
+        ") as engine:\n"
+        "    engine.logits([1, 2, 3])\n"
+    )
+    given, home, run_dir = tmp_path / "given", tmp_path / "home", tmp_path / "run"
+    subprocess.run(
+        [sys.executable, "-c", code, str(model), str(given), str(run_dir)],
+        env=environment(XDG_CACHE_HOME=str(home)), timeout=120, check=True,
+    )  # fmt: skip
+    (folder,) = given.glob("ring-*")
+    assert list(folder.glob("*.nbc"))
+    assert not home.exists()
 
 
 def test_text_is_never_cut_within_a_character(engine: Engine) -> None:

@@ -46,3 +46,13 @@ def test_requests_tokens_and_pairs_are_counted() -> None:
     assert (stats.requests, stats.tokens, stats.pairs) == (3, 6, 6)
     assert (stats.bytes_sent, stats.bytes_received, stats.restarts) == (0, 0, 0)
     compute.close()
+
+
+def test_what_a_daemon_dropped_is_in_the_record_and_told_to_people() -> None:
+    stats = OwnerStats(OwnerKind.DAEMON, num_experts=1)
+    assert stats.troubles == ""
+    stats.daemon_late, stats.daemon_stale, stats.daemon_checksum_failures = 3, 0, 1
+    assert stats.troubles == "the daemon dropped 3 late, the daemon dropped 1 damaged"
+    record = stats.as_record()
+    names = ("daemon_late", "daemon_stale", "daemon_checksum_failures")
+    assert [record[name] for name in names] == [3, 0, 1]

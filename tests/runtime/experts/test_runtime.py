@@ -398,7 +398,7 @@ def test_the_split_of_a_real_model_does_not_show_in_the_bits(model: GgufFile) ->
     def logits_of(placement: Placement) -> bytes:
         owners = [
             LocalExpertCompute(
-                OwnerKind.LOCAL, load_banks(backend, model, spec, owned, read_now=False)
+                OwnerKind.LOCAL, load_banks(backend, model, spec, owned=owned, read_now=False)
             )
             for owned in placement.owners
         ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dflash_protocol import ring_native
 from dflash_protocol.messages import Welcome
+from dflash_protocol.ring import RingShape
 from dflash_runtime.experts.sharing import SharingPlan, why_not_shared
 
 WELCOME = Welcome(
@@ -46,7 +47,8 @@ def test_a_segment_holds_several_requests_within_its_bound(
     assert 1 <= shape.max_tokens <= max_tokens
     assert shape.max_pairs == shape.max_tokens * num_used
     if shape.max_tokens < max_tokens:  # only since there was not the room
-        larger = replace(shape, num_slots=2, max_tokens=2 * shape.max_tokens)
+        refused = 2 * shape.max_tokens + 1  # at most: it was halved and rounded down
+        larger = RingShape(2, refused, hidden_size, refused * num_used)
         assert larger.segment_bytes > max(MOST_BYTES, more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import Activation, ExpertVector, MoeSpec
 from dflash_adapters.quant import TensorType
 from dflash_adapters.qwen3moe import read_spec
+from dflash_protocol.errors import ModelFileError
 from dflash_protocol.ids import F64Array, Phase, U8Array
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.experts.store import (
+    BankKind,
     every_expert,
     expert_tensor_types,
     load_banks,
@@ -102,7 +105,7 @@ def test_ranges_of_all_experts_are_the_whole_of_their_tensors(
 def test_loading_touches_the_owned_ranges_and_no_others(
     model: GgufFile, spec: MoeSpec, touched: dict[str, list[Range]]
 ) -> None:
-    banks = load_banks(ReferenceBackend(), model, spec, OWNED, read_now=True)
+    banks = load_banks(ReferenceBackend(), model, spec, owned=OWNED, read_now=True)
     assert sorted(banks) == [0, 2]
     assert [banks[0].num_experts, banks[2].num_experts] == [2, 3]
     assert set(touched["region"]) == set(touched["advise"]) == owned_ranges(spec, OWNED)
@@ -119,7 +122,7 @@ def test_loading_touches_biases_and_scales_too(
     with GgufFile.open(path) as file:
         touched["region"].clear()
         owned = OwnedExperts.from_lists({0: [3, 1]})
-        load_banks(ReferenceBackend(), file, MoeSpec((layer,)), owned, read_now=True)
+        load_banks(ReferenceBackend(), file, MoeSpec((layer,)), owned=owned, read_now=True)
         for name, tensor in file.tensors.items():
             num_parts = 2 if "gate_up" in name and not name.endswith("scale") else 1
             size = tensor.num_bytes // 4 // num_parts
@@ -135,7 +138,7 @@ def test_loading_touches_biases_and_scales_too(
 def test_computing_touches_the_chosen_experts_only(
     model: GgufFile, spec: MoeSpec, touched: dict[str, list[Range]]
 ) -> None:
-    banks = load_banks(ReferenceBackend(), model, spec, OWNED, read_now=False)
+    banks = load_banks(ReferenceBackend(), model, spec, owned=OWNED, read_now=False)
     assert touched == {"region": [], "advise": []}, "what may never be used is not read"
     hidden = np.ones((1, SHAPE.hidden_size), np.float32)
     batch = batch_of(1, {(0, 1): 1.0}, hidden=hidden)
@@ -153,8 +156,8 @@ def test_local_ids_follow_the_order_of_the_owned_list(model: GgufFile, spec: Moe
         bank.accumulate(batch_of(1, {(0, local_expert_id): 1.0}, hidden=hidden), out)
         return out.tobytes()
 
-    banks = load_banks(backend, model, spec, OWNED, read_now=True)
-    everything = load_banks(backend, model, spec, every_expert(spec), read_now=False)
+    banks = load_banks(backend, model, spec, owned=OWNED, read_now=True)
+    everything = load_banks(backend, model, spec, owned=every_expert(spec), read_now=False)
     for layer_id, ids in OWNED.by_layer.items():
         for local_expert_id, global_expert_id in enumerate(ids.tolist()):
             own = output(banks[layer_id], local_expert_id)
@@ -167,7 +170,7 @@ def test_progress_goes_from_nothing_to_all_layers(model: GgufFile, spec: MoeSpec
         ReferenceBackend(),
         model,
         spec,
-        OWNED,
+        owned=OWNED,
         read_now=True,
         on_progress=lambda num_done, num_total: reports.append((num_done, num_total)),
     )
@@ -178,12 +181,35 @@ def test_an_owner_of_nothing_gets_no_banks(
     model: GgufFile, spec: MoeSpec, touched: dict[str, list[Range]]
 ) -> None:
     nothing = OwnedExperts.from_lists({})
-    assert load_banks(ReferenceBackend(), model, spec, nothing, read_now=True) == {}
+    assert load_banks(ReferenceBackend(), model, spec, owned=nothing, read_now=True) == {}
     assert touched == {"region": [], "advise": []}
 
 
 def test_tensor_types_are_those_of_the_experts(spec: MoeSpec) -> None:
     assert expert_tensor_types(spec) == {TensorType.Q8_0, TensorType.F32, TensorType.BF16}
+
+
+def test_what_is_read_when_it_is_used_is_not_taken_from_a_file_that_was_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_qwen3moe(tmp_path / "model.gguf", SHAPE, seed=4)
+    batch = batch_of(1, {(0, 1): 1.0}, hidden=np.ones((1, SHAPE.hidden_size), np.float32))
+    out = np.zeros((1, SHAPE.hidden_size))
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with GgufFile.open(path) as file:
+        bank = load_banks(
+            ReferenceBackend(), file, read_spec(file).moe, owned=OWNED, read_now=False
+        )[0]
+        bank.accumulate(batch, out)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        clock[0] += 0.06
+        bank.accumulate(batch, out)  # looked at a moment ago
+        clock[0] += 0.06
+        before = out.copy()
+        with pytest.raises(ModelFileError, match="was written to while it was in use"):
+            bank.accumulate(batch, out)
+        np.testing.assert_array_equal(out, before)
 
 
 class CountingBank(ScalingBank):
@@ -236,3 +262,16 @@ def test_a_clock_that_stands_still_gives_a_finite_rate(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
     assert 0.0 < measure_pairs_per_second([ScalingBank(moe_layer())]) < float("inf")
     assert 0.0 < measure_pairs_per_second([]) < float("inf")
+
+
+def test_kinds_that_were_measured_before_are_not_measured_again() -> None:
+    CountingBank.calls.clear()
+    known: dict[BankKind, float] = {}
+    plain, other = CountingBank(moe_layer()), CountingBank(moe_layer(layer_id=1, hidden_size=9))
+    rate = measure_pairs_per_second([plain], known)
+    assert measure_pairs_per_second([plain], known) == rate
+    both = measure_pairs_per_second([plain, other], known)
+    assert both == min(known.values()) <= rate
+    assert CountingBank.calls == {0: 2, 1: 2}
+    assert measure_pairs_per_second([plain], known) == rate
+    assert measure_pairs_per_second([], known) == measure_pairs_per_second([])

@@ -56,3 +56,13 @@ def test_a_profile_logs_what_each_generation_added(caplog: pytest.LogCaptureFixt
         assert f"{number}.00 MiB sent" in message
         assert f"wait {number}.0 ms" in message
         assert "p50" in message
+
+
+def test_a_profile_says_who_is_in_trouble_and_nothing_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    profile = Profile()
+    with caplog.at_level(logging.INFO):
+        profile.log_generation({}, troubles={"cpu0": "breaker open, opened 2 times", "cpu1": ""})
+        profile.log_generation({}, troubles={"cpu1": ""})
+    assert caplog.messages == ["expert compute: cpu0: breaker open, opened 2 times"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -55,7 +54,7 @@ class Rig:
             max_tokens=64,
             payload=PayloadType.BF16,
         )
-        supervisor = Supervisor(context, [self.link], greeting, Patience(PATIENCE_S, 1.0))
+        supervisor = Supervisor(context, [self.link], greeting, patience=Patience(PATIENCE_S, 1.0))
         undo.callback(supervisor.close)
         supervisor.start()
         self.remote = RemoteExpertCompute(
@@ -78,7 +77,7 @@ class Rig:
             numbered_rows(len(local_ids)),
             tokens,
             experts,
-            np.full(experts.size, 0.5, dtype=np.float32),
+            weights=np.full(experts.size, 0.5, dtype=np.float32),
             phase=Phase.DECODE if len(local_ids) == 1 else Phase.PREFILL,
         )
         out = np.zeros((len(local_ids), HIDDEN_SIZE))
@@ -89,12 +88,6 @@ class Rig:
         scales = [sum(0.5 * expert_scale(GLOBAL_IDS[e]) for e in ids) for ids in local_ids]
         expected = numbered_rows(len(local_ids)) * np.array(scales)[:, None]
         np.testing.assert_array_equal(self.compute(local_ids), expected)
-
-
-@pytest.fixture
-def undo() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.parametrize("mode", list(ExecutionMode))

@@ -54,6 +54,9 @@ class CpuBackend:
     ) -> CpuExpertBank:
         return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
 
+    def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+        """Nothing: banks are views of the file."""
+
     def warm_up(
         self,
         tensor_types: Iterable[TensorType],
@@ -65,6 +68,9 @@ class CpuBackend:
         compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
         for job in jobs:
             run_job(job)
+
+    def rest(self) -> None:
+        self._workers.rest()
 
     def close(self) -> None:
         if "_workers" in vars(self):

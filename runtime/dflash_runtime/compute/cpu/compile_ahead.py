@@ -123,7 +123,7 @@ class _Child:
     def __init__(self) -> None:
         self.job = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _CHILD, current_tier().value],
+            [sys.executable, "-P", "-m", _CHILD, current_tier().value, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

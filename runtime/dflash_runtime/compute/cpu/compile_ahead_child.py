@@ -1,4 +1,7 @@
-"""A process that compiles what it is told, one job a line, and answers each when it is done."""
+"""A process that compiles what it is told, one job a line, and answers each when it is done.
+
+Its arguments are the tier and the process that it works for, with which it ends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from dflash_runtime.compute.cpu.tiers import choose_tier
 
 
 def main() -> None:
-    if not end_with_parent(signal.SIGKILL):
+    # It may have ended before we could ask, and then another process counts as our parent.
+    if not end_with_parent(signal.SIGKILL) or os.getppid() != int(sys.argv[2]):
         return
     choose_tier(sys.argv[1])
     for line in sys.stdin:

@@ -22,7 +22,7 @@ import llvmlite
 import numba
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import cache_directory, load_settings
+from dflash_protocol.settings import cache_directory_in_use, given_cache_dir
 from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.untyped import (
     CacheImpl,
@@ -72,11 +72,17 @@ def _sources_digest() -> str:
     return state.hexdigest()
 
 
-@cache
 def kernel_folder() -> Path | None:
     """Made and writable, or None after a warning."""
+    return prepared_folder(given_cache_dir())
+
+
+@cache
+def prepared_folder(given: str | None) -> Path | None:
+    """The same, made once for each `cache_dir` that is given while it holds."""
+    del given  # which the settings in use are
     try:
-        parent = cache_directory(load_settings())
+        parent = cache_directory_in_use()
         folder = parent / f"{_PREFIX}{code_identity()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         probe = folder / f".{os.getpid()}"

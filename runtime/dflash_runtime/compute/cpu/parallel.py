@@ -15,6 +15,8 @@ The pool is an array of int64; words that are written at different times have th
     LEFT     how many workers have left the region
     AWAITED  the LEFT for which the caller sleeps, or 0
     SLEEPY   1 if a worker sleeps or is about to
+    REST     the REGION after which workers need not look out for another, but may sleep at once
+    MOVING   1 while somebody moves a thread to another core
     INSIDE … for each worker, its thread's id while it is in a region, else 0
 
 Why this is right, also where memory is weakly ordered:
@@ -48,9 +50,10 @@ from dflash_runtime.compute.cpu.vector.types import I64, i64, primitive, void
 LINE = 16
 """Words between those that must not disturb each other: two cache lines, as CPUs fetch pairs."""
 
-LOCK, REGION, TASK, LEFT, AWAITED, SLEEPY = range(0, 6 * LINE, LINE)
+LOCK, REGION, TASK, LEFT, AWAITED, SLEEPY, REST = range(0, 7 * LINE, LINE)
 ARGS, COUNTER, CORE, SPIN_NS, NUM_WORKERS = range(TASK + 1, TASK + 6)
-INSIDE, CPU_NS = SLEEPY + LINE, SLEEPY + LINE + 1
+MOVING = REST + 1
+INSIDE, CPU_NS = REST + LINE, REST + LINE + 1
 
 OPEN = 1 << 12
 STOP = 2 * OPEN
@@ -82,6 +85,7 @@ def new_pool(num_workers: int, spin_ns: int) -> I64Array:
     pool[NUM_WORKERS] = num_workers
     pool[REGION] = 0 if num_workers else STOP
     pool[SPIN_NS] = spin_ns
+    pool[REST] = -1
     return pool
 
 
@@ -202,10 +206,21 @@ def _look_after_workers(pool: int, ns: int) -> bool:
         if thread_id != 0:
             before, now = atomics.relaxed_load(cpu_ns), system.cpu_ns(thread_id)
             atomics.relaxed_store(cpu_ns, now)
-            if not has_fetched and 2 * (now - before) < ns:
+            if not has_fetched and 2 * (now - before) < ns and _may_move(pool):
                 system.fetch_thread(thread_id, system.current_core())
+                atomics.atomic_store(pool + 8 * MOVING, 0)
                 has_fetched = True
     return has_fetched
+
+
+@helper
+def _may_move(pool: int) -> bool:
+    """Whether nobody else is moving a thread; if so, MOVING is to be cleared after it.
+
+    A move narrows the cores that a thread may use, then widens them again to what they were: two
+    moves at once could take what is narrow for what it was.
+    """
+    return atomics.atomic_replace(pool + 8 * MOVING, 0, 1)  # type: ignore[no-any-return]
 
 
 # -- for workers ----------------------------------------------------------------------------------
@@ -259,9 +274,15 @@ def _await_region(pool: int, last_epoch: int) -> int:
         if is_open:
             if has_moved or not is_in_the_way:
                 return word  # type: ignore[no-any-return]
-            system.leave_core(core)
+            if _may_move(pool):
+                system.leave_core(core)
+                atomics.atomic_store(pool + 8 * MOVING, 0)
             has_moved = True
-        elif is_in_the_way or system.monotonic_ns() >= end_spinning_ns:
+        elif (
+            is_in_the_way
+            or word == atomics.relaxed_load(pool + 8 * REST)
+            or system.monotonic_ns() >= end_spinning_ns
+        ):
             atomics.atomic_store(pool + 8 * SLEEPY, 1)
             system.sleep_while(region, word, _IDLE_TIMEOUT_US)
             has_moved = False

@@ -22,7 +22,7 @@ import numpy as np
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_protocol.settings import cache_directory, load_settings
+from dflash_protocol.settings import cache_directory_in_use
 from dflash_runtime.compute.cpu.panels import amx
 from dflash_runtime.compute.cpu.panels.dots import Dots, Quants
 from dflash_runtime.compute.cpu.panels.emitting import I8, I64, Vec, load, look_up
@@ -67,7 +67,7 @@ def _place(tier: Tier, job: str) -> Path | None:
     of = job, llvmlite.__version__, llvm.llvm_version_info, platform.release(), sys.executable
     digest = hashlib.sha256(repr(of).encode()).hexdigest()
     try:
-        return cache_directory(load_settings()) / f"{_PREFIX}{tier}-{digest[:16]}"
+        return cache_directory_in_use() / f"{_PREFIX}{tier}-{digest[:16]}"
     except SettingsError:
         return None
 

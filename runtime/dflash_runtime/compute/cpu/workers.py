@@ -64,6 +64,12 @@ class Workers:
             self.close()
             raise
 
+    def rest(self) -> None:
+        """Nothing comes for a while: threads that look out for work are to sleep, and leave their
+        cores to others. The next region wakes them as any does."""
+        pool = self._pool
+        pool[parallel.REST] = pool[parallel.REGION]
+
     def close(self) -> None:
         """End the threads. Work that comes later is done by its caller alone."""
         self._end()

@@ -34,7 +34,11 @@ class ReferenceBackend:
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> ReferenceExpertBank:
-        return ReferenceExpertBank(file, layer, global_expert_ids, self._cache)
+        return ReferenceExpertBank(file, layer, global_expert_ids, cache=self._cache)
+
+    def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+        for global_expert_id in global_expert_ids.tolist():
+            self._cache.drop(file, layer, global_expert_id)
 
     def warm_up(
         self,
@@ -49,6 +53,9 @@ class ReferenceBackend:
             dequantise(
                 np.zeros(layout.block_bytes, np.uint8), tensor_type, (layout.block_elements,)
             )
+
+    def rest(self) -> None:
+        """Nothing: no thread here waits for work."""
 
     def close(self) -> None:
         self._cache.clear()

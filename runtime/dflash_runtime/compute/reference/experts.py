@@ -7,6 +7,7 @@ would depend on who else is in its batch.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -52,7 +53,7 @@ class ReferenceExpertBank:
     """Implements backend.ExpertBank; experts are dequantised when first used."""
 
     def __init__(
-        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array, cache: ExpertCache
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array, *, cache: ExpertCache
     ) -> None:
         self.layer = layer
         self._file = file
@@ -81,29 +82,46 @@ def expert_ffn(layer: MoeLayer, expert: DenseExpert, hidden: F32Array) -> F32Arr
 
 
 class ExpertCache:
-    """Dequantised experts, least recently used first out, bounded in bytes."""
+    """Dequantised experts, least recently used first out, bounded in bytes.
+
+    Any thread may use it: a daemon drops experts while it computes others.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._entries: OrderedDict[tuple[GgufFile, int, int], DenseExpert] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
 
     def get(self, file: GgufFile, layer: MoeLayer, global_expert_id: int) -> DenseExpert:
         key = file, layer.layer_id, global_expert_id
-        expert = self._entries.get(key)
-        if expert is None:
-            expert = self._entries[key] = _load_expert(file, layer, global_expert_id)
-            self._used_bytes += _num_bytes(expert)
-            while self._used_bytes > self._capacity_bytes and len(self._entries) > 1:
-                _, dropped = self._entries.popitem(last=False)
-                self._used_bytes -= _num_bytes(dropped)
-        else:
-            self._entries.move_to_end(key)
-        return expert
+        with self._lock:
+            expert = self._entries.get(key)
+            if expert is None:
+                expert = self._entries[key] = _load_expert(file, layer, global_expert_id)
+                self._used_bytes += _num_bytes(expert)
+                while self._used_bytes > self._capacity_bytes and len(self._entries) > 1:
+                    _, dropped = self._entries.popitem(last=False)
+                    self._used_bytes -= _num_bytes(dropped)
+            else:
+                self._entries.move_to_end(key)
+            return expert
+
+    def drop(self, file: GgufFile, layer: MoeLayer, global_expert_id: int) -> None:
+        """Forget an expert, if it is known."""
+        with self._lock:
+            expert = self._entries.pop((file, layer.layer_id, global_expert_id), None)
+            if expert is not None:
+                self._used_bytes -= _num_bytes(expert)
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._used_bytes = 0
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
 
 
 def _num_bytes(expert: DenseExpert) -> int:

@@ -25,7 +25,8 @@ class CachedRows(Protocol):
         """The first rows of one head. Shapes: result [num_positions, D]."""
 
 
-def cached_rows(kv_type: KvType, capacity: int, num_heads: int, dim: int) -> CachedRows:
+def cached_rows(kv_type: KvType, capacity: int, *, num_heads: int, dim: int) -> CachedRows:
+    """Zeros for `capacity` positions."""
     if kv_type is KvType.Q8_0:
         return Q8Rows(capacity, num_heads, dim)
     dtype = np.float16 if kv_type is KvType.F16 else np.float32

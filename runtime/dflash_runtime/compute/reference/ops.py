@@ -59,8 +59,14 @@ class ReferenceOps:
         self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
     ) -> HostKvCache:
         return HostKvCache(
-            keys=[cached_rows(kv_type, capacity, kv.num_heads, kv.key_dim) for kv in layers],
-            values=[cached_rows(kv_type, capacity, kv.num_heads, kv.value_dim) for kv in layers],
+            keys=[
+                cached_rows(kv_type, capacity, num_heads=kv.num_heads, dim=kv.key_dim)
+                for kv in layers
+            ],
+            values=[
+                cached_rows(kv_type, capacity, num_heads=kv.num_heads, dim=kv.value_dim)
+                for kv in layers
+            ],
             capacity=capacity,
         )
 

@@ -15,6 +15,6 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """An empty cache of the test's own."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(folder))
-    kernel_cache.kernel_folder.cache_clear()
+    kernel_cache.prepared_folder.cache_clear()
     yield folder
-    kernel_cache.kernel_folder.cache_clear()
+    kernel_cache.prepared_folder.cache_clear()

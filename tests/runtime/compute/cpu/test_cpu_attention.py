@@ -51,7 +51,7 @@ def normal(*shape: int, seed: int = 0) -> F32Array:
 def as_stored(values: F32Array, kv_type: KvType) -> F32Array:
     """What a cache gives back. Shapes: values, result [N, heads, D]."""
     num_positions, num_heads, dim = values.shape
-    rows = cached_rows(kv_type, num_positions, num_heads, dim)
+    rows = cached_rows(kv_type, num_positions, num_heads=num_heads, dim=dim)
     rows.store(np.arange(num_positions, dtype=np.int32), values)
     return np.stack([rows.load(num_positions, head) for head in range(num_heads)], axis=1)
 

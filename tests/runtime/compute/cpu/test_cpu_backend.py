@@ -196,7 +196,7 @@ def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
         "import sys, dflash_runtime.compute.backend; assert 'numba' not in sys.modules\n"
         "import dflash_runtime.compute.cpu\n"
         "from dflash_runtime.compute.cpu import kernel_cache, linear_kernel, rows\n"
-        "assert not kernel_cache.kernel_folder.cache_info().currsize\n"  # asked before compiling
+        "assert not kernel_cache.prepared_folder.cache_info().currsize\n"  # asked before compiling
         "assert not rows.expand_function.cache_info().currsize\n"
         "assert not linear_kernel.linear_kernel.cache_info().currsize\n"
     )

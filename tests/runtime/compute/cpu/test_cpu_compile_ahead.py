@@ -17,6 +17,7 @@ import pytest
 
 from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
+from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
 from dflash_runtime.compute.cpu import vector as v
@@ -25,7 +26,7 @@ from dflash_runtime.compute.cpu.compiling import compile_row_function
 from dflash_runtime.compute.cpu.kernel_cache import kernel_folder
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.rows_dense import expand_f16, expand_f32
-from support.processes import START_S, environment
+from support.processes import START_S, environment, wait_for_ends
 
 JOBS = ["expand.F32", "expand.F16", "expand.BF16"]
 
@@ -57,7 +58,8 @@ def children() -> list[psutil.Process]:
     return list(psutil.Process().children())
 
 
-def test_what_is_compiled_ahead_is_loaded_later(cache_dir: Path) -> None:
+@pytest.mark.usefixtures("cache_dir")
+def test_what_is_compiled_ahead_is_loaded_later() -> None:
     seen: list[tuple[int, int]] = []
     ahead.compile_ahead(JOBS, lambda *progress: seen.append(progress))
     assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -65,6 +67,16 @@ def test_what_is_compiled_ahead_is_loaded_later(cache_dir: Path) -> None:
     assert came_from_cache(expand_f32)
     assert came_from_cache(expand_f16)
     assert not children()
+
+
+def test_settings_that_are_given_hold_for_compiling_processes_too(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    with cache_of(Settings(cache_dir=str(tmp_path / "given"))):
+        ahead.compile_ahead(JOBS[:1], no_progress)
+        assert marks() == set(JOBS[:1])
+        assert came_from_cache(expand_f32)
+    assert not cache_dir.exists()
 
 
 def test_what_was_done_before_is_not_done_again(
@@ -150,8 +162,7 @@ def test_a_killed_process_takes_its_children_along(cache_dir: Path) -> None:
         assert theirs
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait(timeout=START_S)
-        _, alive = psutil.wait_procs(theirs, timeout=START_S)
-        assert not alive
+        wait_for_ends(theirs)
 
 
 def test_the_work_of_another_process_is_waited_for(

@@ -100,7 +100,7 @@ def random_batch(hidden_size: int, num_tokens: int, seed: int) -> RoutedBatch:
         rng.standard_normal((num_tokens, hidden_size)).astype(np.float32),
         tokens,
         np.concatenate([*ids, np.zeros(0)]).astype(np.int32),
-        rng.random(tokens.size).astype(np.float32),
+        weights=rng.random(tokens.size).astype(np.float32),
         phase=Phase.PREFILL,
     )
 
@@ -266,7 +266,7 @@ def test_a_terms_bits_depend_on_nothing_else(
         full.hidden,
         full.token_indices[kept],
         np.array(local_ids, np.int32),
-        full.weights[kept],
+        weights=full.weights[kept],
         phase=Phase.PREFILL,
     )
     bank = backends[num_threads].load_experts(made.file, made.layer, held)
@@ -341,7 +341,7 @@ def test_merged_gate_and_up_stacks(
         batch.hidden,
         batch.token_indices[keep],
         pair_expert_ids(batch)[keep],
-        batch.weights[keep],
+        weights=batch.weights[keep],
         phase=Phase.PREFILL,
     )
     np.testing.assert_array_equal(result_of(strided, batch), result_of(picked, batch))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cpu import kernel_cache
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.compiling import RowFunction, compile_kernel, compile_row_function
@@ -84,6 +85,21 @@ def test_kernels_are_kept_in_a_private_folder(cache_dir: Path) -> None:
     assert locks_are_free(folder)
 
 
+def test_settings_that_are_given_say_where_kernels_are_kept(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    given = tmp_path / "given"
+    with cache_of(Settings(cache_dir=str(given))):
+        assert [came_from_cache() for _ in range(2)] == [False, True]
+        folder = the_folder(given)
+        assert kernel_cache.kernel_folder() == folder
+    assert not cache_dir.exists()
+    assert not came_from_cache()
+    assert the_folder(cache_dir).name == folder.name
+    with cache_of(Settings(cache_dir=str(given))):
+        assert came_from_cache()
+
+
 def _double(x: float) -> float:
     return 2 * x
 
@@ -115,10 +131,10 @@ def test_every_identity_has_its_own_folder(
     before = the_folder(cache_dir)
     with monkeypatch.context() as changed:
         changed.setattr(kernel_cache, "_sources_digest", lambda: "of other sources")
-        kernel_cache.kernel_folder.cache_clear()
+        kernel_cache.prepared_folder.cache_clear()
         assert [came_from_cache() for _ in range(2)] == [False, True]
         assert len(kernel_folders(cache_dir)) == 2
-    kernel_cache.kernel_folder.cache_clear()
+    kernel_cache.prepared_folder.cache_clear()
     assert came_from_cache()
     assert kernel_cache.kernel_folder() == before
 
@@ -163,7 +179,7 @@ def test_the_folders_used_last_are_kept(cache_dir: Path) -> None:
         folder.mkdir()
         os.utime(folder, (1e8, 1e8))
     os.utime(ours, (1e8, 1e8))
-    kernel_cache.kernel_folder.cache_clear()
+    kernel_cache.prepared_folder.cache_clear()
     assert came_from_cache()
     assert kernel_folders(cache_dir) == sorted([ours, *others[: NUM_KEPT - 1]])
     assert all(folder.is_dir() for folder in kept)

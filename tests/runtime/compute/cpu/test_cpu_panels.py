@@ -22,6 +22,7 @@ from dflash_runtime.compute.cpu.matrix import as_matrix
 from dflash_runtime.compute.cpu.panels.formats import FORMATS
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
+from support.block_scales import SCALE_OFFSETS
 from support.int8_activations import as_int8
 
 TYPES = list(FORMATS)
@@ -29,21 +30,7 @@ NUM_ROWS = [1, 15, 16, 17, 33]
 NUM_TOKENS = [0, 1, 2, 3, 7, 8, 9, 32]
 MOST_TOKENS = 33
 
-# Where the halves that scale a block lie.
-HALVES = {
-    TensorType.Q4_0: (0,),
-    TensorType.Q4_1: (0, 2),
-    TensorType.Q5_0: (0,),
-    TensorType.Q5_1: (0, 2),
-    TensorType.Q8_0: (0,),
-    TensorType.IQ4_NL: (0,),
-    TensorType.Q2_K: (80, 82),
-    TensorType.Q3_K: (108,),
-    TensorType.Q4_K: (0, 2),
-    TensorType.Q5_K: (0, 2),
-    TensorType.Q6_K: (208,),
-    TensorType.IQ4_XS: (0,),
-}
+HALVES = {each: SCALE_OFFSETS[each] for each in TYPES if each in SCALE_OFFSETS}
 
 SCALE_BITS = {
     "zero": 0x0000,

@@ -23,6 +23,7 @@ from dflash_runtime.compute.cpu.matrix import CpuMatrix, as_matrix
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.panels.functions import has_panels
 from dflash_runtime.compute.cpu.rows import _EXPAND
+from support.block_scales import SCALE_OFFSETS
 from support.int8_activations import as_int8, half_steps
 
 TYPES = list(_EXPAND)
@@ -38,29 +39,6 @@ QUANTISABLE = [
     TensorType.Q8_0,
     TensorType.MXFP4,
 ]
-# Where the halves that scale a block lie, so that random blocks can be given sane ones.
-SCALE_OFFSETS = {
-    TensorType.Q4_0: (0,),
-    TensorType.Q4_1: (0, 2),
-    TensorType.Q5_0: (0,),
-    TensorType.Q5_1: (0, 2),
-    TensorType.Q8_0: (0,),
-    TensorType.IQ4_NL: (0,),
-    TensorType.Q2_K: (80, 82),
-    TensorType.Q3_K: (108,),
-    TensorType.Q4_K: (0, 2),
-    TensorType.Q5_K: (0, 2),
-    TensorType.Q6_K: (208,),
-    TensorType.IQ4_XS: (0,),
-    TensorType.IQ2_XXS: (0,),
-    TensorType.IQ2_XS: (0,),
-    TensorType.IQ2_S: (0,),
-    TensorType.IQ3_XXS: (0,),
-    TensorType.IQ3_S: (0,),
-    TensorType.IQ1_S: (0,),
-    TensorType.TQ1_0: (52,),
-    TensorType.TQ2_0: (64,),
-}
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,27 @@ def test_idle_threads_use_no_core() -> None:
     workers.close()
 
 
+def test_threads_that_look_out_for_work_rest_when_told_to_and_come_back() -> None:
+    workers = Workers(2, spin_us=300_000)
+    region = Region(10, awaited_workers=1)
+
+    def cpu_s_of_a_pause() -> float:
+        region.run(workers.address)
+        begin_s = time.process_time()
+        if is_told:
+            workers.rest()
+        time.sleep(0.2)
+        return time.process_time() - begin_s
+
+    try:
+        is_told = False  # one that finds itself on the caller's core sleeps anyway
+        assert max(cpu_s_of_a_pause() for _ in range(5)) > 0.1, "it looks out for work"
+        is_told = True
+        assert min(cpu_s_of_a_pause() for _ in range(3)) < 0.03
+    finally:
+        workers.close()
+
+
 def test_threads_stay_on_the_cores_they_are_given() -> None:
     usable = sorted(os.sched_getaffinity(0))
     cores = [usable[idx % len(usable)] for idx in range(3)]

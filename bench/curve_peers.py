@@ -1,17 +1,8 @@
-"""Round trip of a decode-sized request over tcp loopback, with and without keys.
-
-One token of H = 2048: 8 KiB there, 16 KiB back, nothing computed, two processes. Knows nothing of
-checksums and headers; see the bench of the transports for those.
-
-    python -m bench.curve_round_trip
-"""
+"""The two ends of a daemon's sockets with keys, without what goes through them: a server that
+answers every request alike, and a client that asks again and again."""
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import statistics
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,16 +10,13 @@ from types import TracebackType
 from typing import Self
 
 import zmq
-from bench.machine import describe
 
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
     CurveKeys,
-    generate_keys,
     load_keys,
-    public_line,
     secure_client,
     secure_server,
 )
@@ -95,41 +83,3 @@ class Client:
             previous_s, now_s = now_s, time.perf_counter()
             times_us.append((now_s - previous_s) * 1e6)
         return times_us
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=1.0, help="a phase (default 1)")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of phases (default 7)")
-    options = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    medians: dict[str, list[float]] = {"without keys": [], "with keys": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        daemon = generate_keys(folder / "daemon", comment="")
-        parent = generate_keys(folder / "parent", comment="")
-        (folder / "daemon" / AUTHORIZED_FILE).write_text(public_line(parent.public))
-        for index in range(options.rounds):
-            names = list(medians) if index % 2 == 0 else list(reversed(medians))
-            for side in names:
-                has_keys = side == "with keys"
-                ports, ports_of_server = spawn.Pipe()
-                key_folder = folder / "daemon" if has_keys else None
-                server = spawn.Process(
-                    target=serve, args=(ports_of_server, key_folder), daemon=True
-                )
-                server.start()
-                port = ports.recv()[1]
-                with Client(port, parent if has_keys else None, daemon.public) as client:
-                    client.measure(seconds=0.2)
-                    medians[side].append(statistics.median(client.measure(seconds=options.seconds)))
-                server.terminate()
-                server.join()
-    print(describe())
-    for side, values in medians.items():
-        low, high = min(values), max(values)
-        print(f"{side:14s} p50 {statistics.median(values):7.1f} us ({low:.1f}-{high:.1f})")
-
-
-if __name__ == "__main__":
-    main()

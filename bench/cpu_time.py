@@ -1,0 +1,55 @@
+"""CPU time of cores and of processes, as the kernel counts it.
+
+Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+_IDLE_COLUMNS = (3, 4)
+"""Of a line of /proc/stat: idle, and waiting for a disk."""
+_NUM_COLUMNS = 8
+"""Up to what the hypervisor took; what follows is contained in these."""
+
+
+def family(pid: int | None) -> list[psutil.Process]:
+    """A process and all that it started, directly or not; empty if it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def used_s(process: psutil.Process) -> float:
+    """CPU time of all threads of a process since it began; 0 if it is gone."""
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def busy_s(cores: Sequence[int]) -> float:
+    """Time that these cores were not idle since the system began, whoever used them."""
+    names = {f"cpu{core}" for core in cores}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *columns = line.split()
+        if name in names:
+            counts = [int(column) for column in columns[:_NUM_COLUMNS]]
+            ticks += sum(counts) - sum(counts[column] for column in _IDLE_COLUMNS)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def others_s(cores: Sequence[int], pid: int | None) -> float:
+    """Time that these cores worked for others than a process and all that it started.
+
+    Only differences mean anything.
+    """
+    return busy_s(cores) - sum(used_s(process) for process in family(pid))

@@ -1,0 +1,98 @@
+"""An expert-compute daemon with something imposed on it: slower compute, a delay of each request,
+or only the older version of the protocol.
+
+All else is the real daemon's: its sockets, its shared memory, its threads. What follows ``--`` is
+for it. The time that is imposed is slept, as if a slower device computed. Knows nothing of who
+measures.
+
+Examples:
+  python -m bench.imposed_daemon --compute-factor 10 -- model.gguf --listen ipc:///tmp/x/slow.sock
+  python -m bench.imposed_daemon --request-ms 2 -- model.gguf --listen ipc:///tmp/x/far.sock
+  python -m bench.imposed_daemon --version-1 -- model.gguf --listen ipc:///tmp/x/old.sock
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from typing import Any
+from unittest.mock import patch
+
+from dflash_adapters.moe_spec import MoeLayer
+from dflash_daemon import __main__ as daemon
+from dflash_protocol.ids import F64Array
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_runtime.compute import ComputeBackend, ExpertBank, make_backend
+
+
+class ImposedBank:
+    """Implements compute.ExpertBank by another one, and takes longer."""
+
+    def __init__(self, bank: ExpertBank, *, compute_factor: float, request_s: float) -> None:
+        self._bank = bank
+        self._compute_factor = compute_factor
+        self._request_s = request_s
+
+    @property
+    def layer(self) -> MoeLayer:
+        return self._bank.layer
+
+    @property
+    def num_experts(self) -> int:
+        return self._bank.num_experts
+
+    def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
+        started_s = time.perf_counter()
+        self._bank.accumulate(batch, out)
+        elapsed_s = time.perf_counter() - started_s
+        time.sleep((self._compute_factor - 1) * elapsed_s + self._request_s)
+
+
+def impose(backend: ComputeBackend, *, compute_factor: float, request_s: float) -> None:
+    """Have all banks that the backend loads from now on take longer."""
+    load = backend.load_experts
+
+    def load_imposed(*args: Any) -> ExpertBank:
+        return ImposedBank(load(*args), compute_factor=compute_factor, request_s=request_s)
+
+    patch.object(backend, "load_experts", load_imposed).start()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.imposed_daemon",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--compute-factor", type=float, default=1.0, help="computing takes so many times as long"
+    )
+    parser.add_argument(
+        "--request-ms", type=float, default=0.0, help="every request takes so much longer"
+    )
+    parser.add_argument(
+        "--version-1", action="store_true", help="speak only version 1 of the protocol"
+    )
+    parser.add_argument("daemon", nargs="+", help="arguments of the daemon, behind --")
+    options = parser.parse_args()
+
+    def make_imposed(*args: Any, **kwargs: Any) -> ComputeBackend:
+        backend = make_backend(*args, **kwargs)
+        if options.compute_factor != 1.0 or options.request_ms:
+            impose(
+                backend, compute_factor=options.compute_factor, request_s=options.request_ms / 1e3
+            )
+        return backend
+
+    # From outside, so that nothing of this is in the daemon that people run.
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(patch("dflash_daemon.lifecycle.make_backend", make_imposed))
+        if options.version_1:
+            undo.enter_context(patch("dflash_daemon.control.PROTOCOL_VERSIONS", (1,)))
+        return daemon.main(options.daemon)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

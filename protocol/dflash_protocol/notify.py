@@ -1,0 +1,127 @@
+"""Telling the service manager how we are: ready, alive, stopping, and a line of status.
+
+The protocol is sd_notify's: datagrams of ``NAME=value`` lines to the socket that ``NOTIFY_SOCKET``
+names, an absolute path or, after ``@``, an abstract name. Knows nothing of what the program does.
+Source: sd_notify(3), sd_watchdog_enabled(3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Self
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import take_supervision
+
+_LOG = logging.getLogger(__name__)
+
+_SEND_S = 0.5
+"""Longest that one message may take: a manager that does not read must not stop us."""
+_ADDRESS_LIMIT_BYTES = 107
+"""sun_path holds 108 bytes; a path ends with a zero byte, an abstract name begins with one."""
+_STATUS_LIMIT = 400
+_STARTING_S = 120.0
+"""So much more time we ask for whenever starting has got on: only silence ends it."""
+_STATUS_S = 5.0
+"""Where there is no watchdog, the status is brought up to date so often."""
+
+
+class Notifier:
+    """Messages to a service manager; with an empty address there is none, and nothing is sent.
+
+    `watchdog_s` is the time within which the manager wants to hear that we are alive, 0 = it does
+    not. Messages may come from several threads. One that cannot be sent is logged once: what we
+    do does not depend on who watches.
+
+    Raises: SettingsError if the address is none.
+    """
+
+    def __init__(self, address: str = "", watchdog_s: float = 0.0) -> None:
+        self.watchdog_s = watchdog_s if address else 0.0
+        self._address = _socket_address(address) if address else b""
+        self._has_failed = False
+        self._status = ""
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """The one that our environment names, which is taken out of it.
+
+        Raises: SettingsError naming the variable.
+        """
+        address, watchdog_s = take_supervision()
+        try:
+            return cls(address, watchdog_s)
+        except SettingsError as error:
+            raise SettingsError(f"NOTIFY_SOCKET={address!r}: {error}") from error
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether there is anybody to tell."""
+        return bool(self._address)
+
+    @property
+    def beat_s(self) -> float:
+        """Time between two reports: half of the watchdog's, as its manual asks for."""
+        return self.watchdog_s / 2 if self.watchdog_s else _STATUS_S
+
+    def starting(self, status: str) -> None:
+        """Starting has got on and may take a while yet."""
+        self._send(f"EXTEND_TIMEOUT_USEC={round(_STARTING_S * 1e6)}", status)
+
+    def ready(self, status: str) -> None:
+        """Whatever comes is served from now on."""
+        self._send("READY=1", status)
+
+    def alive(self) -> None:
+        """Start the watchdog's time anew."""
+        self._send("WATCHDOG=1", None)
+
+    def status(self, status: str) -> None:
+        """Say in words how we are, if that has changed."""
+        if status != self._status:
+            self._send("", status)
+
+    def stopping(self, status: str = "stopping") -> None:
+        """Nothing new is taken any more."""
+        self._send("STOPPING=1", status)
+
+    async def report(self, *, is_healthy: Callable[[], bool], status: Callable[[], str]) -> None:
+        """Be alive while `is_healthy`, and keep the status up to date; until cancelled."""
+        if not self.is_asked_for:
+            await asyncio.Event().wait()
+        while True:
+            if self.watchdog_s and is_healthy():
+                self.alive()
+            self.status(status())
+            await asyncio.sleep(self.beat_s)
+
+    def _send(self, assignment: str, status: str | None) -> None:
+        if not self._address:
+            return
+        lines = [assignment] if assignment else []
+        if status is not None:
+            self._status = status
+            # A line break would begin another assignment.
+            lines.append(f"STATUS={' '.join(status.split())[:_STATUS_LIMIT]}")
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.settimeout(_SEND_S)
+                sender.sendto("\n".join(lines).encode(errors="replace"), self._address)
+        except OSError as error:  # a timeout is one too
+            if not self._has_failed:
+                _LOG.warning("the service manager cannot be told: %s", error.strerror or error)
+            self._has_failed = True
+
+
+def _socket_address(text: str) -> bytes:
+    """Raises: SettingsError."""
+    address = os.fsencode(text)
+    if not text.startswith(("/", "@")) or len(address) < 2 or b"\0" in address:
+        raise SettingsError("must be an absolute path or an abstract name after @")
+    if len(address) > _ADDRESS_LIMIT_BYTES:
+        raise SettingsError(f"must be at most {_ADDRESS_LIMIT_BYTES} bytes long")
+    return b"\0" + address[1:] if text.startswith("@") else address

@@ -1,0 +1,114 @@
+"""Circuit breaker: whether an owner whose requests keep failing is asked at all.
+
+::
+
+             3 failures in a row, or 5 in 10 s
+    closed ───────────────────────────────────► open ◄──────────────┐
+       ▲                                          │ pause is over    │ the probe fails:
+       │ the probe succeeds                       ▼                  │ twice the pause
+       └───────────────────────────────────── half-open ─────────────┘
+
+While it is open nothing is sent, so that a failing owner costs one deadline a pause and not one a
+step. Half-open, a single request is let through, the probe. Pure: it is told the time, and knows
+nothing of requests or daemons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+
+_MOST_IN_A_ROW = 3
+_MOST_LATELY = 5
+_LATELY_S = 10.0
+"""Failures count for so long; without any, pauses begin anew after it."""
+_PAUSE_FIRST_S = 0.5
+_PAUSE_LAST_S = 30.0
+_COST_FACTOR = 4.0
+"""A pause is at least so many times what the failed request cost."""
+
+
+class BreakerState(StrEnum):
+    """As in statistics."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class CircuitBreaker:
+    """One owner's breaker. Times are seconds of any clock that never goes back.
+
+    `on_transition` is called with every new state and the reason for it.
+    """
+
+    def __init__(self, on_transition: Callable[[BreakerState, str], None]) -> None:
+        self.state = BreakerState.CLOSED
+        self.reason = ""
+        """Why it was opened last."""
+        self.num_opened = 0
+        self._on_transition = on_transition
+        self._num_in_a_row = 0
+        self._failures_s: deque[float] = deque(maxlen=_MOST_LATELY)
+        self._last_trouble_s = -math.inf
+        self._pause_s = 0.0
+        self._open_until_s = 0.0
+
+    def lets_through(self, now_s: float) -> bool:
+        """Whether a request may be sent. If the state is half-open then, that one is the probe, and
+        its outcome must be told."""
+        if self.state is BreakerState.OPEN and now_s >= self._open_until_s:
+            self._enter(BreakerState.HALF_OPEN, "one request is let through")
+            return True
+        return self.state is BreakerState.CLOSED
+
+    def is_calm(self, now_s: float) -> bool:
+        """Whether it is closed and nothing happened for so long that there is nothing to know."""
+        is_closed = self.state is BreakerState.CLOSED
+        return is_closed and now_s - self._last_trouble_s > _LATELY_S
+
+    def note_success(self, now_s: float, *, is_probe: bool) -> None:
+        """A request succeeded. One that was sent before the breaker opened proves nothing."""
+        if self.state is BreakerState.CLOSED:
+            self._num_in_a_row = 0
+        elif is_probe:
+            self._last_trouble_s = now_s
+            self._enter(BreakerState.CLOSED, "the request that was let through succeeded")
+
+    def note_failure(self, now_s: float, reason: str, *, cost_s: float, is_probe: bool) -> None:
+        """A request failed after `cost_s`, which was waited in vain."""
+        if self.state is not BreakerState.CLOSED:
+            if is_probe:
+                self._open(now_s, reason, cost_s)
+            return
+        if self.is_calm(now_s):
+            self._pause_s, self._num_in_a_row = 0.0, 0
+        self._last_trouble_s = now_s
+        self._num_in_a_row += 1
+        self._failures_s.append(now_s)
+        if self._num_in_a_row >= _MOST_IN_A_ROW:
+            self._open(now_s, f"{self._num_in_a_row} requests in a row failed: {reason}", cost_s)
+        elif len(self._failures_s) == _MOST_LATELY and now_s - self._failures_s[0] <= _LATELY_S:
+            reason = f"{_MOST_LATELY} requests failed within {_LATELY_S:.0f} s: {reason}"
+            self._open(now_s, reason, cost_s)
+
+    def note_probe_abandoned(self) -> None:
+        """Nobody will know how the probe ended: the next request is the probe."""
+        if self.state is BreakerState.HALF_OPEN:
+            self._enter(BreakerState.OPEN, "the request that was let through was given up")
+
+    def _open(self, now_s: float, reason: str, cost_s: float) -> None:
+        doubled_s = min(max(2.0 * self._pause_s, _PAUSE_FIRST_S), _PAUSE_LAST_S)
+        self._pause_s = max(doubled_s, _COST_FACTOR * cost_s)
+        self._open_until_s = now_s + self._pause_s
+        self._num_in_a_row = 0
+        self._failures_s.clear()
+        self.reason = reason
+        self.num_opened += 1
+        self._enter(BreakerState.OPEN, f"{reason}; asked again in {self._pause_s:.1f} s")
+
+    def _enter(self, state: BreakerState, reason: str) -> None:
+        self.state = state
+        self._on_transition(state, reason)

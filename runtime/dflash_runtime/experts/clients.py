@@ -1,0 +1,91 @@
+"""The parent's end of a session's data path: through shared memory if there is some, else a socket.
+
+Knows nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.transport import ClientTransport, TransportCounters
+from dflash_protocol.transports.shared_memory import SharedClient
+from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
+from dflash_runtime.experts.link import DaemonLink, Session
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """Whoever has it owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` those of
+    a request."""
+
+    client: ClientTransport
+    transport: str
+    max_tokens: int
+
+
+def open_data_path(
+    link: DaemonLink,
+    session: Session,
+    context: zmq.Context[zmq.Socket[bytes]],
+    *,
+    hidden_size: int,
+    num_experts_used: int,
+    spin_s: float | None,
+    before_sleep: Callable[[], object],
+    counters: TransportCounters,
+) -> DataPath:
+    """To be called, like all of the client, by the data thread.
+
+    Raises: DaemonUnavailable if the session is over, or there is no way to send, for lack of
+    descriptors perhaps.
+    """
+    welcome = session.welcome
+    payload = PayloadType(welcome.payload)
+    with contextlib.ExitStack() as undo:
+        segment = link.take_segment(session)
+        if segment is not None:
+            undo.callback(segment.close)
+        try:
+            if segment is not None:
+                shared = SharedClient(
+                    segment,
+                    lost_fd=link.lost_fd,
+                    lost_reason=link.lost_reason,
+                    payload=payload,
+                    spin_s=spin_s,
+                    counters=counters,
+                    before_sleep=before_sleep,
+                )
+                undo.pop_all()
+                return DataPath(shared, "shared", segment.shape.max_tokens)
+            stream = StreamClient(
+                context,
+                session.data_address,
+                welcome.link_id,
+                hidden_size=hidden_size,
+                max_frame_bytes=largest_frame_bytes(
+                    max_tokens=welcome.max_tokens,
+                    hidden_size=hidden_size,
+                    max_pairs=welcome.max_tokens * num_experts_used,
+                ),
+                lost_fd=link.lost_fd,
+                lost_reason=link.lost_reason,
+                generation=welcome.generation,
+                payload=payload,
+                version=welcome.version,
+                global_ids=link.owned.by_layer,
+                counters=counters,
+                secure=link.secure,
+                before_sleep=before_sleep,
+            )
+            return DataPath(stream, "stream", welcome.max_tokens)
+        except (OSError, zmq.ZMQError) as error:
+            raise DaemonUnavailable(
+                f"daemon {link.name}: no way to send requests: {error.strerror}"
+            ) from error

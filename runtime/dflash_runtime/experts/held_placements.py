@@ -1,0 +1,156 @@
+"""The experts of one model under several placements: what two of them share is there once, and
+going from one to the next loads and drops what makes the difference.
+
+Knows nothing of links; whoever holds a placement says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import MoeSpec
+from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.experts.store import (
+    BankKind,
+    LoadProgress,
+    byte_ranges,
+    measure_pairs_per_second,
+    read_experts,
+)
+
+
+@dataclass(slots=True, eq=False)
+class HeldPlacement:
+    """One placement's banks, by layer id; made by `ExpertStore.hold`.
+
+    ``num_*`` count experts: what was there already when it was loaded, what had to be loaded for
+    it, and what was dropped since nobody used it any more.
+    """
+
+    owned: OwnedExperts
+    banks: Mapping[int, ExpertBank]
+    pairs_per_second: float
+    num_kept: int
+    num_loaded: int
+    num_dropped: int
+    num_users: int = 0
+
+
+class ExpertStore:
+    """The experts of one model for any number of placements, each expert loaded once.
+
+    A placement is kept while somebody holds it, and then until another one is loaded: who comes
+    back finds it as it was. What only such placements needed is dropped before the other is
+    loaded. One thread at a time may call `hold`; `release` may be called by others meanwhile.
+    """
+
+    def __init__(self, backend: ComputeBackend, file: GgufFile, spec: MoeSpec) -> None:
+        self._backend = backend
+        self._file = file
+        self._spec = spec
+        self._placements: dict[str, HeldPlacement] = {}
+        self._lock = threading.Lock()
+        """Of the placements and their users; never held while loading."""
+        self._loaded: dict[int, set[int]] = {}
+        self._rates: dict[BankKind, float] = {}
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that are loaded."""
+        return sum(map(len, self._loaded.values()))
+
+    def holds(self, owned: OwnedExperts) -> bool:
+        """Whether `hold` has nothing to load for this placement."""
+        return owned.fingerprint in self._placements
+
+    def hold(
+        self,
+        owned: OwnedExperts,
+        on_progress: LoadProgress = lambda num_done, num_total: None,
+    ) -> HeldPlacement:
+        """A placement's banks, to be given back with `release`; only what is missing is loaded.
+
+        If loading fails, what it has dropped stays dropped and what it has loaded is kept until
+        another placement comes.
+        """
+        with self._lock:
+            held = self._placements.get(owned.fingerprint)
+            if held is not None:
+                held.num_users += 1
+                return held
+            before = list(self._placements.values())
+            self._placements = {
+                name: each for name, each in self._placements.items() if each.num_users
+            }
+            in_use = [each.owned for each in self._placements.values()]
+        num_before = self.num_experts
+        num_dropped = self._drop_all_but([*in_use, owned])
+        num_kept = sum(
+            len(self._loaded.get(layer_id, set()).intersection(ids.tolist()))
+            for layer_id, ids in owned.by_layer.items()
+        )
+        banks = self._load(owned, before, on_progress)
+        held = HeldPlacement(
+            owned,
+            banks,
+            measure_pairs_per_second(banks.values(), self._rates),
+            num_kept=num_kept,
+            num_loaded=self.num_experts - (num_before - num_dropped),
+            num_dropped=num_dropped,
+            num_users=1,
+        )
+        with self._lock:
+            self._placements[owned.fingerprint] = held
+        return held
+
+    def release(self, held: HeldPlacement) -> None:
+        """One user fewer."""
+        with self._lock:
+            held.num_users -= 1
+
+    def _load(
+        self, owned: OwnedExperts, before: Iterable[HeldPlacement], on_progress: LoadProgress
+    ) -> dict[int, ExpertBank]:
+        """A bank a layer, one of those that were there `before` if it has the same local ids."""
+        known = {
+            (layer_id, held.owned.by_layer[layer_id].tobytes()): bank
+            for held in before
+            for layer_id, bank in held.banks.items()
+        }
+        banks = {}
+        for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
+            on_progress(num_done, len(owned.by_layer))
+            bank = known.get((layer_id, ids.tobytes()))
+            if bank is None:
+                layer, loaded = self._spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
+                new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
+                read_experts(self._file, layer, new)
+                bank = self._backend.load_experts(self._file, layer, ids)
+                self._loaded[layer_id] = loaded.union(new.tolist())
+            banks[layer_id] = bank
+        on_progress(len(owned.by_layer), len(owned.by_layer))
+        return banks
+
+    def _drop_all_but(self, needed: Iterable[OwnedExperts]) -> int:
+        """Give back the memory of all experts that none of these placements needs: how many."""
+        keep: dict[int, set[int]] = {}
+        for owned in needed:
+            for layer_id, ids in owned.by_layer.items():
+                keep.setdefault(layer_id, set()).update(ids.tolist())
+        num_dropped = 0
+        for layer_id, loaded in self._loaded.items():
+            unused = np.array(sorted(loaded - keep.get(layer_id, set())), np.int32)
+            if unused.size:
+                layer = self._spec.by_layer_id[layer_id]
+                self._backend.drop_experts(self._file, layer, unused)
+                for each in byte_ranges(layer, unused):
+                    self._file.advise_dontneed(*each)
+                loaded.difference_update(unused.tolist())
+                num_dropped += unused.size
+        return num_dropped

@@ -1,0 +1,29 @@
+"""Where the blocks of quantised types keep what scales them."""
+
+from __future__ import annotations
+
+from dflash_adapters.quant import TensorType
+
+SCALE_OFFSETS = {
+    TensorType.Q4_0: (0,),
+    TensorType.Q4_1: (0, 2),
+    TensorType.Q5_0: (0,),
+    TensorType.Q5_1: (0, 2),
+    TensorType.Q8_0: (0,),
+    TensorType.IQ4_NL: (0,),
+    TensorType.Q2_K: (80, 82),
+    TensorType.Q3_K: (108,),
+    TensorType.Q4_K: (0, 2),
+    TensorType.Q5_K: (0, 2),
+    TensorType.Q6_K: (208,),
+    TensorType.IQ4_XS: (0,),
+    TensorType.IQ2_XXS: (0,),
+    TensorType.IQ2_XS: (0,),
+    TensorType.IQ2_S: (0,),
+    TensorType.IQ3_XXS: (0,),
+    TensorType.IQ3_S: (0,),
+    TensorType.IQ1_S: (0,),
+    TensorType.TQ1_0: (52,),
+    TensorType.TQ2_0: (64,),
+}
+"""Offsets of the halves that scale a block, so that random blocks can be given sane ones."""

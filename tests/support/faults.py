@@ -1,0 +1,129 @@
+"""Doing harm to a running engine: limits, full file systems; and what a process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from dflash_runtime import Engine
+
+_PROCESS_MADVISE = 440  # the same number on all architectures
+_PAGEOUT = 21
+
+
+def spawned_daemons() -> list[psutil.Process]:
+    """Daemons that this process has started and that run."""
+    return [p for p in psutil.Process().children() if "dflash_daemon" in " ".join(p.cmdline())]
+
+
+def greedy(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
+    """Token ids of a greedy text."""
+    return [token.token_id for token in engine.generate(prompt, num_tokens)]
+
+
+@contextlib.contextmanager
+def soft_limit(kind: int, value: int, *, pid: int = 0) -> Iterator[None]:
+    """A resource limit for a process, ours if `pid` is 0; what it was is restored."""
+    before = resource.prlimit(pid, kind)
+    resource.prlimit(pid, kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, kind, before)
+
+
+@contextlib.contextmanager
+def no_more_descriptors(*, num_left: int = 0, pid: int = 0) -> Iterator[None]:
+    """A process may open only so many descriptors, and as many again as it closes.
+
+    Of another process than ours, those count as well that are free below its highest one.
+    """
+    highest = max(map(int, os.listdir(f"/proc/{pid or 'self'}/fd")))
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(soft_limit(resource.RLIMIT_NOFILE, highest + 1 + num_left, pid=pid))
+        if not pid:
+            fillers: list[int] = []
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(os.dup(0))
+            for filler in fillers[num_left:]:
+                undo.callback(os.close, filler)
+            for filler in fillers[:num_left]:
+                os.close(filler)
+        yield
+
+
+@contextlib.contextmanager
+def small_file_system(folder: Path, num_bytes: int) -> Iterator[bool]:
+    """Mount a tmpfs of that size at a folder; False if we may not."""
+    options = f"size={num_bytes},mode=700,uid={os.getuid()}"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    try:
+        is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        is_mounted = False
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def num_descriptors(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    """Rings that a process has mapped, and their bells that it has open."""
+    held = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "ring-" in line]
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            held += [target] if "ring-" in target else []
+    return held
+
+
+def resident_bytes(pid: int, path: Path) -> int:
+    """How much of a file a process has in memory through its mappings."""
+    num_bytes, is_of_file = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_of_file = line.endswith(str(path))
+        elif is_of_file and line.startswith("Rss:"):
+            num_bytes += int(line.split()[1]) << 10
+    return num_bytes
+
+
+def drop_from_memory(path: Path, pids: Sequence[int]) -> None:
+    """Have a file read from the disk again, by these processes too, which have it mapped."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)  # what is not written yet would stay
+        for pid in pids:
+            _page_out(pid, path)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _page_out(pid: int, path: Path) -> None:
+    """Advise the kernel to; it may refuse, where we may not or it cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd = os.pidfd_open(pid)
+    try:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if line.endswith(str(path)):
+                first, last = (int(end, 16) for end in line.split()[0].split("-"))
+                span = (ctypes.c_size_t * 2)(first, last - first)
+                libc.syscall(_PROCESS_MADVISE, pidfd, span, ctypes.c_size_t(1), _PAGEOUT, 0)
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,109 @@
+"""A supervisor with its links, and everything that it reports; the daemon follows a script."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import zmq
+
+from dflash_protocol.endpoint import parse_endpoint
+from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.experts.link import DaemonLink, Launch
+from dflash_runtime.experts.supervisor import Greeting, Patience, Supervisor
+from support.scripted_daemon import PATIENCE_S, ScriptedDaemon
+
+GREETING = Greeting("model-1f", "digest-2e", "class-3d", max_tokens=64)
+OWNED = OwnedExperts.from_lists({0: [3, 1], 2: [0]})
+UNHURRIED = Patience(connect_silence_s=PATIENCE_S, heartbeat_s=PATIENCE_S)
+
+
+class Parent:
+    """A supervisor with its links, and everything that it reports."""
+
+    def __init__(
+        self,
+        undo: ExitStack,
+        *addresses: str,
+        patience: Patience = UNHURRIED,
+        launch: Launch | None = None,
+    ) -> None:
+        self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.may_report = threading.Event()
+        self.may_report.set()
+        self.progress: queue.Queue[tuple[str, str, int, int]] = queue.Queue()
+        self.links = [
+            DaemonLink(
+                f"cpu{index}",
+                parse_endpoint(address),
+                OWNED,
+                launch=launch,
+                numeric_class=GREETING.numeric_class,
+                on_event=self._on_event,
+            )
+            for index, address in enumerate(addresses)
+        ]
+        for link in self.links:
+            undo.callback(link.close)
+        context = undo.enter_context(zmq.Context())
+        self.supervisor = Supervisor(
+            context,
+            self.links,
+            GREETING,
+            patience=patience,
+            on_progress=lambda *report: self.progress.put(report),
+        )
+        undo.callback(self.supervisor.close)
+        self._pool = undo.enter_context(ThreadPoolExecutor(1))
+        undo.callback(self.supervisor.close)  # before the pool waits for a start that hangs
+
+    def _on_event(self, kind: str, name: str, reason: str) -> None:
+        self.losses.put((name, reason))
+        assert self.may_report.wait(PATIENCE_S)
+
+    @property
+    def link(self) -> DaemonLink:
+        return self.links[0]
+
+    def start(self) -> Future[None]:
+        """Start, while the test plays the daemon."""
+        return self._pool.submit(self.supervisor.start)
+
+    def next_loss(self) -> str:
+        """Reason of the next loss of the first link."""
+        name, reason = self.losses.get(timeout=PATIENCE_S)
+        assert name == "cpu0"
+        return reason
+
+    def wait_for_session(self, generation: int) -> None:
+        end_s = time.monotonic() + PATIENCE_S
+        while (session := self.link.session) is None or session.generation != generation:
+            assert time.monotonic() < end_s, f"session {generation} never came"
+            time.sleep(0.001)
+
+
+def started(undo: ExitStack, daemon: ScriptedDaemon, **options: Any) -> Parent:
+    """A parent that this daemon has let in."""
+    parent = Parent(undo, daemon.endpoint.address, **options)
+    start = parent.start()
+    daemon.let_in()
+    start.result(PATIENCE_S)
+    return parent
+
+
+def assert_starts(address: str) -> None:
+    """The good request after a failure: another parent is let in by a good daemon.
+
+    It listens beside the failed one, to which late words of the first parent may still be coming.
+    """
+    with ExitStack() as undo:
+        daemon = undo.enter_context(ScriptedDaemon(f"{address}-good"))
+        assert started(undo, daemon).link.session is not None
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
