@@ -116,6 +116,10 @@ class LayerRouting:
 
     owner_index: I32Array
     local_expert_id: I32Array
+    sole_owner: int | None
+    """Who holds all experts, if one does: nothing is to be looked up then."""
+    is_identity: bool
+    """The sole owner's local ids are the global ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,13 +175,25 @@ class Placement:
                 if ids is not None:
                     owner_index[ids] = index
                     local_id[ids] = np.arange(ids.size, dtype=np.int32)
-            tables[layer_id] = LayerRouting(owner_index, local_id)
+            sole_owner, is_identity = _sole_owner(owner_index, local_id)
+            tables[layer_id] = LayerRouting(owner_index, local_id, sole_owner, is_identity)
         return tables
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over every owner's canonical bytes, in order. Names do not count."""
         return digest("placement-v1", [owned.canonical_bytes for owned in self.owners])
+
+
+def _sole_owner(owner_index: I32Array, local_id: I32Array) -> tuple[int | None, bool]:
+    """Index of the owner of all experts, None if there is none, and whether local id = global id.
+
+    Shapes: both [E].
+    """
+    first = int(owner_index[0]) if owner_index.size else -1
+    if first < 0 or (owner_index != first).any():
+        return None, False
+    return first, bool((local_id == np.arange(local_id.size)).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

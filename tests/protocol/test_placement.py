@@ -221,6 +221,11 @@ def test_without_the_lost_the_next_owner_answers_and_else_nobody(data: st.DataOb
                 owner,
                 local,
             )
+        owners_of_all = set(table.owner_index.tolist())
+        is_sole = len(owners_of_all) == 1 and -1 not in owners_of_all
+        assert table.sole_owner == (owners_of_all.pop() if is_sole else None)
+        local_ids = table.local_expert_id.tolist()
+        assert table.is_identity == (is_sole and local_ids == list(range(len(local_ids))))
     assert placed.routing_without(lost) is placed.routing_without(lost), "made once"
     assert placed.routing_without(frozenset()) == placed.routing
 

@@ -199,8 +199,7 @@ class SharedServer:
     @property
     def are_others_ready(self) -> bool:
         """Whether the last sleep in `receive` found one of the `others` readable."""
-        first = 1 + len(self._links)
-        return bool((self._entries[first:] >> ring_native.FOUND_SHIFT).any())
+        return any(entry >> ring_native.FOUND_SHIFT for entry in self._other_entries)
 
     def _take_next(self, spin_s: float, timeout_ms: int) -> ReceivedRequest | None:
         if self._changes:
@@ -289,6 +288,7 @@ class SharedServer:
         self._entries = poll_entries(*bells, self._changed_fd, *self._others)
         self._entries_address = int(self._entries.ctypes.data)
         self._num_entries = self._entries.size
+        self._other_entries = self._entries.data[1 + len(links) :]
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
         self.refused += 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
-from dflash_protocol.placement import Placement
+from dflash_protocol.placement import LayerRouting, Placement
 from dflash_protocol.routed_batch import group_by_expert
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 
@@ -81,7 +81,10 @@ class MoeExpertComputeRuntime:
         """
         sums = np.zeros(hidden.shape, dtype=np.float64)
         num_tokens, num_used = topk_ids.shape
-        token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
+        if num_tokens == 1:
+            token_indices = np.zeros(num_used, dtype=np.int32)
+        else:
+            token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
         pairs = _Pairs(token_indices, topk_ids.reshape(-1), topk_weights.reshape(-1))
         lost: frozenset[int] = frozenset()
         while pairs.num_pairs:
@@ -138,11 +141,12 @@ class MoeExpertComputeRuntime:
         orphans: dict[int, _Pairs] = {}
         in_flight: list[_InFlight] = []
         try:
-            for owner_index, share in _split(pairs, routing.owner_index):
+            for owner_index, share in _split(pairs, routing):
                 owner, expert_ids = self._fallback, share.global_expert_ids
                 if owner_index >= 0:
                     owner = self._owners[owner_index]
-                    expert_ids = routing.local_expert_id[expert_ids]
+                    if not routing.is_identity:
+                        expert_ids = routing.local_expert_id[expert_ids]
                 elif owner is None:
                     raise DaemonUnavailable(f"{self._lost_reason}; daemons are required")
                 batch = group_by_expert(
@@ -172,9 +176,12 @@ class MoeExpertComputeRuntime:
         return orphans
 
 
-def _split(pairs: _Pairs, owner_of_expert: I32Array) -> Iterator[tuple[int, _Pairs]]:
-    """Each owner's share; owner -1 is nobody. Shapes: owner_of_expert [E]."""
-    owner_of_pair = owner_of_expert[pairs.global_expert_ids]
+def _split(pairs: _Pairs, routing: LayerRouting) -> Iterator[tuple[int, _Pairs]]:
+    """Each owner's share; owner -1 is nobody."""
+    if routing.sole_owner is not None:
+        yield routing.sole_owner, pairs
+        return
+    owner_of_pair = routing.owner_index[pairs.global_expert_ids]
     num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # nobody's first
     if num_pairs_of_owner[-1] == pairs.num_pairs:
         yield num_pairs_of_owner.size - 2, pairs

@@ -40,6 +40,7 @@ class Workers:
             spin_us = 0  # on a core that another of us needs
         self.num_threads = num_threads
         self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
+        self._words = self._pool.data
         self.address = int(self._pool.ctypes.data)
         threads = [
             Thread(
@@ -67,8 +68,8 @@ class Workers:
     def rest(self) -> None:
         """Nothing comes for a while: threads that look out for work are to sleep, and leave their
         cores to others. The next region wakes them as any does."""
-        pool = self._pool
-        pool[parallel.REST] = pool[parallel.REGION]
+        words = self._words
+        words[parallel.REST] = words[parallel.REGION]
 
     def close(self) -> None:
         """End the threads. Work that comes later is done by its caller alone."""
