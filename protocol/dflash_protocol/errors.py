@@ -19,10 +19,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_LINE_LIMIT = 1000
+
 
 def one_line(text: str) -> str:
-    """What can be shown of somebody else's text: no line breaks, no control characters."""
-    return "".join(character for character in text if character.isprintable())
+    """What can be shown of somebody else's text: no line breaks, no control characters, and no
+    more than a thousand others."""
+    shown = "".join(character for character in text if character.isprintable())
+    return shown if len(shown) <= _LINE_LIMIT else f"{shown[: _LINE_LIMIT - 1]}…"
 
 
 class DflashError(Exception):
@@ -60,9 +64,8 @@ class ModelFileError(DflashError):
         offset_bytes: int | None = None,
     ) -> None:
         # A name may hold line breaks or bytes that are no text; the message stays one line of it.
-        where = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(path))
-        if field is not None:
-            where += f": {field}"
+        where = str(path) if field is None else f"{path}: {field}"
+        where = "".join(c if c.isprintable() else repr(c)[1:-1] for c in where)
         if offset_bytes is not None:
             where += f" (at byte {offset_bytes})"
         super().__init__(f"{where}: {reason}")

@@ -175,7 +175,7 @@ def kernels() -> Kernels:
         kernel.compile(signature)
         kernel.disable_compile()
         # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
-        # elements is still checked; who calls sees to its dimensions, and that it has no gaps.
+        # elements is still checked, and that rows have no gaps; who calls sees to its dimensions.
         compiled[name] = kernel.overloads[signature].entry_point
     return Kernels(**compiled)
 

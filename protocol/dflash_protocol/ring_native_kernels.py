@@ -66,6 +66,14 @@ def publish(port, slot, word, sequence, num_bytes):
     return num_bytes
 
 
+@helper
+def has_gaps(rows):
+    num_rows, width = rows.shape
+    return (num_rows > 0 and width > 1 and rows.strides[1] != rows.itemsize) or (
+        num_rows > 1 and rows.strides[0] != rows.itemsize * width
+    )
+
+
 # -- the client -----------------------------------------------------------------------------------
 
 
@@ -86,6 +94,7 @@ def send_request(
     num_pairs, hidden_size = token_indices.shape[0], field(port, native.HIDDEN_SIZE)
     if (
         hidden.shape[1] != hidden_size
+        or has_gaps(hidden)
         or group_starts.shape[0] != num_groups + 1
         or weights.shape[0] != num_pairs
         or num_groups > num_pairs
@@ -453,7 +462,11 @@ def next_request(table, spin_ns, entries, num_entries, timeout_ms):
 
 def send_reply(port, sequence, payload, compute_s, queue_s, sums):
     num_tokens, hidden_size = sums.shape[0], field(port, native.HIDDEN_SIZE)
-    if sums.shape[1] != hidden_size or num_tokens > field(port, native.MAX_TOKENS):
+    if (
+        sums.shape[1] != hidden_size
+        or has_gaps(sums)
+        or num_tokens > field(port, native.MAX_TOKENS)
+    ):
         return native.BAD_ARRAYS
     count = num_tokens * hidden_size
     num_bytes = array_bytes(payload, count, 8)

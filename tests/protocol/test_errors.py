@@ -95,3 +95,17 @@ def test_a_protocol_error_is_malformed_unless_it_says_otherwise() -> None:
 def test_a_path_with_odd_characters_stays_on_one_line() -> None:
     error = ModelFileError("is empty", path="/models/a\nb\udcff.gguf")
     assert str(error) == "/models/a\\nb\\udcff.gguf: is empty"
+
+
+def test_a_name_out_of_a_file_cannot_add_lines_to_a_message() -> None:
+    """Found by fuzzing: names of tensors are the file's, and may hold anything."""
+    error = ModelFileError("is odd", path="m.gguf", field="output\r\n\x0bweight")
+    assert str(error) == r"m.gguf: output\r\n\x0bweight: is odd"
+    assert error.field == "output\r\n\x0bweight"
+
+
+def test_somebody_elses_text_is_one_short_line() -> None:
+    """Found by fuzzing: a peer's reason filled screens."""
+    assert errors.one_line("no\r\n\x1b[31m such thing") == "no[31m such thing"
+    assert errors.one_line("x" * 1000) == "x" * 1000
+    assert errors.one_line("x" * 1001) == "x" * 999 + "…"

@@ -190,7 +190,8 @@ def test_arrays_of_another_width_or_size_are_refused_and_not_read(run_dir: Path)
     for wrong in (np.zeros((1, 4), np.float32), np.zeros((1, 8), np.int16), [[0.0] * 4], None):
         with pytest.raises(TypeError):
             send(port, 1, ring.PAYLOAD_F64, 0.0, 0.0, wrong)
-    for misfit in (np.zeros((1, 5)), np.zeros((1, 3)), np.zeros((2, 4))):
+    gaps = np.zeros((1, 8))[:, ::2], np.zeros((1, 8))[:, 3::-1]
+    for misfit in (np.zeros((1, 5)), np.zeros((1, 3)), np.zeros((2, 4)), *gaps):
         assert send(port, 1, ring.PAYLOAD_F64, 0.0, 0.0, misfit) == ring_native.BAD_ARRAYS
     slots.segment.close()
 

@@ -135,8 +135,6 @@ class SharedClient:
         phase = batch.phase
         phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
         deadline_ms = deadline_s * 1e3
-        if not hidden.flags.c_contiguous:  # routing is made by us; rows may be anybody's
-            hidden = np.ascontiguousarray(hidden)
         try:
             status = self._send(
                 slot.port,
@@ -153,7 +151,7 @@ class SharedClient:
             )
             if status < 0:
                 head = (slot.port, sequence, layer_id, phase_code)
-                status = self._send_wide(head, deadline_ms, batch, status)
+                status = self._send_otherwise(head, deadline_ms, batch, status)
         except BaseException:
             free.append(slot)
             raise
@@ -190,19 +188,24 @@ class SharedClient:
     def close(self) -> None:
         self._segment.close()
 
-    def _send_wide(
+    def _send_otherwise(
         self,
         head: tuple[int, ...],
         deadline_ms: float,
         batch: RoutedBatch,
         status: int,
     ) -> int:
-        """Send what the negotiated type does not hold. Raises: ProtocolError if that is not why."""
+        """Send what has gaps, or the negotiated type does not hold.
+
+        Raises: ProtocolError if that is not why it was not sent.
+        """
+        routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
+        hidden = np.ascontiguousarray(batch.hidden)
+        if hidden is not batch.hidden:  # routing is made by us; rows may be anybody's, with gaps
+            status = self._send(*head, self._payload_code, deadline_ms, hidden, *routing)
         if status == OUT_OF_RANGE:
-            hidden, _ = pack_hidden(batch.hidden, self._payload)
-            routing = (batch.expert_ids, batch.group_starts, batch.token_indices)
-            rest = (hidden, *routing, batch.weights)
-            status = self._send(*head, ring.PAYLOAD_F32, deadline_ms, *rest)
+            hidden, _ = pack_hidden(hidden, self._payload)
+            status = self._send(*head, ring.PAYLOAD_F32, deadline_ms, hidden, *routing)
             self._counters.widened += 1
         if status >= 0:
             return status

@@ -229,8 +229,8 @@ class SharedServer:
         if slot is None or slot.request is not request:
             return
         link, sequence, waited_s = slot.link, request.header.sequence, request.waited_s
-        if sums.ndim != 2 or not sums.flags.c_contiguous:
-            raise ValueError(f"sums of shape {sums.shape}, expected two dimensions without gaps")
+        if sums.ndim != 2:
+            raise ValueError(f"sums of shape {sums.shape}")
         status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
         if status == OUT_OF_RANGE:
             wide, _ = pack_sums(sums, link.payload)
@@ -239,7 +239,9 @@ class SharedServer:
             )
             self._counters.widened += 1
         if status < 0:
-            raise ValueError(f"sums of shape {sums.shape} for a link of {link.segment.shape}")
+            raise ValueError(
+                f"sums of shape {sums.shape}, or with gaps, for a link of {link.segment.shape}"
+            )
         slot.request = None
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
