@@ -26,7 +26,7 @@ def one_line(text: str) -> str:
     """What can be shown of somebody else's text: no line breaks, no control characters, and no
     more than a thousand others."""
     shown = "".join(character for character in text if character.isprintable())
-    return shown if len(shown) <= _LINE_LIMIT else f"{shown[: _LINE_LIMIT - 1]}…"
+    return shown[:_LINE_LIMIT]
 
 
 class DflashError(Exception):

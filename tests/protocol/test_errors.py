@@ -107,5 +107,4 @@ def test_a_name_out_of_a_file_cannot_add_lines_to_a_message() -> None:
 def test_somebody_elses_text_is_one_short_line() -> None:
     """Found by fuzzing: a peer's reason filled screens."""
     assert errors.one_line("no\r\n\x1b[31m such thing") == "no[31m such thing"
-    assert errors.one_line("x" * 1000) == "x" * 1000
-    assert errors.one_line("x" * 1001) == "x" * 999 + "…"
+    assert errors.one_line("x" * 1001) == "x" * 1000
