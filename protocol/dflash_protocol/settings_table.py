@@ -5,6 +5,7 @@ The one place to add a setting. Knows nothing of where values come from; ``setti
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
@@ -22,6 +23,8 @@ from dflash_protocol.setting_kinds import (
 PREFIX = "DFLASH_MOE_"
 """Begins every variable of ours; one that is not known is an error."""
 EXPERT_COMPUTE = PREFIX + "EXPERT_COMPUTE_"
+
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}", re.ASCII)
 
 MAX_THREADS = 1024
 """Most compute threads a process may be asked to use."""
@@ -84,6 +87,16 @@ class Settings:
     keys_dir: str = ""
     """Folder of the keys of tcp links; empty = ``keys`` in ``$XDG_CONFIG_HOME/dflash-moe`` or
     ``~/.config/dflash-moe``."""
+    host: str = "127.0.0.1"
+    """Address or name that the server listens on."""
+    port: int = 8080
+    """Its port; 0 = one that is free."""
+    api_key_file: str = ""
+    """File with the keys that the server asks for; empty = it asks for none."""
+    queue_capacity: int = 64
+    """Most requests that wait for the server's model."""
+    max_body_bytes: int = 4 << 20
+    """Most bytes of the body of a request to the server."""
 
 
 class Reader(StrEnum):
@@ -95,6 +108,20 @@ class Reader(StrEnum):
     """Parent and daemon, each its own value."""
     BOTH = "both"
     """Parent and daemon; a parent passes its value on to the daemons that it spawns."""
+    SERVER = "server"
+    """A parent that is a server."""
+
+
+class HostName(Kind):
+    """An address, or the name of one."""
+
+    metavar = "ADDRESS"
+    allowed = "an address or a host name, as in 127.0.0.1 or ::1"
+
+    def from_text(self, text: str) -> str:
+        if not _HOST.fullmatch(text):
+            raise self.refused()
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +142,7 @@ class Knob:
 
     @property
     def variable(self) -> str:
-        return EXPERT_COMPUTE + self.name
+        return (PREFIX if self.reader is Reader.SERVER else EXPERT_COMPUTE) + self.name
 
     @property
     def flag(self) -> str:
@@ -249,6 +276,26 @@ KNOBS = (
         "Folder of keys; if named, a daemon asks for keys on loopback too; "
         "default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
     ),
+    Knob(
+        "HOST", "host", HostName(), Reader.SERVER,
+        "Address that the server listens on; beyond loopback it needs keys.",
+    ),
+    Knob(
+        "PORT", "port", Whole(0, 65_535), Reader.SERVER,
+        "Port that the server listens on; 0 = a free one.",
+    ),
+    Knob(
+        "API_KEY_FILE", "api_key_file", PathText("FILE"), Reader.SERVER,
+        "File of mode 0600 with the keys that clients must have, one on a line.",
+    ),
+    Knob(
+        "QUEUE_CAPACITY", "queue_capacity", Whole(1, 10_000), Reader.SERVER,
+        "Most requests that wait; of one client, half as many.",
+    ),
+    Knob(
+        "MAX_BODY_BYTES", "max_body_bytes", Whole(1024, 1 << 30), Reader.SERVER,
+        "Most bytes of a request's body.",
+    ),
 )  # fmt: skip
 
 VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))
@@ -257,5 +304,10 @@ VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))
 
 def knobs_of(*, daemon: bool) -> tuple[Knob, ...]:
     """The settings that a parent or, with `daemon`, a daemon takes as flags."""
-    of_others = Reader.PARENT if daemon else Reader.DAEMON
-    return tuple(knob for knob in KNOBS if knob.reader is not of_others)
+    of_others = (Reader.PARENT if daemon else Reader.DAEMON, Reader.SERVER)
+    return tuple(knob for knob in KNOBS if knob.reader not in of_others)
+
+
+def server_knobs() -> tuple[Knob, ...]:
+    """The settings that a parent takes in addition if it is a server."""
+    return tuple(knob for knob in KNOBS if knob.reader is Reader.SERVER)

@@ -15,7 +15,7 @@ from dflash_protocol.settings import (
     Settings,
     load_settings,
 )
-from dflash_protocol.settings_table import KNOBS, Knob, Reader
+from dflash_protocol.settings_table import KNOBS, Knob, Reader, server_knobs
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 NUMBERS = [
@@ -62,7 +62,8 @@ def test_every_setting_is_tested_here() -> None:
     tested = {"BATCH", "DAEMONS", "CONNECT"}
     tested |= {each[0] for each in NUMBERS} | {each[0] for each in WORDS}
     tested |= {each[0] for each in [*SWITCHES, *PATHS]}
-    assert {PREFIX + name for name in tested} | {"DFLASH_MOE_SETTINGS_FILE"} == set(VARIABLES)
+    elsewhere = {"DFLASH_MOE_SETTINGS_FILE", *(knob.variable for knob in server_knobs())}
+    assert {PREFIX + name for name in tested} | elsewhere == set(VARIABLES)
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)

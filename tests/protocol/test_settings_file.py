@@ -12,7 +12,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.setting_kinds import DaemonSetting, OneOf, Switch, Whole
 from dflash_protocol.settings import load_settings
 from dflash_protocol.settings_file import read_settings_file
-from dflash_protocol.settings_table import KNOBS, Knob
+from dflash_protocol.settings_table import KNOBS, HostName, Knob
 
 SCALARS = [knob for knob in KNOBS if knob.field not in ("daemons", "connect")]
 
@@ -46,6 +46,8 @@ def test_every_key_sets_the_field_that_its_variable_sets(file: Path, knob: Knob)
         value, toml, text = knob.kind.words[1], f'"{knob.kind.words[1]}"', knob.kind.words[1]
     elif isinstance(knob.kind, Switch):
         value, toml, text = True, "true", "1"
+    elif isinstance(knob.kind, HostName):
+        value, toml, text = "::1", '"::1"', "::1"
     file.write_text(f"{knob.key} = {toml}\n")
     assert getattr(load_settings({}, file=file), knob.field) == value
     assert load_settings({}, file=file) == load_settings({knob.variable: text})
@@ -75,7 +77,7 @@ def test_a_value_of_another_type_is_refused_with_file_and_key(
         ('connect = "ipc:///x"', "connect='ipc:///x': must be an array of strings"),
         ('connect = ["x"]', "connect=['x']: endpoint 'x' is neither"),
         ("connect = [1]", "connect=[1]: must be an array of strings"),
-        ("ipc_modes = 1", "unknown key 'ipc_modes'; known are [[daemon]], batch, batch_max"),
+        ("ipc_modes = 1", "unknown key 'ipc_modes'; known are [[daemon]], api_key_file, batch"),
         ("[server]\nport = 1", "unknown key 'server'"),
         ('daemons = "cpu"', "unknown key 'daemons'"),
         ('"a\\nb" = 1', "unknown key 'a\\nb'"),

@@ -1,4 +1,4 @@
-"""The command line: ``dflash-moe generate | daemon | inspect | doctor | keygen | version``.
+"""The command line: ``dflash-moe generate | serve | daemon | inspect | doctor | keygen | version``.
 
 Knows nothing of how anything is computed; it reads flags, calls the engine and prints.
 """

@@ -19,6 +19,7 @@ from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
 from dflash_runtime.cli.keygen import keygen
+from dflash_runtime.cli.serve import serve
 
 
 @click.group(
@@ -51,6 +52,7 @@ cli.add_command(doctor)
 cli.add_command(generate)
 cli.add_command(inspect)
 cli.add_command(keygen)
+cli.add_command(serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,7 +35,8 @@ from dflash_runtime.engine.arguments import choice, chunk_bounds, token_id_array
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.engine.launching import choose_daemons, daemon_names
 from dflash_runtime.engine.owners import Event, Owners
-from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+from dflash_runtime.engine.prefix import CachedPrefix
+from dflash_runtime.engine.sampling import Sampler, SamplingOptions, TokenLogprobs, token_logprobs
 from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import Profile
@@ -53,6 +55,7 @@ class GeneratedToken:
 
     token_id: int
     text: str
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -60,15 +63,19 @@ class GenerationStats:
     """The last generation. Prefill ends with the first token; decode counts the ones after it."""
 
     num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the cache already."""
     num_generated_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     finish_reason: str = ""
-    """``stop`` (the model ended), ``length`` (enough tokens), ``context`` (no position left)."""
+    """``stop`` (the model ended), ``length`` (enough tokens), ``context`` (no position left),
+    ``cancelled``."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return self.num_prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        num_computed = self.num_prompt_tokens - self.num_reused_tokens
+        return num_computed / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -82,6 +89,10 @@ class EngineStats:
 
     owners: dict[str, OwnerStats]
     events: list[Event]
+
+
+class _Cancelled(Exception):
+    """Nobody wants the rest of this generation."""
 
 
 class Engine:
@@ -115,6 +126,10 @@ class Engine:
         self.kv_type = kv_type
         self.last_generation = GenerationStats()
         self._cache = backend.ops.new_kv_cache(self.spec.kv_layers, context, kv_type)
+        # BLAS, which the reference backend calls, sums in an order that depends on the shapes.
+        is_chunk_invariant = backend.name != BackendName.REFERENCE
+        self._prefix = CachedPrefix(context, is_chunk_invariant=is_chunk_invariant)
+        self._is_cancelled: Callable[[], bool] | None = None
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
@@ -233,6 +248,16 @@ class Engine:
         self._release()
 
     @property
+    def model_path(self) -> Path:
+        """The file that is open."""
+        return self._file.path
+
+    @property
+    def placement(self) -> Placement:
+        """Which owner holds which experts."""
+        return self._owners.placement
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, loaded when first asked for; None if the file has none."""
         if not self._tokenizer_is_loaded:
@@ -250,13 +275,33 @@ class Engine:
             raise SettingsError("this file has no tokenizer; give token ids instead of text")
         if not chat:
             return tokenizer.encode(text, add_special=True)
-        if tokenizer.chat_template is None:
+        return self.encode_chat([{"role": "user", "content": text}])
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; `template` in place of the file's, `extra` for it to read.
+
+        May be called from any thread once `tokenizer` has been loaded.
+        Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
+        UnsupportedModel if it fails.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise SettingsError("this file has no tokenizer; give token ids instead of text")
+        template = template or tokenizer.chat_template
+        if template is None:
             raise SettingsError("this model has no chat template; give a plain prompt")
         rendered = render_chat(
-            tokenizer.chat_template,
-            [{"role": "user", "content": text}],
+            template,
+            messages,
             bos_token=tokenizer.bos_text,
             eos_token=tokenizer.eos_text,
+            extra=extra,
             path=self._file.path,
         )
         return tokenizer.encode(rendered)
@@ -287,22 +332,41 @@ class Engine:
         min_p: float = 0.0,
         seed: int | None = None,
         ignore_eos: bool = False,
+        top_logprobs: int | None = None,
+        reuse_prefix: bool = False,
+        is_cancelled: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, int], None] = lambda num_done, num_total: None,
     ) -> Iterator[GeneratedToken]:
         """Yield up to `max_tokens` tokens after the prompt, a text or token ids.
 
         Ends early at a stop token of the model, which is not yielded, unless `ignore_eos`; and when
         the context is full. `last_generation` holds times and the reason of the end; `on_prefill`
-        is told how many prompt tokens are done.
+        is told how many prompt tokens are done. With `top_logprobs` (0 or more) a token comes with
+        its log-probability and those of so many most likely ones. With `reuse_prefix` the first
+        tokens that this prompt and the run before have in common are not computed again, which
+        does not show in the bits. Once `is_cancelled`, asked before every layer, says so, the
+        generation ends.
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
         """
         sampler = Sampler(SamplingOptions(temperature, top_k, top_p, min_p, seed))
         max_tokens = whole_number("max_tokens", max_tokens, smallest=1)
+        if top_logprobs is not None:
+            whole_number("top_logprobs", top_logprobs, smallest=0, largest=self.spec.vocab_size)
         ids = self._checked(self.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
         if ids.size == 0:
             raise SettingsError("the prompt is empty")
-        return self._profiled(self._generate(ids, max_tokens, sampler, ignore_eos, on_prefill))
+
+        def choose(logits: F32Array) -> tuple[int, TokenLogprobs | None]:
+            token_id = sampler(logits)
+            if top_logprobs is None:
+                return token_id, None
+            return token_id, token_logprobs(logits, token_id, top_logprobs)
+
+        run = self._generate(
+            ids, max_tokens, choose, ignore_eos, reuse_prefix, is_cancelled, on_prefill
+        )
+        return self._profiled(run)
 
     def stats(self) -> EngineStats:
         """Counters since opening."""
@@ -312,6 +376,8 @@ class Engine:
         """The same, and a line about it in the log at its end, if that is wanted."""
         try:
             yield from run
+        except _Cancelled:
+            self.last_generation.finish_reason = "cancelled"
         finally:
             if self._profile is not None:
                 owners = self._owners.runtime.stats()
@@ -324,20 +390,26 @@ class Engine:
         self,
         prompt: I32Array,
         max_tokens: int,
-        sampler: Sampler,
+        choose: Callable[[F32Array], tuple[int, TokenLogprobs | None]],
         ignore_eos: bool,
+        reuse_prefix: bool,
+        is_cancelled: Callable[[], bool] | None,
         on_prefill: Callable[[int, int], None],
     ) -> Iterator[GeneratedToken]:
-        run = self._begin_run()
+        run = self._begin_run(is_cancelled)
         stats = self.last_generation = GenerationStats(num_prompt_tokens=prompt.size)
         tokenizer = self.tokenizer
         decoder = tokenizer.stream() if tokenizer is not None else None
         stop_ids = tokenizer.stop_ids if tokenizer is not None and not ignore_eos else frozenset()
         started_s = time.perf_counter()
-        for first, last in chunk_bounds(prompt.size, None, _PREFILL_CHUNK):
-            on_prefill(first, prompt.size)
-            hidden = self._forward(run, prompt[first:last], first)
-        token_id = sampler(self._model.head(hidden[-1:])[0])
+        reused = 0
+        if reuse_prefix:
+            wanted = chunk_bounds(prompt.size, None, _PREFILL_CHUNK)
+            stats.num_reused_tokens = reused = self._prefix.num_reusable(prompt, wanted)
+        for first, last in chunk_bounds(prompt.size - reused, None, _PREFILL_CHUNK):
+            on_prefill(reused + first, prompt.size)
+            hidden = self._forward(run, prompt[reused + first : reused + last], reused + first)
+        token_id, logprobs = choose(self._model.head(hidden[-1:])[0])
         num_positions = prompt.size
         stats.prefill_s = time.perf_counter() - started_s
         while token_id not in stop_ids:
@@ -349,17 +421,17 @@ class Engine:
             text = decoder.push(token_id) if decoder is not None else ""
             if decoder is not None and stats.finish_reason:
                 text += decoder.flush()
-            yield GeneratedToken(token_id, text)
+            yield GeneratedToken(token_id, text, logprobs)
             if stats.finish_reason:
                 return
             started_s = time.perf_counter()
             hidden = self._forward(run, np.array([token_id], np.int32), num_positions)
-            token_id = sampler(self._model.head(hidden)[0])
+            token_id, logprobs = choose(self._model.head(hidden)[0])
             num_positions += 1
             stats.decode_s += time.perf_counter() - started_s
         stats.finish_reason = "stop"
 
-    def _begin_run(self) -> int:
+    def _begin_run(self, is_cancelled: Callable[[], bool] | None = None) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
 
         Raises: SettingsError if the engine is closed; ModelFileError if the file was written to
@@ -369,6 +441,7 @@ class Engine:
             raise SettingsError("this engine is closed")
         self._file.require_unwritten()
         self._num_runs += 1
+        self._is_cancelled = is_cancelled
         return self._num_runs
 
     def _forward(self, run: int, token_ids: I32Array, first_position: int) -> AnyArray:
@@ -384,8 +457,24 @@ class Engine:
             )
         phase = Phase.DECODE if token_ids.size == 1 else Phase.PREFILL
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
-        moe = partial(self._owners.runtime.compute, phase=phase)
-        return self._model.forward(token_ids, positions, self._cache, moe)
+        compute = partial(self._owners.runtime.compute, phase=phase)
+        self._prefix.cut(first_position)
+        moe = compute if self._is_cancelled is None else self._cancellable(compute)
+        hidden = self._model.forward(token_ids, positions, self._cache, moe)
+        self._prefix.add(first_position, token_ids)
+        return hidden
+
+    def _cancellable(self, compute: Callable[..., AnyArray]) -> Callable[..., AnyArray]:
+        """The same, but the first layer that nobody wants any more raises _Cancelled."""
+
+        def moe(
+            layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
+        ) -> AnyArray:
+            if self._is_cancelled is not None and self._is_cancelled():
+                raise _Cancelled
+            return compute(layer_id, hidden, topk_ids, topk_weights)
+
+        return moe
 
     def _checked(self, token_ids: Sequence[int]) -> I32Array:
         return token_id_array(

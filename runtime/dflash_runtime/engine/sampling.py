@@ -49,6 +49,28 @@ class SamplingOptions:
                 raise SettingsError(f"{name}={value}: must be {allowed}")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities as the model gave them, before any sampling option."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob) of the most likely ones, the first the likeliest."""
+
+
+def token_logprobs(logits: F32Array, token_id: int, num_top: int) -> TokenLogprobs:
+    """Of one token, and of the `num_top` most likely ones. Shapes: logits [V]."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    num_top = min(num_top, logits.size)
+    top = np.argpartition(-logits, num_top - 1)[:num_top] if num_top else np.empty(0, np.int64)
+    # Equal ones by id, so that the order does not depend on how they were found.
+    top = top[np.lexsort((top, -logits[top]))]
+    return TokenLogprobs(float(wide[token_id]), tuple((int(i), float(wide[i])) for i in top))
+
+
 class Sampler:
     """Draws tokens; two samplers with the same options and seed draw the same ones."""
 

@@ -1,0 +1,132 @@
+"""``dflash-moe serve``: the engine behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import load_settings
+from dflash_protocol.settings_table import server_knobs
+from dflash_protocol.text_files import read_file
+from dflash_runtime.cli.options import (
+    SettingOption,
+    SettingsCommand,
+    settings_options,
+    take_settings,
+)
+
+if TYPE_CHECKING:
+    from dflash_runtime.engine.engine import Engine
+    from dflash_runtime.experts.supervisor import ProgressCallback
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TEMPLATE_LIMIT_BYTES = 1 << 20
+
+_EPILOG = """\b
+Examples:
+  dflash-moe serve model.gguf --daemon cpu --daemon cpu
+  dflash-moe serve model.gguf --connect ipc:///run/moe/cuda0.sock --port 9000
+  dflash-moe serve model.gguf --host 0.0.0.0 --api-key-file keys.txt
+  curl localhost:8080/v1/completions -d '{"prompt": "def main():", "max_tokens": 50}'
+
+\b
+SIGTERM and Ctrl-C let running requests end; a second one does not.
+"""
+
+
+def _server_options(function: F) -> F:
+    for knob in reversed(server_knobs()):
+        function = click.option(
+            knob.flag,
+            knob.field,
+            metavar=knob.kind.metavar,
+            type=str,
+            cls=SettingOption,
+            help=f"{knob.help} [{knob.default_text or 'none'}]",
+        )(function)
+    return function
+
+
+@click.command(cls=SettingsCommand, epilog=_EPILOG)
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--chat-template-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Jinja template in place of the model's own.",
+)
+@click.option(
+    "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
+)
+@click.option(
+    "--backend", type=click.Choice(["auto", "reference", "cpu"]), default="auto", show_default=True
+)
+@click.option(
+    "--kv-type",
+    type=click.Choice(["auto", "f32", "f16", "q8_0"]),
+    default="auto",
+    show_default=True,
+    help="Key/value cache.",
+)
+@click.option(
+    "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
+)
+@_server_options
+@settings_options
+def serve(model: Path | None, **options: Any) -> None:
+    """Answer HTTP requests with MODEL, a GGUF file (default: the demo model)."""
+    of_server = {knob.field: options.pop(knob.field) for knob in server_knobs()}
+    # Before the others are taken, which hides the file that a variable names.
+    server = load_settings(file=options["settings_file"], flags=of_server)
+    settings = take_settings(options)
+    template = _template(options["chat_template_file"])
+
+    # Late: --help and misuse must not wait for numpy and the rest.
+    from dflash_protocol.notify import Notifier
+    from dflash_runtime.cli.progress import ProgressReporter
+    from dflash_runtime.engine.engine import Engine
+    from dflash_runtime.serving.server import serve as run_server
+
+    manager = Notifier.of_environment()
+    settings = replace(settings, **{field: getattr(server, field) for field in of_server})
+    with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
+
+        def open_engine(report: ProgressCallback) -> Engine:
+            def on_progress(owner: str, stage: str, num_done: int, num_total: int) -> None:
+                progress.update(owner, stage, num_done, num_total)
+                report(owner, stage, num_done, num_total)
+
+            engine = Engine.open(
+                model,
+                local_experts=options["local_experts"],
+                backend=options["backend"],
+                kv_type=options["kv_type"],
+                context=options["context"],
+                settings=settings,
+                on_progress=on_progress,
+            )
+            progress.finish()
+            return engine
+
+        run_server(settings, open_engine, chat_template=template, say=_say, manager=manager)
+
+
+def _say(line: str) -> None:
+    click.echo(f"dflash-moe: {line}", err=True)
+
+
+def _template(path: Path | None) -> str | None:
+    """Raises: SettingsError if it cannot be read."""
+    if path is None:
+        return None
+    try:
+        return read_file("chat template", path, limit_bytes=_TEMPLATE_LIMIT_BYTES).decode()
+    except UnicodeDecodeError:
+        raise SettingsError(f"chat template {path}: not UTF-8 text") from None

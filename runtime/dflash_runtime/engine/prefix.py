@@ -1,0 +1,65 @@
+"""What the key/value cache holds: of a new prompt, how many first positions need no computing.
+
+Knows nothing of keys and values, only of the tokens that they were computed for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dflash_protocol.ids import I32Array
+
+
+class CachedPrefix:
+    """The tokens whose keys and values are in the cache, from position 0 on.
+
+    `is_chunk_invariant`: a position's keys and values have the same bits in whatever chunk they are
+    computed. Where they do not, only chunks that would be computed again just so are kept.
+    """
+
+    def __init__(self, num_positions: int, *, is_chunk_invariant: bool) -> None:
+        self._token_ids = np.empty(num_positions, np.int32)
+        self._bounds: list[tuple[int, int]] = []
+        self._is_chunk_invariant = is_chunk_invariant
+
+    @property
+    def num_cached(self) -> int:
+        """Positions that are in the cache."""
+        return self._bounds[-1][1] if self._bounds else 0
+
+    def cut(self, first_position: int) -> None:
+        """What was computed from this position on is about to be overwritten."""
+        while self._bounds and self._bounds[-1][1] > first_position:
+            first, _ = self._bounds.pop()
+            if first < first_position and self._is_chunk_invariant:
+                self._bounds.append((first, first_position))
+
+    def add(self, first_position: int, token_ids: I32Array) -> None:
+        """These tokens were computed, as one chunk. Shapes: token_ids [T]."""
+        if first_position != self.num_cached:
+            return
+        last = first_position + token_ids.size
+        self._token_ids[first_position:last] = token_ids
+        if self._is_chunk_invariant:  # one stretch of all: a list would grow with every token
+            self._bounds.clear()
+            first_position = 0
+        self._bounds.append((first_position, last))
+
+    def num_reusable(self, prompt: I32Array, chunks: Iterable[tuple[int, int]]) -> int:
+        """How many of a prompt's first positions can stay; at least one is left to compute.
+
+        `chunks` are those that the prompt would be computed in without a cache. Shapes: prompt [T].
+        """
+        num_known = min(self.num_cached, prompt.size)
+        differs = np.flatnonzero(self._token_ids[:num_known] != prompt[:num_known])
+        num_same = int(differs[0]) if differs.size else num_known
+        if self._is_chunk_invariant:
+            return max(0, min(num_same, prompt.size - 1))
+        num_reusable = 0
+        for computed, wanted in zip(self._bounds, chunks, strict=False):
+            if computed != wanted or not wanted[1] <= min(num_same, prompt.size - 1):
+                break
+            num_reusable = wanted[1]
+        return num_reusable

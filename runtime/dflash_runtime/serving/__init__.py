@@ -1,0 +1,4 @@
+"""The server: OpenAI's HTTP interface over one engine, which one thread owns for life.
+
+Knows nothing of command lines.
+"""

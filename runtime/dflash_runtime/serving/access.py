@@ -1,0 +1,141 @@
+"""Who may use the server: where it listens, keys, and web pages of others.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.text_files import file_error
+
+_WHAT = "API key file"
+_MOST_BYTES = 64 << 10
+_FEWEST_CHARACTERS = 16
+_BACKLOG = 512
+
+
+class ApiKeys:
+    """The keys of which a client must have one."""
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        self._keys = tuple(keys)
+
+    @classmethod
+    def load(cls, path: Path) -> ApiKeys:
+        """Read a file of keys, one on a line; lines that begin with ``#`` are comments.
+
+        Raises: SettingsError if it cannot be read, others than we may, or it holds no sound key.
+        """
+        text = _read_private(path)
+        lines = [line.strip() for line in text.splitlines()]
+        keys = [line for line in lines if line and not line.startswith(b"#")]
+        if not keys:
+            raise file_error(_WHAT, path, "holds no key")
+        for number, key in enumerate(keys, 1):
+            is_sound = key.isascii() and key.decode("ascii").isprintable() and b" " not in key
+            if not is_sound or len(key) < _FEWEST_CHARACTERS:
+                raise file_error(
+                    _WHAT,
+                    path,
+                    f"key {number} must have {_FEWEST_CHARACTERS} or more printable ASCII "
+                    "characters and no space",
+                )
+        return cls(keys)
+
+    def index_of(self, authorization: bytes) -> int | None:
+        """Which key the value of an ``Authorization`` header holds; None = none of ours.
+
+        Takes as long whichever it is.
+        """
+        scheme, _, given = authorization.partition(b" ")
+        given = given.strip() if scheme.lower() == b"bearer" else b""
+        found = None
+        for index, key in enumerate(self._keys):
+            if hmac.compare_digest(key, given):
+                found = index
+        return found
+
+
+def _read_private(path: Path) -> bytes:
+    """Raises: SettingsError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            # Of what is open, not of the path: that may be another file by now.
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise file_error(_WHAT, path, "is no regular file")
+            if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+                raise file_error(_WHAT, path, "is open to others; chmod 600 it")
+            text = os.read(descriptor, _MOST_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise file_error(_WHAT, path, error.strerror or str(error)) from error
+    except ValueError as error:  # a name with a NUL in it
+        raise file_error(_WHAT, path, str(error)) from error
+    if len(text) > _MOST_BYTES:
+        raise file_error(_WHAT, path, f"larger than {_MOST_BYTES >> 10} KiB")
+    return text
+
+
+def listening_socket(host: str, port: int, *, has_keys: bool) -> socket.socket:
+    """A bound socket; whoever gets it closes it.
+
+    Raises: SettingsError if the address cannot be had, or is not loopback and there are no keys.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+        )
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"host {host}: {getattr(error, 'strerror', None) or error}") from error
+    if not has_keys and not all(_is_loopback(str(each[4][0])) for each in found):
+        raise SettingsError(
+            f"host {host} can be reached from other machines: name an API key file, "
+            "or listen on 127.0.0.1"
+        )
+    family, _, _, _, address = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # now, so that who comes while we start waits
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def is_of_another_site(host: str, origin: str | None) -> bool:
+    """Whether a request without a key may be the doing of some web page in a browser.
+
+    `host` is the request's ``Host``: a page can have its own name lead to us, but not another.
+    `origin` is what browsers say of who asks, None = it is not said.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name != "localhost" and not _is_loopback(name):
+            return True
+        return origin is not None and urlsplit(origin).netloc != host
+    except ValueError:
+        return True
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,65 @@
+"""Errors as clients see them: a status and OpenAI's JSON.
+
+Knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DflashError,
+    ModelFileError,
+    SettingsError,
+    UnsupportedModel,
+)
+
+
+class ApiError(Exception):
+    """A request that cannot be answered. `param` names what of it is wrong, if something is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told of any exception; of ours the message, of others no more than that."""
+    match error:
+        case ApiError():
+            return error
+        case SettingsError():
+            name, equals, _ = str(error).partition("=")
+            param = name if equals and name.isidentifier() else None
+            return ApiError(400, str(error), param=param)
+        case UnsupportedModel():
+            return ApiError(400, str(error), code="chat_template_failed")
+        case DaemonUnavailable() | ModelFileError():
+            return ApiError(503, str(error), kind="server_error", code="model_unavailable")
+        case DflashError():
+            return ApiError(500, str(error), kind="server_error")
+    return ApiError(500, "internal error; see the server's log", kind="server_error")
+
+
+def unavailable(message: str, code: str, *, retry_after_s: int) -> ApiError:
+    """The server cannot take this request now."""
+    return ApiError(
+        503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after_s)}
+    )

@@ -1,0 +1,83 @@
+"""What every request passes before its route: may it, and what came of it is counted.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dflash_runtime.serving.access import is_of_another_site
+from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.state import ServerState
+
+_LOG = logging.getLogger(__name__)
+
+OPEN_TO_ALL = frozenset({"/health", "/ready"})
+"""What needs no key: that the server is there is no secret, and probes have none."""
+
+CLIENT = "dflash.client"
+"""Where in a request's scope stands whose turn it takes in the queue."""
+
+
+class Gate:
+    """The outermost application: everything goes through it."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, endpoints: frozenset[str]) -> None:
+        self._app = app
+        self._state = state
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        status = 500
+        is_started = False
+
+        async def counted(message: Message) -> None:
+            nonlocal status, is_started
+            if message["type"] == "http.response.start":
+                status, is_started = message["status"], True
+            await send(message)
+
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, counted)
+        except Exception as error:
+            refusal = api_error(error)
+            if refusal is not error:
+                _LOG.exception("%s %s failed", scope["method"], scope["path"])
+            if not is_started:
+                await refusal.response()(scope, receive, counted)
+        finally:
+            path = scope["path"] if scope["path"] in self._endpoints else "other"
+            self._state.metrics.http_requests.labels(path, str(status)).inc()
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises: ApiError."""
+        headers = Headers(scope=scope)
+        host = scope["client"][0] if scope.get("client") else ""
+        scope[CLIENT] = host
+        if scope["path"] in OPEN_TO_ALL:
+            return
+        if self._state.keys is None:
+            if is_of_another_site(headers.get("host", ""), headers.get("origin")):
+                raise ApiError(
+                    403,
+                    "without a key, requests must be addressed to localhost, and not come from "
+                    "web pages of others",
+                    code="forbidden",
+                )
+            return
+        key = self._state.keys.index_of(headers.get("authorization", "").encode("latin-1"))
+        if key is None:
+            raise ApiError(
+                401,
+                "a valid API key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        scope[CLIENT] = f"{key} {host}"

@@ -1,0 +1,168 @@
+"""The answer to a request for text: as a stream, or whole; ended early if its client goes away.
+
+Knows nothing of what is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.fair_queue import QueueFull
+from dflash_runtime.serving.jobs import Finished, Job, JobEvent
+from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
+from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.text import Delta
+
+KEEP_ALIVE_S = 15.0
+"""Time without an event after which a stream says that it is still there."""
+
+_GATHER_S = 0.01
+"""Tokens that come faster than this are sent together: nobody reads so fast, and whoever wakes up
+for each of them takes the cores from what computes the next."""
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """Runs a job and sends what comes of it."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        job: Job,
+        answer: ChatAnswer | CompletionAnswer,
+        *,
+        is_stream: bool,
+    ) -> None:
+        self._state = state
+        self._job = job
+        self._answer = answer
+        self._is_stream = is_stream
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, job = self._state, self._job
+        try:
+            state.ready_engine()
+            state.worker.submit(job)
+        except (ApiError, QueueFull) as error:
+            refusal = error if isinstance(error, ApiError) else _queue_full(state)
+            await refusal.response()(scope, receive, send)
+            return
+        state.begin()
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            if self._is_stream:
+                await self._send_stream(scope, receive, send)
+            else:
+                await self._send_whole(scope, receive, send)
+        finally:
+            state.worker.cancel(job)  # of no effect if it has ended
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+            state.end()
+
+    async def _watch(self, receive: Receive) -> None:
+        """Cancel the job once its client is gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._state.worker.cancel(self._job)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deltas: list[Delta] = []
+        while True:
+            for event in await self._job.channel.take():
+                match event:
+                    case Delta():
+                        deltas.append(event)
+                    case Finished(finish_reason="cancelled"):
+                        await _cancelled().response()(scope, receive, send)
+                        return
+                    case Finished():
+                        body = self._answer.whole(deltas, event.finish_reason, event.stats)
+                        await JSONResponse(body)(scope, receive, send)
+                        return
+                    case BaseException():
+                        await api_error(event).response()(scope, receive, send)
+                        return
+
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = await self._next_events()
+        match events:
+            # As long as nothing is sent, an error still has a status.
+            case [Finished(finish_reason="cancelled"), *_]:
+                await _cancelled().response()(scope, receive, send)
+                return
+            case [BaseException() as error, *_]:
+                await api_error(error).response()(scope, receive, send)
+                return
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        data = _events(self._answer.first_chunks())
+        while True:
+            is_last = False
+            for event in events:
+                match event:
+                    case Delta():
+                        if event.text or self._answer.has_logprobs:
+                            data += _events([self._answer.chunk(event)])
+                    case Finished(finish_reason="cancelled"):
+                        data += _events([_cancelled().body])
+                        is_last = True
+                    case Finished():
+                        last = self._answer.last_chunks(event.finish_reason, event.stats)
+                        data += _events(last) + b"data: [DONE]\n\n"
+                        is_last = True
+                    case BaseException():
+                        data += _events([api_error(event).body])
+                        is_last = True
+            if not events:
+                data += b": still here\n\n"
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            if is_last:
+                return
+            await self._job.channel.pause(_GATHER_S)
+            events, data = await self._next_events(), b""
+
+    async def _next_events(self) -> list[JobEvent]:
+        """What is there next; nothing if that takes long."""
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                return await self._job.channel.take()
+        except TimeoutError:
+            return []
+
+
+def _queue_full(state: ServerState) -> ApiError:
+    return ApiError(
+        429,
+        "too many requests are waiting; try again later",
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(state.worker.retry_after_s())},
+    )
+
+
+def _cancelled() -> ApiError:
+    """Seen only by a client that is still there: then it was the server that would not go on."""
+    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+
+
+def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(
+        b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        for chunk in chunks
+    )

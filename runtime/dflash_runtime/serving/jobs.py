@@ -1,0 +1,94 @@
+"""One generation on its way: asked for in the event loop's thread, run in the engine's.
+
+Knows nothing of HTTP, nor of what computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from dflash_runtime.engine.engine import GenerationStats
+from dflash_runtime.engine.sampling import SamplingOptions
+from dflash_runtime.serving.text import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a generation. `finish_reason` is ``stop``, ``length`` or ``cancelled``."""
+
+    finish_reason: str
+    stats: GenerationStats
+
+
+JobEvent = Delta | Finished | BaseException
+"""What comes of a job: deltas, then its end or why there is none."""
+
+
+class Channel:
+    """Events from the engine's thread to one reader in the event loop. Never blocks the writer.
+
+    What it holds is bounded by the tokens of a generation.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[JobEvent] = deque()
+        self._is_awake = asyncio.Event()
+        self._is_woken = False
+        self._has_ended = asyncio.Event()
+
+    def put(self, event: JobEvent) -> None:
+        """From any thread."""
+        self._events.append(event)
+        # A call into the loop costs the engine's thread more than all else here: one is enough for
+        # all that the reader has not yet looked at.
+        try:
+            if not isinstance(event, Delta):
+                self._loop.call_soon_threadsafe(self._end)
+            elif not self._is_woken:
+                self._is_woken = True
+                self._loop.call_soon_threadsafe(self._is_awake.set)
+        except RuntimeError:
+            return  # the loop is closed, nobody reads any more
+
+    async def take(self) -> list[JobEvent]:
+        """All events that are there, at least one."""
+        while not self._events:
+            await self._is_awake.wait()
+            self._is_awake.clear()
+            self._is_woken = False
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    async def pause(self, seconds: float) -> None:
+        """Let events gather for a while; not beyond the last one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._has_ended.wait()
+
+    def _end(self) -> None:
+        self._is_awake.set()
+        self._has_ended.set()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What is to be generated, for whom. `client` is whose turn it takes in the queue."""
+
+    client: str
+    prompt: list[int]
+    max_tokens: int
+    sampling: SamplingOptions
+    channel: Channel
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    ignore_eos: bool = False
+    asked_s: float = field(default_factory=time.perf_counter)
+    is_cancelled: bool = False
+    """Set by whoever asked, from any thread: the rest is not wanted."""

@@ -1,0 +1,183 @@
+"""Metrics in the format of Prometheus, named after vLLM's where those have the same meaning.
+
+Knows nothing of routes; what owners did is read from the engine when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dflash_runtime.engine.engine import EngineStats, GenerationStats
+from dflash_runtime.experts.compute import OwnerStats
+
+NAMESPACE = "dflash_moe"
+
+_TIMES_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+
+_OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
+    # metric: field of OwnerStats, what it counts
+    "owner_requests": ("requests", "Requests to an owner of experts."),
+    "owner_tokens": ("tokens", "Tokens in them."),
+    "owner_pairs": ("pairs", "(token, expert) pairs in them."),
+    "owner_sent_bytes": ("bytes_sent", "Payload sent to an owner."),
+    "owner_received_bytes": ("bytes_received", "Payload received from an owner."),
+    "owner_wait_seconds": ("wait_s", "Time the parent stood still for an owner."),
+    "owner_restarts": ("restarts", "Times a daemon came back after it was lost."),
+    "owner_retries": ("retries", "Batches of an owner that were computed elsewhere."),
+    "owner_fallbacks": ("fallbacks", "Those of them that the parent had to compute itself."),
+    "owner_checksum_failures": ("checksum_failures", "Requests that were damaged on the way."),
+    "owner_deadline_failures": ("deadline_failures", "Requests that took too long."),
+    "owner_stale_messages": ("stale", "Messages that answered nothing."),
+    "owner_widened_messages": ("widened", "Messages that a 16-bit type would not hold."),
+    "owner_breaker_opened": ("breaker_opened", "Times a daemon's circuit breaker opened."),
+    "owner_breaker_refused": ("breaker_refused", "Batches that were not sent since it was open."),
+}
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # twice as many lines, of no use
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(
+                name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=_TIMES_S
+            )
+
+        self.http_requests = counter("http_requests", "Answers by endpoint.", "endpoint", "status")
+        self.rejected = counter("requests_rejected", "Not taken into the queue.", "reason")
+        self.finished = counter("requests_finished", "Generations by how they ended.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.reused_tokens = counter(
+            "prefix_cache_hits", "Tokens of prompts that were not computed again."
+        )
+        self.generated_tokens = counter("generation_tokens", "Tokens written.")
+        self.queue_s = histogram("request_queue_time_seconds", "From asking to the first layer.")
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "From asking to the first token."
+        )
+        self.token_s = histogram(
+            "time_per_output_token_seconds", "Of each generation, from the second token on."
+        )
+        self.whole_s = histogram("e2e_request_latency_seconds", "From asking to the last token.")
+        self.prefill_s = histogram("request_prefill_time_seconds", "Computing prompts.")
+        self.decode_s = histogram("request_decode_time_seconds", "Computing all other tokens.")
+        self.owner_wait_s = histogram(
+            "owner_generation_wait_seconds",
+            "Time the parent stood still for an owner, of each generation.",
+            "owner",
+        )
+        self.owner_requests = Histogram(
+            "owner_generation_requests",
+            "Requests to an owner, of each generation.",
+            ("owner",),
+            namespace=NAMESPACE,
+            registry=self.registry,
+            buckets=[4**power for power in range(11)],
+        )
+        self.running = Gauge(
+            "num_requests_running",
+            "Generations that are computed.",
+            namespace=NAMESPACE,
+            registry=self.registry,
+        )
+        self._owners_before: dict[str, tuple[float, int]] = {}
+
+    def watch_queue(self, length: Callable[[], int]) -> None:
+        """Have the length of the queue among the metrics."""
+        Gauge(
+            "num_requests_waiting",
+            "Requests in the queue.",
+            namespace=NAMESPACE,
+            registry=self.registry,
+        ).set_function(length)
+
+    def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
+        """Have what owners did among the metrics."""
+        self.registry.register(_OwnerCollector(stats))
+
+    def count_generation(self, reason: str, stats: GenerationStats) -> None:
+        """A generation ended."""
+        self.finished.labels(reason).inc()
+        self.prompt_tokens.inc(stats.num_prompt_tokens)
+        self.reused_tokens.inc(stats.num_reused_tokens)
+        if stats.num_generated_tokens:
+            self.prefill_s.observe(stats.prefill_s)
+        if stats.num_generated_tokens > 1:
+            self.decode_s.observe(stats.decode_s)
+            self.token_s.observe(stats.decode_s / (stats.num_generated_tokens - 1))
+
+    def count_owners(self, owners: Mapping[str, OwnerStats]) -> None:
+        """What owners did for the generation that just ended."""
+        for name, owner in owners.items():
+            wait_s, requests = self._owners_before.get(name, (0.0, 0))
+            self._owners_before[name] = owner.wait_s, owner.requests
+            self.owner_wait_s.labels(name).observe(owner.wait_s - wait_s)
+            self.owner_requests.labels(name).observe(owner.requests - requests)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _OwnerCollector(Collector):
+    """The counters that owners keep, whenever they are asked for."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering must not ask the engine."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        owners = self._stats().owners
+        for metric, (field, text) in _OWNER_COUNTERS.items():
+            family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=["owner", "kind"])
+            for name, owner in owners.items():
+                family.add_metric([name, owner.kind.value], getattr(owner, field))
+            yield family
+        labels = ["owner", "phase"]
+        phase_requests = CounterMetricFamily(
+            f"{NAMESPACE}_owner_phase_requests", "Requests by phase.", labels=labels
+        )
+        round_trips = GaugeMetricFamily(
+            f"{NAMESPACE}_owner_round_trip_seconds",
+            "Quantiles of the time of a request and its reply, since the start.",
+            labels=[*labels, "quantile"],
+        )
+        for name, owner in owners.items():
+            for phase, stats in dict(owner.phases).items():
+                phase_requests.add_metric([name, phase.value], stats.requests)
+                if stats.round_trips.num_samples:
+                    for share in (0.5, 0.9, 0.99):
+                        round_trips.add_metric(
+                            [name, phase.value, str(share)], stats.round_trips.quantile_s(share)
+                        )
+        yield phase_requests
+        yield round_trips
+        experts = GaugeMetricFamily(
+            f"{NAMESPACE}_owner_experts", "Experts of an owner.", labels=["owner", "kind"]
+        )
+        for name, owner in owners.items():
+            experts.add_metric([name, owner.kind.value], owner.num_experts)
+        yield experts

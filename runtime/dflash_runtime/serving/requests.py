@@ -1,0 +1,205 @@
+"""What clients may ask for: bodies checked field by field, and what follows from them.
+
+What OpenAI's interface has and we do not is refused by name, never ignored in silence; fields that
+nobody knows are ignored. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from dflash_protocol.errors import one_line
+from dflash_runtime.engine.sampling import SamplingOptions
+from dflash_runtime.serving.errors import ApiError
+
+MOST_STOPS = 16
+LONGEST_STOP = 256
+MOST_TOP_LOGPROBS = 20
+_MOST_MESSAGES = 4096
+_OPENAI_COMPLETION_TOKENS = 16
+_SEEDS = 1 << 63
+
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+B = TypeVar("B", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+
+class StreamOptions(_Body):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+
+
+class _Generation(_Body):
+    """What both ways to ask for text have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    # Known, and only to be had in the one way that changes nothing.
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> SamplingOptions:
+        """With OpenAI's defaults. Raises: SettingsError."""
+        return SamplingOptions(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else self.seed % _SEEDS,
+        )
+
+    def refuse_what_is_missing(self) -> None:
+        """Raises: ApiError for the first thing asked for that we cannot do."""
+        refuse_unless("n", self.n in (None, 1), "only 1 is supported")
+        refuse_unless("presence_penalty", not self.presence_penalty, "is not supported")
+        refuse_unless("frequency_penalty", not self.frequency_penalty, "is not supported")
+        refuse_unless("logit_bias", not self.logit_bias, "is not supported")
+
+
+class CompletionBody(_Generation):
+    """``/v1/completions``."""
+
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        """Raises: ApiError if there is none."""
+        match self.prompt:
+            case [str() | list() as prompt]:
+                return prompt
+            case str() | [int(), *_]:
+                return self.prompt  # type: ignore[return-value]
+        raise ApiError(400, "prompt: must be a text or token ids", param="prompt")
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or _OPENAI_COMPLETION_TOKENS
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+    def refuse_what_is_missing(self) -> None:
+        super().refuse_what_is_missing()
+        refuse_unless("echo", not self.echo, "is not supported")
+        refuse_unless("suffix", not self.suffix, "is not supported")
+        refuse_unless("best_of", self.best_of in (None, 1), "only 1 is supported")
+
+
+class TextPart(_Body):
+    """A piece of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """One message; what else it holds is handed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content or ())
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ResponseFormat(_Body):
+    """How the answer is to be formed."""
+
+    type: str
+
+
+class ChatBody(_Generation):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[JsonValue] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """None = as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def refuse_what_is_missing(self) -> None:
+        super().refuse_what_is_missing()
+        refuse_unless("tools", not self.tools, "are not supported")
+        kind = self.response_format.type if self.response_format is not None else "text"
+        refuse_unless("response_format", kind == "text", "only text is supported")
+        refuse_unless("top_logprobs", not self.top_logprobs or self.logprobs, "needs logprobs")
+
+
+class TokenizeBody(_Body):
+    """``/tokenize``."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+
+
+class DetokenizeBody(_Body):
+    """``/detokenize``."""
+
+    tokens: Tokens
+
+
+def refuse_unless(name: str, is_good: object, reason: str) -> None:
+    """Raises: ApiError that names the field."""
+    if not is_good:
+        raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_value")
+
+
+def parse_body(kind: type[B], data: bytes) -> B:
+    """Raises: ApiError that says which field is wrong, and why."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = [str(part) for part in first["loc"]]
+        where = f"{place[0]}: " if place else ""
+        message = one_line(f"{where}{first['msg']}")[:300]
+        raise ApiError(400, message, param=place[0] if place else None) from None

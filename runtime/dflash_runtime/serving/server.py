@@ -1,0 +1,188 @@
+"""The server's life: listen, open the engine, serve, and end without cutting off an answer.
+
+Knows nothing of command lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import uvicorn
+
+from dflash_protocol.notify import Notifier
+from dflash_protocol.settings import Settings
+from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.access import ApiKeys, listening_socket
+from dflash_runtime.serving.app import create_app
+from dflash_runtime.serving.http_protocol import BoundedProtocol
+from dflash_runtime.serving.metrics import Metrics
+from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.worker import EngineWorker, OpenEngine
+
+_MOST_CONNECTIONS = 1024
+_IDLE_CONNECTION_S = 30
+_LINGER_S = 2
+"""For connections that answer nothing when the server ends."""
+_LARGEST_HEAD_BYTES = 32 << 10
+
+Say = Callable[[str], None]
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own idea of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    settings: Settings,
+    open_engine: OpenEngine,
+    *,
+    chat_template: str | None = None,
+    say: Say = lambda line: None,
+    manager: Notifier | None = None,
+) -> None:
+    """Serve until a signal says to end.
+
+    `open_engine` is called in the thread that is the engine's for life; `say` is told where we
+    listen, and once we are ready, and so is the service `manager`. The first SIGTERM or SIGINT lets
+    what was asked for end, and refuses all else; the second ends at once.
+    Raises: SettingsError for an address or key file that will not do; what `open_engine` raises.
+    """
+    keys = ApiKeys.load(Path(settings.api_key_file)) if settings.api_key_file else None
+    listener = listening_socket(settings.host, settings.port, has_keys=keys is not None)
+    with listener:
+        metrics, manager = Metrics(), manager or Notifier()
+        with EngineWorker(
+            open_engine,
+            queue_capacity=settings.queue_capacity,
+            metrics=metrics,
+            on_stage=manager.starting,
+        ) as worker:
+            state = ServerState(settings, keys, worker, metrics, chat_template)
+            # Its errors are those of clients; what fails here is logged by the gate.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            host, port = listener.getsockname()[:2]
+            shown_host = f"[{host}]" if ":" in host else host
+            http = _Uvicorn(
+                uvicorn.Config(
+                    create_app(state),
+                    http=BoundedProtocol,
+                    ws="none",
+                    lifespan="off",
+                    loop="asyncio",
+                    log_config=None,
+                    access_log=False,
+                    proxy_headers=False,
+                    server_header=False,
+                    limit_concurrency=_most_connections(),
+                    timeout_keep_alive=_IDLE_CONNECTION_S,
+                    timeout_graceful_shutdown=_LINGER_S,
+                    h11_max_incomplete_event_size=_LARGEST_HEAD_BYTES,
+                )
+            )
+            say(f"listening on http://{shown_host}:{port}")
+            asyncio.run(_Life(state, http, say, manager).run(listener))
+
+
+class _Life:
+    """From listening to the end."""
+
+    def __init__(self, state: ServerState, http: _Uvicorn, say: Say, manager: Notifier) -> None:
+        self._state = state
+        self._http = http
+        self._say = say
+        self._manager = manager
+        self._signalled = asyncio.Event()
+        self._hurried = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Raises: what opening the engine raised."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        opened = asyncio.wrap_future(self._state.worker.opened)
+        try:
+            if await self._first_of(opened) and not self._signalled.is_set():
+                self._state.engine = engine = opened.result()
+                summary = f"{engine.spec.name}; experts: {', '.join(engine.stats().owners)}"
+                self._say(f"ready: {summary}")
+                self._manager.ready(summary)
+                await self._until_signalled()
+            self._state.is_draining = True
+            self._manager.stopping()
+            if self._state.num_active:
+                self._say(f"ending once {self._state.num_active} requests have ended")
+                await self._drained()
+        finally:
+            self._state.is_draining = True
+            self._state.worker.stop()
+            opened.cancel()
+            self._http.should_exit = True
+            await serving
+
+    async def _first_of(self, opened: asyncio.Future[Engine]) -> bool:
+        """Wait for the engine or a signal; True if the engine is there. Raises: if it cannot be."""
+        signalled = asyncio.create_task(self._signalled.wait())
+        waits: set[asyncio.Future[Any]] = {opened, signalled}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if opened.done():
+            opened.result()
+        return opened.done()
+
+    async def _until_signalled(self) -> None:
+        """Tell the service manager that we are well, for as long as the engine's thread is."""
+        worker = self._state.worker
+
+        def status() -> str:
+            running = "nothing" if worker.running is None else "1 request"
+            return f"running {running}, {worker.num_waiting} waiting"
+
+        report = asyncio.create_task(
+            self._manager.report(is_healthy=lambda: worker.is_well, status=status)
+        )
+        await self._signalled.wait()
+        report.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await report
+
+    async def _drained(self) -> None:
+        """All answers are sent, or somebody is in a hurry."""
+        waits = [
+            asyncio.create_task(event.wait()) for event in (self._state.became_idle, self._hurried)
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def _on_signal(self) -> None:
+        if not self._signalled.is_set():
+            self._signalled.set()
+        elif not self._hurried.is_set():
+            self._hurried.set()
+        else:
+            _end_now()
+
+
+def _end_now() -> NoReturn:
+    """A third signal: whatever it is that takes so long, it is not waited for."""
+    os._exit(1)
+
+
+def _most_connections() -> int:
+    """Half of the files that we may open, for the model and daemons need some."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft < 0 else max(8, min(_MOST_CONNECTIONS, soft // 2))

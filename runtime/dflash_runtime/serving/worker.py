@@ -1,0 +1,194 @@
+"""The thread that owns the engine: opens it, runs one job after the other, closes it.
+
+Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from dflash_protocol.errors import DflashError
+from dflash_runtime.engine.engine import Engine, GenerationStats
+from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
+from dflash_runtime.serving.jobs import Finished, Job
+from dflash_runtime.serving.metrics import Metrics
+from dflash_runtime.serving.text import TextAssembler
+
+_LOG = logging.getLogger(__name__)
+
+_HUNG_S = 120.0
+"""A layer that takes longer will not end."""
+
+OpenEngine = Callable[[ProgressCallback], Engine]
+
+
+class OpeningAborted(Exception):
+    """The engine is not wanted any more, before it was open."""
+
+
+class EngineWorker:
+    """Owns the engine and its thread; to be closed, or used in ``with``.
+
+    `opened` gives the engine once it is ready. Others may read its statistics and use its
+    tokenizer, nothing else.
+    """
+
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        *,
+        queue_capacity: int,
+        metrics: Metrics,
+        on_stage: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self.opened: Future[Engine] = Future()
+        self.stage = ""
+        """What opening is at, for people."""
+        self.running: Job | None = None
+        self._open_engine = open_engine
+        self._metrics = metrics
+        self._queue: FairQueue[Job] = FairQueue(queue_capacity)
+        self._is_closing = False
+        self._mean_job_s = 1.0
+        self._on_stage = on_stage
+        self._stepped_s = 0.0
+        self._thread = threading.Thread(target=self._main, name="dflash-engine")
+        metrics.watch_queue(self._queue.__len__)
+
+    def __enter__(self) -> EngineWorker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def is_well(self) -> bool:
+        """The thread lives, and whatever it computes gets on."""
+        is_hung = self.running is not None and time.monotonic() - self._stepped_s > _HUNG_S
+        return self._thread.is_alive() and not is_hung
+
+    def submit(self, job: Job) -> None:
+        """Have a job run when it is its client's turn. Raises: QueueFull."""
+        try:
+            self._queue.put(job.client, job)
+        except QueueFull:
+            self._metrics.rejected.labels("queue_full").inc()
+            raise
+
+    def cancel(self, job: Job) -> None:
+        """The rest of a job is not wanted: at most one token of it is still computed."""
+        job.is_cancelled = True
+        if self._queue.remove(job.client, job):
+            self._metrics.count_generation("cancelled", GenerationStats())
+            job.channel.put(Finished("cancelled", GenerationStats()))
+
+    def retry_after_s(self) -> int:
+        """When there may be room in the queue again, from how long jobs took lately."""
+        return max(1, min(60, round(self._mean_job_s)))
+
+    def stop(self) -> None:
+        """Cancel what runs and waits; the thread will end. Does not wait for it."""
+        self._is_closing = True
+        self._queue.close()
+
+    def close(self) -> None:
+        """Cancel what runs and waits, close the engine, end the thread."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _main(self) -> None:
+        self.opened.set_running_or_notify_cancel()  # who waits for it no more does not end it
+        try:
+            engine = self._open_engine(self._report)
+        except BaseException as error:
+            self.opened.set_exception(error)
+            return
+        with engine:
+            _ = engine.tokenizer  # loaded here: it may be read by others from now on
+            self._metrics.watch_engine(engine.stats)
+            self.opened.set_result(engine)
+            while (job := self._queue.take()) is not None:
+                self._stepped_s = time.monotonic()
+                self.running = job
+                self._metrics.running.set(1)
+                end = self._end_of(engine, job)
+                self.running = None
+                self._metrics.running.set(0)
+                # Last of all: who hears of the end finds everything counted.
+                job.channel.put(end)
+
+    def _end_of(self, engine: Engine, job: Job) -> Finished | Exception:
+        """Run a job; give what it ended with, which is not yet said."""
+        try:
+            return self._run(engine, job)
+        except Exception as error:
+            if not isinstance(error, DflashError):
+                _LOG.exception("a generation failed")
+            self._metrics.finished.labels("error").inc()
+            return error
+
+    def _run(self, engine: Engine, job: Job) -> Finished:
+        metrics = self._metrics
+        started_s = time.perf_counter()
+        metrics.queue_s.observe(started_s - job.asked_s)
+        assembler = TextAssembler(engine.tokenizer, job.stops)
+        options = job.sampling
+
+        def is_cancelled() -> bool:  # asked before every layer
+            self._stepped_s = time.monotonic()
+            return job.is_cancelled or self._is_closing
+
+        tokens = engine.generate(
+            job.prompt,
+            job.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+            ignore_eos=job.ignore_eos,
+            top_logprobs=job.top_logprobs,
+            reuse_prefix=True,
+            is_cancelled=is_cancelled,
+        )
+        is_first = True
+        for token in tokens:
+            if is_first:
+                is_first = False
+                metrics.first_token_s.observe(time.perf_counter() - job.asked_s)
+            metrics.generated_tokens.inc()
+            delta = assembler.push(token)
+            if delta is not None:
+                job.channel.put(delta)
+            if assembler.is_stopped:
+                break
+        tokens.close()  # type: ignore[attr-defined]
+        stats = engine.last_generation
+        reason = "stop" if assembler.is_stopped else stats.finish_reason
+        if reason != "cancelled" and (delta := assembler.finish()) is not None:
+            job.channel.put(delta)
+        reason = "length" if reason == "context" else reason
+        metrics.count_generation(reason, stats)
+        ended_s = time.perf_counter()
+        metrics.whole_s.observe(ended_s - job.asked_s)
+        metrics.count_owners(engine.stats().owners)
+        self._mean_job_s += (ended_s - started_s - self._mean_job_s) / 8
+        return Finished(reason, stats)
+
+    def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
+        self.stage = f"{owner}: {stage} {num_done}/{num_total}"
+        self._on_stage(self.stage)
+        # Other threads report too, and an exception would end them, not the opening.
+        if self._is_closing and threading.current_thread() is self._thread:
+            raise OpeningAborted

@@ -1,0 +1,257 @@
+"""The install script: what it writes, that it may be run again, and that it takes it away."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from support.processes import ROOT
+from support.unit_files import UNITS, read_environment_file, write_program
+
+INSTALL = UNITS / "install.py"
+UNIT_NAMES = ("dflash-moe.target", "dflash-moe.service", "dflash-moe-daemon@.service")
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """An environment with our program in it."""
+    folder = tmp_path / "opt"
+    write_program(folder / "bin" / "dflash-moe", sys.executable)
+    return folder
+
+
+def run_install(*arguments: str | Path, code: int = 0) -> str:
+    """What it said. It must need no library of ours: it is run by the interpreter alone."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(INSTALL), *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {str(p.relative_to(root)): p.read_text() for p in root.rglob("*") if p.is_file()}
+
+
+def test_it_writes_units_account_and_settings(tmp_path: Path, prefix: Path) -> None:
+    root = tmp_path / "root"
+    run_install(
+        "install", "--root", root, "--prefix", prefix, "--model", "/srv/my models/m$1.gguf",
+        "--daemon", "cpu", "--daemon", f"gpu=cuda:0@{prefix}/bin/dflash-moe",
+    )  # fmt: skip
+    for name in UNIT_NAMES:
+        written = root / "etc/systemd/system" / name
+        assert written.read_text() == (UNITS / name).read_text()
+        assert written.stat().st_mode & 0o777 == 0o644
+    assert (root / "etc/sysusers.d/dflash-moe.conf").read_text().count("\nm dflash-moe ") == 2
+    settings = root / "etc/dflash-moe"
+    assert read_environment_file(settings / "common.env") == {
+        "DFLASH_PROGRAM": f"{prefix}/bin/dflash-moe",
+        "DFLASH_MODEL": "/srv/my models/m$1.gguf",
+    }
+    assert read_environment_file(settings / "daemons.env") == {
+        "DFLASH_MOE_EXPERT_COMPUTE_CONNECT": (
+            "ipc:///run/dflash-moe/cpu.sock,ipc:///run/dflash-moe/gpu.sock"
+        )
+    }
+    assert read_environment_file(settings / "daemon@cpu.env") == {
+        "DFLASH_DEVICE": "cpu",
+        "DFLASH_ARGUMENTS": "",
+    }
+    assert read_environment_file(settings / "daemon@gpu.env") == {
+        "DFLASH_DEVICE": "cuda:0",
+        "DFLASH_PROGRAM": f"{prefix}/bin/dflash-moe",
+        "DFLASH_ARGUMENTS": "",
+    }
+
+
+def test_running_it_again_changes_nothing_and_keeps_what_people_wrote(
+    tmp_path: Path, prefix: Path
+) -> None:
+    root = tmp_path / "root"
+    arguments = (
+        "install", "--root", root, "--prefix", prefix, "--model", "/m.gguf", "--daemon", "cpu",
+    )  # fmt: skip
+    run_install(*arguments)
+    before = contents(root)
+    said = run_install(*arguments)
+    assert all(line.startswith("unchanged ") for line in said.splitlines()), said
+    assert contents(root) == before
+    edited = root / "etc/dflash-moe/parent.env"
+    edited.write_text("DFLASH_ARGUMENTS=--port 9\n")
+    stale = root / "etc/systemd/system/dflash-moe.service"
+    stale.write_text("of an older version")
+    run_install("install", "--root", root, "--prefix", prefix, "--model", "/other.gguf")
+    after = contents(root)
+    assert after.pop("etc/dflash-moe/parent.env") == "DFLASH_ARGUMENTS=--port 9\n"
+    before.pop("etc/dflash-moe/parent.env")
+    assert after == before
+
+
+def test_it_takes_away_what_it_wrote(tmp_path: Path, prefix: Path) -> None:
+    root = tmp_path / "root"
+    foreign = root / "etc/systemd/system/other.service"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("not ours")
+    place = ("--root", root, "--prefix", prefix)
+    run_install("install", *place, "--model", "/m.gguf", "--daemon", "cpu")
+    run_install("uninstall", *place)
+    assert sorted(contents(root)) == [
+        "etc/dflash-moe/common.env",
+        "etc/dflash-moe/daemon@cpu.env",
+        "etc/dflash-moe/parent.env",
+        "etc/systemd/system/other.service",
+    ]
+    run_install("uninstall", *place, "--purge")
+    assert sorted(contents(root)) == ["etc/systemd/system/other.service"]
+    assert run_install("uninstall", *place, "--purge") == ""
+    assert (prefix / "bin/dflash-moe").exists(), "an environment that we did not make is not ours"
+
+
+def test_without_a_model_it_takes_the_demo_model(tmp_path: Path, prefix: Path) -> None:
+    python = prefix / "bin/python"
+    python.write_text(
+        f"#!/bin/sh\nexport PYTHONPATH={ROOT / 'runtime'}:{ROOT / 'protocol'}:{ROOT / 'adapters'}\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    run_install("install", "--root", tmp_path / "root", "--prefix", prefix)
+    model = read_environment_file(tmp_path / "root/etc/dflash-moe/common.env")["DFLASH_MODEL"]
+    assert Path(model).name == "dflash-demo.gguf"
+    assert Path(model).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--daemon", "../x"], "--daemon '../x': must be NAME[=DEVICE][@PROGRAM]"),
+        (["--daemon", "a b"], "must be NAME"),
+        (["--daemon", "cpu\n"], "must be NAME"),
+        (["--daemon", "cpu", "--daemon", "cpu"], "two daemons have the same name"),
+        (["--daemon", "cpu@/no/such/program"], "'/no/such/program' is not the absolute path"),
+        (["--daemon", "cpu@bin/true"], "is not the absolute path"),
+        (["--model", "a\nDFLASH_PROGRAM=/evil"], "cannot be written down"),
+        (["--prefix", "/no/such"], "/no/such/bin/dflash-moe does not exist"),
+        (["--wheel", "/no/such.whl"], "/no/such.whl: No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_line_and_nothing_is_written(
+    arguments: list[str], message: str, tmp_path: Path, prefix: Path
+) -> None:
+    root = tmp_path / "root"
+    model = [] if "--model" in arguments else ["--model", "/m.gguf"]
+    line = run_install("install", "--root", root, "--prefix", prefix, *model, *arguments, code=1)
+    assert message in line
+    assert len(line.splitlines()) == 1
+    assert not root.exists()
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, to be told other folders."""
+    spec = importlib.util.spec_from_file_location("install_script", INSTALL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_who_is_not_root_is_told_so(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for command in ("install", "uninstall"):
+        assert script.main([command]) == 1
+        assert "run this as root, or with --root" in capsys.readouterr().err
+
+
+def test_on_a_machine_systemd_is_told_what_there_is(
+    script: ModuleType, tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's folders are temporary ones, and what would be run is written down."""
+    ran: list[str] = []
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(script, "_run", lambda *command: ran.append(" ".join(command)))
+    for name in ("UNIT_FOLDER", "SETTINGS_FOLDER", "CACHE_FOLDER", "RUN_FOLDER"):
+        monkeypatch.setattr(script, name, tmp_path / name)
+    monkeypatch.setattr(script, "SYSUSERS", tmp_path / "sysusers.conf")
+    place = ["--prefix", str(prefix)]
+    arguments = ["install", *place, "--model", "/m.gguf", "--daemon", "cpu", "--daemon", "gpu=cpu"]
+    assert script.main([*arguments, "--now"]) == 0
+    units = "dflash-moe.target dflash-moe.service"
+    daemons = "dflash-moe-daemon@cpu.service dflash-moe-daemon@gpu.service"
+    assert ran == [
+        f"systemd-sysusers {tmp_path}/sysusers.conf",
+        "systemctl daemon-reload",
+        f"systemctl enable {units} {daemons}",
+        "systemctl restart dflash-moe.target",
+    ]
+    wants = tmp_path / "UNIT_FOLDER" / "dflash-moe.service.wants"
+    wants.mkdir()  # as `systemctl enable` does
+    for unit in daemons.split():
+        (wants / unit).touch()
+    ran.clear()
+    assert script.main(["uninstall", *place]) == 0
+    assert ran == [
+        f"systemctl disable --now {units} {daemons}",
+        "systemctl daemon-reload",
+    ]
+    ran.clear()
+    assert script.main(["uninstall", *place]) == 0
+    assert ran == ["systemctl daemon-reload"]
+
+
+def test_a_command_that_fails_is_named(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "dflash-moe.target").touch()
+
+    def fails(*command: str) -> None:
+        raise subprocess.CalledProcessError(3, command)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(script, "UNIT_FOLDER", tmp_path)
+    monkeypatch.setattr(script, "_run", fails)
+    assert script.main(["uninstall"]) == 1
+    assert "exit code 3: systemctl disable --now" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_it_installs_the_wheel_and_a_newer_one(tmp_path: Path) -> None:
+    """The real wheel, without its dependencies: they are this environment's."""
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
+         "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    if built.returncode != 0:
+        pytest.skip(f"the wheel cannot be built here: {built.stderr.strip()[-200:]}")
+    (wheel,) = tmp_path.glob("*.whl")
+    prefix, root = tmp_path / "opt", tmp_path / "root"
+    arguments = (
+        "install", "--root", root, "--prefix", prefix, "--wheel", wheel, "--pip-option=--no-deps",
+    )  # fmt: skip
+    assert f"installed {prefix}" in run_install(*arguments)
+    model = read_environment_file(root / "etc/dflash-moe/common.env")["DFLASH_MODEL"]
+    assert model.startswith(str(prefix))
+    assert f"unchanged {prefix}" in run_install(*arguments)
+    with zipfile.ZipFile(wheel, "a") as changed:
+        changed.comment = b"another build of the same version"
+    assert f"installed {prefix}" in run_install(*arguments)
+    run_install("uninstall", "--root", root, "--prefix", prefix, "--purge")
+    assert not prefix.exists()

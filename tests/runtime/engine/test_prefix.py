@@ -1,0 +1,158 @@
+"""What is in the cache is not computed again, and that does not show in the bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_protocol.ids import I32Array
+from dflash_runtime import Engine
+from dflash_runtime.engine import engine as engine_module
+from dflash_runtime.engine.arguments import chunk_bounds
+from dflash_runtime.engine.prefix import CachedPrefix
+from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
+
+CHUNK = 8
+
+
+def ids(*token_ids: int) -> I32Array:
+    return np.array(token_ids, np.int32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_qwen3moe(path, BLOCK_32_SHAPE, seed=4, tensor_type="Q8_0")
+
+
+def everything(
+    engine: Engine, prompt: Sequence[int], *, reuse: bool, num_tokens: int = 6
+) -> list[object]:
+    """Tokens with the log-probabilities of the whole vocabulary, which show every bit of logits."""
+    tokens = engine.generate(
+        prompt,
+        num_tokens,
+        ignore_eos=True,
+        top_logprobs=engine.spec.vocab_size,
+        reuse_prefix=reuse,
+    )
+    return [(token.token_id, token.logprobs) for token in tokens]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_reuse_does_not_show_in_the_bits(
+    model: Path, backend: str, kv_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PREFILL_CHUNK", CHUNK)
+    random = np.random.default_rng(1)
+    base = [int(i) for i in random.integers(0, BLOCK_32_SHAPE.vocab_size, 60)]
+    with (
+        Engine.open(model, backend=backend, kv_type=kv_type) as engine,
+        Engine.open(model, backend=backend, kv_type=kv_type) as other,
+    ):
+        first = everything(engine, base[:40], reuse=True)
+        conversation = [*base[:40], *(token[0] for token in first), *base[40:45]]  # type: ignore[index]
+        num_reused = []
+        for prompt in (
+            conversation,  # what was written is in the cache too
+            conversation,  # the very same
+            base[:20],  # shorter than what is there
+            [*base[:20], *base[50:]],
+            [*base[:13], 7, *base[14:30]],
+            base[:1],
+            [*base[:40], 3, 4],
+        ):
+            assert everything(engine, prompt, reuse=True) == everything(other, prompt, reuse=False)
+            num_reused.append(engine.last_generation.num_reused_tokens)
+            assert engine.last_generation.num_prompt_tokens == len(prompt)
+        assert other.last_generation.num_reused_tokens == 0
+    expected = {
+        "cpu": [45, len(conversation) - 1, 19, 20, 13, 0, 1],
+        "reference": [40, 48, 16, 16, 8, 0, 0],
+    }
+    assert num_reused == expected[backend]
+
+
+def test_a_run_that_was_cancelled_within_a_chunk_leaves_nothing_wrong(model: Path) -> None:
+    prompt = list(range(50))
+    with Engine.open(model, backend="reference") as engine:
+        expected = everything(engine, prompt, reuse=False)
+        calls = itertools.count()
+        cancelled = engine.generate(
+            [*prompt[:30], *prompt[:20]], 5, is_cancelled=lambda: next(calls) == 2
+        )
+        assert list(cancelled) == []
+        assert engine.last_generation.finish_reason == "cancelled"
+        assert next(calls) == 3  # layers: it is asked no more
+        assert everything(engine, prompt, reuse=True) == expected
+        assert engine.last_generation.num_reused_tokens == 0
+
+
+def test_a_cancelled_generation_ends_within_a_token(model: Path) -> None:
+    with Engine.open(model, backend="reference") as engine:
+        wanted = 4
+        got: list[int] = []
+        for token in engine.generate(
+            [1, 2], 50, ignore_eos=True, is_cancelled=lambda: len(got) >= wanted
+        ):
+            got.append(token.token_id)
+        assert len(got) == wanted
+        assert engine.last_generation.finish_reason == "cancelled"
+        assert len(everything(engine, [1, 2], reuse=True)) == 6
+
+
+def test_log_probabilities_are_those_of_the_logits(model: Path) -> None:
+    with Engine.open(model, backend="reference") as engine:
+        logits = engine.logits([5, 6, 7])[-1].astype(np.float64)
+        (token,) = engine.generate([5, 6, 7], 1, ignore_eos=True, top_logprobs=3)
+    assert token.logprobs is not None
+    expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    assert token.logprobs.logprob == pytest.approx(expected[token.token_id], abs=1e-6)
+    order = np.argsort(-logits, kind="stable")[:3]
+    assert [token_id for token_id, _ in token.logprobs.top] == order.tolist()
+    assert [lp for _, lp in token.logprobs.top] == pytest.approx(expected[order].tolist())
+
+
+@given(data=st.data(), is_chunk_invariant=st.booleans())
+def test_what_is_kept_is_what_would_be_computed_again(
+    data: st.DataObject, is_chunk_invariant: bool
+) -> None:
+    prefix = CachedPrefix(64, is_chunk_invariant=is_chunk_invariant)
+    computed: dict[int, tuple[int, tuple[int, int]]] = {}  # position: token, its chunk
+    for _ in range(data.draw(st.integers(1, 6))):
+        size = data.draw(st.integers(1, 40))
+        prompt = np.array(data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
+        wanted = list(chunk_bounds(size, None, CHUNK))
+        reused = prefix.num_reusable(prompt.astype(np.int32), wanted)
+        assert 0 <= reused < size
+        chunk_of = {p: bounds for bounds in wanted for p in range(*bounds)}
+        for position in range(reused):
+            token, bounds = computed[position]
+            assert token == prompt[position]
+            assert is_chunk_invariant or bounds == chunk_of[position]
+        for first, last in chunk_bounds(size - reused, None, CHUNK):
+            first, last = reused + first, reused + last
+            prefix.cut(first)
+            computed = {p: each for p, each in computed.items() if p < first}
+            if data.draw(st.integers(0, 9)) == 0:
+                break  # it failed
+            prefix.add(first, prompt[first:last].astype(np.int32))
+            computed |= {p: (int(prompt[p]), (first, last)) for p in range(first, last)}
+    assert prefix.num_cached <= len(computed)
+
+
+def test_tokens_one_by_one_do_not_make_it_grow() -> None:
+    prefix = CachedPrefix(1000, is_chunk_invariant=True)
+    for position in range(1000):
+        prefix.cut(position)
+        prefix.add(position, ids(position))
+    assert prefix.num_cached == 1000
+    assert len(prefix._bounds) == 1
+    assert prefix.num_reusable(np.arange(1000, dtype=np.int32), []) == 999

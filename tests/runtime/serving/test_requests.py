@@ -1,0 +1,168 @@
+"""Bodies are taken field by field; what is wrong, or cannot be done, is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.requests import ChatBody, CompletionBody, parse_body
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> CompletionBody:
+    body = parse_body(CompletionBody, json.dumps({"prompt": "x", **fields}).encode())
+    body.refuse_what_is_missing()
+    return body
+
+
+def chat(**fields: Any) -> ChatBody:
+    body = parse_body(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
+    body.refuse_what_is_missing()
+    return body
+
+
+def test_the_defaults_are_openais() -> None:
+    options = completion().sampling()
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (completion().most_tokens, chat().most_tokens) == (16, None)
+    assert chat(max_tokens=5, max_completion_tokens=7).most_tokens == 7
+    assert completion(stop="a").stops == ("a",)
+    assert completion(stop=["a", "b"]).stops == ("a", "b")
+    assert completion(seed=-1).sampling().seed == (1 << 63) - 1
+    assert completion(top_k=-1).sampling().top_k == 0
+
+
+def test_null_is_the_default() -> None:
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "stream", "n",
+             "logit_bias", "stream_options", "presence_penalty", "logprobs")  # fmt: skip
+    assert completion(**dict.fromkeys(names)).sampling() == completion().sampling()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("x", "x"), ([1, 2], [1, 2]), (["x"], "x"), ([[1, 2]], [1, 2])],
+)
+def test_a_prompt_is_text_or_tokens(prompt: Any, expected: Any) -> None:
+    assert completion(prompt=prompt).one_prompt == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1 << 31]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        _ = completion(**fields).one_prompt
+    assert caught.value.status == 400
+    error = caught.value.body["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert str(error["message"]).startswith(f"{param}: ")
+    assert "\n" not in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_with_a_chat_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": -1}, {"temperature": 101}, {"top_p": 0}, {"top_p": 2}, {"min_p": -1}]
+)
+def test_sampling_out_of_range_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(fields))):
+        completion(**fields).sampling()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[]", b"5", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}',
+     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}',
+     b"[" * 100_000, b'{"prompt":' * 10_000],
+)  # fmt: skip
+def test_what_is_no_sound_json_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(CompletionBody, body)
+    assert caught.value.status == 400
+    assert len(str(caught.value)) <= 300
+
+
+def test_messages_keep_what_templates_may_read() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = chat(
+        messages=[
+            {"role": "user", "content": parts, "name": "me"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]},
+        ]
+    )
+    assert [message.for_template() for message in body.messages] == [
+        {"role": "user", "content": "ab", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]},
+    ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = sorted(set(CompletionBody.model_fields) | set(ChatBody.model_fields))
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+def test_any_json_is_taken_or_refused(fields: dict[str, Any]) -> None:
+    data = json.dumps(fields).encode()
+    for kind in (CompletionBody, ChatBody):
+        with contextlib.suppress(ApiError, SettingsError):
+            body = parse_body(kind, data)
+            body.refuse_what_is_missing()
+            assert isinstance(body.sampling().temperature, float)

@@ -1,0 +1,87 @@
+"""A server as a user starts it, and what clients do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+
+from support.processes import START_S, cli_command, environment, wait_until
+
+CHAT_TEMPLATE = (
+    "{%- for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass
+class RunningServer:
+    """One process. `lines` are those it has written to stderr so far."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return next(line for line in self.lines if "listening on" in line).split()[-1]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """OpenAI's own client, which does not try anything twice. To be closed."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def metric(self, sample: str) -> float:
+        """The value of a metric, by name and labels as they are written."""
+        text = httpx.get(f"{self.url}/metrics").raise_for_status().text
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == sample:
+                return float(value)
+        return 0.0
+
+
+@contextlib.contextmanager
+def running_server(
+    model: Path | None, *arguments: str, is_ready: bool = True, **extra: str
+) -> Iterator[RunningServer]:
+    """A server on a free port; ended with SIGTERM if the test has not ended it itself."""
+    command = [*cli_command(), "serve", *([str(model)] if model else []), "--port", "0"]
+    with subprocess.Popen(
+        [*command, *arguments], env=environment(**extra), stderr=subprocess.PIPE, text=True
+    ) as process:
+        server = RunningServer(process)
+        assert process.stderr is not None
+        reader = threading.Thread(target=_read, args=(process.stderr, server.lines))
+        reader.start()
+        try:
+            word = "ready:" if is_ready else "listening on"
+
+            def has_started() -> bool:
+                assert process.poll() is None, server.lines
+                return any(word in line for line in list(server.lines))
+
+            wait_until(has_started, "the server to start", within_s=2 * START_S)
+            yield server
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(timeout=START_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise
+            reader.join()
+
+
+def _read(stream: object, lines: list[str]) -> None:
+    for line in stream:  # type: ignore[attr-defined]
+        lines.append(line.rstrip("\n"))
