@@ -70,7 +70,7 @@ class Holdings:
                 target = os.readlink(f"/proc/self/fd/{entry}")
             except OSError:  # the listing's own
                 continue
-            kind = re.sub(r"\[?\d+\]?$", "", target)
+            kind = re.sub(r"\[?\d+\]?$", "", Path(target).name)
             descriptors[kind] = descriptors.get(kind, 0) + 1
         owners = {os.getpid(), *(pid for pid, _ in daemons)}
         return cls(
