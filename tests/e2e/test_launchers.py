@@ -204,7 +204,7 @@ def test_with_an_environment_of_its_own_and_other_versions(model: Path, tmp_path
     python = make_environment(tmp_path / "env")
     ours = versions(Path(sys.executable), ["numpy", "psutil", "pyzmq"])
     older = [f"{name}<{version}" for name, version in ours.items()]
-    why_not = install(python, ["msgpack", "gguf", *older], timeout_s=240)
+    why_not = install(python, ["msgpack", "xxhash", "gguf", *older], timeout_s=240)
     if why_not is not None:
         pytest.skip(f"no package registry: {why_not}")
     theirs = versions(python, list(ours))
