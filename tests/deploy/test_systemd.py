@@ -15,11 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.qwen3moe import read_spec
-from dflash_protocol.placement import write_owned_experts
 from dflash_runtime import Engine
-from dflash_runtime.placement.split import even_split
+from support.placements import write_even_placement
 from support.processes import wait_until
 from support.unit_files import UNITS, Unit
 
@@ -132,9 +129,8 @@ def test_a_daemon_is_ready_when_parents_can_use_it_and_stops_when_told(
             assert len(engine.logits([1, 2, 3])) == 3
             assert engine.stats().owners["link0"].requests > 0
             assert engine.stats().events == []
-            machine.manager.told.clear()
-            machine.manager.hear_all(1.5)
-            beats = [each for each in machine.manager.told if "WATCHDOG" in each]
+            machine.manager.hear_all(0.05)  # what was said while the engine was opened
+            beats = [each for each in machine.manager.hear_all(1.5) if "WATCHDOG" in each]
             assert 3 <= len(beats) <= 12
             statuses = [each["STATUS"] for each in machine.manager.told if "STATUS" in each]
             assert any(each.endswith("parents: 1") for each in statuses)
@@ -147,25 +143,15 @@ def test_a_daemon_is_ready_when_parents_can_use_it_and_stops_when_told(
 def test_a_daemon_with_a_placement_is_ready_when_its_experts_are_loaded(
     install: Install, model: Path, tmp_path: Path
 ) -> None:
-    with GgufFile.open(model) as file:
-        spec = read_spec(file).moe
-    placement = even_split(spec, ["link0"], 4)
-    layer = spec.layers[0]
-    path = tmp_path / "placement.json"
-    write_owned_experts(
-        path,
-        placement.owners[placement.owner_names.index("link0")],
-        num_layers=len(spec.layers),
-        num_experts=layer.num_experts,
-        num_experts_used=layer.num_experts_used,
-    )
+    path, placement = write_even_placement(tmp_path, model)
     machine = install(["--daemon", "cpu"])
     machine.write_settings("daemon@cpu.env", f"DFLASH_ARGUMENTS=--placement {path}\n")
     with machine.running("dflash-moe-daemon@cpu.service") as daemon:
         machine.manager.wait_for("READY")
         *starting, ready = machine.manager.told
         assert all("EXTEND_TIMEOUT_USEC" in each and "READY" not in each for each in starting)
-        last_layer = f"load {len(spec.layers)}/{len(spec.layers)}"
+        num_layers = len(placement.experts_per_layer)
+        last_layer = f"load {num_layers}/{num_layers}"
         assert starting[-1]["STATUS"] == last_layer
         assert "listening" in ready["STATUS"]
         daemon.terminate()

@@ -14,12 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.qwen3moe import read_spec
-from dflash_protocol.placement import write_owned_experts
 from dflash_runtime import Engine
-from dflash_runtime.placement.split import even_split
 from support.environments import write_launcher
+from support.placements import write_even_placement
 from support.processes import (
     cli_command,
     environment,
@@ -129,18 +126,7 @@ def test_misuse_is_one_line(model: Path, run_dir: Path, arguments: list[str], me
 
 
 def test_a_placement_file_is_loaded_at_once(model: Path, run_dir: Path, tmp_path: Path) -> None:
-    with GgufFile.open(model) as file:
-        spec = read_spec(file).moe
-    placement = even_split(spec, ["link0"], 4)
-    layer = spec.layers[0]
-    path = tmp_path / "placement.json"
-    write_owned_experts(
-        path,
-        placement.owners[placement.owner_names.index("link0")],
-        num_layers=len(spec.layers),
-        num_experts=layer.num_experts,
-        num_experts_used=layer.num_experts_used,
-    )
+    path, _ = write_even_placement(tmp_path, model)
     endpoint = f"ipc://{run_dir}/d.sock"
     with (
         running_daemon(model, endpoint, ["--placement", str(path)]),

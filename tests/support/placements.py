@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeSpec
-from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_runtime.placement.split import make_placement
+from dflash_adapters.qwen3moe import read_spec
+from dflash_protocol.placement import OwnedExperts, Placement, write_owned_experts
+from dflash_runtime.placement.split import even_split, make_placement
+
+
+def write_even_placement(folder: Path, model: Path) -> tuple[Path, Placement]:
+    """A placement file for a daemon ``link0`` of a qwen3moe model, of which the parent keeps four
+    experts a layer; and that placement."""
+    with GgufFile.open(model) as file:
+        spec = read_spec(file).moe
+    placement = even_split(spec, ["link0"], 4)
+    layer = spec.layers[0]
+    path = folder / "placement.json"
+    write_owned_experts(
+        path,
+        placement.owners[placement.owner_names.index("link0")],
+        num_layers=len(spec.layers),
+        num_experts=layer.num_experts,
+        num_experts_used=layer.num_experts_used,
+    )
+    return path, placement
 
 
 def random_placement(
