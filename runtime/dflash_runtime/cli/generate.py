@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
+from dflash_runtime.cli.options import (
+    SettingsCommand,
+    engine_options,
+    settings_options,
+    take_settings,
+)
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
@@ -59,22 +64,7 @@ Examples:
 @click.option("--min-p", metavar="P", type=float, default=0.0, show_default=True)
 @click.option("--seed", metavar="S", type=int, help="Same seed, same text.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
-@click.option(
-    "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
-)
-@click.option(
-    "--backend", type=click.Choice(["auto", "reference", "cpu"]), default="auto", show_default=True
-)
-@click.option(
-    "--kv-type",
-    type=click.Choice(["auto", "f32", "f16", "q8_0"]),
-    default="auto",
-    show_default=True,
-    help="Key/value cache.",
-)
-@click.option(
-    "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
-)
+@engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @settings_options
 def generate(model: Path | None, **options: Any) -> None:

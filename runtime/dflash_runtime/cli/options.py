@@ -44,6 +44,36 @@ class SettingsCommand(click.Command):
             formatter.write_dl(settings)
 
 
+_ENGINE_OPTIONS = (
+    click.option(
+        "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
+    ),
+    click.option(
+        "--backend",
+        type=click.Choice(["auto", "reference", "cpu"]),
+        default="auto",
+        show_default=True,
+    ),
+    click.option(
+        "--kv-type",
+        type=click.Choice(["auto", "f32", "f16", "q8_0"]),
+        default="auto",
+        show_default=True,
+        help="Key/value cache.",
+    ),
+    click.option(
+        "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
+    ),
+)
+
+
+def engine_options(function: F) -> F:
+    """Decorator: give a command what an engine is opened with besides its settings."""
+    for option in reversed(_ENGINE_OPTIONS):
+        function = option(function)
+    return function
+
+
 def settings_options(function: F) -> F:
     """Decorator: give a command a parent's settings as options; `take_settings` reads them."""
     for knob in reversed(knobs_of(daemon=False)):

@@ -17,6 +17,7 @@ from dflash_protocol.text_files import read_file
 from dflash_runtime.cli.options import (
     SettingOption,
     SettingsCommand,
+    engine_options,
     settings_options,
     take_settings,
 )
@@ -62,22 +63,7 @@ def _server_options(function: F) -> F:
     type=click.Path(path_type=Path),
     help="Jinja template in place of the model's own.",
 )
-@click.option(
-    "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
-)
-@click.option(
-    "--backend", type=click.Choice(["auto", "reference", "cpu"]), default="auto", show_default=True
-)
-@click.option(
-    "--kv-type",
-    type=click.Choice(["auto", "f32", "f16", "q8_0"]),
-    default="auto",
-    show_default=True,
-    help="Key/value cache.",
-)
-@click.option(
-    "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
-)
+@engine_options
 @_server_options
 @settings_options
 def serve(model: Path | None, **options: Any) -> None:
