@@ -24,7 +24,7 @@ from dflash_adapters.moe_spec import MoeLayer
 from dflash_daemon import __main__ as daemon
 from dflash_protocol.ids import F64Array
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_runtime.compute import ComputeBackend, ExpertBank, make_backend
+from dflash_runtime.compute import ComputeBackend, ExpertBank, open_backend
 
 
 class ImposedBank:
@@ -78,8 +78,8 @@ def main() -> int:
     parser.add_argument("daemon", nargs="+", help="arguments of the daemon, behind --")
     options = parser.parse_args()
 
-    def make_imposed(*args: Any, **kwargs: Any) -> ComputeBackend:
-        backend = make_backend(*args, **kwargs)
+    def open_imposed(*args: Any, **kwargs: Any) -> ComputeBackend:
+        backend = open_backend(*args, **kwargs)
         if options.compute_factor != 1.0 or options.request_ms:
             impose(
                 backend, compute_factor=options.compute_factor, request_s=options.request_ms / 1e3
@@ -88,7 +88,7 @@ def main() -> int:
 
     # From outside, so that nothing of this is in the daemon that people run.
     with contextlib.ExitStack() as undo:
-        undo.enter_context(patch("dflash_daemon.lifecycle.make_backend", make_imposed))
+        undo.enter_context(patch("dflash_daemon.lifecycle.open_backend", open_imposed))
         if options.version_1:
             undo.enter_context(patch("dflash_daemon.control.PROTOCOL_VERSIONS", (1,)))
         return daemon.main(options.daemon)

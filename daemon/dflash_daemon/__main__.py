@@ -31,20 +31,19 @@ def main(arguments: list[str] | None = None) -> int:
         flags = {knob.field: getattr(options, knob.field) for knob in knobs_of(daemon=True)}
         settings = load_settings(file=options.settings, flags=flags)
         share_settings(settings)
-        listen = options.listen or f"ipc://{run_directory(settings)}/daemon-{options.device}.sock"
-        endpoint = parse_endpoint(listen)
-        if options.device != "cpu":
-            raise SettingsError(f"device {options.device!r} is unknown; this version knows: cpu")
+        listen = options.listen and parse_endpoint(options.listen)
         # Imported late, so that --help and misuse answer at once.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
-        from dflash_runtime.compute import BackendName
+        from dflash_runtime.compute import BackendName, choose_device
         from dflash_runtime.compute.cores import parse_cores
 
+        device = choose_device(settings.device)
+        default = f"ipc://{run_directory(settings)}/daemon-{device}.sock"
         run_daemon(
             DaemonOptions(
                 model_path=options.model,
-                endpoint=endpoint,
-                device=options.device,
+                endpoint=listen or parse_endpoint(default),
+                device=device,
                 backend=BackendName(options.backend),
                 num_threads=None,  # the settings'
                 cores=parse_cores(options.cores) if options.cores is not None else None,
@@ -104,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
         help="ipc:///path or tcp://host:port, beyond loopback with keys "
         "(default: daemon-DEVICE.sock in the run directory)",
     )
-    parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
     parser.add_argument(
         "--backend",
         default="auto",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from dflash_adapters.gguf_file import FileChange, GgufFile
 from dflash_adapters.registry import adapter_for
@@ -17,9 +18,16 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_runtime.compute import ComputeBackend
 from dflash_runtime.experts.held_placements import ExpertStore, HeldPlacement
-from dflash_runtime.experts.store import expert_tensor_types
+from dflash_runtime.experts.store import (
+    expert_tensor_types,
+    load_banks,
+    measure_pairs_per_second,
+)
 
 _LOG = logging.getLogger(__name__)
+
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a stage, the number of its steps that are done, and of all."""
 
 
 class ExpertHost:
@@ -38,8 +46,10 @@ class ExpertHost:
             raise
         self.backend = backend
         self.store = ExpertStore(backend, self._file, self.spec.moe)
-        self._is_warm = False
+        self._is_compiled = False
         self._load_lock = threading.Lock()
+        self._waiting: list[OnProgress] = []
+        """Whoever wants to know how far the kernels are."""
         self._is_cancelled = False
 
     @property
@@ -66,10 +76,28 @@ class ExpertHost:
         """Raises: SettingsError if the file is not a placement of this model."""
         return read_owned_experts(path, self.experts_per_layer)
 
+    def warm_up(self, on_progress: OnProgress = lambda stage, num_done, num_total: None) -> None:
+        """Have every kernel that the file's experts need compiled, and run once.
+
+        Reads one expert of each kind of layer, and keeps nothing of it; where experts are loaded
+        already, their kernels have run. Safe to call from several threads.
+        Raises: DaemonUnavailable if cancelled.
+        """
+        with self._told(on_progress), self._load_lock:
+            self._compile()
+            if self.store.num_experts:
+                return
+            moe, backend = self.spec.moe, self.backend
+            probe = OwnedExperts.from_lists({layer.layer_id: [0] for layer in moe.layers})
+            banks = load_banks(backend, self._file, moe, owned=probe, read_now=False)
+            measure_pairs_per_second(banks.values())
+            for layer in moe.layers:
+                backend.drop_experts(self._file, layer, probe.by_layer[layer.layer_id])
+
     def load(
         self,
         owned: OwnedExperts,
-        on_progress: Callable[[str, int, int], None] = lambda stage, num_done, num_total: None,
+        on_progress: OnProgress = lambda stage, num_done, num_total: None,
     ) -> HeldPlacement:
         """Have these experts loaded, to be given back with `release`; returns when every kernel
         they need has run once.
@@ -80,17 +108,11 @@ class ExpertHost:
         """
 
         def on_layer(num_done: int, num_total: int) -> None:
-            if self._is_cancelled:
-                raise DaemonUnavailable("told to stop while loading")
+            self._require_wanted()
             on_progress("load", num_done, num_total)
 
-        with self._load_lock:
-            if not self._is_warm:
-                on_progress("compile", 0, 1)
-                self.backend.warm_up(
-                    expert_tensor_types(self.spec.moe), on_progress=partial(on_progress, "compile")
-                )
-                self._is_warm = True
+        with self._told(on_progress), self._load_lock:
+            self._compile()
             is_there = self.store.holds(owned)
             held = self.store.hold(owned, on_layer)
         if not is_there:
@@ -99,6 +121,33 @@ class ExpertHost:
                 *(owned.fingerprint[:16], held.num_kept, held.num_loaded, held.num_dropped),
             )
         return held
+
+    def _compile(self) -> None:
+        """To be called with the lock. Raises: DaemonUnavailable if cancelled."""
+
+        def on_progress(num_done: int, num_total: int) -> None:
+            self._require_wanted()
+            for tell in self._waiting.copy():
+                tell("compile", num_done, num_total)
+
+        if not self._is_compiled:
+            on_progress(0, 1)
+            types = expert_tensor_types(self.spec.moe)
+            self.backend.warm_up(types, on_progress=on_progress)
+            self._is_compiled = True
+
+    @contextmanager
+    def _told(self, on_progress: OnProgress) -> Iterator[None]:
+        """While this lasts, have somebody told how far the kernels are, whoever compiles them."""
+        self._waiting.append(on_progress)
+        try:
+            yield
+        finally:
+            self._waiting.remove(on_progress)
+
+    def _require_wanted(self) -> None:
+        if self._is_cancelled:
+            raise DaemonUnavailable("told to stop while loading")
 
     def release(self, held: HeldPlacement) -> None:
         """A link less that uses it; what it needed is kept until another placement is loaded."""

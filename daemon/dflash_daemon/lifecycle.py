@@ -14,7 +14,8 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol import ring_native
 from dflash_protocol.curve import ServerSecurity, server_security
+from dflash_protocol.device import Device
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
 from dflash_protocol.notify import Notifier
@@ -37,7 +39,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring_segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
-from dflash_runtime.compute import BackendName, make_backend
+from dflash_runtime.compute import BackendName, open_backend
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ _FILE_LOOK_S = 1.0
 """Time between looks at whether the model's file is still what it was."""
 _HUNG_S = 60.0
 """Computing one request for longer than this, a daemon lets the service manager's watchdog bark."""
+_PROGRESS_LINE_S = 2.0
+"""Time between two lines in the log about how far starting is."""
 _OPEN_FILES = 65_536
 """As many connections as strangers can make within a handshake's time limit, many times over."""
 
@@ -60,7 +64,7 @@ class DaemonOptions:
 
     model_path: Path
     endpoint: Endpoint
-    device: str
+    device: Device
     backend: BackendName
     num_threads: int | None
     cores: list[int] | None
@@ -86,8 +90,9 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
     if options.cores is not None:
         # All our threads are started later, and inherit it.
         os.sched_setaffinity(0, options.cores)
-    backend = make_backend(
-        options.backend,
+    backend = open_backend(
+        options.device,
+        backend=options.backend,
         num_threads=options.num_threads or settings.threads or None,
         cpu_tier=settings.cpu_tier,
     )
@@ -131,11 +136,15 @@ async def _serve(
     security: ServerSecurity | None,
     manager: Notifier,
 ) -> None:
-    """Load what is to be loaded at once, listen, and serve until told to stop."""
+    """Load what is to be loaded at once, listen, and serve until told to stop.
+
+    Without a placement the kernels are made ready while parents can come already: they are told how
+    far that is, and welcomed when it is done. The service manager is told that we are ready then.
+    """
     endpoint = options.endpoint
     stop = _stop_event(options.lifeline_fd, host)
     if owned is not None:
-        host.release(await asyncio.to_thread(host.load, owned, partial(_say_progress, manager)))
+        host.release(await asyncio.to_thread(host.load, owned, _Progress(manager)))
     max_frame_bytes = largest_frame_bytes(
         max_tokens=settings.batch_capacity,
         hidden_size=host.spec.hidden_size,
@@ -170,7 +179,7 @@ async def _serve(
             service=service,
             data_port=data_port,
             max_tokens=settings.batch_capacity,
-            device=options.device,
+            device=str(options.device),
             shared_folder=endpoint.path.parent if shares_memory and endpoint.path else None,
             secure=None
             if security is None
@@ -188,8 +197,11 @@ async def _serve(
             print(f"dflash-daemon: {summary}", file=sys.stderr, flush=True)
             # From now on it is told what is loaded for whom. Who spawned a daemon did not ask.
             logging.getLogger("dflash_daemon").setLevel(logging.INFO)
-        manager.ready(summary)
-        await _serve_until(stop, control, host, _report(manager, service, summary))
+        # A parent that has spawned us says at once what to load, and hears how far that is.
+        is_told = owned is not None or options.lifeline_fd is not None
+        warm_up = None if is_told else partial(host.warm_up, _Progress(manager))
+        life = _get_ready_and_report(warm_up, stop, manager, service, summary)
+        await _serve_until(stop, control, host, life)
         manager.stopping()
     except zmq.ZMQError as error:
         raise DaemonUnavailable(f"cannot listen on {endpoint.address}: {error.strerror}") from error
@@ -219,8 +231,43 @@ async def _serve_until(
             await task
 
 
-def _say_progress(manager: Notifier, stage: str, num_done: int, num_total: int) -> None:
-    manager.starting(f"{stage} {num_done}/{num_total}")
+class _Progress:
+    """Says how far starting is: to the service manager each time, to the log now and then."""
+
+    def __init__(self, manager: Notifier) -> None:
+        self._manager = manager
+        self._said_s = time.monotonic()
+
+    def __call__(self, stage: str, num_done: int, num_total: int) -> None:
+        line = f"{stage} {num_done}/{num_total}"
+        self._manager.starting(line)
+        now_s = time.monotonic()
+        if now_s - self._said_s >= _PROGRESS_LINE_S:
+            self._said_s = now_s
+            _LOG.info("%s", line)
+
+
+async def _get_ready_and_report(
+    warm_up: Callable[[], None] | None,
+    stop: asyncio.Event,
+    manager: Notifier,
+    service: ComputeService,
+    summary: str,
+) -> None:
+    """Warm up unless that is None, say that we are ready, then that we are well; until cancelled.
+
+    Raises: whatever keeps the kernels from being warm.
+    """
+    if warm_up is not None:
+        try:
+            await asyncio.to_thread(warm_up)
+        except DaemonUnavailable:
+            if stop.is_set():
+                return
+            raise
+        _LOG.info("ready")
+    manager.ready(summary)
+    await _report(manager, service, summary)
 
 
 async def _report(manager: Notifier, service: ComputeService, summary: str) -> None:

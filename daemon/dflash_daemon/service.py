@@ -64,7 +64,6 @@ class ComputeService:
         self._secure = secure
         self._links: dict[str, LinkLimits] = {}
         self._banks_of: dict[str, Banks] = {}
-        self._banks: Banks = {}
         self.counters = TransportCounters()
         """Of the data socket and of all shared memory."""
         self.num_late = 0
@@ -92,14 +91,9 @@ class ComputeService:
         self._thread.start()
         return self._port.result()
 
-    def set_banks(self, banks: Banks) -> None:
-        """From now on these experts are served to links that were added without any."""
-        self._banks = banks
-
-    def add_link(self, link_id: str, limits: LinkLimits, banks: Banks | None = None) -> None:
+    def add_link(self, link_id: str, limits: LinkLimits, banks: Banks) -> None:
         """Serve a link; its requests name experts by their local ids in `banks`."""
-        if banks is not None:
-            self._banks_of[link_id] = banks
+        self._banks_of[link_id] = banks
         self._links[link_id] = limits
 
     def attach(self, link_id: str, segment: Segment) -> None:
@@ -249,7 +243,8 @@ class ComputeService:
                     f"deadline of {request.header.deadline_ms:.0f} ms",
                     code="late",
                 )
-            banks = self._banks_of.get(request.link_id, self._banks)
+            # A link may be dropped between the coming of a request and its turn.
+            banks = self._banks_of.get(request.link_id, {})
             bank = banks.get(request.header.layer_id)
             if bank is None:
                 raise ProtocolError(

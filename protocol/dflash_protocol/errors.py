@@ -9,6 +9,9 @@
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
     ├── ProtocolError           the peer said something it must not: report it
     │   └── HandshakeRefused    the peer will not work with us, and says why
+    ├── DeviceUnavailable       a GPU, its driver or its compiler fails: use another device
+    │   ├── DeviceOutOfMemory   its memory is too small: keep less on it
+    │   └── KernelCompileError  a kernel cannot be compiled for it
     └── DaemonUnavailable       a daemon is gone or late: retry, or compute elsewhere
         └── DeadlineExceeded    nothing came within the time that was allowed
 
@@ -89,6 +92,39 @@ class ProtocolError(DflashError):
 
 class HandshakeRefused(ProtocolError):
     """The peer understood us and declined: wrong model, wrong placement, wrong version."""
+
+
+class DeviceUnavailable(DflashError):
+    """A GPU cannot be used: no driver, no such device, or the driver reports a failure."""
+
+
+class DeviceOutOfMemory(DeviceUnavailable):
+    """A device has less memory than is asked for; amounts in bytes.
+
+    ``num_bytes`` is None where the driver itself was refused what it needs for `what`.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        num_bytes: int | None,
+        free_bytes: int,
+        total_bytes: int,
+        what: str = "",
+    ) -> None:
+        amount = "memory" if num_bytes is None else f"{num_bytes:,} bytes"
+        super().__init__(
+            f"{device} has no {amount}{f' for {what}' if what else ''}: "
+            f"{free_bytes:,} of {total_bytes:,} bytes are free"
+        )
+        self.num_bytes = num_bytes
+        self.free_bytes = free_bytes
+        self.total_bytes = total_bytes
+
+
+class KernelCompileError(DeviceUnavailable):
+    """A kernel cannot be compiled for a device; the compiler's own words are in the message."""
 
 
 class DaemonUnavailable(DflashError):

@@ -103,12 +103,6 @@ class Segment:
         os.close(self.server_bell)
 
 
-def ring_bell(bell: int) -> None:
-    """Wake whoever sleeps. A bell too full to take one more byte is ringing already."""
-    with contextlib.suppress(BlockingIOError):
-        os.write(bell, b"!")
-
-
 def silence_bell(bell: int) -> None:
     """Take what was rung. What one read leaves wakes its sleeper once more, for nothing."""
     with contextlib.suppress(BlockingIOError):

@@ -5,16 +5,15 @@ Knows no setting by name; ``settings_table`` says which setting is of which kind
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dflash_protocol.device import DEVICES_ALLOWED, Device, parse_device
 from dflash_protocol.errors import SettingsError
 
 MOST_DAEMONS = 64
 """Most daemons, and most endpoints, that one parent may be given."""
 
-_DEVICE = re.compile(r"[a-z][a-z0-9]{0,15}(:[0-9]{1,4})?", re.ASCII)
 _MOST_DIGITS = 19
 
 
@@ -22,9 +21,9 @@ _MOST_DIGITS = 19
 class DaemonSetting:
     """A daemon to spawn, as it was asked for; empty or 0 = not said.
 
-    `device` is ``cpu`` or a kind with an index, ``cuda:0``; `launcher` is a Python interpreter or
-    another executable. `environment` holds variables for this daemon alone; `source` says where it
-    was asked for, for messages.
+    `device` is as `parse_device` reads it, perhaps without an index; `launcher` is a Python
+    interpreter or another executable. `environment` holds variables for this daemon alone; `source`
+    says where it was asked for, for messages.
     """
 
     device: str
@@ -180,20 +179,43 @@ class Daemons(_Items):
     """Daemons to spawn, each a device and perhaps a launcher."""
 
     metavar = "DEVICE[@LAUNCHER]"
-    allowed = "DEVICE[@LAUNCHER], as in cpu or cuda:0@/opt/cuda-env/bin/python"
+    allowed = (
+        f"DEVICE[@LAUNCHER], where DEVICE is {DEVICES_ALLOWED}, "
+        "as in cuda:0@/opt/cuda-env/bin/python"
+    )
 
     def from_item(self, text: str) -> DaemonSetting:
         device, at, launcher = text.partition("@")
-        check_device(device)
+        check_daemon_device(device)
         if at and not (launcher and launcher.isprintable()):
             raise self.refused()
         return DaemonSetting(device, launcher)
 
 
-def check_device(text: str) -> None:
+class DeviceOrAuto(Kind):
+    """A device to compute on; None = the program chooses."""
+
+    metavar = "DEVICE"
+    allowed = f"auto, {DEVICES_ALLOWED}"
+
+    def from_text(self, text: str) -> Device | None:
+        if text == "auto":
+            return None
+        try:
+            return parse_device(text)
+        except ValueError:
+            raise self.refused() from None
+
+    def to_text(self, value: object) -> str:
+        return "auto" if value is None else str(value)
+
+
+def check_daemon_device(text: str) -> None:
     """Raises: ValueError unless it is written as a device is. Which there are is not known here."""
-    if not _DEVICE.fullmatch(text):
-        raise ValueError(f"must be {Daemons.allowed}")
+    try:
+        parse_device(text)
+    except ValueError:
+        raise ValueError(f"must be {Daemons.allowed}") from None
 
 
 def checked(where: str, value: object, read: Callable[..., object]) -> object:

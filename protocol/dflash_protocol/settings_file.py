@@ -25,7 +25,7 @@ from dflash_protocol.setting_kinds import (
     DaemonSetting,
     PathText,
     Whole,
-    check_device,
+    check_daemon_device,
     checked,
     printable,
     shown,
@@ -97,7 +97,7 @@ def _daemon(where: str, table: object) -> DaemonSetting:
 def _device(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"must be {Daemons.allowed}")
-    check_device(value)
+    check_daemon_device(value)
     return value
 
 

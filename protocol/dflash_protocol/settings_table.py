@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from dflash_protocol.device import MAX_DEVICE_INDEX, Device
 from dflash_protocol.setting_kinds import (
     Daemons,
     DaemonSetting,
+    DeviceOrAuto,
     Endpoints,
     Kind,
     OneOf,
@@ -72,6 +74,8 @@ class Settings:
     """Launcher of daemons that name none; empty = this interpreter."""
     ipc_gpu: int = 0
     """Index of a daemon's device if it names a kind without one."""
+    device: Device | None = None
+    """What a process computes on; None = it chooses."""
     threads: int = 0
     """Compute threads of a process; 0 = one for each physical core it may use."""
     data_port: int = 0
@@ -162,7 +166,7 @@ class Knob:
         """The default as people read it."""
         if isinstance(self.kind, Switch):
             return "off"
-        return "" if self.default == () else str(self.default)
+        return "" if self.default == () else self.kind.to_text(self.default)
 
 
 _DEFAULTS = {each.name: each.default for each in fields(Settings)}
@@ -243,8 +247,12 @@ KNOBS = (
         "Launcher of daemons that name none; default: this interpreter.",
     ),
     Knob(
-        "IPC_GPU", "ipc_gpu", Whole(0, 1023), Reader.PARENT,
+        "IPC_GPU", "ipc_gpu", Whole(0, MAX_DEVICE_INDEX), Reader.PARENT,
         "Index of a daemon's device if it names only a kind.",
+    ),
+    Knob(
+        "DEVICE", "device", DeviceOrAuto(), Reader.EACH,
+        "What the process computes on; auto is cpu. Daemons that are spawned name their own.",
     ),
     Knob(
         "THREADS", "threads", Whole(0, MAX_THREADS), Reader.EACH,

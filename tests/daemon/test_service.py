@@ -79,9 +79,13 @@ class Rig:
         undo.callback(self.bank.gate.set)
         self.address = data_address.replace("*", str(self.port))
 
+    def add_link(self, link_id: str, *, max_experts_used: int = 8) -> None:
+        limits = LinkLimits(HIDDEN_SIZE, CAPACITY, max_experts_used)
+        self.service.add_link(link_id, limits, {3: self.bank})
+
     def client(self, link_id: str | None = None) -> StreamClient:
         link_id = link_id or secrets.token_hex(8)
-        self.service.add_link(link_id, LinkLimits(HIDDEN_SIZE, CAPACITY, 8))
+        self.add_link(link_id)
         never_lost = os.eventfd(0, os.EFD_CLOEXEC)
         self._undo.callback(os.close, never_lost)
         client = StreamClient(
@@ -113,7 +117,6 @@ def rig(undo: ExitStack, run_dir: Path, request: pytest.FixtureRequest) -> Rig:
     endpoint = parse_endpoint(f"ipc://{run_dir}/cpu0")
     undo.callback(IpcClaim(endpoint).close)
     rig = Rig(undo, endpoint.data_address(0), shares_memory=request.param)
-    rig.service.set_banks({3: rig.bank})
     return rig
 
 
@@ -134,14 +137,14 @@ def refusal(client: StreamClient, batch: RoutedBatch, *, layer_id: int = 3) -> P
     return caught.value
 
 
-def test_experts_are_served_once_they_are_set(undo: ExitStack) -> None:
+def test_a_link_is_served_its_own_experts_and_no_others(undo: ExitStack) -> None:
     rig = Rig(undo, "tcp://127.0.0.1:*")
     assert rig.port > 0
-    client = rig.client()
-    error = refusal(client, batch_of(3, PAIRS))
+    client, poor = rig.client(), rig.client("aa" * 8)
+    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 8), {})
+    error = refusal(poor, batch_of(3, PAIRS))
     assert error.code == "not_owned"
     assert "no experts of layer 3" in str(error)
-    rig.service.set_banks({3: rig.bank})
     assert_serves(client)
     assert refusal(client, batch_of(3, PAIRS), layer_id=2).code == "not_owned"
     assert refusal(client, batch_of(3, PAIRS), layer_id=(1 << 32) - 1).code == "not_owned"
@@ -211,7 +214,7 @@ def test_a_link_is_served_from_when_it_is_added_until_it_is_dropped(rig: Rig) ->
     assert rig.service.num_links == 1
     assert refusal(first, batch_of(3, PAIRS)).code == "unknown_link"
     assert_serves(second)
-    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 8))
+    rig.add_link("aa" * 8)
     assert_serves(first)
 
 
@@ -298,7 +301,6 @@ def test_a_compute_thread_that_fails_says_so(
     assert service.failure is error
     service.close()
     healthy = Rig(undo, "tcp://127.0.0.1:*")
-    healthy.service.set_banks({3: healthy.bank})
     assert_serves(healthy.client())
     assert healthy.service.failure is None
 
@@ -324,10 +326,10 @@ def test_what_comes_right_behind_a_refused_request_does_not_wait(
 
 def test_more_pairs_than_the_link_negotiated_are_refused(rig: Rig) -> None:
     client = rig.client("aa" * 8)
-    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 1))
+    rig.add_link("aa" * 8, max_experts_used=1)
     error = refusal(client, batch_of(2, {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0}))
     assert error.code == "malformed"
-    rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 5))
+    rig.add_link("aa" * 8, max_experts_used=5)
     assert_serves(client)
 
 
@@ -349,7 +351,6 @@ def test_closing_finishes_the_present_request(rig: Rig) -> None:
 
 def test_an_address_in_use_is_reported_by_start(undo: ExitStack) -> None:
     first = Rig(undo, "tcp://127.0.0.1:*")
-    first.service.set_banks({3: first.bank})
     second = ComputeService(first.context, first.address, max_frame_bytes=MAX_FRAME_BYTES)
     with pytest.raises(zmq.ZMQError, match="in use"):
         second.start()

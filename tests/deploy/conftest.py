@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dflash_protocol.settings import Settings, cache_directory
-from support.processes import START_S
+from support.processes import ROOT, START_S
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.service_manager import ServiceManager, service_manager
 from support.unit_files import UNITS, Service, Unit, write_program
@@ -26,6 +26,21 @@ def cache() -> Path:
     ours = cache_directory(Settings())
     assert ours.name == "dflash-moe"
     return ours.parent
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real wheel of this tree; building it takes a minute on a busy machine."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
+         "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    if built.returncode != 0:
+        pytest.skip(f"the wheel cannot be built here: {built.stderr.strip()[-200:]}")
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")

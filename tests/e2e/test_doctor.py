@@ -28,7 +28,8 @@ def test_this_interpreter_and_machine_are_shown() -> None:
     assert (code, found["problems"], found["daemons"]) == (0, [], [])
     [here] = found["launchers"]
     assert here["launcher"] == sys.executable
-    assert here["backends"] == {"reference": None, "cpu": None}
+    assert set(here["backends"]) == {"reference", "cpu", "cuda", "hip"}
+    assert (here["backends"]["reference"], here["backends"]["cpu"]) == (None, None)
     assert {"numpy", "numba", "llvmlite", "pyzmq", "msgpack"} <= set(here["packages"])
     assert here["cpu"]["processors"] == len(os.sched_getaffinity(0))
     assert here["cpu"]["tier"]
@@ -47,10 +48,27 @@ def test_the_report_for_people_says_the_same() -> None:
     assert f"launcher       {sys.executable} (this interpreter)" in done.stdout
     assert "daemon         cpu0: usable, cpu kernels" in done.stdout
     assert done.stdout.endswith("All that is asked for can be used.\n")
-    done = run_cli("doctor", "--daemon", "cuda:0")
-    assert done.returncode == 1
-    assert "problem        daemon 0 (cuda:0): --daemon='cuda:0'" in done.stdout
-    assert "this version knows: cpu" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments"),
+    [("cuda:1000", ("--daemon", "cuda:1000")), ("hip:7", ("--device", "hip:7"))],
+)
+def test_a_device_that_cannot_be_used_is_a_problem(device: str, arguments: tuple[str, ...]) -> None:
+    done = run_cli("doctor", *arguments)
+    assert done.returncode == 1, done.stderr
+    what = "daemon cuda0" if "--daemon" in arguments else "this interpreter"
+    assert f"problem        {what}: {device}: " in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "x"), ("serve", "--port", "0")])
+def test_a_parent_on_a_device_that_cannot_be_used_says_why_in_one_line(
+    command: tuple[str, ...],
+) -> None:
+    done = run_cli(*command, "--device", "cuda:1000")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "dflash-moe: error: device cuda:1000: " in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_every_launcher_is_asked_in_the_environment_its_daemon_would_have(

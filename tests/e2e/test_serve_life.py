@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from support.processes import run_cli, wait_until
+from support.processes import run_cli, running_daemon, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 from support.serving import RunningServer, running_server
 
@@ -114,6 +114,27 @@ def test_daemons_are_started_once_and_lost_ones_lose_nobody(model: Path) -> None
         assert daemons[1].is_running()
         metric = 'dflash_moe_owner_restarts_total{kind="daemon",owner="cpu0"}'
         wait_until(lambda: text_of(server, "x", 1) and server.metric(metric) == 1, "it to be back")
+
+
+def test_a_daemon_that_is_not_there_yet_is_used_once_it_comes(model: Path, run_dir: Path) -> None:
+    endpoint = f"ipc://{run_dir}/later.sock"
+    arguments = ["--backend", "reference", "--connect", endpoint, "--connect-timeout-ms", "300"]
+    with running_server(model, *arguments) as server:
+        expected = text_of(server, "a", 8)
+        props = httpx.get(f"{server.url}/props").json()
+        assert [event["kind"] for event in props["events"]] == ["daemon_absent"]
+        assert any("is not there: " in line for line in server.lines)
+        with running_daemon(model, endpoint, ["--backend", "reference"]):
+            metric = 'dflash_moe_owner_up{kind="daemon",owner="link0"}'
+            wait_until(lambda: server.metric(metric) == 1, "the daemon to be used", within_s=30)
+            requests = 'dflash_moe_owner_requests_total{kind="daemon",owner="link0"}'
+            before = server.metric(requests)
+            assert text_of(server, "a", 8) == expected
+            assert server.metric(requests) > before
+    required = [*arguments, "--require-daemons"]
+    refused = run_cli("serve", str(model), "--port", "0", *required)
+    assert refused.returncode == 1
+    assert "nothing answers at" in refused.stderr
 
 
 def test_the_mode_in_the_environment_shows_in_the_metrics(model: Path) -> None:

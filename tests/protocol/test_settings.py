@@ -63,6 +63,7 @@ def test_every_setting_is_tested_here() -> None:
     tested |= {each[0] for each in NUMBERS} | {each[0] for each in WORDS}
     tested |= {each[0] for each in [*SWITCHES, *PATHS]}
     elsewhere = {"DFLASH_MOE_SETTINGS_FILE", *(knob.variable for knob in server_knobs())}
+    elsewhere |= {PREFIX + "DEVICE"}  # in test_device
     assert {PREFIX + name for name in tested} | elsewhere == set(VARIABLES)
 
 

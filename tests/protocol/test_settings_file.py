@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_protocol.device import parse_device
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.setting_kinds import DaemonSetting, OneOf, Switch, Whole
+from dflash_protocol.setting_kinds import DaemonSetting, DeviceOrAuto, OneOf, Switch, Whole
 from dflash_protocol.settings import load_settings
 from dflash_protocol.settings_file import read_settings_file
 from dflash_protocol.settings_table import KNOBS, HostName, Knob
@@ -48,6 +49,8 @@ def test_every_key_sets_the_field_that_its_variable_sets(file: Path, knob: Knob)
         value, toml, text = True, "true", "1"
     elif isinstance(knob.kind, HostName):
         value, toml, text = "::1", '"::1"', "::1"
+    elif isinstance(knob.kind, DeviceOrAuto):
+        value, toml, text = parse_device("hip:2"), '"hip:2"', "hip:2"
     file.write_text(f"{knob.key} = {toml}\n")
     assert getattr(load_settings({}, file=file), knob.field) == value
     assert load_settings({}, file=file) == load_settings({knob.variable: text})

@@ -234,6 +234,28 @@ def test_arrays_that_may_not_be_written_can_be_sent(pair: Pair) -> None:
         np.testing.assert_array_equal(reply.sums, sums)
 
 
+@pytest.mark.parametrize(("compute_s", "is_spun"), [(0.0, True), (60.0, False)])
+def test_a_short_deadline_is_spun_out_only_if_spinning_was_of_use(
+    run_dir: Path, compute_s: float, is_spun: bool
+) -> None:
+    """The last reply's compute time says whether the next may come within the spin window."""
+    pair = Pair(run_dir, spin_s=30.0)
+    try:
+        sequence = submitted(pair)
+        pair.server.reply(received(pair), sums_of(BATCH), compute_s)
+        pair.client.wait(sequence, deadline_s=1.0)
+        late = submitted(pair)
+        before_s = time.thread_time()
+        with pytest.raises(DeadlineExceeded, match="no reply within 200 ms"):
+            pair.client.wait(late, deadline_s=0.2)
+        assert (time.thread_time() - before_s > 0.02) == is_spun
+        pair.client.forget(late)
+        pair.server.reply(received(pair), sums_of(BATCH), 0.0)
+        assert_serves(pair)
+    finally:
+        pair.close()
+
+
 def test_nobody_spins_where_there_is_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     assert spin_window_s() == 0.0

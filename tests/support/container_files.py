@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # comes with gguf
+import yaml  # type: ignore[import-untyped]
 
 from support.processes import ROOT
 

@@ -145,7 +145,6 @@ class ServedRig(Rig):
                 max_tokens=CAPACITY, hidden_size=HIDDEN_SIZE, max_pairs=5 * CAPACITY
             ),
         )
-        self.service.set_banks({0: self.bank})
         self.service.start()
         undo.callback(self.service.close)
         undo.callback(self.bank.gate.set)
@@ -156,6 +155,7 @@ class ServedRig(Rig):
         self.service.add_link(
             welcome.link_id,
             LinkLimits(HIDDEN_SIZE, welcome.max_tokens, 8, payload=PayloadType(welcome.payload)),
+            {0: self.bank},
         )
         return session
 

@@ -31,7 +31,9 @@ SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_U
 class Pair:
     """Implements testing.TransportPair, with the segment's bytes at hand."""
 
-    def __init__(self, folder: Path, *, payload: PayloadType = PayloadType.F32) -> None:
+    def __init__(
+        self, folder: Path, *, payload: PayloadType = PayloadType.F32, spin_s: float = 0.0
+    ) -> None:
         self.client_counters, self.server_counters = TransportCounters(), TransportCounters()
         self._undo = ExitStack()
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -44,7 +46,7 @@ class Pair:
             lost_fd=self.lost_fd,
             lost_reason=lambda: "daemon cpu0: it was ended",
             payload=payload,
-            spin_s=0.0,
+            spin_s=spin_s,
             counters=self.client_counters,
         )
         self._undo.callback(self.client.close)

@@ -31,6 +31,7 @@ class Parent:
         *addresses: str,
         patience: Patience = UNHURRIED,
         launch: Launch | None = None,
+        tolerates_absent: bool = False,
     ) -> None:
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
         self.may_report = threading.Event()
@@ -56,6 +57,7 @@ class Parent:
             GREETING,
             patience=patience,
             on_progress=lambda *report: self.progress.put(report),
+            tolerates_absent=tolerates_absent,
         )
         undo.callback(self.supervisor.close)
         self._pool = undo.enter_context(ThreadPoolExecutor(1))

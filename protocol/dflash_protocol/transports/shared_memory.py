@@ -169,7 +169,7 @@ class SharedClient:
         reply = Reply(sums, 0.0)
         spin_ns = self._spin_ns if self._is_quick else 0
         if deadline_s < self._spin_s:
-            spin_ns = int(max(deadline_s, 0.0) * 1e9)
+            spin_ns = min(spin_ns, int(max(deadline_s, 0.0) * 1e9))
         status = self._receive(slot.port, sequence, spin_ns, 0, sums)
         if status == NOTHING:
             self._before_sleep()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, run_directory
@@ -75,15 +76,17 @@ def _look_at_launchers(settings: Settings, found: Findings) -> None:
             found.launchers.append(reports[key])
         return reports[key]
 
-    def why_not(report: dict[str, Any]) -> str | None:
+    def why_not(report: dict[str, Any], device: Device) -> str | None:
         reason: str | None = report["failure"] or report["backends"]["reference"]
         if reason is None and settings.ipc_transport == "shared":
             reason = report["transports"]["shared"]
+        if reason is None and device.kind is not DeviceKind.CPU:
+            reason = _why_no_gpu(report, device)
         return reason
 
     without_launcher = Settings(cpu_tier=settings.cpu_tier, cache_dir=settings.cache_dir)
     here = report_of(choose_daemon("cpu", 0, without_launcher))
-    reason = why_not(here)
+    reason = why_not(here, settings.device or CPU)
     if reason is None and settings.cpu_tier != Settings().cpu_tier:
         reason = here["backends"]["cpu"]
     if reason is not None:
@@ -102,12 +105,25 @@ def _look_at_launchers(settings: Settings, found: Findings) -> None:
             report = report_of(choice)
             daemon["name"] = name or choice.name
             daemon["launcher"] = str(choice.program)
-            daemon["backend"] = "reference" if report["backends"].get("cpu") else "cpu"
-            daemon["why_not"] = why_not(report)
+            daemon["device"] = str(choice.device)
+            slowest = "reference" if report["backends"].get("cpu") else "cpu"
+            is_cpu = choice.device.kind is DeviceKind.CPU
+            daemon["backend"] = slowest if is_cpu else choice.device.kind.value
+            daemon["why_not"] = why_not(report, choice.device)
         if daemon["why_not"] is not None:
             called = daemon["name"] or f"{index} ({setting.device})"
             found.problems.append(f"daemon {called}: {daemon['why_not']}")
         found.daemons.append(daemon)
+
+
+def _why_no_gpu(report: dict[str, Any], device: Device) -> str | None:
+    """Why a launcher cannot use a device, from what it says of itself."""
+    backends, gpus = report["backends"], [gpu["device"] for gpu in report["gpus"]]
+    if (reason := backends.get(device.kind.value, "its version knows no such device")) is not None:
+        return f"{device}: {reason}"
+    if str(device) not in gpus:
+        return f"{device}: {report['why_no_gpu'] or 'there is only ' + ', '.join(gpus)}"
+    return None
 
 
 def _report(choice: DaemonChoice, settings: Settings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Knows nothing of what a setting means.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,12 +13,19 @@ import click
 
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import Settings, load_settings, share_settings
-from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, Knob, knobs_of
+from dflash_protocol.settings_table import (
+    KNOBS,
+    SETTINGS_FLAG,
+    SETTINGS_HELP,
+    Knob,
+    knobs_of,
+    server_knobs,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FILE = "settings_file"
-_COMMON = ("--daemon", "--connect", "--require-daemons", "--threads")
+_COMMON = ("--device", "--daemon", "--connect", "--require-daemons", "--threads")
 """Flags that stand among a command's own ones; the others have a heading to themselves."""
 
 
@@ -74,10 +81,14 @@ def engine_options(function: F) -> F:
     return function
 
 
+def server_options(function: F) -> F:
+    """Decorator: give a command that has `settings_options` those of a server too."""
+    return _with_options(server_knobs(), function)
+
+
 def settings_options(function: F) -> F:
     """Decorator: give a command a parent's settings as options; `take_settings` reads them."""
-    for knob in reversed(knobs_of(daemon=False)):
-        function = _option_of(knob)(function)
+    function = _with_options(knobs_of(daemon=False), function)
     return click.option(
         SETTINGS_FLAG,
         _FILE,
@@ -94,10 +105,16 @@ def take_settings(options: dict[str, Any]) -> Settings:
     Raises: SettingsError.
     """
     file = options.pop(_FILE)
-    flags = {knob.field: options.pop(knob.field) for knob in knobs_of(daemon=False)}
+    flags = {knob.field: options.pop(knob.field) for knob in KNOBS if knob.field in options}
     settings = load_settings(file=file, flags=flags)
     share_settings(settings)
     return settings
+
+
+def _with_options(knobs: Sequence[Knob], function: F) -> F:
+    for knob in reversed(knobs):
+        function = _option_of(knob)(function)
+    return function
 
 
 def _option_of(knob: Knob) -> Callable[[F], F]:

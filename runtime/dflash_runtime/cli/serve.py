@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import load_settings
-from dflash_protocol.settings_table import server_knobs
 from dflash_protocol.text_files import read_file
 from dflash_runtime.cli.options import (
-    SettingOption,
     SettingsCommand,
     engine_options,
+    server_options,
     settings_options,
     take_settings,
 )
@@ -25,8 +21,6 @@ from dflash_runtime.cli.options import (
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
     from dflash_runtime.experts.supervisor import ProgressCallback
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _TEMPLATE_LIMIT_BYTES = 1 << 20
 
@@ -42,19 +36,6 @@ SIGTERM and Ctrl-C let running requests end; a second one does not.
 """
 
 
-def _server_options(function: F) -> F:
-    for knob in reversed(server_knobs()):
-        function = click.option(
-            knob.flag,
-            knob.field,
-            metavar=knob.kind.metavar,
-            type=str,
-            cls=SettingOption,
-            help=f"{knob.help} [{knob.default_text or 'none'}]",
-        )(function)
-    return function
-
-
 @click.command(cls=SettingsCommand, epilog=_EPILOG)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -64,13 +45,10 @@ def _server_options(function: F) -> F:
     help="Jinja template in place of the model's own.",
 )
 @engine_options
-@_server_options
+@server_options
 @settings_options
 def serve(model: Path | None, **options: Any) -> None:
     """Answer HTTP requests with MODEL, a GGUF file (default: the demo model)."""
-    of_server = {knob.field: options.pop(knob.field) for knob in server_knobs()}
-    # Before the others are taken, which hides the file that a variable names.
-    server = load_settings(file=options["settings_file"], flags=of_server)
     settings = take_settings(options)
     template = _template(options["chat_template_file"])
 
@@ -81,7 +59,6 @@ def serve(model: Path | None, **options: Any) -> None:
     from dflash_runtime.serving.server import serve as run_server
 
     manager = Notifier.of_environment()
-    settings = replace(settings, **{field: getattr(server, field) for field in of_server})
     with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
 
         def open_engine(report: ProgressCallback) -> Engine:
@@ -97,6 +74,7 @@ def serve(model: Path | None, **options: Any) -> None:
                 context=options["context"],
                 settings=settings,
                 on_progress=on_progress,
+                tolerates_absent=True,
             )
             progress.finish()
             return engine

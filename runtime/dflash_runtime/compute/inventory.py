@@ -23,10 +23,12 @@ _NEEDED = ("numpy", "zmq", "msgpack", "psutil", "gguf")
 def inventory() -> dict[str, object]:
     """Facts as JSON can hold them; a reason stands where something cannot be used.
 
-    ``backends`` and ``transports`` map each to None if it can be used, else to why not.
+    ``backends`` and ``transports`` map each to None if it can be used, else to why not; for GPUs
+    ``gpus`` says which there are.
     """
     backends, tier = _backends()
     gpus, why_no_gpu = _gpus()
+    backends |= _gpu_backends(backends["reference"])
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -82,6 +84,19 @@ def _backends() -> tuple[dict[str, str | None], str | None]:
     except DflashError as error:
         backends["cpu"] = str(error)
         return backends, None
+
+
+def _gpu_backends(why_no_daemon: str | None) -> dict[str, str | None]:
+    """For each kind of GPU that there may be, why no daemon can use it. There may be none."""
+    kinds = ("cuda", "hip")
+    if why_no_daemon is not None:
+        return dict.fromkeys(kinds, why_no_daemon)
+    try:
+        from dflash_protocol.device import DeviceKind
+        from dflash_runtime.compute.devices import why_unusable
+    except ImportError as error:  # older packages of ours
+        return dict.fromkeys(kinds, _reason(error))
+    return {kind: why_unusable(DeviceKind(kind)) for kind in kinds}
 
 
 def _why_not_shared(backends: dict[str, str | None]) -> str | None:

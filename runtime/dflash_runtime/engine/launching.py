@@ -11,8 +11,10 @@ import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from dflash_protocol.device import Device, DeviceKind, parse_device
 from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.setting_kinds import Daemons, DaemonSetting, checked
@@ -22,7 +24,6 @@ from dflash_runtime.compute.cores import parse_cores, share_of_cores, usable_cor
 from dflash_runtime.experts.link import Launch
 
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
-_KNOWN_DEVICES = ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class DaemonChoice:
     """A daemon to spawn, checked. `launcher` None = this very interpreter."""
 
     name: str
-    device: str
+    device: Device
     launcher: Path | None
     cores: tuple[int, ...]
     setting: DaemonSetting
@@ -56,7 +57,8 @@ def choose_daemons(
 ) -> list[DaemonChoice]:
     """Daemons as asked for, checked and named: ``cpu0``, ``cpu1`` … unless they have names.
 
-    Raises: SettingsError if a device is unknown or a launcher cannot be executed.
+    Whether a launcher can use its device is for the launcher to find out.
+    Raises: SettingsError if a launcher cannot be executed, or cores are not ours.
     """
     return [choose_daemon(each, index, settings) for index, each in enumerate(daemons)]
 
@@ -69,15 +71,9 @@ def choose_daemon(daemon: DaemonSetting | str, daemon_idx: int, settings: Settin
     else:
         setting = daemon
     where = f"{setting.source or 'daemon'}={setting.device!r}"
-    kind, colon, _ = setting.device.partition(":")
-    if kind not in _KNOWN_DEVICES or (kind == "cpu" and colon):
-        known = ", ".join(_KNOWN_DEVICES)
-        raise SettingsError(
-            f"{where}: device {setting.device!r} is unknown; this version knows: {known}"
-        )
-    device = setting.device
-    if kind != "cpu" and not colon:
-        device = f"{kind}:{settings.ipc_gpu}"
+    read = partial(parse_device, default_index=settings.ipc_gpu)
+    device = checked(setting.source or "daemon", setting.device, read)
+    assert isinstance(device, Device)
     cores: tuple[int, ...] = ()
     if setting.cores:
         try:
@@ -85,7 +81,7 @@ def choose_daemon(daemon: DaemonSetting | str, daemon_idx: int, settings: Settin
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from error
     return DaemonChoice(
-        name=setting.name or f"{kind}{daemon_idx}",
+        name=setting.name or f"{device.kind}{daemon_idx}",
         device=device,
         launcher=_launcher(setting.launcher or settings.ipc_bin),
         cores=cores,
@@ -117,18 +113,20 @@ def launch_of(
     """How to start one of the daemons: unless told otherwise, it has its share of the cores."""
     choice = choices[daemon_idx]
     cores = choice.cores or share_of_cores(usable_cores(), daemon_idx, len(choices))
-    if choice.launcher is not None and backend_name == BackendName.CPU:
+    is_alike = choice.device.kind is DeviceKind.CPU and (
         # Another environment may lack what our kernels need; then it is slow, and says so.
-        backend_name = BackendName.AUTO
+        backend_name == BackendName.REFERENCE
+        or (backend_name == BackendName.CPU and choice.launcher is None)
+    )
     command = (
         str(choice.program),
         # -P: what lies in the folder we were started in is not ours to import.
         *(("-P", "-m", "dflash_daemon") if choice.is_python else ()),
         str(model_path.absolute()),
         "--device",
-        choice.device,
+        str(choice.device),
         "--backend",
-        backend_name,
+        backend_name if is_alike else BackendName.AUTO.value,
         "--threads",
         str(choice.setting.threads or len(cores)),
         *(("--cores", _as_list(cores)) if choice.cores or settings.pin_daemons else ()),

@@ -6,6 +6,7 @@ Knows nothing of tokens; it joins placement, supervisor and expert computes, and
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -44,6 +45,8 @@ from dflash_runtime.experts.store import (
 from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallback, Supervisor
 from dflash_runtime.placement.split import LOCAL_OWNER
 
+_LOG = logging.getLogger(__name__)
+
 _EVENTS_KEPT = 1000
 
 
@@ -75,6 +78,7 @@ class Owners:
         endpoints: Sequence[Endpoint],
         settings: Settings,
         require_daemons: bool,
+        tolerates_absent: bool,
         on_progress: ProgressCallback | None,
     ) -> None:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
@@ -105,6 +109,7 @@ class Owners:
                         settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3
                     ),
                     on_progress=on_progress,
+                    tolerates_absent=tolerates_absent and not require_daemons,
                 )
                 undo.callback(supervisor.close)
                 supervisor.start()
@@ -148,6 +153,8 @@ class Owners:
             return list(self._events)
 
     def _add_event(self, kind: str, owner: str, reason: str) -> None:
+        if kind in ("daemon_lost", "daemon_absent"):
+            _LOG.warning("daemon %s is not there: %s", owner, reason)
         with self._events_lock:
             self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
 

@@ -32,6 +32,10 @@ class OwnerStats:
     num_experts: int
     transport: str = ""
     """How a daemon was reached last: ``stream`` or ``shared``."""
+    device: str = ""
+    """What a daemon computes on, as it said; empty for this process."""
+    is_lost: bool = False
+    """A daemon that cannot be reached now."""
     requests: int = 0
     tokens: int = 0
     pairs: int = 0

@@ -57,9 +57,10 @@ class DaemonLink:
     """One daemon as the parent sees it.
 
     `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
-    ``request_failed`` for a request that failed without that, ``breaker_open`` and the like for
-    every new state of the circuit breaker, and ``numeric_class_differs`` for a session in which
-    bits are not promised to equal the parent's.
+    ``daemon_absent`` for a daemon that is not there when the parent starts, ``request_failed`` for
+    a request that failed without that, ``breaker_open`` and the like for every new state of the
+    circuit breaker, and ``numeric_class_differs`` for a session in which bits are not promised to
+    equal the parent's.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """

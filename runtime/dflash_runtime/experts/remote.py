@@ -125,6 +125,10 @@ class RemoteExpertCompute:
     @property
     def stats(self) -> OwnerStats:
         stats, counters = self._stats, self._counters
+        session = self._link.session
+        stats.is_lost = session is None
+        if session is not None:
+            stats.device = session.welcome.device
         stats.restarts = self._link.restarts
         stats.breaker = self._breaker.state.value
         stats.breaker_opened = self._breaker.num_opened

@@ -17,6 +17,7 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.placement import LayerRouting, Placement
 from dflash_protocol.routed_batch import group_by_expert
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.selections import SelectionCounts
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class MoeExpertComputeRuntime:
         self._fallback = fallback
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
         self._lost_reason = ""
+        self._selections = SelectionCounts(placement.experts_per_layer)
 
     def compute(
         self,
@@ -86,6 +88,7 @@ class MoeExpertComputeRuntime:
         else:
             token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
         pairs = _Pairs(token_indices, topk_ids.reshape(-1), topk_weights.reshape(-1))
+        self._selections.add(layer_id, pairs.global_expert_ids)
         lost: frozenset[int] = frozenset()
         while pairs.num_pairs:
             orphans = self._compute_round(layer_id, hidden, pairs, phase, lost, sums)
@@ -103,6 +106,10 @@ class MoeExpertComputeRuntime:
         if self._fallback is not None and self._fallback.stats.requests:
             counters["fallback"] = self._fallback.stats
         return counters
+
+    def selections(self) -> dict[int, list[int]]:
+        """How often each expert was chosen: by layer id, then by global id. From any thread."""
+        return self._selections.snapshot()
 
     def close(self) -> None:
         for owner in self._owners:

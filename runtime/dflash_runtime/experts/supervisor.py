@@ -106,11 +106,13 @@ class Supervisor:
         *,
         patience: Patience,
         on_progress: ProgressCallback | None = None,
+        tolerates_absent: bool = False,
     ) -> None:
         self.context = zmq.asyncio.Context.shadow(context.underlying)
         self._links = tuple(links)
         self.greeting = greeting
         self.patience = patience
+        self.tolerates_absent = tolerates_absent
         self._on_progress = on_progress
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -120,6 +122,8 @@ class Supervisor:
     def start(self) -> None:
         """Start and wait until every daemon is ready.
 
+        With `tolerates_absent`, one that others start and that is not there yet is not waited for
+        any longer than our patience; it is used from when it comes.
         Raises: the first daemon's DflashError if one cannot be had; everything is then closed.
         """
         self._thread.start()
@@ -158,15 +162,16 @@ class Supervisor:
             if isinstance(outcome, Exception):
                 _LOG.error("supervisor: %r", outcome)
 
-    def report_first(self, name: str, error: DflashError | None) -> None:
-        """Tell `start` how a link's first attempt ended."""
+    def report_first(self, name: str, error: DflashError | None) -> bool:
+        """Tell `start` how a link's first attempt ended; False if it has been told already."""
         future = self._first[name]
         if future.done():
-            return
+            return False
         if error is None:
             future.set_result(None)
         else:
             future.set_exception(error)
+        return True
 
     def report_progress(self, name: str, progress: Progress) -> None:
         if self._on_progress is not None and not self._first[name].done():
@@ -218,8 +223,14 @@ class _LinkTask:
         self._loss_reported.set()
 
     def _failed(self, error: DflashError) -> None:
-        self._supervisor.report_first(self._link.name, error)
-        _LOG.info("daemon %s: %s", self._link.name, error)
+        link = self._link
+        is_absent = link.launch is None and isinstance(error, DaemonUnavailable)
+        if is_absent and self._supervisor.tolerates_absent:
+            if self._supervisor.report_first(link.name, None):
+                link.note("daemon_absent", str(error))
+        else:
+            self._supervisor.report_first(link.name, error)
+        _LOG.info("daemon %s: %s", link.name, error)
 
     async def _one_session(self) -> None:
         """From connecting to the session's end. Returns if a session was had, raises if not."""

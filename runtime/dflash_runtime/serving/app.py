@@ -35,6 +35,8 @@ from dflash_runtime.serving.requests import (
 )
 from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
 from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.status import expert_map, status
+from dflash_runtime.serving.status_page import page_routes
 
 BODY_S = 30.0
 """For a body to arrive."""
@@ -54,6 +56,7 @@ def create_app(state: ServerState) -> ASGIApp:
         # Their pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
+        routes=page_routes(),
     )
 
     @app.get("/health")
@@ -76,6 +79,14 @@ def create_app(state: ServerState) -> ASGIApp:
     @app.get("/props")
     async def props() -> Response:
         return JSONResponse(describe(state, state.ready_engine()))
+
+    @app.get("/status")
+    async def page_status() -> Response:
+        return JSONResponse(status(state, state.ready_engine()))
+
+    @app.get("/status/experts")
+    async def page_experts() -> Response:
+        return JSONResponse(expert_map(state.ready_engine()))
 
     @app.get("/v1/models")
     async def models() -> Response:

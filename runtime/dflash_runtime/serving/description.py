@@ -20,11 +20,15 @@ def model_id(engine: Engine) -> str:
     return engine.model_path.stem
 
 
+def chat_template(state: ServerState, engine: Engine) -> str | None:
+    """That of the settings, else the model's; None if neither has one."""
+    tokenizer = engine.tokenizer
+    return state.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
+
+
 def describe(state: ServerState, engine: Engine) -> dict[str, Any]:
     """All of it, for JSON. Never waits for the engine."""
     spec, stats, placement = engine.spec, engine.stats(), engine.placement
-    tokenizer = engine.tokenizer
-    template = state.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
     running = state.worker.running
     return {
         "schema_version": SCHEMA_VERSION,
@@ -45,7 +49,7 @@ def describe(state: ServerState, engine: Engine) -> dict[str, Any]:
         "backend": engine.backend_name,
         "kv_type": engine.kv_type.value,
         "num_positions": engine.num_positions,
-        "chat_template": template,
+        "chat_template": chat_template(state, engine),
         "settings": {
             "ipc_mode": state.settings.ipc_mode,
             "ipc_transport": state.settings.ipc_transport,

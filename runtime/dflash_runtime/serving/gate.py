@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_runtime.serving.access import is_of_another_site
 from dflash_runtime.serving.errors import ApiError, api_error
 from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.status_page import PAGE_PATHS
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Gate:
                     "web pages of others",
                     code="forbidden",
                 )
+            return
+        if scope["path"] in PAGE_PATHS:
             return
         key = self._state.keys.index_of(headers.get("authorization", "").encode("latin-1"))
         if key is None:

@@ -9,10 +9,16 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings_table import KNOBS, SETTINGS_FILE
-from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
+from dflash_runtime.cli.options import (
+    SettingsCommand,
+    server_options,
+    settings_options,
+    take_settings,
+)
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 
@@ -58,6 +64,31 @@ def test_flags_of_every_kind(tmp_path: Path) -> None:
     assert [each.launcher for each in settings.daemons] == ["", "/bin/a,b"]
     assert settings.connect == ("ipc:///run/a", "ipc:///run/b")
     assert settings.cache_dir == "some"
+    assert taken("--device", "hip:1").device == Device(DeviceKind.HIP, 1)
+
+
+def test_a_server_takes_its_own_settings_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from the file that a variable names, which is hidden from others afterwards."""
+    file = tmp_path / "moe.toml"
+    file.write_text('port = 1234\nqueue_capacity = 3\nipc_mode = "stream"\n')
+    monkeypatch.setenv(SETTINGS_FILE, str(file))
+    found: list[Settings] = []
+
+    @click.command(cls=SettingsCommand)
+    @server_options
+    @settings_options
+    def command(**options: Any) -> None:
+        found.append(take_settings(options))
+        assert options == {}
+
+    CliRunner().invoke(command, ["--port", "99"], standalone_mode=False, catch_exceptions=False)
+    [settings] = found
+    assert (settings.port, settings.queue_capacity, settings.ipc_mode) == (99, 3, "stream")
+    help_text = CliRunner().invoke(command, ["--help"]).output
+    assert "[8080]" in help_text
+    assert "--api-key-file" in help_text
 
 
 def test_a_wrong_flag_is_named() -> None:

@@ -16,6 +16,8 @@ import pytest
 from dflash_runtime.compute import inventory as inventory_module
 from dflash_runtime.compute.inventory import inventory
 
+BACKENDS = ("reference", "cpu", "cuda", "hip")
+
 
 class FakeCupy:
     """Two devices of a vendor; `error` is raised when they are counted."""
@@ -72,6 +74,8 @@ def test_devices_that_cupy_sees(monkeypatch: pytest.MonkeyPatch, is_hip: bool, k
 def test_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch, cupy: object, why: str) -> None:
     found = with_cupy(monkeypatch, cupy)
     assert (found["gpus"], found["why_no_gpu"]) == ([], why)
+    is_told = [str(found["backends"][kind]) for kind in ("cuda", "hip")]
+    assert all(("has no CuPy" in reason) == (cupy is None) for reason in is_told)
 
 
 def test_its_source_is_a_program_that_needs_the_standard_library_alone(tmp_path: Path) -> None:
@@ -83,7 +87,7 @@ def test_its_source_is_a_program_that_needs_the_standard_library_alone(tmp_path:
     found = json.loads(done.stdout)
     assert found["version"] is None
     assert found["packages"] == {}
-    assert found["backends"] == {name: "numpy is not installed" for name in ("reference", "cpu")}
+    assert found["backends"] == dict.fromkeys(BACKENDS, "numpy is not installed")
     assert set(found["transports"].values()) == {"numpy is not installed"}
     assert found["memory"]["total_bytes"] > 0
 
@@ -91,4 +95,4 @@ def test_its_source_is_a_program_that_needs_the_standard_library_alone(tmp_path:
 def test_a_python_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory_module, "OLDEST_PYTHON", (99, 9))
     backends = inventory()["backends"]
-    assert backends == {name: "Python 99.9 or newer is needed" for name in ("reference", "cpu")}
+    assert backends == dict.fromkeys(BACKENDS, "Python 99.9 or newer is needed")

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
 from dflash_protocol.settings import Settings, cache_directory_in_use, given_cache_dir
 from dflash_runtime import Engine
@@ -87,6 +88,25 @@ def test_a_wrong_option_of_generate_is_refused_before_anything_is_computed(
 def test_a_wrong_option_of_open_is_refused(model: Path, options: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         Engine.open(model, **{"backend": "reference", **options})
+
+
+def test_a_device_is_opened_or_refused_with_what_to_do(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = None
+    for device in ("auto", "cpu", CPU, None):
+        with Engine.open(model, device=device, backend="reference") as engine:
+            found = engine.logits(PROMPT).tobytes()
+            assert found == (expected := expected or found)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(SettingsError, match=r"^device='gpu': must be auto, cpu, cuda:N or hip:N$"):
+        Engine.open(model, device="gpu")
+    with pytest.raises(SettingsError, match=r"^device hip:1: .*install dflash-moe\[rocm7\] there"):
+        Engine.open(model, settings=Settings(device=parse_device("hip:1")))
+    with Engine.open(
+        model, device="cpu", backend="reference", settings=Settings(device=parse_device("hip:1"))
+    ) as engine:
+        assert engine.logits(PROMPT).tobytes() == expected
 
 
 def test_chunks_do_not_show_beyond_rounding(engine: Engine) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_protocol.device import CPU
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import DaemonSetting, Settings, load_settings
+from dflash_protocol.settings import DaemonSetting, Settings
 from dflash_runtime.compute.cores import usable_cores
 from dflash_runtime.engine.launching import (
     DaemonChoice,
@@ -44,16 +45,33 @@ def option(command: tuple[str, ...], flag: str) -> str | None:
     return command[command.index(flag) + 1] if flag in command else None
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:0", "cpu:0", "hip"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cpu:0", "auto", "cuda:1024"])
 def test_an_unknown_device_is_refused_with_the_place_and_the_known_ones(device: str) -> None:
-    message = f"device '{device}' is unknown; this version knows: cpu"
-    with pytest.raises(SettingsError, match=f"^daemon='{device}': {message}$"):
+    with pytest.raises(SettingsError, match=f"^daemon='{device}': must be DEVICE.*cpu, cuda:N or"):
         choose_daemon(device, 0, Settings())
-    variable = "DFLASH_MOE_EXPERT_COMPUTE_DAEMONS"
-    asked = load_settings({variable: f"cpu,{device}"}).daemons
-    with pytest.raises(SettingsError, match=f"^{variable}='{device}': {message}$"):
-        choose_daemons(asked, Settings())
-    assert choose_daemon("cpu", 0, Settings()).device == "cpu"
+    setting = DaemonSetting(device, source="moe.toml: daemon[0]")
+    with pytest.raises(SettingsError, match=rf"^moe.toml: daemon\[0\]='{device}': must be cpu, "):
+        choose_daemon(setting, 0, Settings())
+    assert choose_daemon("cpu", 0, Settings()).device == CPU
+
+
+def test_a_device_without_an_index_has_that_of_the_settings() -> None:
+    settings = Settings(ipc_gpu=3)
+    asked = ["cuda", "hip:1", "cpu"]
+    choices = choose_daemons(asked, settings)
+    assert [str(each.device) for each in choices] == ["cuda:3", "hip:1", "cpu"]
+    assert [each.name for each in choices] == ["cuda0", "hip1", "cpu2"]
+    commands = [launch(choices, index).command for index in range(3)]
+    assert [option(command, "--device") for command in commands] == ["cuda:3", "hip:1", "cpu"]
+    assert [option(command, "--backend") for command in commands] == ["auto", "auto", "cpu"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "cupy"])
+def test_a_parents_backend_is_its_daemons_where_they_compute_alike(backend: str) -> None:
+    choices = choose_daemons(["cpu", "cuda:0"], Settings())
+    commands = [launch(choices, index, backend_name=backend).command for index in range(2)]
+    alike = "auto" if backend == "cupy" else backend
+    assert [option(command, "--backend") for command in commands] == [alike, "auto"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_protocol.ids import I32Array
 from dflash_runtime import Engine
-from dflash_runtime.engine import engine as engine_module
+from dflash_runtime.engine import steps as steps_module
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.prefix import CachedPrefix
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
@@ -50,7 +50,7 @@ def everything(
 def test_reuse_does_not_show_in_the_bits(
     model: Path, backend: str, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr(steps_module, "_PREFILL_CHUNK", CHUNK)
     random = np.random.default_rng(1)
     base = [int(i) for i in random.integers(0, BLOCK_32_SHAPE.vocab_size, 60)]
     with (

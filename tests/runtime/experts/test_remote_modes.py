@@ -48,7 +48,6 @@ def test_no_mode_changes_a_bit(
         undo, endpoint, min_deadline_s=PATIENCE_S, mode=mode, stream_tokens=stream_tokens
     )
     rig.bank = LargeBank()
-    rig.service.set_banks({0: rig.bank})
     reference: dict[int, F64Array] = {}
     for max_tokens in (CAPACITY, 5):
         session = rig.open_session(max_tokens=max_tokens, payload=payload)
@@ -127,9 +126,9 @@ def test_auto_soon_leaves_the_slower_mode_and_never_sends_all_of_a_batch_in_it(
     """Where every request costs 2 ms, 16 slices are 32 ms and one batch is 2 ms."""
     rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=ExecutionMode.AUTO)
     rig.bank = SlowBank()
-    rig.service.set_banks({0: rig.bank})
     session = rig.open_session(max_tokens=64)
-    rig.service.add_link(session.welcome.link_id, LinkLimits(HIDDEN_SIZE, 64, 8))
+    limits = LinkLimits(HIDDEN_SIZE, 64, 8)
+    rig.service.add_link(session.welcome.link_id, limits, {0: rig.bank})
     pairs = {(token_idx, token_idx % 5): 0.5 for token_idx in range(64)}
     numbers = []
     for _ in range(10):

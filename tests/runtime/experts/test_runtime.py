@@ -364,6 +364,16 @@ def test_stats_are_by_owner_name_and_the_fallback_appears_when_used() -> None:
     assert (stats["cpu0"].retries, stats["cpu0"].fallbacks) == (0, 0)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 70])
+def test_what_was_chosen_is_counted_once_whoever_computes_it(num_tokens: int) -> None:
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "collect", "cpu1": "submit"})
+    hidden, (ids, weights) = numbered_rows(num_tokens), routing_of(num_tokens, seed=2)
+    for _ in range(2):
+        rig.compute(hidden, ids, weights)
+    chosen = np.bincount(ids.reshape(-1), minlength=NUM_EXPERTS)
+    assert rig.runtime.selections() == {LAYER_ID: (2 * chosen).tolist()}
+
+
 def test_what_a_replica_takes_over_is_a_retry_but_no_fallback() -> None:
     rig = Rig(split([0, 1], [2, 3, 4], [2, 3, 4, 5]), fails={"cpu0": "collect"})
     rig.assert_right()

@@ -193,6 +193,31 @@ def test_silence_is_unavailability_within_the_patience(undo: ExitStack, address:
     assert_starts(address)
 
 
+def test_one_that_is_absent_can_be_tolerated_and_is_used_once_it_comes(
+    undo: ExitStack, run_dir: Path
+) -> None:
+    there = undo.enter_context(ScriptedDaemon(f"ipc://{run_dir}/there"))
+    late_address = f"ipc://{run_dir}/late"
+    addresses = late_address, there.endpoint.address
+    parent = Parent(undo, *addresses, patience=Patience(0.3, PATIENCE_S), tolerates_absent=True)
+    start = parent.start()
+    there.let_in()
+    start.result(PATIENCE_S)
+    assert "nothing answers" in parent.next_loss()
+    assert parent.link.session is None
+    with ScriptedDaemon(late_address) as late:
+        late.let_in()
+        parent.wait_for_session(1)
+
+
+def test_a_refusal_is_not_tolerated(undo: ExitStack, daemon: ScriptedDaemon, address: str) -> None:
+    start = Parent(undo, address, tolerates_absent=True).start()
+    daemon.expect(Hello)
+    daemon.say(Refused("model_mismatch", "another model"))
+    with pytest.raises(HandshakeRefused, match="another model"):
+        start.result(PATIENCE_S)
+
+
 def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(
     undo: ExitStack, address: str
 ) -> None:

@@ -26,7 +26,8 @@ from dflash_runtime.compute.cpu.tiers import current_tier
 _LOG = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of jobs that are done, and of all."""
+"""Called with the number of jobs that are done, and of all: when one is, and every second. What it
+raises ends the compiling."""
 
 _CHILD = "dflash_runtime.compute.cpu.compile_ahead_child"
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime")
@@ -34,6 +35,7 @@ _MOST_CHILDREN = 8
 """Each takes about 200 MB while it compiles."""
 _JOB_PATIENCE_S = 60.0
 _POLL_S = 0.1
+_LOOK_S = 1.0
 _ANSWER_BYTES = 256
 
 
@@ -99,10 +101,15 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
                 child.begin(waiting.pop())
                 selector.register(child.output, selectors.EVENT_READ, child)
             on_done(num_done)
+            end_s = time.monotonic() + _JOB_PATIENCE_S
             while selector.get_map():
-                events = selector.select(_JOB_PATIENCE_S)
-                if not events:
+                events = selector.select(_LOOK_S)
+                if events:
+                    end_s = time.monotonic() + _JOB_PATIENCE_S
+                elif time.monotonic() > end_s:
                     raise TimeoutError("no kernel was done in time")
+                else:
+                    on_done(num_done)
                 for key, _ in events:
                     child = key.data
                     if child.has_done_it():

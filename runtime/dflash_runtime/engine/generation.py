@@ -1,0 +1,95 @@
+"""A generation: the prompt through the model, then token after token until something ends it.
+
+Knows nothing of experts or devices; it asks Steps for hidden states and logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.tokenizer import Tokenizer
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
+from dflash_runtime.engine.stats import GenerationStats
+from dflash_runtime.engine.steps import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One generated token. `text` is what became readable with it: a character may need several."""
+
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What `Engine.generate` was asked for, checked. Shapes: prompt [T], at least one token."""
+
+    prompt: I32Array
+    max_tokens: int
+    sampler: Sampler
+    top_logprobs: int | None
+    ignore_eos: bool
+    reuse_prefix: bool
+    is_cancelled: Callable[[], bool] | None
+    on_prefill: Callable[[int, int], None]
+
+    def choose(self, logits: F32Array) -> tuple[int, TokenLogprobs | None]:
+        """The next token, with its log-probabilities if they are wanted. Shapes: logits [V]."""
+        token_id = self.sampler(logits)
+        if self.top_logprobs is None:
+            return token_id, None
+        return token_id, token_logprobs(logits, token_id, self.top_logprobs)
+
+
+def generated_tokens(
+    steps: Steps,
+    run: int,
+    request: GenerationRequest,
+    *,
+    tokenizer: Tokenizer | None,
+    stats: GenerationStats,
+) -> Iterator[GeneratedToken]:
+    """The tokens of one run of `steps`; `stats` says at any time how far it is, and why it ended.
+
+    Raises: as `Steps.forward`.
+    """
+    prompt = request.prompt
+    decoder = tokenizer.stream() if tokenizer is not None else None
+    stop_ids: frozenset[int] = frozenset()
+    if tokenizer is not None and not request.ignore_eos:
+        stop_ids = tokenizer.stop_ids
+    started_s = time.perf_counter()
+    reused = 0
+    if request.reuse_prefix:
+        stats.num_reused_tokens = reused = steps.num_reusable(prompt)
+    for first, last in steps.chunks(prompt.size - reused):
+        request.on_prefill(reused + first, prompt.size)
+        hidden = steps.forward(run, prompt[reused + first : reused + last], reused + first)
+    token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
+    num_positions = prompt.size
+    stats.prefill_s = time.perf_counter() - started_s
+    while token_id not in stop_ids:
+        stats.num_generated_tokens += 1
+        if stats.num_generated_tokens == request.max_tokens:
+            stats.finish_reason = "length"
+        elif num_positions == steps.num_positions:
+            stats.finish_reason = "context"
+        text = decoder.push(token_id) if decoder is not None else ""
+        if decoder is not None and stats.finish_reason:
+            text += decoder.flush()
+        yield GeneratedToken(token_id, text, logprobs)
+        if stats.finish_reason:
+            return
+        started_s = time.perf_counter()
+        hidden = steps.forward(run, np.array([token_id], np.int32), num_positions)
+        token_id, logprobs = request.choose(steps.head(hidden)[0])
+        num_positions += 1
+        stats.decode_s += time.perf_counter() - started_s
+    stats.finish_reason = "stop"

@@ -1,0 +1,196 @@
+"""Opening: from what a caller asked for to a model with its backend and the owners of its experts.
+
+Checks all that can be wrong before anything is started. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.ops import KvType, Model
+from dflash_adapters.registry import adapter_for
+from dflash_protocol.device import Device
+from dflash_protocol.endpoint import Endpoint, parse_endpoint
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import AnyArray
+from dflash_protocol.placement import Placement
+from dflash_protocol.setting_kinds import DaemonSetting, DeviceOrAuto, checked
+from dflash_protocol.settings import MAX_THREADS, Settings, cache_of
+from dflash_runtime.compute import BackendName, ComputeBackend, open_backend
+from dflash_runtime.engine.arguments import choice, whole_number
+from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
+from dflash_runtime.engine.owners import Owners
+from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.placement.split import even_split
+
+_DEFAULT_CONTEXT_LIMIT = 32768
+"""Context if none is asked for and the model has more: a cache larger than this is a choice."""
+
+_BYTES_PER_VALUE = {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """What `Engine.open` was told besides file and settings, as it came; see there."""
+
+    daemons: Sequence[DaemonSetting | str] | None
+    connect: Sequence[str] | None
+    local_experts: int | None
+    placement: Placement | None
+    require_daemons: bool | None
+    tolerates_absent: bool
+    device: Device | str | None
+    backend: str
+    kv_type: str
+    context: int | None
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What an engine is made of; whoever opened it closes it."""
+
+    file: GgufFile
+    model: Model[AnyArray]
+    backend: ComputeBackend
+    owners: Owners
+    num_positions: int
+    kv_type: KvType
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Options with what the settings say where they say nothing, checked without the file."""
+
+    choices: list[DaemonChoice]
+    endpoints: list[Endpoint]
+    local_experts: int | None
+    placement: Placement | None
+    require_daemons: bool
+    device: Device | None
+    backend: BackendName
+    kv_type: KvType | None
+    context: int | None
+    threads: int | None
+
+
+def open_model(
+    undo: contextlib.ExitStack,
+    path: str | Path | None,
+    options: OpenOptions,
+    *,
+    settings: Settings,
+    on_progress: ProgressCallback | None,
+) -> Opened:
+    """Open a GGUF file (None = the demo model) as `Engine.open` says; `undo` closes all of it.
+
+    Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
+    """
+    asked = _checked(options, settings)
+    undo.enter_context(cache_of(settings))
+    file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
+    adapter = adapter_for(file)
+    spec = adapter.read_spec(file)
+    if asked.context is not None and asked.context > spec.context_length:
+        raise SettingsError(
+            f"context={asked.context}: the model was made for up to {spec.context_length}"
+        )
+    placement = asked.placement
+    if placement is None:
+        names = daemon_names(asked.choices, asked.endpoints)
+        placement = even_split(spec.moe, names, asked.local_experts)
+    kv_type = asked.kv_type
+    if kv_type is None:
+        kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
+    num_positions = asked.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
+    _check_cache_fits(spec, num_positions, kv_type)
+    backend = open_backend(
+        asked.device,
+        backend=asked.backend,
+        num_threads=asked.threads or settings.threads or None,
+        cpu_tier=settings.cpu_tier,
+    )
+    undo.callback(backend.close)
+    report = on_progress or _nobody_watches
+    report("parent", "compile", 0, 1)
+    types = {tensor.tensor_type for tensor in file.tensors.values()}
+    backend.warm_up(
+        (each for each in types if not each.is_integer),
+        kv_type=kv_type,
+        on_progress=partial(report, "parent", "compile"),
+    )
+    owners = Owners(
+        file,
+        spec,
+        backend,
+        placement=placement,
+        choices=asked.choices,
+        endpoints=asked.endpoints,
+        settings=settings,
+        require_daemons=asked.require_daemons,
+        tolerates_absent=options.tolerates_absent,
+        on_progress=on_progress,
+    )
+    undo.callback(owners.close)
+    model = adapter.load(file, backend.ops)
+    return Opened(file, model, backend, owners, num_positions, kv_type)
+
+
+def _checked(options: OpenOptions, settings: Settings) -> _Checked:
+    """Raises: SettingsError for the first that is wrong."""
+    backend = choice(BackendName, "backend", options.backend)
+    kv_type = None if options.kv_type == "auto" else choice(KvType, "kv_type", options.kv_type)
+    device: object = settings.device if options.device is None else options.device
+    if isinstance(device, str):
+        device = checked("device", device, DeviceOrAuto().from_text)
+    assert device is None or isinstance(device, Device)
+    daemons = settings.daemons if options.daemons is None else options.daemons
+    connect = settings.connect if options.connect is None else options.connect
+    choices = choose_daemons(daemons, settings)
+    endpoints = [parse_endpoint(each) for each in connect]
+    if options.placement is not None and options.local_experts is not None:
+        raise SettingsError("placement and local_experts exclude each other")
+    threads, context, local_experts = options.threads, options.context, options.local_experts
+    if threads is not None:
+        threads = whole_number("threads", threads, smallest=1, largest=MAX_THREADS)
+    if context is not None:
+        context = whole_number("context", context, smallest=1)
+    if local_experts is not None:
+        local_experts = whole_number("local_experts", local_experts, smallest=0)
+    require_daemons = options.require_daemons
+    return _Checked(
+        choices=choices,
+        endpoints=endpoints,
+        local_experts=local_experts,
+        placement=options.placement,
+        require_daemons=settings.ipc_required if require_daemons is None else require_daemons,
+        device=device,
+        backend=backend,
+        kv_type=kv_type,
+        context=context,
+        threads=threads,
+    )
+
+
+def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
+    """Raises: SettingsError if the key/value cache would be larger than this machine's memory."""
+    values = sum(kv.num_heads * (kv.key_dim + kv.value_dim) for kv in spec.kv_layers)
+    num_bytes = num_positions * values * _BYTES_PER_VALUE[kv_type]
+    if num_bytes > psutil.virtual_memory().total:
+        raise SettingsError(
+            f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "
+            "more than this machine has; ask for a smaller one"
+        )
+
+
+def _nobody_watches(owner: str, stage: str, num_done: int, num_total: int) -> None:
+    """Where no progress is wanted."""

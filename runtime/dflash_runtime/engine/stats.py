@@ -1,0 +1,46 @@
+"""What an engine counts and measures: the last generation, and everything since it was opened.
+
+Knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_runtime.engine.owners import Event
+from dflash_runtime.experts.compute import OwnerStats
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """The last generation. Prefill ends with the first token; decode counts the ones after it."""
+
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the cache already."""
+    num_generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finish_reason: str = ""
+    """``stop`` (the model ended), ``length`` (enough tokens), ``context`` (no position left),
+    ``cancelled``."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        num_computed = self.num_prompt_tokens - self.num_reused_tokens
+        return num_computed / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        num_steps = max(0, self.num_generated_tokens - 1)
+        return num_steps / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine was opened: owners by name, events in order."""
+
+    owners: dict[str, OwnerStats]
+    events: list[Event]
+    selections: dict[int, list[int]]
+    """How often each expert was chosen: by layer id, then by global expert id."""

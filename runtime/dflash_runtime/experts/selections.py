@@ -1,0 +1,44 @@
+"""How often each expert was chosen: what a heat map shows, and a planner may learn from.
+
+Knows nothing of owners: what is counted is the routing, whoever computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dflash_protocol.ids import I32Array
+
+_FEW_PAIRS = 64
+"""Up to so many are counted one by one: a decode step has a handful, and calls into numpy cost more
+than counting those does."""
+
+
+class SelectionCounts:
+    """Counts by layer and global expert id since the start. Written by one thread.
+
+    They are Python's numbers in lists: adding to eight of them takes half of what numpy, a compiled
+    kernel or a memoryview take to begin with, and copying a list is one step for other threads.
+    """
+
+    def __init__(self, experts_per_layer: Mapping[int, int]) -> None:
+        self._by_layer = {layer: [0] * num for layer, num in experts_per_layer.items()}
+
+    def add(self, layer_id: int, global_expert_ids: I32Array) -> None:
+        """Count one layer's choices. Shapes: global_expert_ids [P]."""
+        counts = self._by_layer[layer_id]
+        if global_expert_ids.size <= _FEW_PAIRS:
+            for global_expert_id in global_expert_ids.tolist():
+                counts[global_expert_id] += 1
+            return
+        for global_expert_id, num_new in enumerate(np.bincount(global_expert_ids).tolist()):
+            counts[global_expert_id] += num_new
+
+    def snapshot(self) -> dict[int, list[int]]:
+        """A copy by layer id, each list by global expert id. From any thread, without waiting.
+
+        Layers are copied one after the other: some may be a step ahead of others.
+        """
+        return {layer_id: counts.copy() for layer_id, counts in self._by_layer.items()}

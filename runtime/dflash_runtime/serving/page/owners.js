@@ -1,0 +1,123 @@
+// The table of owners, and the colour that stands for each of them.
+
+import { compact, count, duration, percent } from "./format.js";
+
+const NUM_COLOURS = 8;
+
+/** An owner's colour as [red, green, blue], by its place in the placement. */
+export function ownerColour(index) {
+  const style = getComputedStyle(document.documentElement);
+  const text = style.getPropertyValue(`--owner-${index % NUM_COLOURS}`).trim();
+  return [1, 3, 5].map((at) => Number.parseInt(text.slice(at, at + 2), 16));
+}
+
+/** A small square in an owner's colour; what is in no placement, such as the fallback, has none. */
+export function swatch(index) {
+  const square = document.createElement("span");
+  square.className = "swatch";
+  square.style.background = index < 0 ? "none" : `var(--owner-${index % NUM_COLOURS})`;
+  return square;
+}
+
+const KINDS = { local: "this process", daemon: "daemon", fallback: "this process, for lost owners" };
+
+/** Rows are made once for each owner, and then only their texts change. */
+export class OwnerTable {
+  #rows = new Map();
+
+  constructor(body) {
+    this.body = body;
+  }
+
+  update(owners, placed) {
+    const total = owners.reduce((sum, owner) => sum + owner.pairs, 0);
+    const names = new Set(owners.map((owner) => owner.name));
+    for (const [name, row] of this.#rows) {
+      if (names.has(name)) continue;
+      row.element.remove();
+      this.#rows.delete(name);
+    }
+    for (const owner of owners) {
+      let row = this.#rows.get(owner.name);
+      if (!row) {
+        row = newRow(owner.name);
+        this.#rows.set(owner.name, row);
+      }
+      row.swatch.replaceChildren(swatch(placed.indexOf(owner.name)));
+      fill(row, owner, total ? owner.pairs / total : 0);
+    }
+    const elements = owners.map((owner) => this.#rows.get(owner.name).element);
+    if (elements.some((element, at) => this.body.children[at] !== element)) {
+      this.body.append(...elements);
+    }
+  }
+}
+
+function fill(row, owner, share) {
+  const trip = owner.decode_round_trip_s;
+  const texts = {
+    what: [KINDS[owner.kind] ?? owner.kind, owner.device, owner.transport].filter(Boolean).join(" · "),
+    state: owner.state,
+    share: percent(share),
+    experts: count(owner.num_experts),
+    requests: compact(owner.requests),
+    trip: trip === null ? "–" : duration(trip),
+    wait: owner.kind === "daemon" ? duration(owner.wait_s) : "–",
+    fallbacks: count(owner.fallbacks),
+    restarts: count(owner.restarts),
+    reason: owner.reason,
+  };
+  for (const [name, text] of Object.entries(texts)) {
+    if (row[name].textContent !== text) row[name].textContent = text;
+  }
+  row.state.dataset.state = owner.state;
+  row.fallbacks.classList.toggle("some", owner.fallbacks > 0);
+  row.restarts.classList.toggle("some", owner.restarts > 0);
+  row.bar.style.width = `${100 * share}%`;
+  const colour = row.swatch.firstChild.style.background;
+  row.bar.style.background = colour === "none" ? "var(--muted)" : colour;
+}
+
+function newRow(name) {
+  const element = document.createElement("tr");
+  element.setAttribute("role", "row");
+  const row = { element };
+  const part = (kind, className, text = "") => {
+    const made = document.createElement(kind);
+    made.className = className;
+    made.textContent = text;
+    return made;
+  };
+  const cell = (label, className, ...parts) => {
+    const made = part(label ? "td" : "th", className);
+    made.setAttribute("role", label ? "cell" : "rowheader");
+    if (label) made.dataset.label = label;
+    else made.scope = "row";
+    made.append(...parts);
+    element.append(made);
+  };
+  row.swatch = part("span", "");
+  row.what = part("span", "what");
+  row.state = part("span", "state");
+  row.reason = part("span", "reason");
+  row.share = part("span", "share");
+  row.bar = part("span", "filled");
+  const bar = part("span", "bar");
+  bar.append(row.bar);
+  const owner = part("span", "owner-name", name);
+  cell("", "owner", row.swatch, owner, row.what, row.reason);
+  cell("State", "condition", row.state);
+  cell("Load", "load", row.share, bar);
+  for (const [label, key] of [
+    ["Experts", "experts"],
+    ["Requests", "requests"],
+    ["Round trip", "trip"],
+    ["Wait", "wait"],
+    ["Fallbacks", "fallbacks"],
+    ["Restarts", "restarts"],
+  ]) {
+    row[key] = part("span", "");
+    cell(label, "number", row[key]);
+  }
+  return row;
+}

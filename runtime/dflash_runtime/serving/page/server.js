@@ -1,0 +1,69 @@
+// The server as this page sees it: its key, its errors, its streams.
+
+const KEY = "dflash-moe-key";
+const PATIENCE_MS = 10_000;
+
+export class ServerError extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const keepKey = (key) => sessionStorage.setItem(KEY, key);
+export const forgetKey = () => sessionStorage.removeItem(KEY);
+
+/** What a path answers, as JSON. Throws ServerError; status 0 = nobody answered. */
+export async function read(path) {
+  const response = await ask(path, { signal: AbortSignal.timeout(PATIENCE_MS) });
+  return response.json();
+}
+
+/** The same of a path that has its say whatever its status; nothing at all if nobody answers. */
+export async function probe(path) {
+  const options = { signal: AbortSignal.timeout(PATIENCE_MS), cache: "no-store" };
+  return fetch(path, options).then((response) => response.json()).catch(() => ({}));
+}
+
+/** The events of a stream, each parsed. Throws ServerError; AbortError once `signal` says so. */
+export async function* stream(path, body, signal) {
+  const response = await ask(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true }),
+    signal,
+  });
+  let rest = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      if (!block.startsWith("data: ") || block === "data: [DONE]") continue; // a comment, the end
+      const event = JSON.parse(block.slice("data: ".length));
+      if (event.error) throw new ServerError(500, event.error.message, event.error.code);
+      yield event;
+    }
+  }
+}
+
+async function ask(path, options) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "the server does not answer", "offline");
+  }
+  if (!response.ok) {
+    const error = (await response.json().catch(() => ({}))).error ?? {};
+    throw new ServerError(response.status, error.message ?? response.statusText, error.code);
+  }
+  return response;
+}

@@ -1,0 +1,68 @@
+"""The status page: a few files as they lie in ``page/``, and the headers that fence them in.
+
+Knows nothing of what they show; that they ask for like any client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+_FOLDER = Path(__file__).with_name("page")
+
+_MEDIA_TYPES: Mapping[str, str] = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "chat.js": "text/javascript; charset=utf-8",
+    "format.js": "text/javascript; charset=utf-8",
+    "heat_map.js": "text/javascript; charset=utf-8",
+    "owners.js": "text/javascript; charset=utf-8",
+    "server.js": "text/javascript; charset=utf-8",
+    "speed.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+
+_HEADERS: Mapping[str, str] = {
+    # Nothing but these files and this server; and no way to make text that came from elsewhere,
+    # such as a model's, into markup.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    # A newer server brings newer files.
+    "Cache-Control": "no-cache",
+}
+
+
+def _path(name: str) -> str:
+    return "/" if name == "index.html" else f"/page/{name}"
+
+
+PAGE_PATHS = frozenset(map(_path, _MEDIA_TYPES))
+"""What needs no key: it is the same for everybody, and asks for a key itself."""
+
+
+def page_routes() -> list[BaseRoute]:
+    """A route for each file, which is read here and kept."""
+    return [_route(name, media_type) for name, media_type in _MEDIA_TYPES.items()]
+
+
+def _route(name: str, media_type: str) -> Route:
+    content = (_FOLDER / name).read_bytes()
+
+    async def file(_request: Request) -> Response:
+        return Response(content, headers={**_HEADERS, "Content-Type": media_type})
+
+    return Route(_path(name), file, methods=["GET"], include_in_schema=False)

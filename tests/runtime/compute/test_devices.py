@@ -1,0 +1,97 @@
+"""Opening the backend of a device: which one it is, and what is said where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dflash_protocol.device import CPU, Device, DeviceKind
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute import BackendName, choose_device, devices, open_backend
+from dflash_runtime.compute.backend import ComputeBackend
+from support.processes import environment
+
+GPUS = [Device(DeviceKind.CUDA, 1), Device(DeviceKind.HIP)]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """As if there was such a module."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("device", [None, CPU])
+@pytest.mark.parametrize("name", [BackendName.CPU, BackendName.REFERENCE])
+def test_the_cpu_has_the_backends_it_had(device: Device | None, name: BackendName) -> None:
+    assert choose_device(device) == CPU
+    backend = open_backend(device, backend=name, num_threads=1)
+    assert backend.name == name
+    backend.close()
+
+
+@pytest.mark.parametrize("device", GPUS, ids=str)
+def test_without_cupy_a_gpu_is_refused_with_what_to_do(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # how an import is told that there is none
+    extra = {"cuda:1": "dflash-moe\\[cuda12\\] or dflash-moe\\[cuda13\\]", "hip:0": "\\[rocm7\\]"}
+    with pytest.raises(SettingsError, match=f"^device {device}: .* has no CuPy") as caught:
+        open_backend(device)
+    assert len(str(caught.value).splitlines()) == 1
+    caught.match(f"install .*{extra[str(device)]} there, or use device cpu$")
+    assert "Traceback" not in str(devices.why_unusable(device.kind))
+    assert devices.why_unusable(DeviceKind.CPU) is None
+
+
+def test_a_version_without_kernels_for_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "cupy")
+    monkeypatch.setattr(devices, "_GPU_MODULE", "dflash_runtime.compute.not_in_this_version")
+    for device in GPUS:
+        with pytest.raises(
+            SettingsError, match=f"^device {device}: this version of dflash-moe has"
+        ):
+            open_backend(device)
+
+
+@pytest.mark.parametrize("device", GPUS, ids=str)
+def test_the_module_of_gpus_is_asked_for_its_backend(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Device] = []
+
+    def opened(device: Device) -> ComputeBackend:
+        asked.append(device)
+        return open_backend(CPU, backend=BackendName.REFERENCE)
+
+    install(monkeypatch, "cupy")
+    install(monkeypatch, "gpu_backend_of_a_test", CupyBackend=opened)
+    monkeypatch.setattr(devices, "_GPU_MODULE", "gpu_backend_of_a_test")
+    open_backend(device).close()
+    assert asked == [device]
+
+
+@pytest.mark.parametrize("name", [BackendName.CPU, BackendName.REFERENCE])
+def test_a_backend_of_the_cpu_is_refused_on_a_gpu(name: BackendName) -> None:
+    with pytest.raises(SettingsError, match=f"^backend {name} does not compute on cuda:1"):
+        open_backend(GPUS[0], backend=name)
+
+
+def test_the_cpu_imports_nothing_of_gpus() -> None:
+    code = """
+import sys
+from dflash_runtime.compute import BackendName, open_backend
+open_backend(None, backend=BackendName.REFERENCE).close()
+print([name for name in sys.modules if "cupy" in name])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[]\n"

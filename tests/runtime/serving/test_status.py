@@ -1,0 +1,133 @@
+"""What the status page is told: owners as they are, counts that add up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import Phase
+from dflash_runtime.engine.owners import Event
+from dflash_runtime.experts.compute import OwnerKind, OwnerStats
+from dflash_runtime.serving.access import ApiKeys
+from dflash_runtime.serving.status import expert_types, owner_status
+from support.routed_batches import moe_layer
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+NUM_USED = 2
+EVENTS = [
+    Event(1.0, "daemon_lost", "cpu0", "no heartbeat"),
+    Event(2.0, "breaker_open", "cpu1", "3 requests in a row failed"),
+    Event(3.0, "daemon_lost", "cpu0", "the process has ended"),
+]
+
+
+@pytest.mark.asyncio
+async def test_status_says_what_was_done(serve: Serve) -> None:
+    async with serve() as served:
+        before = (await served.client.get("/status")).json()
+        await served.post("/v1/completions", prompt="hello", max_tokens=4, ignore_eos=True)
+        after = (await served.client.get("/status")).json()
+    assert before["schema_version"] == 1
+    assert before["model"] == {
+        "id": "small",
+        "name": "random qwen3moe, default",
+        "architecture": "qwen3moe",
+        "expert_types": ["F32"],
+        "num_moe_layers": 2,
+        "num_experts": 4,
+        "num_experts_used": NUM_USED,
+        "num_positions": 512,
+        "has_chat_template": True,
+        "backend": "reference",
+    }
+    assert before["tokens"] == {"prompt": 0, "generated": 0}
+    assert after["tokens"] == {"prompt": 4, "generated": 4}
+    assert after["queue"] == {"capacity": 64, "waiting": 0, "running": 0}
+    assert after["time_s"] > before["time_s"]
+    [owner] = after["owners"]
+    assert (owner["name"], owner["kind"], owner["device"]) == ("local", "local", "reference")
+    assert (owner["state"], owner["num_experts"]) == ("ready", 8)
+    assert owner["decode_round_trip_s"] is None
+    # Four tokens of the prompt and the first three written ones, in each of two layers.
+    assert owner["pairs"] == 2 * NUM_USED * 7
+
+
+@pytest.mark.asyncio
+async def test_the_map_holds_every_pair_that_was_computed(serve: Serve) -> None:
+    async with serve() as served:
+        before = (await served.client.get("/status/experts")).json()
+        await served.post("/v1/completions", prompt="hello", max_tokens=4, ignore_eos=True)
+        after = (await served.client.get("/status/experts")).json()
+    assert [set(each) for each in (before, *before["layers"])] == [
+        {"schema_version", "owner_names", "layers"},
+        *[{"layer_id", "owners", "selections"}] * 2,
+    ]
+    assert after["owner_names"] == ["local"]
+    for layer_id, layer in enumerate(after["layers"]):
+        assert layer["layer_id"] == layer_id
+        assert layer["owners"] == [0] * 4
+        assert sum(layer["selections"]) == NUM_USED * 7
+    assert all(layer["selections"] == [0] * 4 for layer in before["layers"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/status", "/status/experts"])
+async def test_it_is_for_those_who_may_use_the_server(serve: Serve, path: str) -> None:
+    async with serve() as served:
+        strange = {"origin": "https://evil.example"}
+        assert (await served.client.get(path, headers=strange)).status_code == 403
+        served.state.is_draining = True
+        refused = await served.client.get(path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    key = "a-key-of-32-characters-or-so-----"
+    async with serve(keys=ApiKeys([key.encode()])) as served:
+        assert (await served.client.get(path)).status_code == 401
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await served.client.get(path, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "breaker", "state", "reason"),
+    [
+        (False, "", "ready", ""),
+        (False, "closed", "ready", ""),
+        (True, "closed", "lost", "the process has ended"),
+        (True, "open", "lost", "the process has ended"),
+        (False, "open", "paused", "the process has ended"),
+        (False, "half-open", "probed", "the process has ended"),
+    ],
+)
+def test_an_owner_that_is_not_ready_says_why(
+    is_lost: bool, breaker: str, state: str, reason: str
+) -> None:
+    stats = OwnerStats(OwnerKind.DAEMON, 4, device="hip:1", is_lost=is_lost, breaker=breaker)
+    found = owner_status("cpu0", stats, EVENTS, parent_device="cpu")
+    assert (found["state"], found["reason"], found["device"]) == (state, reason, "hip:1")
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_round_trip_is_the_median_of_decode() -> None:
+    stats = OwnerStats(OwnerKind.DAEMON, 4)
+    stats.of_phase(Phase.PREFILL).round_trips.add(9.0)
+    stats.of_phase(Phase.DECODE)
+    assert owner_status("cpu0", stats, [], parent_device="cpu")["decode_round_trip_s"] is None
+    for seconds in (1e-3, 2e-3, 3e-3):
+        stats.of_phase(Phase.DECODE).round_trips.add(seconds)
+    found = owner_status("cpu0", stats, [], parent_device="cpu")
+    assert found["decode_round_trip_s"] == pytest.approx(2e-3, rel=0.125)
+    assert found["device"] == ""  # it has not said it
+
+
+def test_types_are_in_order_of_their_bytes() -> None:
+    layer = moe_layer()
+    large = replace(layer.gate, tensor_type=TensorType.Q4_0, rows=96, columns=32)
+    small = replace(layer.down, tensor_type=TensorType.F32, rows=4, columns=32)
+    layer = replace(layer, gate=large, up=large, down=small)
+    assert expert_types(MoeSpec((layer, layer))) == ["Q4_0", "F32"]
