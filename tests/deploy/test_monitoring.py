@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]  # comes with gguf
+import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_runtime import Engine
@@ -42,6 +42,11 @@ def metrics(model: Path) -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def histograms_of(metrics: dict[str, set[str]]) -> set[str]:
+    """Names without the ending of their samples."""
+    return {name.removesuffix("_bucket") for name in metrics if name.endswith("_bucket")}
 
 
 def queries() -> Iterator[tuple[str, str]]:
@@ -96,9 +101,25 @@ def test_the_dashboard_shows_every_histogram_and_every_owner_counter_that_counts
     troubles = ("retries", "fallbacks", "restarts", "checksum_failures", "deadline_failures")
     for trouble in troubles:
         assert f"{NAMESPACE}_owner_{trouble}_total" in shown
-    for name in ("time_to_first_token_seconds", "request_queue_time_seconds"):
-        assert f"{NAMESPACE}_{name}_bucket" in shown
+    histograms = histograms_of(metrics)
+    assert f"{NAMESPACE}_owner_round_trip_seconds" in histograms
+    for name in histograms:
+        assert {f"{name}_bucket", f"{name}_sum"} & shown, name
     assert any(name.startswith("process_") for name in shown & set(metrics))
+
+
+def test_quantiles_are_asked_of_the_buckets_of_histograms_and_keep_their_bounds(
+    metrics: dict[str, set[str]],
+) -> None:
+    asked = [expression for _, expression in queries() if "quantile" in expression]
+    assert len(asked) > 4
+    for expression in asked:
+        found = re.fullmatch(
+            r"histogram_quantile\(0\.\d+, sum by \(le(?:, \w+)*\) \(rate\((\w+)_bucket\{.*\)\)\)",
+            expression,
+        )
+        assert found is not None, expression
+        assert found[1] in histograms_of(metrics), expression
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:

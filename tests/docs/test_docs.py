@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import tomllib
 
+import pytest
+
 from dflash_protocol.settings import VARIABLES
 from support.processes import ROOT, run_cli
 
@@ -33,13 +35,30 @@ def test_the_folder_tree_of_the_readme_is_the_real_one() -> None:
             assert (ROOT / folder).is_dir(), folder
 
 
-def test_every_command_and_flag_of_the_readme_exists() -> None:
-    commands = re.findall(r"dflash-moe (generate|daemon|inspect)(.*)", README)
+@pytest.mark.parametrize("path", ["README.md", "docs/operations.md", "docs/security.md"])
+def test_every_command_and_flag_that_is_shown_exists(path: str) -> None:
+    commands = re.findall(r"dflash-moe ([a-z]+)(?= |$)([^\n`#]*)", (ROOT / path).read_text())
     assert commands
-    helps = {name: run_cli(name, "--help").stdout for name in ("generate", "daemon", "inspect")}
+    helps = {name: run_cli(name, "--help").stdout for name in {name for name, _ in commands}}
     for name, arguments in commands:
+        assert f"Usage: dflash-moe {name}" in helps[name] or "usage: dflash-daemon" in helps[name]
         for flag in re.findall(r"(?<=\s)(--?[a-z][a-z-]*)", arguments):
-            assert flag in helps[name], (name, flag)
+            assert re.search(rf"(?<=[\s,]){flag}(?=[\s,])", helps[name]), (name, flag)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text()
+        for target in re.findall(r"\]\(([^)#:]*(?:#[^)]*)?)\)", text):
+            name, _, anchor = target.partition("#")
+            file = (path.parent / name) if name else path
+            assert file.exists(), (path.name, target)
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+                anchors = {
+                    re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+                }
+                assert anchor in anchors, (path.name, target)
 
 
 def test_every_dependency_is_justified() -> None:

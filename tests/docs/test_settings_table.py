@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from dflash_protocol.setting_kinds import Switch
@@ -45,6 +46,22 @@ def test_the_file_of_the_document_can_be_read(tmp_path: Path) -> None:
     assert {"ipc_mode", "ipc_required", "connect", "daemons"} == set(values)
     for key in DAEMON_KEYS:
         assert f"\n{key} = " in example
+
+
+def test_every_file_of_settings_that_is_shown_can_be_read(tmp_path: Path) -> None:
+    shown = [
+        (path.name, example)
+        for path in sorted((ROOT / "docs").glob("*.md"))
+        for example in re.findall(
+            r"^```toml\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE
+        )
+    ]
+    assert len(shown) > 1
+    for name, example in shown:
+        file = tmp_path / "moe.toml"
+        file.write_text(example)
+        values = read_settings_file(file)
+        assert values, name
 
 
 def test_every_setting_is_an_option_of_the_programs_that_read_it() -> None:

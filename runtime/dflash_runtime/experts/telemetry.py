@@ -6,7 +6,7 @@ Knows nothing of who measures.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from dflash_protocol.ids import Phase
@@ -22,21 +22,33 @@ _NUM_BUCKETS = _STEPS_PER_OCTAVE * 42
 class LatencyHistogram:
     """Times by bucket, each at most an eighth wider than where it begins."""
 
-    __slots__ = ("_counts", "num_samples")
+    __slots__ = ("_counts", "num_samples", "total_s")
 
     def __init__(self) -> None:
         self._counts = [0] * _NUM_BUCKETS
         self.num_samples = 0
+        self.total_s = 0.0
+        """Sum of all times."""
 
     def add(self, seconds: float) -> None:
-        nanoseconds = int(seconds * 1e9)
-        octave = nanoseconds.bit_length() - 1 - _SHIFT
-        if octave < 0:
-            bucket = 0
-        else:
-            bucket = octave * _STEPS_PER_OCTAVE + (nanoseconds >> octave) - _STEPS_PER_OCTAVE
-        self._counts[min(bucket, _NUM_BUCKETS - 1)] += 1
+        self._counts[_bucket_of(int(seconds * 1e9))] += 1
         self.num_samples += 1
+        self.total_s += seconds
+
+    def cumulative(self, bounds_s: Sequence[float]) -> list[int]:
+        """How many samples are below each of these rising bounds and, last, how many there are.
+
+        Exact for bounds of 16 ns, 32 ns and so on, doubled; of others, what shares a bucket with
+        them is not counted. All numbers are of one moment, whoever is adding.
+        """
+        counts = self._counts.copy()
+        num_counted, num_below, result = 0, 0, []
+        for bound_s in bounds_s:
+            bucket = _bucket_of(round(bound_s * 1e9))
+            num_below += sum(counts[num_counted:bucket])
+            num_counted = bucket
+            result.append(num_below)
+        return [*result, num_below + sum(counts[num_counted:])]
 
     def quantile_s(self, share: float) -> float:
         """The time that this share of the samples did not exceed, as its bucket's middle; 0 if
@@ -49,6 +61,14 @@ class LatencyHistogram:
                 octave, step = divmod(bucket, _STEPS_PER_OCTAVE)
                 return ((_STEPS_PER_OCTAVE + step + 0.5) * 2.0**octave) * 1e-9
         return 0.0
+
+
+def _bucket_of(nanoseconds: int) -> int:
+    octave = nanoseconds.bit_length() - 1 - _SHIFT
+    if octave < 0:
+        return 0
+    bucket = octave * _STEPS_PER_OCTAVE + (nanoseconds >> octave) - _STEPS_PER_OCTAVE
+    return bucket if bucket < _NUM_BUCKETS else _NUM_BUCKETS - 1
 
 
 @dataclass(slots=True)

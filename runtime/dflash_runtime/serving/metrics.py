@@ -16,17 +16,27 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.telemetry import LatencyHistogram
 
 NAMESPACE = "dflash_moe"
 
 _TIMES_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
+
+_ROUND_TRIPS_S = tuple(2**power * 1e-9 for power in range(13, 36))
+"""From 8 us to 34 s, doubled: bounds of which the owners' histograms are exact."""
 
 _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     # metric: field of OwnerStats, what it counts
@@ -45,6 +55,18 @@ _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     "owner_widened_messages": ("widened", "Messages that a 16-bit type would not hold."),
     "owner_breaker_opened": ("breaker_opened", "Times a daemon's circuit breaker opened."),
     "owner_breaker_refused": ("breaker_refused", "Batches that were not sent since it was open."),
+}
+
+_OWNER_GAUGES: tuple[tuple[str, str, Callable[[OwnerStats], float]], ...] = (
+    ("owner_experts", "Experts of an owner.", lambda owner: owner.num_experts),
+    ("owner_up", "0 while a daemon is lost, else 1.", lambda owner: not owner.is_lost),
+)
+
+_PHASE_COUNTERS: Mapping[str, tuple[str, str]] = {
+    # metric: field of PhaseStats, what it counts
+    "owner_phase_requests": ("requests", "Requests by phase."),
+    "owner_phase_queue_seconds": ("queue_s", "Time requests waited at a daemon, as it said."),
+    "owner_phase_compute_seconds": ("compute_s", "Time an owner computed, as it said."),
 }
 
 
@@ -157,27 +179,33 @@ class _OwnerCollector(Collector):
                 family.add_metric([name, owner.kind.value], getattr(owner, field))
             yield family
         labels = ["owner", "phase"]
-        phase_requests = CounterMetricFamily(
-            f"{NAMESPACE}_owner_phase_requests", "Requests by phase.", labels=labels
-        )
-        round_trips = GaugeMetricFamily(
+        phases = [
+            ([name, phase.value], stats)
+            for name, owner in owners.items()
+            for phase, stats in dict(owner.phases).items()
+        ]
+        for metric, (field, text) in _PHASE_COUNTERS.items():
+            family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=labels)
+            for values, stats in phases:
+                family.add_metric(values, getattr(stats, field))
+            yield family
+        round_trips = HistogramMetricFamily(
             f"{NAMESPACE}_owner_round_trip_seconds",
-            "Quantiles of the time of a request and its reply, since the start.",
-            labels=[*labels, "quantile"],
+            "Time from before a request is packed until its reply is at hand.",
+            labels=labels,
         )
-        for name, owner in owners.items():
-            for phase, stats in dict(owner.phases).items():
-                phase_requests.add_metric([name, phase.value], stats.requests)
-                if stats.round_trips.num_samples:
-                    for share in (0.5, 0.9, 0.99):
-                        round_trips.add_metric(
-                            [name, phase.value, str(share)], stats.round_trips.quantile_s(share)
-                        )
-        yield phase_requests
+        for values, stats in phases:
+            if stats.round_trips.num_samples:
+                round_trips.add_metric(values, *_buckets_and_sum(stats.round_trips))
         yield round_trips
-        experts = GaugeMetricFamily(
-            f"{NAMESPACE}_owner_experts", "Experts of an owner.", labels=["owner", "kind"]
-        )
-        for name, owner in owners.items():
-            experts.add_metric([name, owner.kind.value], owner.num_experts)
-        yield experts
+        for metric, text, value_of in _OWNER_GAUGES:
+            gauge = GaugeMetricFamily(f"{NAMESPACE}_{metric}", text, labels=["owner", "kind"])
+            for name, owner in owners.items():
+                gauge.add_metric([name, owner.kind.value], value_of(owner))
+            yield gauge
+
+
+def _buckets_and_sum(times: LatencyHistogram) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative counts by their ``le``, as Prometheus wants them, and the sum of all times."""
+    bounds = [*map(floatToGoString, _ROUND_TRIPS_S), "+Inf"]
+    return list(zip(bounds, times.cumulative(_ROUND_TRIPS_S), strict=True)), times.total_s

@@ -1,8 +1,11 @@
-"""Telemetry: quantiles within a bucket's width, and one log line a generation."""
+"""Telemetry: quantiles within a bucket's width, counts below bounds, one log line a generation."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -13,12 +16,17 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.experts.telemetry import LatencyHistogram, PhaseStats, Profile
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.floats(1e-8, 1000.0), min_size=1, max_size=200), st.sampled_from([0.5, 0.99]))
-def test_quantiles_are_right_within_an_eighth(times_s: list[float], share: float) -> None:
+def histogram_of(times_s: Iterable[float]) -> LatencyHistogram:
     histogram = LatencyHistogram()
     for seconds in times_s:
         histogram.add(seconds)
+    return histogram
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(1e-8, 1000.0), min_size=1, max_size=200), st.sampled_from([0.5, 0.99]))
+def test_quantiles_are_right_within_an_eighth(times_s: list[float], share: float) -> None:
+    histogram = histogram_of(times_s)
     exact = np.quantile(times_s, share, method="inverted_cdf")
     assert histogram.quantile_s(share) == pytest.approx(exact, rel=0.13)
     assert histogram.num_samples == len(times_s)
@@ -32,8 +40,65 @@ def test_times_out_of_all_bounds_are_counted_too(seconds: float) -> None:
     assert 0.0 < histogram.quantile_s(0.5) < 1e5
 
 
+DOUBLED_S = [2**power * 1e-9 for power in range(4, 42)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 1 << 43), max_size=200))
+def test_counts_below_bounds_that_are_doubled_are_exact(times_ns: list[int]) -> None:
+    # Half a nanosecond more: floats must not decide on which side of a bound a time is.
+    times_s = [(nanoseconds + 0.5) * 1e-9 for nanoseconds in times_ns]
+    histogram = histogram_of(times_s)
+    expected = [sum(seconds < bound_s for seconds in times_s) for bound_s in DOUBLED_S]
+    assert histogram.cumulative(DOUBLED_S) == [*expected, len(times_s)]
+    assert histogram.total_s == pytest.approx(sum(times_s))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.floats(1e-8, 1000.0), max_size=100),
+    st.lists(st.floats(1e-10, 1e6), max_size=10).map(sorted),
+)
+def test_below_any_bound_is_counted_what_shares_no_bucket_with_it(
+    times_s: list[float], bounds_s: list[float]
+) -> None:
+    *counts, num_samples = histogram_of(times_s).cumulative(bounds_s)
+    assert num_samples == len(times_s)
+    assert counts == sorted(counts)
+    for bound_s, count in zip(bounds_s, counts, strict=True):
+        assert count <= sum(seconds <= bound_s for seconds in times_s)
+        if bound_s < 3600:
+            assert count >= sum(seconds < bound_s / 1.13 - 2e-9 for seconds in times_s)
+
+
+def test_what_is_longer_than_all_buckets_is_below_no_bound() -> None:
+    assert histogram_of([1e9, 1e-6]).cumulative([1.0, 1e8]) == [1, 1, 2]
+
+
+def test_counts_rise_and_agree_while_another_thread_adds() -> None:
+    histogram, is_over = LatencyHistogram(), threading.Event()
+
+    def add() -> None:
+        while not is_over.is_set():
+            for power in range(10, 30):
+                histogram.add(1.5 * 2**power * 1e-9)
+
+    adder = threading.Thread(target=add)
+    adder.start()
+    try:
+        seen = [histogram.cumulative(DOUBLED_S) for _ in range(300)]
+    finally:
+        is_over.set()
+        adder.join()
+    for before, after in itertools.pairwise(seen):
+        assert before == sorted(before)
+        assert all(old <= new for old, new in zip(before, after, strict=True))
+    assert histogram.cumulative(DOUBLED_S)[-1] == histogram.num_samples > 0
+
+
 def test_nothing_measured_is_zero() -> None:
     assert LatencyHistogram().quantile_s(0.5) == 0.0
+    assert LatencyHistogram().cumulative([1.0]) == [0, 0]
     assert set(PhaseStats().as_record().values()) == {0}
 
 
