@@ -9,8 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
+
+# How fast an example is drawn says how busy the machine is, nothing of the test.
+hypothesis.settings.register_profile(
+    "busy-machine", suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
+)
+hypothesis.settings.load_profile("busy-machine")
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"

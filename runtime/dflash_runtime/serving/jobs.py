@@ -66,11 +66,15 @@ class Channel:
             events.append(self._events.popleft())
         return events
 
+    async def ended(self) -> None:
+        """Wait for the last event."""
+        await self._has_ended.wait()
+
     async def pause(self, seconds: float) -> None:
         """Let events gather for a while; not beyond the last one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._has_ended.wait()
+                await self.ended()
 
     def _end(self) -> None:
         self._is_awake.set()
