@@ -8,7 +8,7 @@ READY     := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz soak check format bench bench-cpu bench-ipc build clean
+.PHONY: help demo test test-all fuzz soak check check-kernels format bench bench-cpu bench-ipc build clean
 
 help:
 	@echo "make demo      write text with the demo model, its experts in two daemon processes"
@@ -16,6 +16,7 @@ help:
 	@echo "make fuzz      a million damaged inputs for everything that is read from outside"
 	@echo "make soak      write text for ten minutes while its daemons are killed and stopped"
 	@echo "make check     formatting, lint, types, import contracts"
+	@echo "make check-kernels  compile every GPU kernel for every architecture, without a GPU"
 	@echo "make format    format the code"
 	@echo "make bench     measure the demo model, results in bench/results/"
 	@echo "make bench-cpu compare the CPU kernels with llama.cpp, which it builds; takes an hour"
@@ -59,6 +60,9 @@ check: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check-kernels: $(READY_DEV)
+	$(BIN)/python -m bench.check_kernels
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

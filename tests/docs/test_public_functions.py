@@ -21,6 +21,9 @@ BY_PLACE = {
     "rms_norm", "norm_and_rotate", "attention", "forward",
     # Of the operation that a model calls without knowing whose it is.
     "MoeExpertComputeRuntime.compute",
+    # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads
+    # before what it writes.
+    "KernelDevice.launch", "CupyDevice.launch", "launch_gate_up", "launch_down",
     # Called by others, who decide how: a ProgressCallback, and Jinja's sandbox.
     "update", "call_binop",
 }  # fmt: skip

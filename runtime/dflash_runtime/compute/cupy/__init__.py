@@ -1,0 +1,1 @@
+"""The GPU backend: kernels in CUDA/HIP C++, compiled at run time; CuPy holds the memory."""

@@ -1,0 +1,75 @@
+"""Arguments of the attention kernels, field for field as kernels/attention_*.cu* declare them.
+
+Knows nothing of what is put there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+
+class LayerCacheArgs(ctypes.Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+        ("capacity", c_int64),
+    )
+
+
+class NewRowsArgs(ctypes.Structure):
+    _fields_ = (
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("query_weight", c_void_p),
+        ("key_weight", c_void_p),
+        ("angles", c_void_p),
+        ("query_stride", c_int32),
+        ("key_stride", c_int32),
+        ("value_stride", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class AttentionDecodeArgs(ctypes.Structure):
+    _fields_ = (
+        ("rows", NewRowsArgs),
+        ("positions", c_void_p),
+        ("cache", LayerCacheArgs),
+        ("partials", c_void_p),
+        ("statistics", c_void_p),
+    )
+
+
+class AttentionMergeArgs(ctypes.Structure):
+    _fields_ = (
+        ("positions", c_void_p),
+        ("partials", c_void_p),
+        ("statistics", c_void_p),
+        ("values", c_void_p),
+        ("quants", c_void_p),
+        ("meta", c_void_p),
+    )
+
+
+class AttentionStoreArgs(ctypes.Structure):
+    _fields_ = (
+        ("rows", NewRowsArgs),
+        ("first_position", c_void_p),
+        ("cache", LayerCacheArgs),
+        ("queries", c_void_p),
+    )
+
+
+class AttentionPrefillArgs(ctypes.Structure):
+    _fields_ = (
+        ("queries", c_void_p),
+        ("first_position", c_void_p),
+        ("cache", LayerCacheArgs),
+        ("out", c_void_p),
+        ("num_tokens", c_int32),
+    )

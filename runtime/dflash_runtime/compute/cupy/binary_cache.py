@@ -1,0 +1,93 @@
+"""Compiled kernels on disk: one file each, named by the digest of all that decides its content.
+
+Trouble with the folder costs time and never more. A file is written whole or not at all, and one
+that is damaged is found by its checksum and compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import cache_directory_in_use
+
+_LOG = logging.getLogger(__name__)
+
+_FOLDER = "gpu-kernels"
+_CHECKSUM_BYTES = 32
+
+
+class BinaryCache:
+    """Files of one folder, the least recently used removed beyond `max_bytes`.
+
+    The folder is looked for again at each use: the settings in use may change.
+    """
+
+    def __init__(self, folder: Path | None = None, *, max_bytes: int = 256 << 20) -> None:
+        self._given_folder = folder
+        self._max_bytes = max_bytes
+
+    def get(self, key: bytes) -> bytes | None:
+        """What was put under the key, or None."""
+        folder = self._folder()
+        if folder is None:
+            return None
+        path = folder / key.hex()
+        try:
+            found = path.read_bytes()
+        except OSError:
+            return None
+        checksum, content = found[:_CHECKSUM_BYTES], found[_CHECKSUM_BYTES:]
+        if hashlib.sha256(content).digest() != checksum:
+            _LOG.warning("a compiled kernel was damaged on disk and is compiled again: %s", path)
+            path.unlink(missing_ok=True)
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return content
+
+    def put(self, key: bytes, content: bytes) -> None:
+        """Keep it, if there is a place for it."""
+        folder = self._folder()
+        if folder is None or len(content) > self._max_bytes:
+            return
+        temporary = None
+        try:
+            descriptor, temporary = tempfile.mkstemp(prefix=".", dir=folder)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(hashlib.sha256(content).digest() + content)
+            os.replace(temporary, folder / key.hex())
+        except OSError as error:
+            _LOG.warning("a compiled kernel could not be kept: %s", error)
+            if temporary is not None:
+                with suppress(OSError):
+                    os.unlink(temporary)
+            return
+        self._remove_old(folder)
+
+    def _folder(self) -> Path | None:
+        """Made and ours, or None after a warning."""
+        try:
+            folder = self._given_folder or cache_directory_in_use() / _FOLDER
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (SettingsError, OSError) as error:
+            _LOG.warning("kernels will be compiled at every start: %s", error)
+            return None
+        return folder
+
+    def _remove_old(self, folder: Path) -> None:
+        """Another process may do the same at the same time."""
+        with suppress(OSError):
+            found = [(path, path.stat()) for path in folder.iterdir()]
+            found.sort(key=lambda each: each[1].st_mtime_ns)
+            num_bytes = sum(stat.st_size for _, stat in found)
+            for path, stat in found:
+                if num_bytes <= self._max_bytes:
+                    return
+                path.unlink(missing_ok=True)
+                num_bytes -= stat.st_size

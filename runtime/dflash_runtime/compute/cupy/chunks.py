@@ -1,0 +1,221 @@
+"""Products and experts of a chunk of a prompt, of more tokens than a step.
+
+Matrices are multiplied as halves that are made of them in scratch memory, on tensor cores where
+there are some. Memory for the largest chunk is taken once, when the first chunk comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_adapters.ops import RoutingRule
+from dflash_adapters.quant import TensorType
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.matrix import DeviceMatrix
+from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
+from dflash_runtime.compute.cupy.prefill_experts import ExpertPrefill
+from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
+from dflash_runtime.compute.cupy.prefill_rows import PreparedRows, RowPreparer
+from dflash_runtime.compute.cupy.prefill_tiles import activation_parts, products_of
+from dflash_runtime.compute.cupy.prefill_weights import WeightScratch
+from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.row_kernels import RouteRows
+from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What rows of so many columns are multiplied by."""
+
+    parts: int = 0
+    wants_floats: bool = False
+    preparer: RowPreparer | None = None
+    prepared: PreparedRows | None = None
+    prepared_of: object = field(default=None)
+    """The value whose rows were prepared last; others have overwritten those before."""
+
+
+class Chunks:
+    """Launches of chunks. One serves a whole model."""
+
+    def __init__(self, device: KernelDevice, *, max_chunk: int, scratch_bytes: int) -> None:
+        self.max_chunk = max_chunk
+        self._device = device
+        self._products = products_of(device)
+        self._scratch_bytes = scratch_bytes
+        self._scratch_memory: WeightScratch | None = None
+        self._dense: DensePrefill | None = None
+        self._columns: dict[int, _Columns] = {}
+        self._groups: dict[tuple[int, int], ExpertGroups] = {}
+        self._experts: dict[tuple[int, int, int], ExpertPrefill] = {}
+        self._routers: dict[tuple[RoutingRule, int], RouteRows] = {}
+        self._norms: dict[int, QuantiseRows] = {}
+
+    def expect(self, tensor_type: TensorType, columns: int) -> None:
+        """Rows of so many columns will be multiplied by matrices of this type."""
+        known = self._columns.setdefault(columns, _Columns())
+        parts = activation_parts((tensor_type,))
+        known.wants_floats |= parts == 0
+        if parts > known.parts:
+            known.parts = parts
+            known.preparer = known.prepared = known.prepared_of = None
+
+    def expect_experts(self, resident: ResidentLayer) -> None:
+        """The same of a layer's experts."""
+        for projection in resident.layer.projections[:2]:
+            self.expect(projection.tensor_type, projection.columns)
+
+    def rows(self, num_tokens: int, columns: int) -> Rows:
+        """New rows, with anything in them."""
+        return Rows(self._device.empty((num_tokens, columns), np.float32))
+
+    def project(
+        self, x: Normed | Rows, matrices: Sequence[DeviceMatrix], *, add_to: Rows | None = None
+    ) -> list[Rows]:
+        """``x @ matrix.T`` of each; with `add_to`, which is then the result, added to it."""
+        prepared = self.prepare(x)
+        outs = [add_to or self.rows(prepared.num_rows, matrix.rows) for matrix in matrices]
+        if self._dense is None:
+            self._dense = DensePrefill(
+                self._device, products=self._products, scratch=self._scratch()
+            )
+        self._dense.run(
+            prepared,
+            [
+                DenseProduct(
+                    tensor_type=matrix.tensor_type,
+                    rows=matrix.rows,
+                    columns=matrix.columns,
+                    weights_address=address(matrix.weights),
+                    out=out.array,
+                    add=None if add_to is None else add_to.array,
+                )
+                for matrix, out in zip(matrices, outs, strict=True)
+            ],
+        )
+        if add_to is not None:
+            add_to.version += 1
+        return outs
+
+    def route(self, logits: Rows, rule: RoutingRule) -> tuple[Chosen, Chosen]:
+        """Experts chosen from logits."""
+        key = rule, logits.columns
+        if key not in self._routers:
+            self._routers[key] = RouteRows(self._device, rule, num_experts=logits.columns)
+        shape = logits.num_tokens, rule.num_experts_used
+        ids = Buffer(self._device.empty(shape, np.int32))
+        weights = Buffer(self._device.empty(shape, np.float32))
+        self._routers[key].launch(logits.array, ids.array, weights.array)
+        return Chosen(ids), Chosen(weights)
+
+    def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
+        """Add a layer's experts, and the sums of those that are elsewhere, to the residual."""
+        resident = sums.layer
+        prepared = self.prepare(sums.x)
+        groups = self._groups_of(resident)
+        groups.group_chosen(
+            sums.topk_ids.array,
+            sums.topk_weights.array,
+            slot_of_expert=resident.decode.slot_of_expert,
+            num_resident=resident.num_resident,
+        )
+        self._experts_of(resident).run(
+            prepared,
+            groups,
+            resident.prefill,
+            sums=sums.others,
+            residual=residual.array,
+            out=residual.array,
+        )
+        residual.version += 1
+
+    def sums_of_batch(self, resident: ResidentLayer, batch: RoutedBatch) -> DeviceArray:
+        """A batch's weighted sums, of experts that it names as `resident` does.
+
+        Shapes: result [T, H] float64. Raises: SettingsError if there is no room for it.
+        """
+        hidden = Rows(self._device.upload(batch.hidden))
+        groups = self._groups_of(resident)
+        groups.load(batch)
+        out = self._device.empty(batch.hidden.shape, np.float64)
+        self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
+        return out
+
+    def normed_rows(self, x: Normed) -> Rows:
+        """The normalised rows themselves."""
+        x.require_unchanged()
+        num_tokens, columns = x.rows.array.shape
+        if columns not in self._norms:
+            self._norms[columns] = QuantiseRows(self._device, columns=columns, has_norm=True)
+        out = self.rows(num_tokens, columns)
+        self._norms[columns].launch(
+            x.rows.array,
+            self._device.empty((num_tokens, padded_columns(columns)), np.int8),
+            self._device.empty(meta_shape(num_tokens, columns), np.float32),
+            norm_weight=x.weight,
+            eps=x.eps,
+            values=out.array,
+        )
+        return out
+
+    def prepare(self, x: Normed | Rows) -> PreparedRows:
+        """Rows as products read them; those of the last value are there already."""
+        rows = x if isinstance(x, Rows) else x.rows
+        known = self._columns.setdefault(rows.columns, _Columns())
+        if isinstance(x, Normed):
+            x.require_unchanged()
+            if known.prepared_of is x and known.prepared is not None:
+                return known.prepared
+        if known.preparer is None:
+            known.preparer = RowPreparer(
+                self._device, columns=rows.columns, max_rows=self.max_chunk, parts=known.parts
+            )
+        if isinstance(x, Rows):
+            known.prepared = known.prepared_of = None
+            return known.preparer.prepare(rows.array)
+        known.prepared_of = x
+        known.prepared = known.preparer.prepare(
+            rows.array, norm=x.weight, eps=x.eps, wants_floats=known.wants_floats
+        )
+        return known.prepared
+
+    def _groups_of(self, resident: ResidentLayer) -> ExpertGroups:
+        num_experts = resident.layer.num_experts
+        max_pairs = self.max_chunk * resident.layer.num_experts_used
+        key = num_experts, max_pairs
+        if key not in self._groups:
+            self._groups[key] = ExpertGroups(
+                self._device,
+                num_experts=num_experts,
+                max_pairs=max_pairs,
+                tile_rows=self._products.tile_rows,
+            )
+        return self._groups[key]
+
+    def _experts_of(self, resident: ResidentLayer) -> ExpertPrefill:
+        layer = resident.layer
+        max_pairs = self.max_chunk * layer.num_experts_used
+        key = layer.hidden_size, layer.ffn_size, max_pairs
+        if key not in self._experts:
+            self._experts[key] = ExpertPrefill(
+                self._device,
+                hidden_size=layer.hidden_size,
+                ffn_size=layer.ffn_size,
+                max_pairs=max_pairs,
+                products=self._products,
+                scratch=self._scratch(),
+            )
+        self._experts[key].prepare(resident.prefill)
+        return self._experts[key]
+
+    def _scratch(self) -> WeightScratch:
+        if self._scratch_memory is None:
+            self._scratch_memory = WeightScratch(self._device, self._scratch_bytes)
+        return self._scratch_memory

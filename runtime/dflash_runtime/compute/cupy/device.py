@@ -1,0 +1,173 @@
+"""What kernels run on, as the rest of the backend sees it: arrays, modules, launches, graphs.
+
+Two things implement it: ``cupy_device.CupyDevice``, and the emulation of the tests, whose arrays
+are numpy's. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.cupy.capabilities import Capabilities
+from dflash_runtime.compute.cupy.kernel_sources import Defines
+
+Grid = tuple[int, int, int]
+
+
+class DeviceArray(Protocol):
+    """A ``cupy.ndarray`` or, emulated, a ``numpy.ndarray``. Slices are views."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def reshape(self) -> Callable[..., Any]: ...
+    @property
+    def view(self) -> Callable[..., Any]: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+class Kernel(Protocol):
+    """One function of a module; launched by the device that made it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class KernelModule(Protocol):
+    """A compiled file with its defines."""
+
+    def kernel(self, name: str, args: type[ctypes.Structure]) -> Kernel:
+        """The function `name`, whose only argument is mirrored by `args`.
+
+        Raises: SettingsError if there is none, or its argument has another size.
+        """
+
+
+class Graph(Protocol):
+    """Launches that were recorded once."""
+
+    def replay(self) -> None:
+        """Start all of them, in order; returns before they have run."""
+
+    def close(self) -> None:
+        """Give back what the driver keeps for it. Must not be replayed afterwards."""
+
+
+class HostMapping(Protocol):
+    """Memory of the host that kernels can read and write."""
+
+    @property
+    def device_address(self) -> int: ...
+
+    def close(self) -> None:
+        """Unmap it; nothing that uses it may still run."""
+
+
+class KernelDevice(Protocol):
+    """One device and the stream that everything of ours runs on, in order.
+
+    Everything raises DeviceUnavailable with the driver's own words if the device fails.
+    """
+
+    @property
+    def name(self) -> str:
+        """As settings name it, ``cuda:0``."""
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a logical warp, that is LANES of every module."""
+
+    @property
+    def num_multiprocessors(self) -> int: ...
+
+    @property
+    def max_shared_bytes(self) -> int:
+        """Dynamic shared memory that one block can ask for."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """New memory, 256-byte aligned, with anything in it.
+
+        Raises: DeviceOutOfMemory with the amounts.
+        """
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """The same, zero in every byte."""
+
+    def upload(self, array: AnyArray) -> DeviceArray:
+        """A copy on the device; the source may change once this has returned."""
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """Copy into a contiguous array of the same bytes, after everything that was launched."""
+
+    def download(self, array: DeviceArray) -> AnyArray:
+        """A copy on the host, after everything that was launched has ended."""
+
+    def module(self, file: str, defines: Defines) -> KernelModule:
+        """A kernel file compiled for these defines (LANES is added): once, then kept.
+
+        Raises: KernelCompileError with the compiler's first words.
+        """
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Grid,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        shared_bytes: int = 0,
+        overlaps_previous: bool = True,
+    ) -> None:
+        """Start a kernel with `block` threads a block and a copy of `args`.
+
+        With `overlaps_previous` it may begin while the one before it ends, where the device can:
+        it must call wait_for_previous(). Without, it begins when all before it has ended.
+        """
+
+    def capture(self, record: Callable[[], None]) -> Graph:
+        """Record what `record` launches, without running it. Inside, nothing but launches goes."""
+
+    def map_host(self, array: AnyArray) -> HostMapping:
+        """Have kernels see a contiguous array of the host, which must outlive the mapping."""
+
+    def synchronize(self) -> None:
+        """Wait until everything has ended. Raises what a kernel did wrong."""
+
+
+def address(array: DeviceArray, offset_bytes: int = 0) -> int:
+    """Where a contiguous array begins on its device, `offset_bytes` further on.
+
+    Raises: SettingsError if elements do not follow each other.
+    """
+    if isinstance(array, np.ndarray):
+        contiguous, begin = array.flags.c_contiguous, array.ctypes.data
+    else:
+        given: Any = array
+        contiguous, begin = bool(given.flags.c_contiguous), int(given.data.ptr)
+    if not contiguous:
+        raise SettingsError("a kernel cannot be given an array with gaps")
+    return begin + offset_bytes
+
+
+def check_args(name: str, num_bytes: int, args: type[ctypes.Structure]) -> None:
+    """Raises: SettingsError if Python's mirror of a kernel's argument has another size."""
+    if ctypes.sizeof(args) != num_bytes:
+        raise SettingsError(
+            f"kernel {name} takes {num_bytes} bytes, {args.__name__} has {ctypes.sizeof(args)}"
+        )

@@ -1,0 +1,90 @@
+"""The experts of one layer on a GPU, asked by a parent's or a daemon's host code.
+
+Hidden rows come from the host's memory and sums go back there. Step kernels compute decode and
+verify, chunk kernels prefill, as the phase says and whatever the number of tokens, so that a slice
+has the bits of the whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dflash_adapters.moe_spec import MoeLayer
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.routed_batch import RoutedBatch
+from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_experts import Choice
+from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.values import Rows
+
+
+class CupyExpertBank:
+    """Implements backend.ExpertBank.
+
+    `by_global` and `by_local` are the same experts, named by global and by local ids.
+    """
+
+    def __init__(
+        self, ops: CupyOps, by_global: ResidentLayer, by_local: ResidentLayer, num_experts: int
+    ) -> None:
+        self.layer: MoeLayer = by_local.layer
+        self.num_experts = num_experts
+        self.by_global = by_global
+        self._ops = ops
+        self._by_local = by_local
+
+    def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
+        """See backend.ExpertBank; expert ids of the batch are local."""
+        hidden = batch.hidden
+        if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
+            expected = f"[T, {self.layer.hidden_size}]"
+            raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
+        if not batch.num_pairs:
+            return
+        if batch.expert_ids[0] < 0 or batch.expert_ids[-1] >= self.num_experts:
+            raise ValueError("the batch names experts that are not here")
+        if batch.phase is Phase.PREFILL:
+            most = self._ops.chunks.max_chunk
+            if batch.num_tokens > most:
+                raise ValueError(f"{batch.num_tokens} tokens, chunks have up to {most}")
+            out += self._ops.device.download(self._ops.chunks.sums_of_batch(self._by_local, batch))
+            return
+        ids, weights = rectangular(batch, self.layer.num_experts_used)
+        for first in range(0, batch.num_tokens, MOST_TOKENS):
+            some = slice(first, first + MOST_TOKENS)
+            out[some] += self._sums_of_step(hidden[some], ids[some], weights[some])
+
+    def _sums_of_step(self, hidden: F32Array, ids: I32Array, weights: F32Array) -> F64Array:
+        """Shapes: hidden [T, H], T up to MOST_TOKENS; ids, weights [T, K]; result [T, H]."""
+        device, steps = self._ops.device, self._ops.steps
+        rows = steps.rows(*hidden.shape)
+        buffers: tuple[Buffer, ...] = rows.buffers
+        device.write(rows.array, hidden)
+        named, weighed = (steps.buffers.take(ids.shape, dtype) for dtype in (np.int32, np.float32))
+        device.write(named.array, ids)
+        device.write(weighed.array, weights)
+        choice = Choice(named.array, weighed.array)
+        sums: F64Array = device.download(
+            steps.sums_of(self._by_local, Rows(rows.array, buffers), choice)
+        )
+        return sums
+
+
+def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:
+    """A batch's pairs by token: ids, negative where a token has fewer pairs than others, weights.
+
+    Shapes: both [T, K]. Raises: ValueError if a token has more than K pairs.
+    """
+    ids = np.full((batch.num_tokens, num_used), -1, np.int32)
+    weights = np.zeros((batch.num_tokens, num_used), np.float32)
+    expert_of_pair = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
+    order = np.argsort(batch.token_indices, kind="stable")
+    tokens = batch.token_indices[order]
+    place = np.arange(tokens.size) - np.searchsorted(tokens, tokens)
+    if tokens.size and place.max() >= num_used:
+        raise ValueError(f"a token with {place.max() + 1} pairs, {num_used} experts are used")
+    ids[tokens, place] = expert_of_pair[order]
+    weights[tokens, place] = batch.weights[order]
+    return ids, weights

@@ -1,0 +1,17 @@
+// What stands between an expert's gate and up and its down projection; see moe_spec.Activation,
+// whose forms are this one with other numbers.
+#pragma once
+#include "common.cuh"
+
+struct Activation {
+    float limit, alpha, up_offset;
+};
+
+// Comparisons are written so that NaN stays NaN.
+INLINE float activate(const Activation &form, float gate, float up) {
+    gate = gate > form.limit ? form.limit : gate;
+    up = up > form.limit ? form.limit : up;
+    up = up < -form.limit ? -form.limit : up;
+    // exp overflows to infinity for very negative gates: the result is then 0.
+    return gate * reciprocal(1.0f + exp_fast(-form.alpha * gate)) * (up + form.up_offset);
+}

@@ -1,0 +1,76 @@
+// Shape of an attention layer, the heads of one token, and what all of its kernels share.
+//
+// Defines: NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW (kv_rows.cuh), ROTATED,
+// INTERLEAVED, KV_TYPE, USE_MMA.
+#pragma once
+#include "kv_rows.cuh"
+#include "mma.cuh"
+#include "rotate.cuh"
+
+// Query heads that read the same keys and values; a row of the work is one of them of one token.
+constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
+constexpr int WARP_ROWS = 8;    // rows that a logical warp attends with at a time
+constexpr int TILE_KEYS = 16;   // keys it takes at a time
+constexpr float LOWEST = -1e30f;  // a maximum of nothing; unlike -inf its differences are numbers
+
+static_assert(NUM_HEADS % NUM_KV_HEADS == 0, "whole groups");
+static_assert(ROTATED % 2 == 0 && ROTATED <= KEY_DIM, "pairs of a head");
+static_assert(KEY_DIM <= KEY_ROW && VALUE_DIM <= VALUE_ROW, "rows hold heads");
+static_assert(KEY_ROW <= 256 && VALUE_ROW <= 256, "heads that registers can hold");
+static_assert(KEY_ROW % (KV_Q8_0 ? 32 : 16) == 0 && VALUE_ROW % (KV_Q8_0 ? 32 : 16) == 0,
+              "rows of whole loads and blocks");
+
+// Queries in shared memory have rows of whole steps of 32, and begin in banks that do not meet.
+constexpr int KEY_STEPS = (KEY_ROW + 31) / 32;
+constexpr int QUERY_COLUMNS = 32 * KEY_STEPS;
+constexpr int QUERY_ROW = QUERY_COLUMNS + (QUERY_COLUMNS % 64 == 0 ? 32 : 0);
+
+// Keys and values of one layer: [kv head][position][row].
+struct LayerCache {
+    u8 *keys, *values;
+    u16 *key_scales, *value_scales;
+    i64 capacity;
+};
+INLINE HeadRows key_rows(const LayerCache &cache, int kv_head) {
+    return head_rows<KEY_ROW>(cache.keys, cache.key_scales, kv_head * cache.capacity);
+}
+INLINE HeadRows value_rows(const LayerCache &cache, int kv_head) {
+    return head_rows<VALUE_ROW>(cache.values, cache.value_scales, kv_head * cache.capacity);
+}
+
+// What the projections give, a row for each token: `*_stride` floats from one to the next.
+struct NewRows {
+    const float *queries, *keys, *values;
+    const float *query_weight, *key_weight;  // of the norms of heads; null: none
+    const float2 *angles;                    // [position][ROTATED / 2] {cos, sin}
+    int query_stride, key_stride, value_stride;
+    float eps;
+    float scale;  // of scores
+};
+INLINE const float2 *angles_at(const NewRows &rows, int position) {
+    return rows.angles + (i64)position * (ROTATED / 2);
+}
+INLINE const float *new_query(const NewRows &rows, int token, int head) {
+    return rows.queries + (i64)token * rows.query_stride + head * KEY_DIM;
+}
+INLINE const float *new_key(const NewRows &rows, int token, int kv_head) {
+    return rows.keys + (i64)token * rows.key_stride + kv_head * KEY_DIM;
+}
+INLINE const float *new_value(const NewRows &rows, int token, int kv_head) {
+    return rows.values + (i64)token * rows.value_stride + kv_head * VALUE_DIM;
+}
+
+// Zeros behind a row's DIM elements, by one logical warp.
+template <int DIM, int ROW>
+INLINE void clear_rest(float *row) {
+    for (int d = DIM + lane_index(); d < ROW; d += LANES) row[d] = 0.0f;
+}
+
+#if USE_MMA
+#include "attention_mma.cuh"
+#else
+#include "attention_fma.cuh"
+#endif
+
+typedef HeadPart<KEY_DIM, ROTATED, INTERLEAVED> RotatedHead;
+typedef HeadPart<VALUE_DIM, 0, false> ValueHead;

@@ -1,0 +1,41 @@
+// Attention of a chunk whose keys and values already lie in the cache (attention_store): a block takes
+// some rows (query heads of one kv head, token after token) through all positions up to theirs.
+//
+// Keys are taken in tiles counted from position 0, and a tile that a row may not see leaves it as it is:
+// a row's bits depend on its own query and position alone, not on the chunk it came in.
+// Grid: (rows / BLOCK_ROWS, NUM_KV_HEADS); the last rows have the most keys and begin first.
+//
+// Defines beside attention_heads.cuh's, with USE_MMA: ROW_TILES (of 16 rows each, of a warp),
+// SHARED_BYTES.
+#include "attention_heads.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * LANES;
+
+struct AttentionPrefillArgs {
+    const void *queries;        // [T, NUM_HEADS, QUERY_COLUMNS], as attention_store leaves them
+    const int *first_position;  // of the chunk
+    LayerCache cache;
+    float *out;                 // [T, NUM_HEADS, VALUE_DIM]
+    int num_tokens;
+};
+
+// Where row r of a kv head's rows belongs; blocks count from the last rows.
+INLINE int block_rows_begin(int block_rows) {
+    return (num_blocks_x() - 1 - block_index_x()) * block_rows;
+}
+INLINE i64 head_of_row(int row) {
+    return (i64)(row / GROUP) * NUM_HEADS + block_index_y() * GROUP + row % GROUP;
+}
+INLINE void write_result(const AttentionPrefillArgs &a, int row, int element, float4 x) {
+    float *out = a.out + head_of_row(row) * VALUE_DIM + element;
+    const float value[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (element + i < VALUE_DIM) out[i] = value[i];
+}
+
+#if USE_MMA
+#include "attention_prefill_mma.cuh"
+#else
+#include "attention_prefill_fma.cuh"
+#endif

@@ -1,0 +1,105 @@
+// Whole matrices as rows of halves for the products, a unit of 64 weights a thread.
+//
+// A block's units follow each other over rows. Their halves pass through shared memory, so that a
+// warp stores 512 bytes in a row: chunks of 16 bytes, swapped inside each 128 so that threads which
+// write theirs at the same time meet different banks.
+//
+// Rows of the result are whole units; what is behind NUM_COLUMNS is zero.
+//
+// Halves are copied, for matrices that are used together with others.
+//
+// Defines: WEIGHT_TYPE (any but F32), NUM_COLUMNS.
+#include "formats.cuh"
+
+#include "groups.cuh"
+#include "mma.cuh"
+
+constexpr int UNIT_THREADS = 256, UNIT_CHUNKS = 8;
+constexpr int UNITS = (NUM_COLUMNS + 63) / 64;
+
+struct DequantiseArgs {
+    const GroupCounts *counts;  // null: one matrix, at `weights`
+    const int *expert_ids;      // of groups
+    const u8 *weights;
+    u8 *halves;  // [groups of `choice`, num_rows, UNITS * 64]
+    u64 stride;  // bytes from one expert's matrix to the next
+    MatrixChoice choice;
+    int num_rows, unused;
+};
+
+INLINE int chunk_place(int chunk) { return 16 * (chunk ^ (chunk / UNIT_CHUNKS % UNIT_CHUNKS)); }
+
+#if WEIGHT_TYPE != 1 && WEIGHT_TYPE != 30  // F16, BF16
+using Weights = Format<WEIGHT_TYPE, NUM_COLUMNS>;
+constexpr int ROW_BYTES = Weights::ROW_BYTES;
+
+// Granules of 16 halves go to `shared`, the row's first at chunk `first_chunk`.
+INLINE void unpack_unit(u8 *shared, const u8 *row, int unit, int first_chunk) {
+    typename Weights::Raw raw;
+    Weights::load(raw, row, unit);
+    Unpacked unpacked;
+    Weights::unpack(unpacked, raw, unit);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float scale = unpacked.scale[j], offset = unpacked.offset[j];
+        const int chunk = first_chunk + 2 * Weights::granule(unit, j);
+        u32 halves[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const u32 word = unpacked.q[4 * j + i / 2] >> (16 * (i % 2));
+            halves[i] = floats_to_halves(
+                scale * signed_byte(word, 0) + offset, scale * signed_byte(word, 1) + offset);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            *(uint4 *)(shared + chunk_place(chunk + i)) = make_uint4(
+                halves[4 * i], halves[4 * i + 1], halves[4 * i + 2], halves[4 * i + 3]);
+    }
+}
+#else
+constexpr int ROW_BYTES = 2 * 64 * UNITS;
+
+INLINE u32 halves_of(u32 pair) {
+    if (WEIGHT_TYPE == F16) return pair;
+    return floats_to_halves(bfloat_to_float(pair & 0xffff), bfloat_to_float(pair >> 16));
+}
+INLINE void unpack_unit(u8 *shared, const u8 *row, int unit, int first_chunk) {
+#pragma unroll
+    for (int i = 0; i < UNIT_CHUNKS; i++) {
+        const uint4 bits = load_weights16(row + 128 * unit + 16 * i);
+        *(uint4 *)(shared + chunk_place(first_chunk + UNIT_CHUNKS * unit + i)) = make_uint4(
+            halves_of(bits.x), halves_of(bits.y), halves_of(bits.z), halves_of(bits.w));
+    }
+}
+#endif
+
+KERNEL(dequantise, DequantiseArgs, UNIT_THREADS, 4) {
+    SHARED(u8, shared, UNIT_THREADS * UNIT_CHUNKS * 16);
+    let_next_begin();
+    wait_for_previous();
+    const u8 *matrix = a.weights;
+    const i64 matrix_units = (i64)a.num_rows * UNITS;
+    const i64 first_unit = (i64)block_index_x() * UNIT_THREADS;
+    u8 *halves = a.halves + 16 * UNIT_CHUNKS * (block_index_y() * matrix_units + first_unit);
+    if (a.counts) {
+        const int group = a.choice.first_group + block_index_y();
+        if (group >= load_counts(a.counts).num_groups || group >= a.choice.end_group) return;
+        matrix += stored_matrix(a.choice, load_int(a.expert_ids + group)) * (i64)a.stride;
+    }
+    const i64 index = first_unit + thread_index();
+    if (index < matrix_units) {
+        const i64 row = index / UNITS;
+        const int first_chunk = (int)(row * UNITS - first_unit) * UNIT_CHUNKS;
+        unpack_unit(shared, matrix + row * ROW_BYTES, (int)(index - row * UNITS), first_chunk);
+    }
+    block_barrier();
+    const i64 num_units = matrix_units - first_unit;
+    const int num_chunks = num_units < UNIT_THREADS ? (int)num_units * UNIT_CHUNKS
+                                                    : UNIT_THREADS * UNIT_CHUNKS;
+#pragma unroll
+    for (int i = 0; i < UNIT_CHUNKS; i++) {
+        const int chunk = i * UNIT_THREADS + thread_index();
+        if (chunk < num_chunks)
+            *(uint4 *)(halves + 16 * chunk) = *(const uint4 *)(shared + chunk_place(chunk));
+    }
+}

@@ -1,0 +1,257 @@
+// The routed experts of a decode step of TOKENS tokens, TOP_K experts each: P = TOKENS * TOP_K pairs.
+// Which experts is read on the device; a table says where each lies, or -1: it is not here, and its
+// pair is skipped. A pair's term, one float32 an output element, depends on its own row, weight and
+// expert alone; terms are added in float64 in the order of the choice, and rounded once.
+//
+// HIDDEN, FFN, EXPERTS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
+// SUMS: float64 sums are written, or else rounded ones are added to the residual.
+// Tuning of either kernel: WARPS, TEAM lanes a row, MOST_DEEP units a lane in flight, MIN_BLOCKS;
+// GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
+#include "activation.cuh"
+#include "products.cuh"
+#include "reduce.cuh"
+
+// One projection of the experts that are here, slot by slot; vectors are those of all experts.
+struct Projection {
+    const u8 *weights;   // [slots, rows, row bytes]
+    const float *bias;   // null, or [EXPERTS, rows]
+    const float *scale;  // null, or [EXPERTS]
+};
+
+constexpr int PAIRS = TOKENS * TOP_K;
+
+// Product of a row as the layer defines it.
+INLINE float projected(const Projection &of, int expert, int rows, int row, float product) {
+    if constexpr (VECTORS) {
+        float scale = 1.0f, bias = 0.0f;
+        if (of.scale) scale = bits_to_float(load_weights4(of.scale + expert));
+        if (of.bias) bias = bits_to_float(load_weights4(of.bias + (i64)expert * rows + row));
+        return fmaf(product, scale, bias);
+    }
+    return product;
+}
+
+// The slot of an expert, or -1.
+INLINE int slot_within(int slot, int num_slots) { return slot < num_slots ? slot : -1; }
+
+// -- gate and up ------------------------------------------------------------------------------
+
+struct GateUpArgs {
+    Projection gate, up;
+    const int *slot_of_expert;  // [EXPERTS]
+    const int *topk_ids;        // [T, TOP_K]
+    const i8 *quants;           // [T, padded], if a type is quantised
+    const float2 *meta;         // [T, padded / 16]
+    const float *x;             // [T, HIDDEN], if a type is not
+    i8 *h_quants;               // [P, padded], if TYPE_DOWN is quantised
+    float2 *h_meta;             // [P, padded / 16]
+    float *h;                   // [P, FFN], if it is not
+    Activation form;
+    int num_slots;
+};
+
+constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
+constexpr bool X_FLOATS = IsFloat<TYPE_GATE>::VALUE || IsFloat<TYPE_UP>::VALUE;
+constexpr bool X_BYTES = !IsFloat<TYPE_GATE>::VALUE || !IsFloat<TYPE_UP>::VALUE;
+constexpr int GATE_UP_TEAMS = GATE_UP_THREADS / GATE_UP_TEAM;
+constexpr int GATE_UP_TILE = GATE_UP_TEAMS * GATE_UP_ROWS;
+static_assert(GATE_UP_TILE % 16 == 0, "a tile is whole granules of the activations");
+
+// What the down projection multiplies: a tile of a pair's row, from `values` or zeros. All threads
+// call; `values` has GATE_UP_TILE entries.
+INLINE void write_hidden(const GateUpArgs &a, int pair, int tile, const float *values) {
+    using HiddenRows = Staged<1, FFN, true, false>;
+    for (int base = 0; base < GATE_UP_TILE; base += GATE_UP_THREADS) {
+        if (base + warp_index() * LANES >= GATE_UP_TILE) break;  // a whole warp
+        const int i = base + thread_index(), element = tile * GATE_UP_TILE + i;
+        const bool is_real = i < GATE_UP_TILE && element < FFN;
+        const float value = is_real && values ? values[i] : 0.0f;
+        if constexpr (IsFloat<TYPE_DOWN>::VALUE) {
+            if (is_real) a.h[(i64)pair * FFN + element] = value;
+        } else {
+            float2 meta;
+            const i8 byte = quantise1(value, meta);
+            if (i >= GATE_UP_TILE || element >= HiddenRows::PADDED) continue;
+            a.h_quants[(i64)pair * HiddenRows::PADDED + element] = byte;
+            if (element % 16 == 0) {
+                a.h_meta[(i64)pair * HiddenRows::GRANULES + element / 16] = meta;
+            }
+        }
+    }
+}
+
+// Grid: P * tiles; pairs that share an expert read the same rows at about the same time.
+KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
+    using Rows = Staged<1, HIDDEN, X_BYTES, X_FLOATS>;
+    using Gate = RowProducts<TYPE_GATE, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
+    using Up = RowProducts<TYPE_UP, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
+    using Sums = TeamSums<GATE_UP_ROWS, GATE_UP_TEAM>;
+    DYNAMIC_SHARED(shared);
+    SHARED(int, slots, EXPERTS);
+    SHARED(float, hidden, GATE_UP_TILE);
+    const int pair = block_index_x() % PAIRS, tile = block_index_x() / PAIRS;
+    for (int e = thread_index(); e < EXPERTS; e += GATE_UP_THREADS) {
+        slots[e] = (int)load_weights4(a.slot_of_expert + e);
+    }
+    block_barrier();
+    wait_for_previous();
+    let_next_begin();  // after the wait: so the next kernel may read the ids before its own
+    const u32 expert = load_fresh4(a.topk_ids + pair);
+    const int slot = expert < (u32)EXPERTS ? slot_within(slots[expert], a.num_slots) : -1;
+    if (slot < 0) {
+        write_hidden(a, pair, tile, nullptr);
+        return;
+    }
+    const int team = thread_index() / GATE_UP_TEAM, place = thread_index() % GATE_UP_TEAM;
+    const int first = tile * GATE_UP_TILE + team * GATE_UP_ROWS;
+    const u8 *gate_rows[GATE_UP_ROWS], *up_rows[GATE_UP_ROWS];
+#pragma unroll
+    for (int r = 0; r < GATE_UP_ROWS; r++) {
+        const i64 row = (i64)slot * FFN + min_of(first + r, FFN - 1);
+        gate_rows[r] = a.gate.weights + row * Gate::Product::ROW_BYTES;
+        up_rows[r] = a.up.weights + row * Up::Product::ROW_BYTES;
+    }
+    Gate gate;
+    Up up;
+    gate.load(gate_rows, place);
+    up.load(up_rows, place);
+    const Rows x(shared);
+    const i64 token = pair / TOP_K;
+    if constexpr (X_BYTES) {
+        stage_bytes<1, HIDDEN, GATE_UP_THREADS>(x, a.quants + token * Rows::PADDED,
+                                                a.meta + token * Rows::GRANULES);
+    }
+    if constexpr (X_FLOATS) stage_floats<1, HIDDEN, GATE_UP_THREADS>(x, a.x + token * HIDDEN);
+    block_barrier();
+    Sums gates, ups;
+    gates.clear();
+    ups.clear();
+    gate.template add<1>(gates.values, gate_rows, x, 0, place);
+    up.template add<1>(ups.values, up_rows, x, 0, place);
+#pragma unroll
+    for (int c = 0; c < Sums::CHUNKS; c++) {
+        float g = gates.sum(c), u = ups.sum(c);
+        const int row = first + Sums::index(c);
+        if (!Sums::is_writer(c) || row >= FFN) continue;
+        g = projected(a.gate, (int)expert, FFN, row, g);
+        u = projected(a.up, (int)expert, FFN, row, u);
+        hidden[row - tile * GATE_UP_TILE] = activate(a.form, g, u);
+    }
+    block_barrier();
+    write_hidden(a, pair, tile, hidden);
+}
+
+// -- down -------------------------------------------------------------------------------------
+
+struct DownArgs {
+    Projection down;
+    const int *slot_of_expert;   // [EXPERTS]
+    const int *topk_ids;         // [T, TOP_K]; like the weights written two kernels ago
+    const float *topk_weights;   // [T, TOP_K]
+    const i8 *h_quants;          // as GateUpArgs
+    const float2 *h_meta;
+    const float *h;
+    float *residual;             // [T, HIDDEN], added to unless SUMS
+    double *sums;                // [T, HIDDEN], if SUMS
+    int num_slots;
+};
+
+constexpr int DOWN_THREADS = DOWN_WARPS * LANES;
+constexpr bool H_FLOATS = IsFloat<TYPE_DOWN>::VALUE;
+constexpr int DOWN_TEAMS = DOWN_THREADS / DOWN_TEAM, DOWN_ITEMS = DOWN_TILE * TOP_K;
+constexpr int ITEMS_A_TEAM = (DOWN_ITEMS + DOWN_TEAMS - 1) / DOWN_TEAMS;
+static_assert(DOWN_TILE <= DOWN_THREADS, "a thread adds each row's terms");
+
+// Of a kernel before the last, which has surely ended: may be read before the wait. Not through the
+// read-only path, which may still have what was there a layer ago.
+INLINE u32 load_settled4(const void *p) { return *(const volatile u32 *)p; }
+
+using DownRows = Staged<TOP_K, FFN, !H_FLOATS, H_FLOATS>;
+
+// A row of one of the token's experts.
+struct DownItem {
+    RowProducts<TYPE_DOWN, FFN, 1, DOWN_TEAM, DOWN_MOST_DEEP> products;
+    const u8 *row[1];
+    float weight;
+    int expert;  // -1: none, or not here
+
+    INLINE static bool exists(int item) { return item < DOWN_ITEMS; }
+    // Rows of an expert lie next to each other: neighbouring teams take them.
+    INLINE static int choice(int item) { return item / DOWN_TILE; }
+    INLINE static int row_of(int item, int tile) {
+        return min_of(tile * DOWN_TILE + item % DOWN_TILE, HIDDEN - 1);
+    }
+    INLINE void load(const DownArgs &a, int token, int tile, int item, int place) {
+        expert = -1;
+        weight = 0.0f;
+        if (!exists(item)) return;
+        const int pair = token * TOP_K + choice(item);
+        const u32 chosen = load_settled4(a.topk_ids + pair);
+        weight = bits_to_float(load_settled4(a.topk_weights + pair));
+        if (chosen >= (u32)EXPERTS) return;
+        const int slot = slot_within((int)load_weights4(a.slot_of_expert + chosen), a.num_slots);
+        if (slot < 0) return;
+        expert = (int)chosen;
+        const i64 index = (i64)slot * HIDDEN + row_of(item, tile);
+        row[0] = a.down.weights + index * decltype(products)::Product::ROW_BYTES;
+        products.load(row, place);
+    }
+    // The pair's term of this row, in one lane of the team; all lanes of the warp call.
+    INLINE float term(const DownArgs &a, const DownRows &h, int tile, int item, int place) {
+        TeamSums<1, DOWN_TEAM> sums;
+        sums.clear();
+        if (expert >= 0) products.template add<1>(sums.values, row, h, choice(item), place);
+        const float sum = sums.sum(0);
+        if (expert < 0) return 0.0f;
+        return weight * projected(a.down, expert, HIDDEN, row_of(item, tile), sum);
+    }
+};
+
+// Grid: T * tiles; tokens that share an expert read the same rows at about the same time.
+KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
+    DYNAMIC_SHARED(shared);
+    SHARED(float, terms, DOWN_ITEMS);
+    const int token = block_index_x() % TOKENS, tile = block_index_x() / TOKENS;
+    const int team = thread_index() / DOWN_TEAM, place = thread_index() % DOWN_TEAM;
+    const int row = tile * DOWN_TILE + thread_index();
+    const bool adds = thread_index() < DOWN_TILE && row < HIDDEN;
+    let_next_begin();
+    DownItem items[DOWN_GROUP];
+#pragma unroll
+    for (int i = 0; i < DOWN_GROUP; i++) items[i].load(a, token, tile, i * DOWN_TEAMS + team, place);
+    wait_for_previous();
+    float before = 0.0f;
+    if (!SUMS && adds) {
+        before = bits_to_float(load_fresh4(a.residual + (i64)token * HIDDEN + row));
+    }
+    const DownRows h(shared);
+    const i64 first_pair = (i64)token * TOP_K;
+    if constexpr (H_FLOATS) {
+        stage_floats<TOP_K, FFN, DOWN_THREADS>(h, a.h + first_pair * FFN);
+    } else {
+        stage_bytes<TOP_K, FFN, DOWN_THREADS>(h, a.h_quants + first_pair * DownRows::PADDED,
+                                              a.h_meta + first_pair * DownRows::GRANULES);
+    }
+    block_barrier();
+    for (int begin = 0; begin < ITEMS_A_TEAM; begin += DOWN_GROUP) {
+#pragma unroll
+        for (int i = 0; i < DOWN_GROUP; i++) {
+            const int item = (begin + i) * DOWN_TEAMS + team;
+            if (begin) items[i].load(a, token, tile, item, place);
+        }
+#pragma unroll
+        for (int i = 0; i < DOWN_GROUP; i++) {
+            const int item = (begin + i) * DOWN_TEAMS + team;
+            const float term = items[i].term(a, h, tile, item, place);
+            if (place == 0 && DownItem::exists(item)) terms[item] = term;
+        }
+    }
+    block_barrier();
+    if (!adds) return;
+    double total = 0.0;
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) total += (double)terms[k * DOWN_TILE + thread_index()];
+    const i64 place_out = (i64)token * HIDDEN + row;
+    if constexpr (SUMS) a.sums[place_out] = total;
+    else a.residual[place_out] = before + (float)total;
+}

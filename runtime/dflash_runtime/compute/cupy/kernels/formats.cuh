@@ -1,0 +1,143 @@
+// Weights as kernels read them: rows on the device (layouts.py), 64 weights of a row at a time.
+//
+// Quantised types:  Format<Type, Columns>
+//   UNITS, ROW_BYTES        of a row
+//   Raw                     a unit as it is stored, in registers
+//   load(raw, row, unit)    may be called before wait_for_previous()
+//   unpack(out, raw, unit)  64 signed bytes in four granules of 16, a scale and an offset each
+//   granule(unit, j)        which 16 elements of the row the unit's j-th granule is
+//   HAS_OFFSET              if not, offsets are zero
+//   PAIRED                  granules 0, 1 and 2, 3 have the same scale and offset
+//   ADJACENT                granule 1 follows 0 in the row, and 3 follows 2
+// A weight is scale * byte + offset, exactly as the file's type defines it.
+//
+// Plain floats: FloatRow<Type, Columns>, whose units are what 16 bytes hold.
+#pragma once
+#include "common.cuh"
+#include "formats_table.cuh"
+
+template <int Type>
+struct IsFloat { static constexpr bool VALUE = Type == F32 || Type == F16 || Type == BF16; };
+
+INLINE constexpr int padded_to(int size, int multiple) {
+    return (size + multiple - 1) / multiple * multiple;
+}
+
+// Where the array of a field begins in a row of NumBlocks blocks; of NUM_FIELDS, the row's bytes.
+template <int Type, int NumBlocks, int Index>
+struct ArrayOffset {
+    static constexpr int VALUE = ArrayOffset<Type, NumBlocks, Index - 1>::VALUE +
+                                 (Field<Type, Index - 1>::BYTES * NumBlocks + 15) / 16 * 16;
+};
+template <int Type, int NumBlocks>
+struct ArrayOffset<Type, NumBlocks, 0> { static constexpr int VALUE = 0; };
+
+template <int Type, int Columns>
+struct RowLayout {
+    static_assert(Columns % Blocks<Type>::ELEMENTS == 0, "a row is whole blocks");
+    static constexpr int UNITS = (Columns + 63) / 64;
+    static constexpr int NumBlocks = UNITS * 64 / Blocks<Type>::ELEMENTS;
+    static constexpr int ROW_BYTES = ArrayOffset<Type, NumBlocks, Blocks<Type>::NUM_FIELDS>::VALUE;
+
+    // Field Index of a block.
+    template <int Index>
+    INLINE static const u8 *at(const u8 *row, int block) {
+        return row + ArrayOffset<Type, NumBlocks, Index>::VALUE + Field<Type, Index>::BYTES * block;
+    }
+};
+
+// Four signed bytes a word, in the order of the elements; a granule is four words.
+struct Unpacked {
+    u32 q[16];
+    float scale[4], offset[4];
+};
+
+template <int Type, int Columns>
+struct Format;
+
+// -- words of bytes ---------------------------------------------------------------------------
+
+INLINE void put4(u32 *words, uint4 v) {
+    words[0] = v.x;
+    words[1] = v.y;
+    words[2] = v.z;
+    words[3] = v.w;
+}
+INLINE void load32(u32 (&words)[8], const u8 *p) {
+    put4(words, load_weights16(p));
+    put4(words + 4, load_weights16(p + 16));
+}
+INLINE u32 low_nibbles(u32 word) { return word & 0x0f0f0f0fu; }
+INLINE u32 high_nibbles(u32 word) { return word >> 4 & 0x0f0f0f0fu; }
+INLINE float signed_byte(u32 word, int index) { return (float)(i8)(word >> (8 * index)); }
+INLINE u32 byte_of(u32 word, int index) { return word >> (8 * index) & 255u; }
+// Bit i of the lowest four as bit 0 of byte i.
+INLINE u32 spread_bits(u32 bits) { return (bits & 15u) * 0x00204081u & 0x01010101u; }
+
+// Byte i of the result is byte `selector >> 4i & 7` of (b, a), a being bytes 0 to 3.
+#ifndef HAS_PERMUTE_BYTES
+INLINE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    const u64 both = (u64)b << 32 | a;
+    u32 result = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        result |= ((u32)(both >> (8 * (selector >> (4 * i) & 7u))) & 255u) << (8 * i);
+    }
+    return result;
+}
+#endif
+
+// What 16 table entries of a byte say for the low and the high nibbles of four bytes.
+struct NibbleTable { u32 words[4]; };
+INLINE void look_up(u32 packed, const NibbleTable &table, u32 &low, u32 &high) {
+    u32 found[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 nibbles = packed >> (16 * half);
+        const u32 lower = permute_bytes(table.words[0], table.words[1], nibbles);
+        const u32 upper = permute_bytes(table.words[2], table.words[3], nibbles);
+        found[half] = permute_bytes(lower, upper, 0x3210u | (nibbles & 0x8888u) >> 1);
+    }
+    low = permute_bytes(found[0], found[1], 0x6420u);
+    high = permute_bytes(found[0], found[1], 0x7531u);
+}
+
+#include "formats_32.cuh"
+#include "formats_256.cuh"
+
+// -- other uses -------------------------------------------------------------------------------
+
+// Element i of granule j of what was unpacked.
+INLINE float weight_of(const Unpacked &weights, int j, int i) {
+    const float byte = signed_byte(weights.q[4 * j + i / 4], i % 4);
+    return fmaf(weights.scale[j], byte, weights.offset[j]);
+}
+
+// A unit's weights rounded to halves: out[16 * j + i] is element i of granule j. Unrolled by the
+// caller's use of constant indices only if `out` is in registers.
+template <int Type, int Columns>
+INLINE void dequantise_unit(u16 (&out)[64], const typename Format<Type, Columns>::Raw &raw,
+                            int unit) {
+    Unpacked weights;
+    Format<Type, Columns>::unpack(weights, raw, unit);
+#pragma unroll
+    for (int i = 0; i < 64; i++) out[i] = float_to_half(weight_of(weights, i / 16, i % 16));
+}
+
+// Rows of plain floats: units are 16 bytes.
+template <int Type, int Columns>
+struct FloatRow {
+    static constexpr int ELEMENTS = Type == F32 ? 4 : 8;
+    static constexpr int UNITS = (Columns + ELEMENTS - 1) / ELEMENTS;
+    static constexpr int ROW_BYTES = padded_to(Columns, 64) * (Type == F32 ? 4 : 2);
+    struct Raw { u32 words[4]; };
+
+    INLINE static void load(Raw &raw, const u8 *row, int unit) {
+        put4(raw.words, load_weights16(row + 16 * unit));
+    }
+    INLINE static float value(const Raw &raw, int index) {
+        if constexpr (Type == F32) return bits_to_float(raw.words[index]);
+        const u32 bits = raw.words[index / 2] >> (16 * (index % 2)) & 0xffffu;
+        return Type == F16 ? half_to_float(bits) : bfloat_to_float(bits);
+    }
+};

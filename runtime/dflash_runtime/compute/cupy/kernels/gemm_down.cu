@@ -1,0 +1,76 @@
+// Down projection of the pairs of each expert: the float32 term of each pair, weight included.
+//
+// Defines: gemm_tile.cuh's; NUM_ROWS of down.
+#include "gemm_tile.cuh"
+
+#include "groups.cuh"
+
+static_assert(NUM_ROWS % 2 == 0, "terms are written in twos");
+
+struct DownArgs {
+    const GroupCounts *counts;
+    const GroupTile *tiles;
+    const u8 *activations;           // [NUM_PARTS, rows, NUM_COLUMNS]
+    const float *activation_scales;  // [rows]; null: 1
+    const float *weights;            // [rows]
+    const u8 *down;
+    const float *bias;          // [E, NUM_ROWS]; null: none
+    const float *scale;         // [E]; null: none
+    float *terms;               // [rows, NUM_ROWS]
+    u64 activation_part_bytes, stride;
+    MatrixChoice choice;
+};
+
+INLINE TileRows rows_of_tile(const DownArgs &a, const GroupTile &tile) {
+    const i64 matrix = matrix_of(a.choice, tile);
+    const u8 *down = a.down + matrix * (i64)a.stride;
+    const int first_column = block_index_x() * TILE_N;
+    TileRows rows;
+    rows.a = a.activations;
+    rows.num_a = copies_within(tile.end_row - tile.first_row);
+#pragma unroll
+    for (int i = 0; i < A_COPIES; i++)
+        rows.a_offsets[i] = i < rows.num_a ? offset_of_a(tile.first_row + copied_row(i)) : 0;
+    rows.w = down + (i64)(first_column + copied_row(0)) * WEIGHT_ROW_BYTES;
+    rows.num_w = copies_within(NUM_ROWS - first_column);
+    return rows;
+}
+
+KERNEL(gemm_down, DownArgs, THREADS, BLOCKS_PER_SM) {
+    DYNAMIC_SHARED(shared);
+    let_next_begin();
+    wait_for_previous();
+    if (block_index_y() >= load_counts(a.counts).num_tiles) return;
+    const GroupTile tile = load_tile(a.tiles + block_index_y());
+    if (!is_chosen(a.choice, tile.group)) return;
+    float totals[NUM_M][NUM_N][4];
+    multiply_tile<COPIED_ROWS * WEIGHT_ROW_BYTES>(
+        totals, shared, rows_of_tile(a, tile), a.activation_part_bytes,
+        tile.end_row - tile.first_row);
+
+    const float scale = a.scale ? load_float(a.scale + tile.expert_id) : 1.0f;
+    const float *bias = a.bias ? a.bias + (i64)tile.expert_id * NUM_ROWS : nullptr;
+#pragma unroll
+    for (int m = 0; m < NUM_M; m++)
+#pragma unroll
+        for (int upper = 0; upper < 2; upper++) {
+            const int row = tile.first_row + total_row(m, upper);
+            if (row >= tile.end_row) continue;
+            const float row_scale =
+                a.activation_scales ? load_float(a.activation_scales + row) : 1.0f;
+            const float weight = load_float(a.weights + row);
+#pragma unroll
+            for (int n = 0; n < NUM_N; n++) {
+                const int column = block_index_x() * TILE_N + total_column(n);
+                if (column >= NUM_ROWS) continue;
+                float first = scale * (totals[m][n][2 * upper] * row_scale);
+                float second = scale * (totals[m][n][2 * upper + 1] * row_scale);
+                if (bias) {
+                    first += load_float(bias + column);
+                    second += load_float(bias + column + 1);
+                }
+                *(float2 *)(a.terms + (i64)row * NUM_ROWS + column) =
+                    make_float2(weight * first, weight * second);
+            }
+        }
+}

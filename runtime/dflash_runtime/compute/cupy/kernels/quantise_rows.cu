@@ -1,0 +1,23 @@
+// Rows of activations, normalised or as they are, to int8 with their scales: once for whoever reads
+// them, where doing it in every block would cost more. A block a row.
+#include "staging.cuh"
+
+struct QuantiseRowsArgs {
+    const float *x;            // [rows, COLUMNS]
+    const float *norm_weight;  // [COLUMNS], if INPUT is NORM
+    SideOutputs out;           // of all rows; values may be null
+    float eps;
+};
+
+KERNEL(quantise_rows, QuantiseRowsArgs, WARPS *LANES, 1) {
+    using Input = FloatInput<1, COLUMNS, WARPS * LANES, (InputMode)INPUT, false, false>;
+    using Rows = Staged<1, COLUMNS, false, false>;
+    const i64 row = block_index_x();
+    Input input;
+    let_next_begin();
+    input.before_wait(a.norm_weight);
+    wait_for_previous();
+    const SideOutputs out = {a.out.values ? a.out.values + row * COLUMNS : nullptr,
+                             a.out.quants + row * Rows::PADDED, a.out.meta + row * Rows::GRANULES};
+    input.stage(Rows(nullptr), a.x + row * COLUMNS, a.norm_weight, a.eps, &out);
+}

@@ -1,0 +1,36 @@
+// The likeliest token of each row of logits, from what the blocks of the head have found. One block.
+#include "argmax.cuh"
+
+struct SampleArgs {
+    const u64 *partials;  // [blocks, T] keys of argmax.cuh
+    int num_partials;     // blocks
+    int capacity;         // of history
+    int *token_ids;       // [T] out
+    int *positions;       // [T], each one further afterwards if ADVANCE
+    int *history;         // null, or [capacity]: the token at its position, which is one further
+};
+
+KERNEL(sample, SampleArgs, WARPS *LANES, 1) {
+    SHARED(u64, found, WARPS);
+    let_next_begin();
+    wait_for_previous();
+    for (int t = 0; t < TOKENS; t++) {
+        u64 best = 0;
+        for (int i = thread_index(); i < a.num_partials; i += WARPS * LANES) {
+            const uint2 key = load_fresh8(a.partials + (i64)i * TOKENS + t);
+            best = larger_key(best, (u64)key.y << 32 | key.x);
+        }
+        best = lanes_largest(best);
+        if (lane_index() == 0) found[warp_index()] = best;
+        block_barrier();
+        if (thread_index() == 0) {
+            for (int warp = 1; warp < WARPS; warp++) best = larger_key(best, found[warp]);
+            const int token = (int)argmax_index(best);
+            const int next = (int)load_fresh4(a.positions + t) + 1;
+            a.token_ids[t] = token;
+            if (a.history && next >= 0 && next < a.capacity) a.history[next] = token;
+            if (ADVANCE) a.positions[t] = next;
+        }
+        block_barrier();
+    }
+}

@@ -1,0 +1,171 @@
+// Rows of activations in shared memory, once a block: all warps of the chip reading the same few
+// lines of the second-level cache instead makes kernels two to three times slower.
+#pragma once
+#include "common.cuh"
+#include "formats.cuh"
+#include "quantise.cuh"
+
+enum InputMode { NORM, PLAIN, QUANTISED };
+
+// Where the rows of a block lie. Rows are padded with zeros to whole units of every type.
+template <int Tokens, int Columns, bool AsBytes, bool AsFloats>
+struct Staged {
+    static constexpr int PADDED = padded_to(Columns, 256), GRANULES = PADDED / 16;
+    i8 *quants;
+    float2 *meta;
+    float *values;
+
+    INLINE explicit Staged(u8 *shared) {
+        constexpr int bytes = AsBytes ? Tokens * PADDED : 0;
+        constexpr int meta_bytes = AsBytes ? Tokens * GRANULES * 8 : 0;
+        quants = (i8 *)shared;
+        meta = (float2 *)(shared + bytes);
+        values = (float *)(shared + bytes + meta_bytes);
+    }
+    // Granules change places so that eight lanes that read the same granule of neighbouring units of
+    // any type hit different banks.
+    INLINE static int place(int granule) {
+        return (granule ^ (granule >> 3 & 1) * 3 ^ (granule >> 4 & 1) * 5) * 16;
+    }
+    INLINE i8 *granule(int token, int index) const { return quants + token * PADDED + place(index); }
+};
+
+// What else one block writes of the rows it has staged, if not null.
+struct SideOutputs {
+    float *values;  // [T, Columns]
+    i8 *quants;     // [T, PADDED]
+    float2 *meta;   // [T, PADDED / 16]
+};
+
+// Rows [T, Columns] of float32, normalised or not. Sums of squares have the same order for any T.
+template <int Tokens, int Columns, int Threads, InputMode Mode, bool AsBytes, bool AsFloats>
+struct FloatInput {
+    using Rows = Staged<Tokens, Columns, AsBytes, AsFloats>;
+    static_assert(Columns % (AsBytes ? 32 : 4) == 0, "rows of activations");
+    static constexpr int QUADS = Rows::PADDED / 4, CHUNKS = (QUADS + Threads - 1) / Threads;
+    static constexpr bool KEEPS_WEIGHT = Mode == NORM && CHUNKS <= 4;
+    static constexpr bool KEEPS_ROWS = Tokens * CHUNKS <= 4;
+    float4 weight[KEEPS_WEIGHT ? CHUNKS : 1], rows[KEEPS_ROWS ? Tokens * CHUNKS : 1];
+
+    INLINE static int quad(int chunk) { return chunk * Threads + thread_index(); }
+    INLINE static bool is_inside(int chunk) { return quad(chunk) < Columns / 4; }
+    INLINE static float4 as_floats(uint4 v) {
+        return make_float4(bits_to_float(v.x), bits_to_float(v.y), bits_to_float(v.z),
+                           bits_to_float(v.w));
+    }
+    INLINE static float4 weight_at(const float *norm_weight, int chunk) {
+        if (!is_inside(chunk)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        return as_floats(load_weights16(norm_weight + 4 * quad(chunk)));
+    }
+    INLINE static float4 row_at(const float *x, int token, int chunk) {
+        if (!is_inside(chunk)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        return as_floats(load_fresh16(x + (i64)token * Columns + 4 * quad(chunk)));
+    }
+
+    INLINE void before_wait(const float *norm_weight) {
+        if constexpr (KEEPS_WEIGHT) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) weight[c] = weight_at(norm_weight, c);
+        }
+    }
+    // The factors that normalise each row, the same in all threads.
+    INLINE void factors(float (&factor)[Tokens], const float *x, float eps) {
+        constexpr int NumWarps = Threads / LANES;
+        SHARED(float, partial, NumWarps *Tokens);
+#pragma unroll
+        for (int t = 0; t < Tokens; t++) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const float4 v = row_at(x, t, c);
+                if constexpr (KEEPS_ROWS) rows[t * CHUNKS + c] = v;
+                squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+            }
+            factor[t] = squares;
+        }
+#pragma unroll
+        for (int t = 0; t < Tokens; t++) {
+            const float squares = lanes_sum(factor[t]);
+            if (lane_index() == 0) partial[warp_index() * Tokens + t] = squares;
+        }
+        block_barrier();
+#pragma unroll
+        for (int t = 0; t < Tokens; t++) {
+            float squares = 0.0f;
+            for (int warp = 0; warp < NumWarps; warp++) squares += partial[warp * Tokens + t];
+            factor[t] = reciprocal_root(squares / (float)Columns + eps);
+        }
+    }
+    // Called by all threads after wait_for_previous(); block_barrier() before anyone reads.
+    INLINE void stage(const Rows &to, const float *x, const float *norm_weight, float eps,
+                      const SideOutputs *side) {
+        float factor[Tokens];
+        if constexpr (Mode == NORM) factors(factor, x, eps);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            float4 scale = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+            if constexpr (KEEPS_WEIGHT) scale = weight[c];
+            else if constexpr (Mode == NORM) scale = weight_at(norm_weight, c);
+#pragma unroll
+            for (int t = 0; t < Tokens; t++) {
+                float4 v;
+                if constexpr (Mode == NORM && KEEPS_ROWS) v = rows[t * CHUNKS + c];
+                else v = row_at(x, t, c);
+                if constexpr (Mode == NORM) {
+                    v = make_float4(v.x * factor[t] * scale.x, v.y * factor[t] * scale.y,
+                                    v.z * factor[t] * scale.z, v.w * factor[t] * scale.w);
+                }
+                put(to, t, quad(c), v, side);
+            }
+        }
+    }
+    INLINE static void put(const Rows &to, int token, int quad, float4 v, const SideOutputs *side) {
+        const bool is_padded = quad < QUADS;
+        if (AsFloats && is_padded) *(float4 *)(to.values + token * Rows::PADDED + 4 * quad) = v;
+        if (side && side->values && quad < Columns / 4) {
+            *(float4 *)(side->values + (i64)token * Columns + 4 * quad) = v;
+        }
+        if (!AsBytes && !(side && side->quants)) return;  // the same for the whole block
+        float2 meta;
+        const u32 bytes = quantise4(v, meta);
+        if (!is_padded) return;
+        if constexpr (AsBytes) {
+            *(u32 *)(to.granule(token, quad / 4) + 4 * (quad % 4)) = bytes;
+            if (quad % 4 == 0) to.meta[token * Rows::GRANULES + quad / 4] = meta;
+        }
+        if (side && side->quants) {
+            *(u32 *)(side->quants + (i64)token * Rows::PADDED + 4 * quad) = bytes;
+            if (quad % 4 == 0) side->meta[token * Rows::GRANULES + quad / 4] = meta;
+        }
+    }
+};
+
+// Rows that are int8 already: quants [rows, PADDED], meta [rows, GRANULES]; padding is not read.
+template <int NumRows, int Columns, int Threads, typename Rows>
+INLINE void stage_bytes(const Rows &to, const i8 *quants, const float2 *meta) {
+    static_assert(Columns % 32 == 0, "rows of activations");
+    for (int i = thread_index(); i < NumRows * Rows::GRANULES; i += Threads) {
+        const int row = i / Rows::GRANULES, granule = i % Rows::GRANULES;
+        uint4 bytes = make_uint4(0, 0, 0, 0);
+        if (granule < Columns / 16) bytes = load_fresh16(quants + 16 * (i64)i);
+        *(uint4 *)to.granule(row, granule) = bytes;
+    }
+    for (int i = thread_index(); i < NumRows * Rows::GRANULES / 2; i += Threads) {
+        uint4 two = make_uint4(0, 0, 0, 0);
+        if (i % (Rows::GRANULES / 2) < Columns / 32) two = load_fresh16(meta + 2 * (i64)i);
+        *(uint4 *)(to.meta + 2 * i) = two;
+    }
+}
+
+// Rows [rows, Columns] of float32 as they are.
+template <int NumRows, int Columns, int Threads, typename Rows>
+INLINE void stage_floats(const Rows &to, const float *x) {
+    static_assert(Columns % 4 == 0, "rows of activations");
+    constexpr int Quads = Rows::PADDED / 4;
+    for (int i = thread_index(); i < NumRows * Quads; i += Threads) {
+        const int row = i / Quads, quad = i % Quads;
+        uint4 four = make_uint4(0, 0, 0, 0);
+        if (quad < Columns / 4) four = load_fresh16(x + (i64)row * Columns + 4 * quad);
+        *(uint4 *)(to.values + 4 * i) = four;
+    }
+}

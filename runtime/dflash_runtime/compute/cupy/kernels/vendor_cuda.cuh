@@ -1,0 +1,130 @@
+// NVIDIA's side of common.cuh: compute capability 6.1 and newer, through NVRTC or nvcc.
+#pragma once
+
+#define INLINE __device__ __forceinline__
+// A block has 15 named barriers beside its own: so many logical warps of 64.
+#define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS)                                          \
+    static_assert(LANES == 32 || (THREADS) <= 15 * 64, "too many logical warps");        \
+    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const ARGS a)
+#define CONSTANT(TYPE, NAME, COUNT) __constant__ __align__(16) const TYPE NAME[COUNT]
+#define SHARED(TYPE, NAME, COUNT) __shared__ __align__(16) TYPE NAME[COUNT]
+#define DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) u8 NAME[]
+
+INLINE void block_barrier() { __syncthreads(); }
+INLINE int block_index_x() { return blockIdx.x; }
+INLINE int block_index_y() { return blockIdx.y; }
+INLINE int block_index_z() { return blockIdx.z; }
+INLINE int num_blocks_x() { return gridDim.x; }
+INLINE int num_blocks_y() { return gridDim.y; }
+INLINE int num_blocks_z() { return gridDim.z; }
+INLINE int thread_index() { return threadIdx.x; }
+INLINE int num_threads() { return blockDim.x; }
+
+#if LANES == 32
+template <typename T>
+INLINE T lane_xor(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+template <typename T>
+INLINE T lane_read(T value, int source_lane) { return __shfl_sync(~0u, value, source_lane); }
+#else
+// Two warps are one logical warp: values go through shared memory, between barriers of 64 threads.
+INLINE u64 *exchange_slots() {
+    __shared__ u64 slots[1024];
+    return slots + (threadIdx.x & ~63u);
+}
+INLINE void logical_warp_barrier() {
+    asm volatile("bar.sync %0, 64;" ::"r"((threadIdx.x >> 6) + 1) : "memory");
+}
+template <typename T>
+INLINE T exchange(T value, int source_lane) {
+    u64 *slots = exchange_slots();
+    *(T *)(slots + (threadIdx.x & 63)) = value;
+    logical_warp_barrier();
+    T other = *(T *)(slots + source_lane);
+    logical_warp_barrier();
+    return other;
+}
+template <typename T>
+INLINE T lane_xor(T value, int mask) { return exchange(value, (threadIdx.x & 63) ^ mask); }
+template <typename T>
+INLINE T lane_read(T value, int source_lane) { return exchange(value, source_lane & 63); }
+#endif
+
+INLINE int dot4(int a, int b, int sum) { return __dp4a(a, b, sum); }
+INLINE float half_to_float(u32 half) {
+    float value;
+    asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(value) : "r"(half));
+    return value;
+}
+INLINE u16 float_to_half(float value) {
+    u16 half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    return half;
+}
+INLINE int round_to_int(float value) { return __float2int_rn(value); }
+INLINE float exp_fast(float value) { return __expf(value); }
+INLINE float reciprocal_root(float value) { return rsqrtf(value); }
+INLINE float reciprocal(float value) { return __frcp_rn(value); }
+
+// Weights are read once: they must not push anything out of the first-level cache.
+#if __CUDA_ARCH__ >= 700
+#define LOAD_WEIGHTS "ld.global.nc.L1::no_allocate"
+#else
+#define LOAD_WEIGHTS "ld.global.nc"
+#endif
+INLINE uint4 load_weights16(const void *p) {
+    uint4 v;
+    asm volatile(LOAD_WEIGHTS ".v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+INLINE uint2 load_weights8(const void *p) {
+    uint2 v;
+    asm volatile(LOAD_WEIGHTS ".v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+INLINE u32 load_weights4(const void *p) {
+    u32 v;
+    asm volatile(LOAD_WEIGHTS ".u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+INLINE u32 load_weights2(const void *p) {
+    u16 v;
+    asm volatile(LOAD_WEIGHTS ".u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+INLINE u32 load_weights1(const void *p) {
+    u32 v;
+    asm volatile(LOAD_WEIGHTS ".u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// Never through the read-only path: whoever wrote this may still be running when we start.
+INLINE uint4 load_fresh16(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+INLINE uint2 load_fresh8(const void *p) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+INLINE u32 load_fresh4(const void *p) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+INLINE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+INLINE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+INLINE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
+INLINE void memory_fence() { __threadfence(); }

@@ -1,0 +1,108 @@
+// AMD's side of common.cuh: gfx906 and newer, through hipRTC or hipcc. A logical warp is a wavefront.
+#pragma once
+
+#if !defined(__HIPCC_RTC__)
+#include <hip/hip_runtime.h>
+#endif
+
+#if defined(__AMDGCN_WAVEFRONT_SIZE) && __AMDGCN_WAVEFRONT_SIZE != LANES
+#error "LANES must be the lanes of a wavefront"
+#endif
+
+#define INLINE __device__ inline __attribute__((always_inline))
+#define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS) \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(const ARGS a)
+#define ALIGNED_16 __attribute__((aligned(16)))
+#define CONSTANT(TYPE, NAME, COUNT) __constant__ ALIGNED_16 const TYPE NAME[COUNT]
+#define SHARED(TYPE, NAME, COUNT) __shared__ ALIGNED_16 TYPE NAME[COUNT]
+#define DYNAMIC_SHARED(NAME) extern __shared__ ALIGNED_16 u8 NAME[]
+
+INLINE void block_barrier() { __syncthreads(); }
+INLINE int block_index_x() { return blockIdx.x; }
+INLINE int block_index_y() { return blockIdx.y; }
+INLINE int block_index_z() { return blockIdx.z; }
+INLINE int num_blocks_x() { return gridDim.x; }
+INLINE int num_blocks_y() { return gridDim.y; }
+INLINE int num_blocks_z() { return gridDim.z; }
+INLINE int thread_index() { return threadIdx.x; }
+INLINE int num_threads() { return blockDim.x; }
+
+template <typename T>
+INLINE T lane_xor(T value, int mask) { return __shfl_xor(value, mask, LANES); }
+template <typename T>
+INLINE T lane_read(T value, int source_lane) { return __shfl(value, source_lane, LANES); }
+
+// Which architecture has which instruction: capabilities.py has the same table.
+#if defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || \
+    defined(__gfx941__) || defined(__gfx942__) || defined(__gfx1011__) ||                       \
+    defined(__gfx1012__) || defined(__gfx1030__) || defined(__gfx1031__) ||                     \
+    defined(__gfx1032__) || defined(__gfx1033__) || defined(__gfx1034__) ||                     \
+    defined(__gfx1035__) || defined(__gfx1036__)
+INLINE int dot4(int a, int b, int sum) { return __builtin_amdgcn_sdot4(a, b, sum, false); }
+#elif defined(__GFX11__) || defined(__GFX12__)
+INLINE int dot4(int a, int b, int sum) {
+    return __builtin_amdgcn_sudot4(true, a, true, b, sum, false);
+}
+#else
+INLINE int dot4(int a, int b, int sum) {
+#pragma unroll
+    for (int byte = 0; byte < 4; byte++) sum += (i8)(a >> (8 * byte)) * (i8)(b >> (8 * byte));
+    return sum;
+}
+#endif
+
+union HalfBits {
+    u16 bits;
+    _Float16 value;
+};
+INLINE float half_to_float(u32 half) {
+    HalfBits both;
+    both.bits = (u16)half;
+    return (float)both.value;
+}
+INLINE u16 float_to_half(float value) {
+    HalfBits both;
+    both.value = (_Float16)value;
+    return both.bits;
+}
+INLINE int round_to_int(float value) { return (int)__builtin_rintf(value); }
+INLINE float exp_fast(float value) { return __expf(value); }
+INLINE float reciprocal_root(float value) { return rsqrtf(value); }
+INLINE float reciprocal(float value) { return 1.0f / value; }
+
+// Weights are read once: they must not push anything out of the caches.
+typedef u32 Words4 __attribute__((ext_vector_type(4)));
+typedef u32 Words2 __attribute__((ext_vector_type(2)));
+INLINE uint4 load_weights16(const void *p) {
+    Words4 v = __builtin_nontemporal_load((const Words4 *)p);
+    return make_uint4(v.x, v.y, v.z, v.w);
+}
+INLINE uint2 load_weights8(const void *p) {
+    Words2 v = __builtin_nontemporal_load((const Words2 *)p);
+    return make_uint2(v.x, v.y);
+}
+INLINE u32 load_weights4(const void *p) { return __builtin_nontemporal_load((const u32 *)p); }
+INLINE u32 load_weights2(const void *p) { return __builtin_nontemporal_load((const u16 *)p); }
+INLINE u32 load_weights1(const void *p) { return __builtin_nontemporal_load((const u8 *)p); }
+
+// Past the first-level cache, which does not see what other blocks write.
+INLINE u64 load_past_cache(const void *p) {
+    return __hip_atomic_load((const u64 *)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+INLINE uint2 load_fresh8(const void *p) {
+    u64 v = load_past_cache(p);
+    return make_uint2((u32)v, (u32)(v >> 32));
+}
+INLINE uint4 load_fresh16(const void *p) {
+    uint2 low = load_fresh8(p), high = load_fresh8((const u8 *)p + 8);
+    return make_uint4(low.x, low.y, high.x, high.y);
+}
+INLINE u32 load_fresh4(const void *p) {
+    return __hip_atomic_load((const u32 *)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// Kernels follow each other whole here.
+INLINE void let_next_begin() {}
+INLINE void wait_for_previous() {}
+INLINE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
+INLINE void memory_fence() { __threadfence(); }

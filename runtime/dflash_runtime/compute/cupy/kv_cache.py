@@ -1,0 +1,138 @@
+"""Keys and values of one sequence on a device, in the layout that kernels/kv_rows.cuh reads.
+
+Knows nothing of attention. How many positions are in use is the owner's business: truncating is
+writing over them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.ops import KvType
+from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+
+LARGEST_HEAD = 256
+"""Elements of a head that the kernels keep in registers."""
+
+Q8_BLOCK = 32
+
+_MOST_POSITIONS = 1 << 24
+"""Positions, and rows times heads, stay far inside 32 bits."""
+
+_ELEMENTS: dict[KvType, type[np.generic]] = {
+    KvType.F32: np.float32,
+    KvType.F16: np.float16,
+    KvType.Q8_0: np.int8,
+}
+
+
+def row_elements(kv_type: KvType, dim: int) -> int:
+    """Elements of a cached row of `dim` values: whole loads of 16 bytes, whole blocks.
+
+    Raises: SettingsError if the kernels cannot take heads of this size.
+    """
+    if not 1 <= dim <= LARGEST_HEAD:
+        raise SettingsError(
+            f"heads of {dim} elements: attention on a GPU takes from 1 to {LARGEST_HEAD}"
+        )
+    unit = Q8_BLOCK if kv_type is KvType.Q8_0 else 16
+    return -(-dim // unit) * unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedRows:
+    """Keys or values of one layer.
+
+    Shapes: elements [kv_heads, N, row] of the cache's element type, zeros past the head's dim;
+    scales [kv_heads, N, row / 32] float16, only of q8_0.
+    """
+
+    elements: DeviceArray
+    scales: DeviceArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKvCache:
+    """One layer of a cache."""
+
+    kv: KvLayer
+    kv_type: KvType
+    capacity: int
+    keys: CachedRows
+    values: CachedRows
+
+
+class DeviceKvCache:
+    """Implements ops.KvCache. Rows that were never written hold anything, and are never used.
+
+    Owns: the device memory, given back with the object.
+    Raises: SettingsError for heads or a capacity that the kernels cannot take; DeviceOutOfMemory.
+    """
+
+    def __init__(
+        self, device: KernelDevice, layers: Iterable[KvLayer], capacity: int, kv_type: KvType
+    ) -> None:
+        given = tuple(layers)
+        _check_capacity(capacity)
+        for kv in given:
+            layer_bytes(kv, capacity, kv_type)  # all are checked before anything is allocated
+        self.capacity = capacity
+        self.kv_type = kv_type
+        self.layers = [_layer_cache(device, kv, capacity, kv_type) for kv in given]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it holds."""
+        return sum(layer_bytes(layer.kv, self.capacity, self.kv_type) for layer in self.layers)
+
+    def check_fits(self, first_position: int, num_tokens: int) -> None:
+        """Raises: ContextExceeded if tokens from `first_position` on do not fit."""
+        if first_position < 0 or num_tokens < 0:
+            raise ValueError(f"{num_tokens} tokens from position {first_position} on")
+        if first_position + num_tokens > self.capacity:
+            raise ContextExceeded(first_position + num_tokens, self.capacity)
+
+
+def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
+    """Device memory that one layer takes. Raises: SettingsError as DeviceKvCache does."""
+    _check_capacity(capacity)
+    if kv.num_heads < 1:
+        raise SettingsError(f"{kv.num_heads} key/value heads")
+    num_rows = kv.num_heads * capacity
+    total = 0
+    for row in (row_elements(kv_type, kv.key_dim), row_elements(kv_type, kv.value_dim)):
+        total += num_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize
+        if kv_type is KvType.Q8_0:
+            total += 2 * _scale_halves(num_rows, row)
+    return total
+
+
+def _scale_halves(num_rows: int, row: int) -> int:
+    """Kernels read two scales at a time, the last too."""
+    return -(-num_rows * (row // Q8_BLOCK) // 2) * 2
+
+
+def _check_capacity(capacity: int) -> None:
+    if not 1 <= capacity <= _MOST_POSITIONS:
+        raise SettingsError(
+            f"a context of {capacity} positions; from 1 to {_MOST_POSITIONS} are possible"
+        )
+
+
+def _layer_cache(device: KernelDevice, kv: KvLayer, capacity: int, kv_type: KvType) -> LayerKvCache:
+    def rows(dim: int) -> CachedRows:
+        row = row_elements(kv_type, dim)
+        scales = None
+        if kv_type is KvType.Q8_0:
+            shape = (kv.num_heads, capacity, row // Q8_BLOCK)
+            halves = device.empty(_scale_halves(kv.num_heads * capacity, row), np.float16)
+            scales = halves[: prod(shape)].reshape(shape)
+        return CachedRows(device.empty((kv.num_heads, capacity, row), _ELEMENTS[kv_type]), scales)
+
+    return LayerKvCache(kv, kv_type, capacity, rows(kv.key_dim), rows(kv.value_dim))

@@ -1,0 +1,163 @@
+"""How weights lie in a device's memory: the fields of a row's blocks, one array after another.
+
+A file's blocks have odd sizes, so that loads of 16 bytes would not be aligned. On the device a row
+is cut into the fields of its blocks, each field one array over the row's blocks, each array padded
+to 16 bytes; blocks are added until the row is a whole number of units of 64 weights. Padding is
+zero, which every type reads as weights of zero. The order inside a field is the file's.
+
+The table below is the only place that knows: `formats_table` writes it out for the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import U8Array
+
+UNIT = 64
+"""Weights that one lane unpacks at once."""
+
+_ALIGNMENT = 16
+
+
+class Field(NamedTuple):
+    """Part of a block: where the file has it, and how long it is."""
+
+    name: str
+    native_offset: int
+    num_bytes: int
+
+
+FIELDS: dict[TensorType, tuple[Field, ...]] = {
+    TensorType.Q4_0: (Field("QUANTS", 2, 16), Field("SCALE", 0, 2)),
+    TensorType.Q4_1: (Field("QUANTS", 4, 16), Field("SCALE", 0, 4)),
+    TensorType.Q5_0: (Field("QUANTS", 6, 16), Field("HIGH", 2, 4), Field("SCALE", 0, 2)),
+    TensorType.Q5_1: (Field("QUANTS", 8, 16), Field("HIGH", 4, 4), Field("SCALE", 0, 4)),
+    TensorType.Q8_0: (Field("QUANTS", 2, 32), Field("SCALE", 0, 2)),
+    TensorType.Q2_K: (Field("QUANTS", 16, 64), Field("SCALES", 0, 16), Field("SCALE", 80, 4)),
+    TensorType.Q3_K: (
+        Field("QUANTS", 32, 64),
+        Field("HIGH", 0, 32),
+        Field("SCALES", 96, 12),
+        Field("SCALE", 108, 2),
+    ),
+    # These two are aligned as they are.
+    TensorType.Q4_K: (Field("BLOCK", 0, 144),),
+    TensorType.Q5_K: (Field("BLOCK", 0, 176),),
+    TensorType.Q6_K: (
+        Field("QUANTS", 0, 128),
+        Field("HIGH", 128, 64),
+        Field("SCALES", 192, 16),
+        Field("SCALE", 208, 2),
+    ),
+    TensorType.IQ4_NL: (Field("QUANTS", 2, 16), Field("SCALE", 0, 2)),
+    TensorType.IQ4_XS: (Field("QUANTS", 8, 128), Field("SCALES", 0, 8)),
+    TensorType.MXFP4: (Field("QUANTS", 1, 16), Field("SCALE", 0, 1)),
+    TensorType.NVFP4: (Field("QUANTS", 4, 32), Field("SCALES", 0, 4)),
+    TensorType.F32: (Field("VALUES", 0, 4),),
+    TensorType.F16: (Field("VALUES", 0, 2),),
+    TensorType.BF16: (Field("VALUES", 0, 2),),
+}
+"""Types that the kernels read, and their fields in the order of the arrays."""
+
+FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
+"""Types that are multiplied with float32 activations; all others with int8."""
+
+
+def num_units(columns: int) -> int:
+    """Units of a row."""
+    return -(-columns // UNIT)
+
+
+def row_bytes(tensor_type: TensorType, columns: int) -> int:
+    """Bytes of one row on the device, a multiple of 16.
+
+    Raises: ValueError if kernels have no layout for the type, or if the row is no whole number of
+    the file's blocks.
+    """
+    return sum(_array_bytes(tensor_type, field, columns) for field in _fields(tensor_type, columns))
+
+
+def is_native(tensor_type: TensorType, columns: int) -> bool:
+    """Whether a row on the device is the file's row, byte for byte."""
+    return len(FIELDS[tensor_type]) == 1 and row_bytes(
+        tensor_type, columns
+    ) == tensor_type.row_bytes(columns)
+
+
+def repack(tensor_type: TensorType, raw: U8Array, rows: int, columns: int) -> U8Array:
+    """Rows of a file as the device has them.
+
+    Shapes: raw [rows * the file's row bytes]; result [rows, row_bytes].
+    Raises: ValueError as `row_bytes` does, or if the bytes are not exactly that many rows.
+    """
+    fields = _fields(tensor_type, columns)
+    native_bytes = tensor_type.row_bytes(columns)
+    if raw.dtype != np.uint8 or raw.size != rows * native_bytes:
+        raise ValueError(
+            f"{raw.size} items of {raw.dtype} for {rows} rows of {columns} {tensor_type.name}, "
+            f"which take {rows * native_bytes} bytes"
+        )
+    layout = tensor_type.layout
+    num_blocks = columns // layout.block_elements
+    blocks = raw.reshape(rows, num_blocks, layout.block_bytes)
+    result = np.zeros((rows, row_bytes(tensor_type, columns)), np.uint8)
+    offset = 0
+    for field in fields:
+        part = blocks[:, :, field.native_offset : field.native_offset + field.num_bytes]
+        result[:, offset : offset + num_blocks * field.num_bytes] = part.reshape(rows, -1)
+        offset += _array_bytes(tensor_type, field, columns)
+    return result
+
+
+def formats_table() -> str:
+    """The table as C++ for the kernels: the text of ``kernels/formats_table.cuh``."""
+    lines = [
+        "// Written by layouts.py (`formats_table`), whose table this is; a test compares them.",
+        "#pragma once",
+        "",
+        "// Types of weights: the ids of the file format.",
+        "enum WeightType {",
+        *(f"    {kind.name} = {int(kind)}," for kind in FIELDS),
+        "};",
+        "",
+        "// Elements and bytes of the file's blocks, and what the fields of a row are called.",
+        "template <int Type> struct Blocks;",
+        "// A field's offset in the file's block, and its bytes.",
+        "template <int Type, int Index> struct Field;",
+        "",
+    ]
+    for kind, fields in FIELDS.items():
+        layout = kind.layout
+        names = [f"{field.name} = {index}" for index, field in enumerate(fields)]
+        lines += [
+            f"template <> struct Blocks<{kind.name}> {{",
+            f"    static constexpr int ELEMENTS = {layout.block_elements}, "
+            f"BYTES = {layout.block_bytes};",
+            f"    static constexpr int {', '.join(names)}, NUM_FIELDS = {len(fields)};",
+            "};",
+        ]
+        lines += [
+            f"template <> struct Field<{kind.name}, {index}> {{ static constexpr int "
+            f"OFFSET = {field.native_offset}, BYTES = {field.num_bytes}; }};"
+            for index, field in enumerate(fields)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _fields(tensor_type: TensorType, columns: int) -> tuple[Field, ...]:
+    fields = FIELDS.get(tensor_type)
+    if fields is None:
+        raise ValueError(f"no device layout for {tensor_type.name}")
+    tensor_type.row_bytes(columns)  # raises for a part of a block
+    return fields
+
+
+def _array_bytes(tensor_type: TensorType, field: Field, columns: int) -> int:
+    num_blocks = num_units(columns) * UNIT // tensor_type.layout.block_elements
+    # A row of 256-value blocks is a whole number of units anyway.
+    num_blocks = max(num_blocks, columns // tensor_type.layout.block_elements)
+    return -(-num_blocks * field.num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,248 @@
+"""The dense operations on a GPU: what adapters call, put together for steps and for chunks.
+
+A step has 1 to 8 tokens and must be cheap to launch, a chunk of a prompt has more and must use the
+arithmetic units well; each has kernels of its own. Both are given values that put work off
+(values.py), and do what belongs together in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.rope import RopeTable
+from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_runtime.compute.cupy.attention_launch import AttentionLauncher
+from dflash_runtime.compute.cupy.attention_plan import context_bucket
+from dflash_runtime.compute.cupy.chunks import Chunks
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_tokens import Embed
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.matrix import DeviceMatrix, Uploader
+from dflash_runtime.compute.cupy.row_kernels import AddRows
+from dflash_runtime.compute.cupy.steps import Steps
+from dflash_runtime.compute.cupy.values import (
+    Chosen,
+    DeviceValue,
+    ExpertSums,
+    Heads,
+    Normed,
+    Product,
+    Rotation,
+    Rows,
+    StepPositions,
+    StepTokens,
+)
+
+
+class CupyOps:
+    """Implements ops.Ops over DeviceValues; weights are plain arrays.
+
+    `max_chunk` is the most tokens of a chunk, `scratch_bytes` are for matrices as halves.
+    Owns: buffers for results, taken when first needed.
+    """
+
+    def __init__(
+        self, device: KernelDevice, uploader: Uploader, *, max_chunk: int, scratch_bytes: int
+    ) -> None:
+        self.device = device
+        self.steps = Steps(device)
+        self.chunks = Chunks(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+        self._uploader = uploader
+        self._attention = AttentionLauncher(device, self.steps.buffers)
+        self._embeds: dict[int, tuple[DeviceMatrix, Embed]] = {}
+        self._add_rows = AddRows(device)
+        self._positions: tuple[object, StepPositions] | None = None
+
+    def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
+        tensor = file.tensor(tensor_name)
+        values = dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
+        return self.device.upload(np.array(values, np.float32))
+
+    def load_matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
+        """Raises: UnsupportedModel if there are no kernels for its type; DeviceOutOfMemory."""
+        matrix = self._uploader.matrix(file, tensor_name)
+        self.chunks.expect(matrix.tensor_type, matrix.columns)
+        return matrix
+
+    def new_kv_cache(
+        self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
+    ) -> DeviceKvCache:
+        """Raises: SettingsError, DeviceOutOfMemory."""
+        return DeviceKvCache(self.device, layers, capacity, kv_type)
+
+    def embed(self, table: Matrix, token_ids: I32Array, out: Any = None) -> Rows:
+        """`token_ids` may be StepTokens, which the kernel before this one may have written."""
+        assert isinstance(table, DeviceMatrix)
+        known = self._embeds.get(id(table))
+        if known is None:
+            embed = Embed(self.device, table.tensor_type, rows=table.rows, columns=table.columns)
+            known = self._embeds[id(table)] = table, embed
+        given: Any = token_ids
+        if isinstance(given, StepTokens):
+            ids = given.array
+        else:
+            if given.size and not 0 <= given.min() <= given.max() < table.rows:
+                raise ValueError(f"token ids must lie within 0..{table.rows - 1}")
+            ids = self.device.upload(given)
+        rows = self._new_rows(ids.shape[0], table.columns) if out is None else _rows(out)
+        # What advances positions must have ended before attention, which reads them early.
+        known[1].launch(table.weights, ids, rows.array, overlaps_previous=False)
+        return rows
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, out: Any = None) -> Any:
+        if out is not None:
+            raise ValueError("norms on a GPU are computed where they are used: out must be None")
+        return Normed(self._rows_of(x), weight, eps)
+
+    def linear(self, x: Any, matrix: Matrix, out: Any = None, *, add: Any = None) -> Any:
+        assert isinstance(matrix, DeviceMatrix)
+        value = self._factor(x)
+        if add is None:
+            if out is not None:
+                raise ValueError("products are given out only to be added to")
+            return Product(value, matrix)
+        residual = _rows(add)
+        if out is not add:
+            raise ValueError("a product is added in place: out must be add")
+        if residual.num_tokens <= MOST_TOKENS:
+            self.steps.add_product(value, matrix, residual)
+        else:
+            self.chunks.project(value, (matrix,), add_to=residual)
+        return residual
+
+    def project(self, x: Any, matrices: Sequence[Matrix]) -> list[Any]:
+        several = [matrix for matrix in matrices if isinstance(matrix, DeviceMatrix)]
+        assert len(several) == len(matrices)
+        value = self._factor(x)
+        rows = value if isinstance(value, Rows) else value.rows
+        if rows.num_tokens <= MOST_TOKENS:
+            return list(self.steps.project(value, several))
+        return list(self.chunks.project(value, several))
+
+    def split_heads(self, x: Any, num_heads: int) -> Heads:
+        return Heads(self._rows_of(x), num_heads)
+
+    def merge_heads(self, x: Any) -> Rows:
+        assert isinstance(x, Heads)
+        return x.rows
+
+    def norm_and_rotate(
+        self,
+        q: Any,
+        k: Any,
+        positions: I32Array,
+        table: RopeTable,
+        *,
+        q_weight: Any = None,
+        k_weight: Any = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Put off until attention."""
+        for heads, weight in ((q, q_weight), (k, k_weight)):
+            assert isinstance(heads, Heads)
+            heads.rotation = Rotation(table, weight, eps)
+
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        cache: KvCache,
+        cache_layer: int,
+        positions: I32Array,
+        scale: float,
+        out: Any = None,
+    ) -> Heads:
+        assert isinstance(cache, DeviceKvCache)
+        where = self._positions_of(positions, cache)
+        num_tokens = q.rows.num_tokens
+        head_dim = cache.layers[cache_layer].kv.value_dim
+        columns = q.num_heads * head_dim
+        if out is not None:
+            rows, launch = out.rows, self._attention.chunk
+        elif num_tokens <= MOST_TOKENS:
+            rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
+            launch = self._attention.step
+        else:
+            rows, launch = self.chunks.rows(num_tokens, columns), self._attention.chunk
+        launch((q, k, v), cache, cache_layer, where, scale=scale, out=rows)
+        return Heads(rows, q.num_heads)
+
+    def route(self, logits: Any, rule: RoutingRule) -> tuple[Chosen, Chosen]:
+        if isinstance(logits, Product) and _num_tokens(logits) <= MOST_TOKENS:
+            return self.steps.route(logits, rule)
+        return self.chunks.route(self._rows_of(logits), rule)
+
+    def add(self, x: Any, y: Any, out: Any = None) -> Rows:
+        if isinstance(y, ExpertSums):
+            if out is not x:
+                raise ValueError("experts are added in place: out must be x")
+            owner = self.chunks if y.phase is Phase.PREFILL else self.steps
+            owner.add_experts(y, _rows(x))
+            return _rows(x)
+        first, second = self._rows_of(x), self._rows_of(y)
+        rows = self._new_rows(first.num_tokens, first.columns) if out is None else _rows(out)
+        self._add_rows.launch(first.array, second.array, rows.array)
+        rows.version += 1
+        return rows
+
+    def to_host(self, value: Any) -> F32Array:
+        """A value's rows, once everything before them is done. Shapes: result [T, columns]."""
+        array: F32Array = self.device.download(self._rows_of(value).array)
+        return array
+
+    def _positions_of(self, positions: Any, cache: DeviceKvCache) -> StepPositions:
+        """The same on the device, brought there once for all layers."""
+        if isinstance(positions, StepPositions):
+            return positions
+        if self._positions is None or self._positions[0] is not positions:
+            first, last = int(positions[0]), int(positions[-1])
+            if last - first + 1 != positions.size:
+                raise ValueError("positions must ascend by one")
+            cache.check_fits(first, positions.size)
+            array = self.device.upload(positions)
+            self._positions = positions, StepPositions(array, context_bucket(last + 1))
+        return self._positions[1]
+
+    def _factor(self, x: Any) -> Normed | Rows:
+        return x if isinstance(x, Normed) else self._rows_of(x)
+
+    def _rows_of(self, value: DeviceValue) -> Rows:
+        """The rows themselves; what was put off is done now."""
+        if isinstance(value, Rows):
+            return value
+        if isinstance(value, Heads):
+            if value.rotation is not None:
+                raise ValueError("heads that are to be rotated go into attention only")
+            return value.rows
+        if isinstance(value, Product):
+            if _num_tokens(value) <= MOST_TOKENS:
+                return self.steps.project(value.x, (value.matrix,))[0]
+            return self.chunks.project(value.x, (value.matrix,))[0]
+        if isinstance(value, Normed):
+            if value.rows.num_tokens <= MOST_TOKENS:
+                return self.steps.normed_rows(value)
+            return self.chunks.normed_rows(value)
+        raise ValueError(f"a {type(value).__name__} is not rows")
+
+    def _new_rows(self, num_tokens: int, columns: int) -> Rows:
+        owner = self.steps if num_tokens <= MOST_TOKENS else self.chunks
+        return owner.rows(num_tokens, columns)
+
+
+def _rows(value: Any) -> Rows:
+    assert isinstance(value, Rows)
+    return value
+
+
+def _num_tokens(product: Product) -> int:
+    x = product.x
+    return x.num_tokens if isinstance(x, Rows) else x.rows.num_tokens

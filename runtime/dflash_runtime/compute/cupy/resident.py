@@ -1,0 +1,144 @@
+"""The experts of one layer that lie on the device, as decode's and prefill's kernels name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_protocol.ids import I32Array, I64Array
+from dflash_runtime.compute.cupy.decode_experts import ProjectionArrays, ResidentExperts
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.layouts import row_bytes
+from dflash_runtime.compute.cupy.matrix import Uploader, require_kernels
+from dflash_runtime.compute.cupy.prefill_weights import StoredExperts, StoredProjection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentLayer:
+    """Some experts of a layer, and which: `slot_of_expert` [E] int32 on the host, -1: not here."""
+
+    layer: MoeLayer
+    slot_of_expert: I32Array
+    decode: ResidentExperts
+    prefill: StoredExperts
+
+    @property
+    def num_resident(self) -> int:
+        return int((self.slot_of_expert >= 0).sum())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every expert of the layer is here."""
+        return self.num_resident == self.layer.num_experts
+
+
+def load_resident(
+    device: KernelDevice,
+    uploader: Uploader,
+    file: GgufFile,
+    layer: MoeLayer,
+    *,
+    global_expert_ids: I32Array,
+) -> tuple[ResidentLayer, ResidentLayer]:
+    """Bring experts to the device, once; named by their global ids, and by their local ids, which
+    are their places in `global_expert_ids`.
+
+    Raises: UnsupportedModel if there are no kernels for their types; DeviceOutOfMemory.
+    """
+    global_ids = np.asarray(global_expert_ids, np.int64)
+    weights = [_matrices(device, uploader, file, each, global_ids) for each in layer.projections]
+    local_ids = np.arange(global_ids.size)
+    by_global, by_local = (
+        _named(device, file, layer, weights, (global_ids, named))
+        for named in (global_ids, local_ids)
+    )
+    return by_global, by_local
+
+
+def _matrices(
+    device: KernelDevice,
+    uploader: Uploader,
+    file: GgufFile,
+    projection: ExpertProjection,
+    global_ids: I64Array,
+) -> DeviceArray:
+    require_kernels(file, projection.tensor_name, projection.tensor_type)
+    expert_bytes = _expert_bytes(projection)
+    weights = device.empty(max(1, global_ids.size) * expert_bytes, np.uint8)
+    for slot, global_expert_id in enumerate(global_ids.tolist()):
+        raw = file.region(
+            projection.shard_index,
+            projection.offset_bytes + global_expert_id * projection.stride_bytes,
+            projection.num_bytes,
+        )
+        place = weights[slot * expert_bytes : (slot + 1) * expert_bytes]
+        uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
+    return weights
+
+
+def _named(
+    device: KernelDevice,
+    file: GgufFile,
+    layer: MoeLayer,
+    weights: list[DeviceArray],
+    ids: tuple[I64Array, I64Array],
+) -> ResidentLayer:
+    """`ids` are the experts' global ids by slot, and what they are called."""
+    global_ids, names = ids
+    slots = np.full(layer.num_experts, -1, np.int32)
+    slots[names] = np.arange(names.size, dtype=np.int32)
+    decode, prefill = [], []
+    for projection, matrices in zip(layer.projections, weights, strict=True):
+        bias, scale = (
+            _by_name(device, file, vector, ids, num_experts=layer.num_experts)
+            for vector in (projection.bias, projection.scale)
+        )
+        scale = None if scale is None else scale.reshape(-1)
+        decode.append(ProjectionArrays(matrices, bias, scale))
+        prefill.append(
+            StoredProjection(
+                tensor_type=projection.tensor_type,
+                weights_address=address(matrices),
+                stride_bytes=_expert_bytes(projection),
+                bias=bias,
+                scale=scale,
+            )
+        )
+    table = device.upload(slots)
+    limit, alpha = layer.activation_limit, layer.activation_alpha
+    offset = layer.activation.up_offset
+    gate, up, down = decode
+    stored_gate, stored_up, stored_down = prefill
+    return ResidentLayer(
+        layer=layer,
+        slot_of_expert=slots,
+        decode=ResidentExperts(gate, up, down, table, limit, alpha, offset),
+        prefill=StoredExperts(stored_gate, stored_up, stored_down, table, limit, alpha, offset),
+    )
+
+
+def _by_name(
+    device: KernelDevice,
+    file: GgufFile,
+    vector: ExpertVector | None,
+    ids: tuple[I64Array, I64Array],
+    *,
+    num_experts: int,
+) -> DeviceArray | None:
+    """A vector of every expert that is here, where its name says. Shapes: [E, length] float32."""
+    if vector is None:
+        return None
+    values = np.zeros((num_experts, vector.length), np.float32)
+    for global_expert_id, name in zip(*(each.tolist() for each in ids), strict=True):
+        offset = vector.offset_bytes + global_expert_id * vector.stride_bytes
+        # Need not be aligned in the file.
+        raw = file.region(vector.shard_index, offset, vector.num_bytes).copy()
+        values[name] = raw.view("<f4")
+    return device.upload(values)
+
+
+def _expert_bytes(projection: ExpertProjection) -> int:
+    return projection.rows * row_bytes(projection.tensor_type, projection.columns)

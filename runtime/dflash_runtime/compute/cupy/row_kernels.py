@@ -1,0 +1,145 @@
+"""Launch records of small kernels on whole rows: choosing experts, adding what is elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from dflash_adapters.ops import RoutingRule
+from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker
+from dflash_runtime.compute.cupy.decode_linear_shape import GATES
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
+
+_ROUTE_THREADS = 128
+_ADD_THREADS = 256
+
+
+class RouteRowsArgs(ctypes.Structure):
+    """Mirrors route_rows.cu."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+    )
+
+
+class AddSumsArgs(ctypes.Structure):
+    """Mirrors add_sums.cu."""
+
+    _fields_ = (
+        ("sums", ctypes.c_void_p),
+        ("more", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+    )
+
+
+class AddRowsArgs(ctypes.Structure):
+    """Mirrors add_sums.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+    )
+
+
+class RouteRows:
+    """Experts of each token, from logits on the device."""
+
+    def __init__(self, device: KernelDevice, rule: RoutingRule, *, num_experts: int) -> None:
+        self._device, self._arrays = device, ArrayChecker(device)
+        self._rule, self._num_experts = rule, num_experts
+        module = device.module("route_rows.cu", _route_defines(rule, num_experts))
+        self._kernel = module.kernel("route_rows", RouteRowsArgs)
+
+    def launch(self, logits: DeviceArray, topk_ids: DeviceArray, topk_weights: DeviceArray) -> None:
+        """Shapes: logits [T, E] float32; topk_ids [T, K] int32; topk_weights [T, K] float32.
+
+        Raises: ValueError for an array that is not of this shape, type or device.
+        """
+        arrays, num_tokens = self._arrays, logits.shape[0]
+        sizes = {"T": num_tokens, "K": self._rule.num_experts_used}
+        args = RouteRowsArgs(
+            logits=arrays.address("logits", logits, np.float32, T=num_tokens, E=self._num_experts),
+            topk_ids=arrays.address("topk_ids", topk_ids, np.int32, **sizes),
+            topk_weights=arrays.address("topk_weights", topk_weights, np.float32, **sizes),
+        )
+        self._device.launch(self._kernel, (num_tokens, 1, 1), _ROUTE_THREADS, args)
+
+
+class AddSums:
+    """``residual += float32(sums + more)``."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device, self._arrays = device, ArrayChecker(device)
+        module = device.module("add_sums.cu", {"THREADS": _ADD_THREADS})
+        self._kernel = module.kernel("add_sums", AddSumsArgs)
+
+    def launch(
+        self, residual: DeviceArray, sums: DeviceArray, more: DeviceArray | None = None
+    ) -> None:
+        """Shapes: residual [T, H] float32, changed in place; sums, more [T, H] float64.
+
+        Raises: ValueError for an array that is not of this shape, type or device.
+        """
+        arrays, (num_tokens, columns) = self._arrays, residual.shape
+        sizes = {"T": num_tokens, "H": columns}
+        args = AddSumsArgs(
+            sums=arrays.address("sums", sums, np.float64, **sizes),
+            more=arrays.optional("more", more, np.float64, **sizes),
+            residual=arrays.address("residual", residual, np.float32, **sizes),
+            num_elements=residual.size,
+        )
+        blocks = -(-residual.size // _ADD_THREADS)
+        self._device.launch(self._kernel, (blocks, 1, 1), _ADD_THREADS, args)
+
+
+class AddRows:
+    """``out = x + y``."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device, self._arrays = device, ArrayChecker(device)
+        module = device.module("add_sums.cu", {"THREADS": _ADD_THREADS})
+        self._kernel = module.kernel("add_rows", AddRowsArgs)
+
+    def launch(self, x: DeviceArray, y: DeviceArray, out: DeviceArray) -> None:
+        """Shapes: all [T, columns] float32; `out` may be one of the others.
+
+        Raises: ValueError for an array that is not of this shape, type or device.
+        """
+        num_tokens, columns = x.shape
+        sizes = {"T": num_tokens, "columns": columns}
+        arrays = {"x": x, "y": y, "out": out}
+        places = {
+            name: self._arrays.address(name, array, np.float32, **sizes)
+            for name, array in arrays.items()
+        }
+        blocks = -(-x.size // _ADD_THREADS)
+        args = AddRowsArgs(**places, num_elements=x.size)
+        self._device.launch(self._kernel, (blocks, 1, 1), _ADD_THREADS, args)
+
+
+def _route_defines(rule: RoutingRule, num_experts: int) -> dict[str, int | str]:
+    return {
+        "EXPERTS": num_experts,
+        "TOP_K": rule.num_experts_used,
+        "NORMALISE": int(rule.normalise),
+        "GATE": GATES[rule.gating],
+        "THREADS": _ROUTE_THREADS,
+    }
+
+
+def _variants() -> tuple[KernelVariant, ...]:
+    rule = RoutingRule(num_experts_used=2, gating=next(iter(GATES)), normalise=True)
+    return (
+        KernelVariant("route_rows.cu", _route_defines(rule, 8)),
+        KernelVariant("add_sums.cu", {"THREADS": _ADD_THREADS}),
+    )
+
+
+KERNEL_VARIANTS = _variants()

@@ -1,0 +1,259 @@
+"""Products and experts of a decode or verify step of 1 to 8 tokens.
+
+Compiles a kernel when a shape is first met, and takes results' memory from buffers that the next
+layer uses again; both must have happened before a step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_adapters.ops import RoutingRule
+from dflash_runtime.compute.cupy.buffers import Buffers, array_of
+from dflash_runtime.compute.cupy.decode_arrays import GRANULE, meta_shape, padded_columns
+from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts
+from dflash_runtime.compute.cupy.decode_experts import Rows as ExpertRows
+from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, experts_shape
+from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
+from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
+from dflash_runtime.compute.cupy.matrix import DeviceMatrix
+from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.row_kernels import AddSums
+from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Product, Rows, Sides
+
+
+class Steps:
+    """Launches of steps. One serves a whole model."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self.buffers = Buffers(device)
+        self._device = device
+        self._linears: dict[LinearShape, DecodeLinear] = {}
+        self._experts: dict[ExpertsShape, DecodeExperts] = {}
+        self._hidden: dict[ExpertsShape, ExpertRows] = {}
+        self._quantisers: dict[tuple[int, bool], QuantiseRows] = {}
+        self._samples: dict[int, Sample] = {}
+        self._counter: DeviceArray | None = None
+        self._add_sums = AddSums(device)
+
+    def rows(self, num_tokens: int, columns: int) -> Rows:
+        """New rows, with anything in them."""
+        buffer = self.buffers.take((num_tokens, columns), np.float32)
+        return Rows(buffer.array, (buffer,))
+
+    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
+        """New rows of heads, as int8 too if granules of these do not cross heads."""
+        rows = self.rows(num_tokens, columns)
+        if head_dim % GRANULE == 0 and columns % 32 == 0:
+            rows.sides = self._new_sides(num_tokens, columns, has_values=False)
+        return rows
+
+    def project(self, x: Normed | Rows, matrices: Sequence[DeviceMatrix]) -> list[Rows]:
+        """``x @ matrix.T`` of each, in one launch."""
+        num_tokens = _num_tokens(x)
+        outs = [self.rows(num_tokens, matrix.rows) for matrix in matrices]
+        self._multiply(x, matrices, outs, adds=False)
+        return outs
+
+    def add_product(self, x: Normed | Rows, matrix: DeviceMatrix, residual: Rows) -> None:
+        """``residual += x @ matrix.T``."""
+        self._multiply(x, (matrix,), (residual,), adds=True)
+        residual.version += 1
+
+    def route(self, product: Product, rule: RoutingRule) -> tuple[Chosen, Chosen]:
+        """Experts chosen from ``product``; its rows are written beside it, as experts read them."""
+        x, matrix = product.x, product.matrix
+        num_tokens = _num_tokens(x)
+        shape = (num_tokens, rule.num_experts_used)
+        ids = self.buffers.take(shape, np.int32)
+        weights = self.buffers.take(shape, np.float32)
+        logits = self.rows(num_tokens, matrix.rows)
+        sides = self._new_sides(num_tokens, matrix.columns) if isinstance(x, Normed) else None
+        outputs = LinearOutputs(
+            side_values=None if sides is None else array_of(sides.values),
+            side_quants=None if sides is None else array_of(sides.quants),
+            side_meta=None if sides is None else array_of(sides.meta),
+            topk_ids=ids.array,
+            topk_weights=weights.array,
+            counter=self._zero_counter(),
+        )
+        self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs, rule=rule)
+        if isinstance(x, Normed):
+            x.sides = sides
+        return Chosen(ids), Chosen(weights)
+
+    def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
+        """Add a layer's experts, and the sums of those that are elsewhere, to the residual."""
+        choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
+        sides = self._sides(sums.x)
+        if sums.others is None:
+            self._run_experts(sums.layer, choice, sides, residual.array, gives_sums=False)
+        else:
+            here = self.buffers.take((residual.num_tokens, residual.columns), np.float64)
+            self._run_experts(sums.layer, choice, sides, here.array, gives_sums=True)
+            self._add_sums.launch(residual.array, here.array, sums.others)
+        residual.version += 1
+
+    def sums_of(self, layer: ResidentLayer, x: Rows, choice: Choice) -> DeviceArray:
+        """Weighted sums of the chosen experts of rows that are normalised already.
+
+        Shapes: result [T, H] float64, to be read before it is taken for something else.
+        """
+        here = self.buffers.take((x.num_tokens, x.columns), np.float64)
+        sides = self._quantised(x.array, None, 0.0)
+        sides.values = x.buffers[0]
+        self._run_experts(layer, choice, sides, here.array, gives_sums=True)
+        return here.array
+
+    def _run_experts(
+        self,
+        layer: ResidentLayer,
+        choice: Choice,
+        sides: Sides,
+        out: DeviceArray,
+        *,
+        gives_sums: bool,
+    ) -> None:
+        shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums)
+        experts = self._experts.get(shape)
+        if experts is None:
+            experts = self._experts[shape] = DecodeExperts(self._device, shape)
+            self._hidden[shape] = experts.hidden_rows()
+        rows = ExpertRows(
+            quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
+        )
+        hidden = self._hidden[shape]
+        experts.launch_gate_up(layer.decode, choice, rows, hidden)
+        experts.launch_down(layer.decode, choice, hidden, out)
+
+    def pick(
+        self,
+        product: Product,
+        token_ids: DeviceArray,
+        positions: DeviceArray,
+        history: DeviceArray,
+    ) -> Rows:
+        """Logits; the likeliest token into `token_ids` and `history`, positions one further."""
+        num_tokens = _num_tokens(product.x)
+        logits = self.rows(num_tokens, product.matrix.rows)
+        linear = self._linear(product.x, (product.matrix,), adds=False, has_argmax=True)
+        partials = self.buffers.take((linear.num_blocks, num_tokens), np.uint64)
+        linear.launch(
+            [product.matrix.weights],
+            [logits.array],
+            self._inputs(linear.shape, product.x),
+            outputs=LinearOutputs(partials=partials.array),
+        )
+        if num_tokens not in self._samples:
+            self._samples[num_tokens] = Sample(self._device, num_tokens=num_tokens, advances=True)
+        self._samples[num_tokens].launch(partials.array, token_ids, positions, history=history)
+        return logits
+
+    def normed_rows(self, x: Normed) -> Rows:
+        """The normalised rows themselves."""
+        sides = self._sides(x)
+        assert sides.values is not None
+        return Rows(sides.values.array, (sides.values,))
+
+    def _multiply(
+        self,
+        x: Normed | Rows,
+        matrices: Sequence[DeviceMatrix],
+        outs: Sequence[Rows],
+        *,
+        adds: bool,
+        outputs: LinearOutputs | None = None,
+        rule: RoutingRule | None = None,
+    ) -> None:
+        linear = self._linear(x, matrices, adds=adds, rule=rule)
+        linear.launch(
+            [matrix.weights for matrix in matrices],
+            [out.array for out in outs],
+            self._inputs(linear.shape, x),
+            outputs=outputs,
+        )
+
+    def _linear(
+        self,
+        x: Normed | Rows,
+        matrices: Sequence[DeviceMatrix],
+        *,
+        adds: bool,
+        has_argmax: bool = False,
+        rule: RoutingRule | None = None,
+    ) -> DecodeLinear:
+        kinds = tuple((matrix.tensor_type, matrix.rows) for matrix in matrices)
+        mode = LinearInput.PLAIN
+        if isinstance(x, Normed):
+            x.require_unchanged()
+            mode = LinearInput.NORM
+        if x.sides is not None and not any(kind in FLOAT_TYPES for kind, _ in kinds):
+            mode = LinearInput.QUANTISED
+        shape = LinearShape(
+            matrices[0].columns,
+            _num_tokens(x),
+            kinds,
+            mode,
+            adds=adds,
+            has_side=rule is not None and isinstance(x, Normed),
+            rule=rule,
+            has_argmax=has_argmax,
+        )
+        if shape not in self._linears:
+            self._linears[shape] = DecodeLinear(self._device, shape)
+        return self._linears[shape]
+
+    def _inputs(self, shape: LinearShape, x: Normed | Rows) -> LinearInputs:
+        if shape.input is LinearInput.QUANTISED:
+            assert x.sides is not None
+            return LinearInputs(quants=array_of(x.sides.quants), meta=array_of(x.sides.meta))
+        if isinstance(x, Rows):
+            return LinearInputs(x=x.array)
+        return LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps)
+
+    def _sides(self, x: Normed) -> Sides:
+        """Normalised rows that are there already, or are written now."""
+        if x.sides is None:
+            x.require_unchanged()
+            x.sides = self._quantised(x.rows.array, x.weight, x.eps)
+        return x.sides
+
+    def _quantised(self, x: DeviceArray, weight: DeviceArray | None, eps: float) -> Sides:
+        """Rows as int8, and normalised before that and as floats too if there is a weight."""
+        sides = self._new_sides(*x.shape, has_values=weight is not None)
+        assert sides.quants is not None
+        assert sides.meta is not None
+        key = x.shape[1], weight is not None
+        if key not in self._quantisers:
+            self._quantisers[key] = QuantiseRows(self._device, columns=key[0], has_norm=key[1])
+        self._quantisers[key].launch(
+            x,
+            sides.quants.array,
+            sides.meta.array,
+            norm_weight=weight,
+            eps=eps,
+            values=array_of(sides.values),
+        )
+        return sides
+
+    def _new_sides(self, num_tokens: int, columns: int, *, has_values: bool = True) -> Sides:
+        take = self.buffers.take
+        return Sides(
+            values=take((num_tokens, columns), np.float32) if has_values else None,
+            quants=take((num_tokens, padded_columns(columns)), np.int8),
+            meta=take(meta_shape(num_tokens, columns), np.float32),
+        )
+
+    def _zero_counter(self) -> DeviceArray:
+        if self._counter is None:
+            self._counter = self._device.zeros(1, np.uint32)
+        return self._counter
+
+
+def _num_tokens(x: Normed | Rows) -> int:
+    return x.num_tokens if isinstance(x, Rows) else x.rows.num_tokens

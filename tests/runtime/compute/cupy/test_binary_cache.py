@@ -1,0 +1,61 @@
+"""Compiled kernels on disk: found again, bounded, and never believed when they are damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dflash_protocol.settings import Settings, cache_of
+from dflash_runtime.compute.cupy.binary_cache import BinaryCache
+
+KEYS = [bytes([number]) * 32 for number in range(4)]
+
+
+def test_what_was_put_is_found_by_another_process(tmp_path: Path) -> None:
+    BinaryCache(tmp_path).put(KEYS[0], b"code")
+    assert BinaryCache(tmp_path).get(KEYS[0]) == b"code"
+    assert BinaryCache(tmp_path).get(KEYS[1]) is None
+    assert [path.name for path in tmp_path.iterdir()] == [KEYS[0].hex()]  # nothing half written
+
+
+def test_it_lies_where_the_settings_say(tmp_path: Path) -> None:
+    with cache_of(Settings(cache_dir=str(tmp_path / "cache"))):
+        BinaryCache().put(KEYS[0], b"code")
+        assert BinaryCache().get(KEYS[0]) == b"code"
+    assert (tmp_path / "cache/gpu-kernels" / KEYS[0].hex()).is_file()
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"0" * 40])
+def test_a_damaged_file_is_removed(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = BinaryCache(tmp_path)
+    cache.put(KEYS[0], b"code")
+    (tmp_path / KEYS[0].hex()).write_bytes(content)
+    assert cache.get(KEYS[0]) is None
+    assert "damaged" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
+    cache = BinaryCache(tmp_path, max_bytes=300)
+    for age_s, key in enumerate(KEYS[:3]):
+        cache.put(key, bytes(50))
+        os.utime(tmp_path / key.hex(), (age_s, age_s))
+    assert cache.get(KEYS[0]) is not None  # used now
+    cache.put(KEYS[3], bytes(50))
+    found = [key for key in KEYS if cache.get(key) is not None]
+    assert found == [KEYS[0], KEYS[2], KEYS[3]]
+    cache.put(KEYS[1], bytes(400))  # more than all of it
+    assert cache.get(KEYS[1]) is None
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    cache = BinaryCache(file / "folder")
+    cache.put(KEYS[0], b"code")
+    assert cache.get(KEYS[0]) is None
+    assert "compiled at every start" in caplog.text

@@ -1,0 +1,365 @@
+"""Routed experts of a step: both kernels against float64, and the promises about their bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from dflash_adapters.moe_spec import Activation
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
+from dflash_runtime.compute.cupy.decode_experts import (
+    Choice,
+    DecodeExperts,
+    ProjectionArrays,
+    ResidentExperts,
+    Rows,
+)
+from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, ExpertsTuning
+from support.attention_rig import relative_error
+from support.device_weights import Weights, as_int8_rows, int8_values, random_weights
+from support.emulated_device import EmulatedDevice
+from support.float64_experts import activated
+
+Q4_0, Q5_0, Q8_0 = TensorType.Q4_0, TensorType.Q5_0, TensorType.Q8_0
+Q4_K, Q6_K, IQ4_NL = TensorType.Q4_K, TensorType.Q6_K, TensorType.IQ4_NL
+F32, F16 = TensorType.F32, TensorType.F16
+
+BASE = ExpertsShape(
+    num_tokens=3,
+    num_experts_used=2,
+    num_experts=5,
+    hidden_size=256,
+    ffn_size=96,
+    gate_type=Q4_K,
+    up_type=Q4_K,
+    down_type=Q5_0,
+)
+
+
+@pytest.fixture(params=[(32, False), (32, True), (64, True)], ids=str)
+def device(request: pytest.FixtureRequest) -> EmulatedDevice:
+    lanes, runs_backward = request.param
+    return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
+
+
+@pytest.fixture(params=[32, 64])
+def backward_device(request: pytest.FixtureRequest) -> EmulatedDevice:
+    return EmulatedDevice(lanes=request.param, runs_backward=True)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """All experts of a layer. Matrices [E * rows, columns]; biases [E, rows]; scales [E]."""
+
+    shape: ExpertsShape
+    gate: Weights
+    up: Weights
+    down: Weights
+    biases: tuple[F32Array, F32Array, F32Array] | None = None
+    scales: tuple[F32Array, F32Array, F32Array] | None = None
+    activation: Activation = Activation.SWIGLU
+
+    @property
+    def limit(self) -> float:
+        return float("inf") if self.activation is Activation.SWIGLU else 3.0
+
+    def resident(self, device: EmulatedDevice, slots: list[int]) -> ResidentExperts:
+        """The experts that have a slot; bytes of slots without expert are poison."""
+        sizes = self.shape.hidden_size, self.shape.ffn_size
+        parts = []
+        for index, of in enumerate((self.gate, self.up, self.down)):
+            rows = sizes[index < 2]
+            packed = of.packed.reshape(self.shape.num_experts, rows, -1)
+            stored = np.full((max(slots) + 1, *packed.shape[1:]), 0xFF, np.uint8)
+            for expert, slot in enumerate(slots):
+                if slot >= 0:
+                    stored[slot] = packed[expert]
+            parts.append(
+                ProjectionArrays(
+                    weights=device.upload(stored),
+                    bias=device.upload(self.biases[index]) if self.biases else None,
+                    scale=device.upload(self.scales[index]) if self.scales else None,
+                )
+            )
+        gate, up, down = parts
+        return ResidentExperts(
+            gate=gate,
+            up=up,
+            down=down,
+            slot_of_expert=device.upload(np.array(slots, np.int32)),
+            activation_limit=self.limit,
+            activation_alpha=1.702 if self.activation is Activation.GPT_OSS else 1.0,
+            up_offset=self.activation.up_offset,
+        )
+
+    def project(self, index: int, expert: int, vector: F64Array) -> F64Array:
+        of = (self.gate, self.up, self.down)[index]
+        rows = len(of.values) // self.shape.num_experts
+        result: F64Array = of.values[expert * rows : (expert + 1) * rows] @ vector
+        if self.scales:
+            result = result * self.scales[index][expert]
+        if self.biases:
+            result = result + self.biases[index][expert]
+        return result
+
+
+def random_layer(rng: np.random.Generator, shape: ExpertsShape) -> Layer:
+    experts = shape.num_experts
+    gate = random_weights(rng, shape.gate_type, experts * shape.ffn_size, shape.hidden_size)
+    up = random_weights(rng, shape.up_type, experts * shape.ffn_size, shape.hidden_size)
+    down = random_weights(rng, shape.down_type, experts * shape.hidden_size, shape.ffn_size)
+    return Layer(shape, gate, up, down)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows of a step, and the experts that they go to."""
+
+    x: F32Array
+    topk_ids: I32Array
+    topk_weights: F32Array
+
+    def tokens(self, chosen: slice) -> Step:
+        return Step(self.x[chosen], self.topk_ids[chosen], self.topk_weights[chosen])
+
+
+def random_step(rng: np.random.Generator, shape: ExpertsShape) -> Step:
+    tokens, used = shape.num_tokens, shape.num_experts_used
+    ids = [rng.permutation(shape.num_experts)[:used] for _ in range(tokens)]
+    return Step(
+        x=(0.1 * rng.standard_normal((tokens, shape.hidden_size))).astype(np.float32),
+        topk_ids=np.array(ids, np.int32),
+        topk_weights=rng.random((tokens, used), np.float32),
+    )
+
+
+def run(
+    device: EmulatedDevice,
+    experts: DecodeExperts,
+    layer: Layer,
+    step: Step,
+    *,
+    slots: list[int] | None = None,
+    residual: F32Array | None = None,
+) -> tuple[AnyArray, F64Array]:
+    """The output of a step, and what down was given, as it stands for."""
+    shape = experts.shape
+    slots = list(range(shape.num_experts)) if slots is None else slots
+    resident = layer.resident(device, slots)
+    int8 = as_int8_rows(step.x)
+    x = Rows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
+    choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
+    hidden = experts.hidden_rows()
+    experts.launch_gate_up(resident, choice, x, hidden)
+    size = shape.num_tokens, shape.hidden_size
+    out = device.empty(size, np.float64)
+    if not shape.gives_sums:
+        out = device.upload(np.zeros(size, np.float32) if residual is None else residual)
+    experts.launch_down(resident, choice, hidden, out)
+    if hidden.quants is None:
+        assert isinstance(hidden.values, np.ndarray)
+        return out, hidden.values.astype(np.float64)
+    assert isinstance(hidden.quants, np.ndarray)
+    assert isinstance(hidden.meta, np.ndarray)
+    return out, int8_values(hidden.quants, hidden.meta, shape.ffn_size)
+
+
+def wanted_hidden(layer: Layer, step: Step) -> F64Array:
+    """Before it is quantised. Shapes: result [P, F]."""
+    int8, wide = as_int8_rows(step.x).values, step.x.astype(np.float64)
+    result = []
+    for token, ids in enumerate(step.topk_ids):
+        for expert in ids:
+            given = [
+                wide[token] if kind in (F32, F16) else int8[token]
+                for kind in (layer.shape.gate_type, layer.shape.up_type)
+            ]
+            gate, up = (layer.project(index, int(expert), given[index]) for index in range(2))
+            result.append(activated(layer.activation, gate, up, layer.limit))
+    return np.array(result)
+
+
+def wanted_sums(layer: Layer, step: Step, hidden: F64Array) -> F64Array:
+    """Of what down was given. Shapes: hidden [P, F]; result [T, H]."""
+    sums = np.zeros((len(step.x), layer.shape.hidden_size))
+    for pair, (expert, weight) in enumerate(
+        zip(step.topk_ids.ravel(), step.topk_weights.ravel(), strict=True)
+    ):
+        token = pair // layer.shape.num_experts_used
+        sums[token] += weight * layer.project(2, int(expert), hidden[pair])
+    return sums
+
+
+SHAPES = {
+    "eight of sixteen": replace(
+        BASE, num_tokens=1, num_experts_used=8, num_experts=16, hidden_size=512
+    ),
+    "as in a daemon": replace(BASE, up_type=Q6_K, down_type=Q6_K, ffn_size=256, gives_sums=True),
+    "rows that fill no tile": replace(
+        BASE, num_tokens=8, hidden_size=160, gate_type=IQ4_NL, up_type=Q8_0, num_experts_used=1
+    ),
+    "floats": replace(
+        BASE, hidden_size=100, ffn_size=44, gate_type=F32, up_type=F32, down_type=F16
+    ),
+    "floats and bytes": replace(BASE, num_tokens=2, gate_type=F16, down_type=F32),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_experts_are_the_formula(device: EmulatedDevice, name: str) -> None:
+    shape = SHAPES[name]
+    rng = np.random.default_rng(shape.hidden_size)
+    layer, step = random_layer(rng, shape), random_step(rng, shape)
+    residual = rng.standard_normal((shape.num_tokens, shape.hidden_size)).astype(np.float32)
+    out, hidden = run(device, DecodeExperts(device, shape), layer, step, residual=residual)
+
+    exact = wanted_hidden(layer, step)
+    if shape.down_type in (F32, F16):
+        assert relative_error(hidden, exact) < 2e-6
+    else:  # half a step of the largest of each 16
+        granules = exact.reshape(len(exact), -1, 16)
+        steps = np.abs(granules).max(axis=2, keepdims=True) / 127
+        assert (np.abs(hidden.reshape(granules.shape) - granules) < 0.501 * steps).all()
+    sums = wanted_sums(layer, step, hidden)
+    if not shape.gives_sums:
+        sums += residual
+    assert relative_error(out, sums) < 1e-6
+
+
+@pytest.mark.parametrize("activation", [Activation.GPT_OSS, Activation.SWIGLU_CLAMPED])
+def test_biases_scales_and_other_activations(
+    backward_device: EmulatedDevice, activation: Activation
+) -> None:
+    device, rng = backward_device, np.random.default_rng(3)
+    shape = replace(BASE, down_type=F32, has_vectors=True)
+    experts, hidden_size, ffn_size = shape.num_experts, shape.hidden_size, shape.ffn_size
+
+    def vectors(*sizes: tuple[int, ...]) -> tuple[F32Array, F32Array, F32Array]:
+        gate, up, down = (rng.standard_normal(size).astype(np.float32) for size in sizes)
+        return gate, up, down
+
+    layer = replace(
+        random_layer(rng, shape),
+        biases=vectors((experts, ffn_size), (experts, ffn_size), (experts, hidden_size)),
+        scales=vectors((experts,), (experts,), (experts,)),
+        activation=activation,
+    )
+    step = random_step(rng, shape)
+    slots = [3, 0, 4, 2, 1]  # vectors are by expert, matrices by slot
+    out, hidden = run(device, DecodeExperts(device, shape), layer, step, slots=slots)
+    assert relative_error(hidden, wanted_hidden(layer, step)) < 2e-6
+    assert relative_error(out, wanted_sums(layer, step, hidden)) < 1e-6
+
+
+def test_what_is_not_resident_is_left_out(device: EmulatedDevice) -> None:
+    rng = np.random.default_rng(5)
+    shape = replace(BASE, gives_sums=True)
+    layer, step = random_layer(rng, shape), random_step(rng, shape)
+    step.topk_ids[0] = [1, 3]
+    step.topk_ids[1] = [4, -1]
+    experts = DecodeExperts(device, shape)
+    here, elsewhere = [0, -1, 1, 2, -1], [-1, 0, -1, -1, 1]
+    part, hidden = run(device, experts, layer, step, slots=here)
+    is_left_out = np.isin(step.topk_ids, (1, 4, -1)).ravel()
+    assert not hidden[is_left_out].any()
+    assert np.abs(hidden[~is_left_out]).max(axis=1).min() > 0
+    assert not part[1].any()
+    other, _ = run(device, experts, layer, step, slots=elsewhere)
+    whole, _ = run(device, experts, layer, step)
+    np.testing.assert_array_equal((part + other).astype(np.float32), whole.astype(np.float32))
+
+
+def test_a_table_with_slots_that_do_not_exist_reads_nothing_else(
+    backward_device: EmulatedDevice,
+) -> None:
+    device, rng = backward_device, np.random.default_rng(6)
+    shape = replace(BASE, gives_sums=True)
+    layer, step = random_layer(rng, shape), random_step(rng, shape)
+    experts = DecodeExperts(device, shape)
+    resident = layer.resident(device, [0, 1, 2, 3, 4])
+    table = device.upload(np.array([5, 1 << 30, -5, 5, 7], np.int32))
+    resident = replace(resident, slot_of_expert=table)
+    int8 = as_int8_rows(step.x)
+    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
+    hidden, out = experts.hidden_rows(), device.empty(step.x.shape, np.float64)
+    experts.launch_gate_up(resident, choice, x, hidden)
+    experts.launch_down(resident, choice, hidden, out)
+    assert not out.any()
+
+
+def test_bits_of_a_token_depend_on_nothing_else(backward_device: EmulatedDevice) -> None:
+    device, rng = backward_device, np.random.default_rng(7)
+    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
+    experts = DecodeExperts(device, BASE)
+    together, _ = run(device, experts, layer, step)
+    moved, _ = run(device, experts, layer, step, slots=[4, 2, 6, 0, 1])
+    np.testing.assert_array_equal(moved, together)
+    tuning = experts.tuning
+    others: list[ExpertsTuning] = [
+        replace(tuning, gate_up_rows=2 * tuning.gate_up_rows, down_tile=16, down_warps=1),
+        replace(tuning, down_tile=4, down_group=2, down_warps=1),
+    ]
+    single = replace(BASE, num_tokens=1)
+    for tuned in others:
+        alone, _ = run(
+            device, DecodeExperts(device, single, tuned), layer, step.tokens(slice(1, 2))
+        )
+        np.testing.assert_array_equal(alone, together[1:2])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_token(device: EmulatedDevice, bad: float) -> None:
+    rng = np.random.default_rng(9)
+    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
+    experts = DecodeExperts(device, BASE)
+    good, _ = run(device, experts, layer, step)
+    int8 = as_int8_rows(step.x)
+    int8.meta[1, 3] = np.nan  # as quantisers leave it
+    resident = layer.resident(device, [0, 1, 2, 3, 4])
+    weights = step.topk_weights.copy()
+    weights[2, 1] = bad
+    choice = Choice(device.upload(step.topk_ids), device.upload(weights))
+    hidden, out = experts.hidden_rows(), device.zeros(step.x.shape, np.float32)
+    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    experts.launch_gate_up(resident, choice, x, hidden)
+    experts.launch_down(resident, choice, hidden, out)
+    assert np.isnan(out[1]).all()
+    assert not np.isfinite(out[2]).any()
+    np.testing.assert_array_equal(out[0], good[0])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    device = EmulatedDevice()
+    with pytest.raises(ValueError, match="K=6 of E=5 experts"):
+        replace(BASE, num_experts_used=6)
+    with pytest.raises(ValueError, match="T=0, a step has 1 to 8 tokens"):
+        replace(BASE, num_tokens=0)
+    with pytest.raises(ValueError, match="not a multiple of Q4_K's block"):
+        replace(BASE, hidden_size=288)
+    with pytest.raises(ValueError, match="5 rows of 16384 take 122880 bytes"):
+        DecodeExperts(device, replace(BASE, num_experts_used=5, ffn_size=16384))
+
+    rng = np.random.default_rng(1)
+    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
+    experts = DecodeExperts(device, BASE)
+    resident = layer.resident(device, [0, 1, 2, 3, 4])
+    choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
+    hidden = experts.hidden_rows()
+    out = device.zeros((3, 256), np.float32)
+    with pytest.raises(ValueError, match=r"x\.quants is missing"):
+        experts.launch_gate_up(resident, choice, Rows(values=device.upload(step.x)), hidden)
+    with pytest.raises(ValueError, match=r"out is float64 \[3, 256\], expected float32"):
+        experts.launch_down(resident, choice, hidden, device.zeros((3, 256), np.float64))
+    wide = replace(choice, topk_ids=device.upload(step.topk_ids.astype(np.int64)))
+    with pytest.raises(ValueError, match=r"topk_ids is int64 .* expected int32 \[T=3, K=2\]"):
+        experts.launch_down(resident, wide, hidden, out)
+    short = replace(resident.down, weights=resident.down.weights[:, :, :-1])
+    with pytest.raises(ValueError, match=r"down is uint8 .* rows of 96 Q5_0"):
+        experts.launch_down(replace(resident, down=short), choice, hidden, out)
+    biased = replace(resident.down, bias=device.zeros((5, 256), np.float32))
+    with pytest.raises(ValueError, match="down has a bias or scale, for which"):
+        experts.launch_down(replace(resident, down=biased), choice, hidden, out)

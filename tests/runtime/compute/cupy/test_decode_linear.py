@@ -1,0 +1,366 @@
+"""Matrices times the rows of a step: products, residuals, routers and heads, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import AnyArray, F32Array, F64Array
+from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns, team_lanes
+from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
+from dflash_runtime.compute.cupy.decode_linear_shape import (
+    LinearInput,
+    LinearShape,
+    LinearTuning,
+)
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
+from dflash_runtime.compute.reference.ops import ReferenceOps
+from support.attention_rig import relative_error
+from support.device_weights import (
+    Weights,
+    as_int8_rows,
+    as_weights,
+    int8_values,
+    random_weights,
+)
+from support.emulated_device import EmulatedDevice
+
+Q4_0, Q5_0, Q8_0 = TensorType.Q4_0, TensorType.Q5_0, TensorType.Q8_0
+Q2_K, Q4_K, Q6_K, NVFP4 = TensorType.Q2_K, TensorType.Q4_K, TensorType.Q6_K, TensorType.NVFP4
+F32, F16, BF16 = TensorType.F32, TensorType.F16, TensorType.BF16
+
+EPS = 1e-5
+
+DEVICES = [(32, False), (32, True), (64, True)]
+
+
+@pytest.fixture(params=DEVICES, ids=str)
+def device(request: pytest.FixtureRequest) -> EmulatedDevice:
+    lanes, runs_backward = request.param
+    return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
+
+
+@pytest.fixture(params=[32, 64])
+def backward_device(request: pytest.FixtureRequest) -> EmulatedDevice:
+    return EmulatedDevice(lanes=request.param, runs_backward=True)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a kernel says of the rows it has multiplied."""
+
+    values: AnyArray
+    quants: AnyArray
+    meta: AnyArray
+
+
+def new_sides(device: EmulatedDevice, num_tokens: int, columns: int) -> Sides:
+    return Sides(
+        values=device.empty((num_tokens, columns), np.float32),
+        quants=device.empty((num_tokens, padded_columns(columns)), np.int8),
+        meta=device.empty(meta_shape(num_tokens, columns), np.float32),
+    )
+
+
+def outputs_of(sides: Sides) -> LinearOutputs:
+    return LinearOutputs(side_values=sides.values, side_quants=sides.quants, side_meta=sides.meta)
+
+
+def normalised(x: F32Array, weight: F32Array) -> F64Array:
+    wide = x.astype(np.float64)
+    mean_square = np.mean(np.square(wide), axis=1, keepdims=True)
+    result: F64Array = wide / np.sqrt(mean_square + EPS) * weight
+    return result
+
+
+def launch(
+    device: EmulatedDevice,
+    linear: DecodeLinear,
+    weights: list[Weights],
+    inputs: LinearInputs,
+    outputs: LinearOutputs | None = None,
+) -> list[AnyArray]:
+    """The products of all matrices, into poisoned arrays."""
+    tokens = linear.shape.num_tokens
+    out = [device.empty((tokens, rows), np.float32) for _, rows in linear.shape.matrices]
+    packed = [device.upload(each.packed) for each in weights]
+    linear.launch(packed, out, inputs, outputs=outputs)
+    return out
+
+
+def random_rows(rng: np.random.Generator, rows: int, columns: int) -> F32Array:
+    values: F32Array = rng.standard_normal((rows, columns)).astype(np.float32)
+    return values * np.float32(2.0) ** rng.integers(-4, 5, (rows, 1)).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_norm_and_several_matrices(device: EmulatedDevice, num_tokens: int) -> None:
+    rng = np.random.default_rng(num_tokens)
+    matrices = ((Q4_K, 70), (Q4_K, 9), (Q6_K, 33))
+    weights = [random_weights(rng, kind, rows, 768) for kind, rows in matrices]
+    x, norm_weight = random_rows(rng, num_tokens, 768), rng.random(768, np.float32)
+    linear = DecodeLinear(
+        device, LinearShape(768, num_tokens, matrices, LinearInput.NORM, has_side=True)
+    )
+    sides = new_sides(device, num_tokens, 768)
+    inputs = LinearInputs(x=device.upload(x), norm_weight=device.upload(norm_weight), eps=EPS)
+    out = launch(device, linear, weights, inputs, outputs_of(sides))
+
+    assert relative_error(sides.values, normalised(x, norm_weight)) < 3e-7
+    wanted = as_int8_rows(sides.values)
+    np.testing.assert_array_equal(sides.quants[:, :768], wanted.quants[:, :768])
+    np.testing.assert_array_equal(sides.meta[:, : 768 // 16], wanted.meta[:, : 768 // 16])
+    for given, of in zip(out, weights, strict=True):
+        assert relative_error(given, wanted.values @ of.values.T) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "columns", "num_tokens"), [(Q5_0, 96, 8), (Q4_K, 1024, 1)])
+def test_int8_rows_and_a_residual(
+    device: EmulatedDevice, kind: TensorType, columns: int, num_tokens: int
+) -> None:
+    rng = np.random.default_rng(columns)
+    weights = random_weights(rng, kind, 37, columns)
+    rows = as_int8_rows(random_rows(rng, num_tokens, columns))
+    residual = random_rows(rng, num_tokens, 37)
+    linear = DecodeLinear(
+        device, LinearShape(columns, num_tokens, ((kind, 37),), LinearInput.QUANTISED, adds=True)
+    )
+    out = device.upload(residual)
+    inputs = LinearInputs(quants=device.upload(rows.quants), meta=device.upload(rows.meta))
+    linear.launch([device.upload(weights.packed)], [out], inputs)
+    product = rows.values @ weights.values.T
+    assert np.abs(out - (residual + product)).max() < 1e-6 * np.abs(product).max()
+
+
+def test_types_that_are_unpacked_differently(backward_device: EmulatedDevice) -> None:
+    device, rng = backward_device, np.random.default_rng(2)
+    matrices = ((Q2_K, 5), (Q8_0, 18), (NVFP4, 4), (BF16, 3))
+    weights = [random_weights(rng, kind, rows, 256) for kind, rows in matrices]
+    x = random_rows(rng, 2, 256)
+    linear = DecodeLinear(device, LinearShape(256, 2, matrices, LinearInput.PLAIN))
+    out = launch(device, linear, weights, LinearInputs(x=device.upload(x)))
+    quantised = as_int8_rows(x).values
+    for given, of, (kind, _) in zip(out, weights, matrices, strict=True):
+        wanted = (x.astype(np.float64) if kind is BF16 else quantised) @ of.values.T
+        assert relative_error(given, wanted) < 1e-6
+
+
+def test_a_token_has_the_same_bits_however_many_there_are(backward_device: EmulatedDevice) -> None:
+    device, rng = backward_device, np.random.default_rng(4)
+    matrices = ((Q4_K, 21), (F32, 6))
+    weights = [random_weights(rng, kind, rows, 256) for kind, rows in matrices]
+    x, norm_weight = random_rows(rng, 3, 256), device.upload(rng.random(256, np.float32))
+    results = []
+    for tokens in (slice(0, 3), slice(1, 2)):
+        few = x[tokens]
+        linear = DecodeLinear(device, LinearShape(256, len(few), matrices, LinearInput.NORM))
+        inputs = LinearInputs(x=device.upload(few), norm_weight=norm_weight, eps=EPS)
+        results.append(launch(device, linear, weights, inputs))
+    for several, alone in zip(*results, strict=True):
+        np.testing.assert_array_equal(several[1:2], alone)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_token(backward_device: EmulatedDevice, bad: float) -> None:
+    device, rng = backward_device, np.random.default_rng(6)
+    matrices = ((Q4_K, 21), (F32, 6))
+    weights = [random_weights(rng, kind, rows, 256) for kind, rows in matrices]
+    x = random_rows(rng, 3, 256)
+    x[1, 77] = bad
+    linear = DecodeLinear(device, LinearShape(256, 3, matrices, LinearInput.NORM))
+    norm_weight = device.upload(np.ones(256, np.float32))
+    inputs = LinearInputs(x=device.upload(x), norm_weight=norm_weight, eps=EPS)
+    for out in launch(device, linear, weights, inputs):
+        assert np.isnan(out[1]).all()
+        assert np.isfinite(out[[0, 2]]).all()
+
+
+def route(
+    device: EmulatedDevice, weights: Weights, kind: TensorType, x: F32Array, rule: RoutingRule
+) -> tuple[AnyArray, AnyArray, AnyArray]:
+    """Logits, ids and weights; launched twice, as a step is replayed."""
+    (num_tokens, columns), num_experts = x.shape, len(weights.values)
+    shape = LinearShape(
+        columns, num_tokens, ((kind, num_experts),), LinearInput.NORM, has_side=True, rule=rule
+    )
+    linear = DecodeLinear(device, shape)
+    sizes = num_tokens, rule.num_experts_used
+    outputs = LinearOutputs(
+        topk_ids=device.empty(sizes, np.int32),
+        topk_weights=device.empty(sizes, np.float32),
+        counter=device.zeros(1, np.uint32),
+    )
+    ones = device.upload(np.ones(columns, np.float32))
+    inputs = LinearInputs(x=device.upload(x), norm_weight=ones, eps=EPS)
+    for _ in range(2):
+        (logits,) = launch(device, linear, [weights], inputs, outputs)
+    assert isinstance(outputs.topk_ids, np.ndarray)
+    assert isinstance(outputs.topk_weights, np.ndarray)
+    return logits, outputs.topk_ids, outputs.topk_weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_experts", "num_tokens", "num_used", "normalise"),
+    [(F32, 12, 3, 4, True), (F16, 40, 1, 8, False), (Q8_0, 33, 8, 1, True)],
+)
+def test_a_router_chooses_as_the_reference_does(
+    device: EmulatedDevice,
+    kind: TensorType,
+    num_experts: int,
+    num_tokens: int,
+    num_used: int,
+    normalise: bool,
+) -> None:
+    rng = np.random.default_rng(num_experts)
+    weights = random_weights(rng, kind, num_experts, 96)
+    native = weights.native.copy()
+    native[num_experts - 2] = native[2]  # their logits are equal
+    weights = as_weights(native, kind, 96)
+    x = random_rows(rng, num_tokens, 96)
+    rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
+    logits, ids, chosen = route(device, weights, kind, x, rule)
+
+    if kind is not Q8_0:
+        wanted = normalised(x, np.ones(96, np.float32)) @ weights.values.T
+        assert relative_error(logits, wanted) < 1e-6
+    np.testing.assert_array_equal(logits[:, 2], logits[:, num_experts - 2])
+    wanted_ids, wanted_weights = ReferenceOps().route(logits, rule)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(chosen, wanted_weights, rtol=2e-6)
+
+
+def test_a_router_of_nonsense_still_gives_ids(backward_device: EmulatedDevice) -> None:
+    rng = np.random.default_rng(9)
+    weights = random_weights(rng, F32, 12, 96)
+    x = random_rows(rng, 3, 96)
+    x[1, 5] = np.nan
+    rule = RoutingRule(4, Gating.SOFTMAX, True)
+    logits, ids, chosen = route(backward_device, weights, F32, x, rule)
+    assert ids[1].tolist() == [0, 1, 2, 3]
+    assert np.isnan(chosen[1]).all()
+    wanted_ids, _ = ReferenceOps().route(logits[[0, 2]], rule)
+    np.testing.assert_array_equal(ids[[0, 2]], wanted_ids)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int) -> None:
+    rng = np.random.default_rng(num_tokens)
+    native = random_weights(rng, Q6_K, 203, 256).native.copy()
+    native[150:] = native[20:73]  # whatever is largest is there twice
+    native[[3, 200]] = native[50]
+    weights = as_weights(native, Q6_K, 256)
+    tuning = LinearTuning(
+        warps=2, team=4, row_warps=1, team_rows=2, most_deep=1, min_blocks=1, most_blocks=3
+    )
+    shape = LinearShape(256, num_tokens, ((Q6_K, 203),), LinearInput.PLAIN, has_argmax=True)
+    linear = DecodeLinear(device, shape, tuning)
+    assert linear.num_blocks == 3
+    x = random_rows(rng, num_tokens, 256)
+    partials = device.empty((3, num_tokens), np.uint64)
+    outputs = LinearOutputs(partials=partials)
+    (logits,) = launch(device, linear, [weights], LinearInputs(x=device.upload(x)), outputs)
+    assert relative_error(logits, as_int8_rows(x).values @ weights.values.T) < 1e-6
+
+    positions = device.upload(np.arange(7, 7 + num_tokens, dtype=np.int32))
+    token_ids = device.empty(num_tokens, np.int32)
+    history = device.upload(np.full(9, -7, np.int32))
+    sample = Sample(device, num_tokens=num_tokens, advances=True)
+    sample.launch(partials, token_ids, positions, history=history)
+    likeliest = logits.argmax(axis=1)
+    np.testing.assert_array_equal(token_ids, likeliest)
+    np.testing.assert_array_equal(positions, np.arange(8, 8 + num_tokens))
+    assert history.tolist() == [-7] * 8 + [likeliest[0]]
+
+
+def test_sampling_puts_nan_before_all(backward_device: EmulatedDevice) -> None:
+    device, rng = backward_device, np.random.default_rng(8)
+    weights = random_weights(rng, F32, 40, 64)
+    weights.packed.view(np.float32)[[17, 30], 5] = np.nan
+    shape = LinearShape(64, 1, ((F32, 40),), LinearInput.PLAIN, has_argmax=True)
+    linear = DecodeLinear(device, shape)
+    partials = device.empty((linear.num_blocks, 1), np.uint64)
+    x = device.upload(random_rows(rng, 1, 64))
+    (logits,) = launch(
+        device, linear, [weights], LinearInputs(x=x), LinearOutputs(partials=partials)
+    )
+    assert logits.argmax() == 17
+    token_ids, positions = device.empty(1, np.int32), device.upload(np.zeros(1, np.int32))
+    Sample(device, num_tokens=1, advances=False).launch(partials, token_ids, positions)
+    assert token_ids.tolist() == [17]
+    assert positions.tolist() == [0]
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_quantising_rows_once(device: EmulatedDevice, has_norm: bool) -> None:
+    rng = np.random.default_rng(3)
+    x = random_rows(rng, 5, 352)
+    x[2, 16:32] = 0.0
+    x[3] *= np.float32(1e-40)
+    sides = new_sides(device, 5, 352)
+    norm_weight = rng.random(352, np.float32)
+    QuantiseRows(device, columns=352, has_norm=has_norm).launch(
+        device.upload(x),
+        sides.quants,
+        sides.meta,
+        norm_weight=device.upload(norm_weight) if has_norm else None,
+        eps=EPS,
+        values=sides.values,
+    )
+    if has_norm:
+        assert relative_error(sides.values[:3], normalised(x, norm_weight)[:3]) < 3e-7
+    else:
+        np.testing.assert_array_equal(sides.values, x)
+    kept = [0, 1, 2, 4]  # row 3 is too small for a scale, and counts as zero
+    wanted = as_int8_rows(sides.values[kept])
+    np.testing.assert_array_equal(sides.quants[kept, :352], wanted.quants[:, :352])
+    np.testing.assert_array_equal(sides.meta[kept, :22], wanted.meta[:, :22])
+    assert not int8_values(sides.quants, sides.meta, 352)[3].any()
+    assert not sides.quants[:, 352:].any()
+    assert not sides.meta[:, 22:].any()
+
+
+def test_teams_leave_few_lanes_idle() -> None:
+    for num_units, most in itertools.product(range(1, 300), (32, 64)):
+        lanes = team_lanes(num_units, most)
+        taken = -(-num_units // lanes) * lanes
+        assert lanes <= most
+        assert 8 * taken <= 9 * num_units
+    assert team_lanes(32, 32) == 32
+    assert team_lanes(32, 64) == 32
+    assert team_lanes(12, 32) == 4
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    device = EmulatedDevice()
+    with pytest.raises(ValueError, match="T=9, a step has 1 to 8 tokens"):
+        LinearShape(256, 9, ((Q4_K, 8),), LinearInput.NORM)
+    with pytest.raises(ValueError, match="5 matrices, 1 to 4"):
+        LinearShape(256, 1, ((Q4_K, 8),) * 5, LinearInput.NORM)
+    with pytest.raises(ValueError, match="no device layout for IQ1_S"):
+        LinearShape(256, 1, ((TensorType.IQ1_S, 8),), LinearInput.NORM)
+    with pytest.raises(ValueError, match="102 columns are not a multiple of 4"):
+        LinearShape(102, 1, ((F32, 8),), LinearInput.NORM)
+    rule = RoutingRule(9, Gating.SOFTMAX, True)
+    with pytest.raises(ValueError, match="K=9 of E=8"):
+        LinearShape(256, 1, ((F32, 8),), LinearInput.NORM, rule=rule)
+    with pytest.raises(ValueError, match=r"8 rows of 16384 take 196608 bytes .* fewer tokens"):
+        DecodeLinear(device, LinearShape(16384, 8, ((Q4_0, 8),), LinearInput.PLAIN))
+
+    linear = DecodeLinear(device, LinearShape(64, 2, ((Q4_0, 8),), LinearInput.PLAIN))
+    weights = device.upload(random_weights(np.random.default_rng(1), Q4_0, 8, 64).packed)
+    out, x = device.empty((2, 8), np.float32), device.empty((2, 64), np.float32)
+    with pytest.raises(ValueError, match=r"x is float32 \[3, 64\], expected float32 \[T=2, H=64\]"):
+        linear.launch([weights], [out], LinearInputs(x=device.empty((3, 64), np.float32)))
+    with pytest.raises(ValueError, match=r"x is float64"):
+        linear.launch([weights], [out], LinearInputs(x=device.empty((2, 64), np.float64)))
+    with pytest.raises(ValueError, match="x is missing"):
+        linear.launch([weights], [out], LinearInputs())
+    with pytest.raises(ValueError, match=r"weights\[0\] is uint8 \[7, 48\], expected 384 bytes"):
+        linear.launch([weights[:7]], [out], LinearInputs(x=x))
+    with pytest.raises(ValueError, match="1 weights and 2 outputs of 1"):
+        linear.launch([weights], [out, out], LinearInputs(x=x))

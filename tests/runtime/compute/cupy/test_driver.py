@@ -1,0 +1,293 @@
+"""What a driver is asked, byte by byte, and what becomes of its refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable
+from dflash_runtime.compute.cupy import devices
+from dflash_runtime.compute.cupy.capabilities import Vendor
+from dflash_runtime.compute.cupy.devices import corrected_memory, describe_gpus, memory_of
+from dflash_runtime.compute.cupy.driver import Driver
+from dflash_runtime.compute.cupy.driver_table import (
+    FUNCTIONS,
+    DeviceAttribute,
+    FunctionAttribute,
+    LaunchAttribute,
+    LaunchConfig,
+)
+from support.fake_driver.fake_driver import FakeDriver, Setting
+from support.processes import environment
+
+
+class Args(ctypes.Structure):
+    _fields_ = (("pointer", ctypes.c_uint64), ("rows", ctypes.c_int), ("tail", ctypes.c_uint16))
+
+
+@pytest.fixture
+def fake() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture(params=list(DeviceKind)[1:])
+def vendor(request: pytest.FixtureRequest) -> Vendor:
+    return devices.VENDORS[request.param]
+
+
+def launch(driver: Driver, *, overlaps_previous: bool) -> None:
+    driver.launch(
+        0x77,
+        (5, 6, 7),
+        128,
+        args=Args(0x1122334455667788, -2, 0xABCD),
+        shared_bytes=4096,
+        stream=0x99,
+        overlaps_previous=overlaps_previous,
+    )
+
+
+def test_a_launch_carries_its_sizes_and_a_copy_of_its_struct(
+    fake: FakeDriver, vendor: Vendor
+) -> None:
+    fake.set(Setting.PARAMETER_BYTES, ctypes.sizeof(Args))
+    driver = fake.open(vendor)
+    fake.take_notes()
+    launch(driver, overlaps_previous=False)
+    assert fake.take_notes() == [
+        "launch 119 grid 5 6 7 block 128 1 1 shared 4096 stream 153 args "
+        "8877665544332211" + "feffffff" + "cdab0000"
+    ]
+
+
+def test_a_launch_that_overlaps_says_so_where_the_driver_can(fake: FakeDriver) -> None:
+    fake.set(Setting.PARAMETER_BYTES, 2)
+    driver = fake.open(Vendor.CUDA)
+    fake.take_notes()
+    launch(driver, overlaps_previous=True)
+    assert fake.take_notes() == [
+        "launch_with 1 attributes, first 6 = 1, of 119 grid 5 6 7 block 128 1 1 shared 4096 "
+        "stream 153 args 8877"
+    ]
+    # An older driver launches it plainly; so does HIP's.
+    for other in (fake.open(Vendor.CUDA), fake.open(Vendor.HIP)):
+        other._functions.pop("launch_with_attributes", None)
+        fake.take_notes()
+        launch(other, overlaps_previous=True)
+        assert fake.take_notes()[0].startswith("launch 119 ")
+
+
+def test_structs_lie_as_cuda_has_them() -> None:
+    assert ctypes.sizeof(LaunchAttribute) == 72
+    assert LaunchAttribute.value.offset == 8
+    assert ctypes.sizeof(LaunchConfig) == 56
+    assert LaunchConfig.stream.offset == 32
+
+
+def test_an_error_has_the_drivers_own_words(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    fake.fail("synchronize_stream", 700)
+    name = FUNCTIONS["synchronize_stream"]
+    symbol = name.cuda if vendor is Vendor.CUDA else name.hip
+    expected = rf"^{symbol}: the fake's error 700 \(error 700\)$"
+    with pytest.raises(DeviceUnavailable, match=expected) as caught:
+        driver.synchronize_stream(3)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_error_without_words_keeps_its_number(fake: FakeDriver) -> None:
+    driver = fake.open(Vendor.CUDA)
+    fake.fail("copy", 999)
+    text = ctypes.create_string_buffer(8)
+    address = ctypes.addressof(text)
+    with pytest.raises(DeviceUnavailable, match="an error it does not know \\(error 999\\)"):
+        driver.copy(address, address + 4, 4, stream=0)
+
+
+def test_memory_that_runs_out_is_told_with_amounts(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    fake.fail("instantiate_graph", 2)
+    with pytest.raises(DeviceOutOfMemory, match=r"no memory for .*1,000 of 4,000 bytes") as caught:
+        driver.capture(3, lambda: None)
+    assert (caught.value.free_bytes, caught.value.total_bytes) == (1000, 4000)
+    assert caught.value.num_bytes is None
+    # The graph that could not be made ready is given back.
+    assert any(line.startswith("destroy_graph") for line in fake.take_notes())
+
+
+def test_a_capture_makes_a_graph_and_gives_back_what_it_was_made_of(
+    fake: FakeDriver, vendor: Vendor
+) -> None:
+    driver = fake.open(vendor)
+    fake.take_notes()
+    executable = driver.capture(3, lambda: launch(driver, overlaps_previous=False))
+    driver.launch_graph(executable, 3)
+    driver.destroy_graph(executable)
+    names = [line.split(" grid")[0] for line in fake.take_notes()]
+    assert names == [
+        "begin_capture 3 mode 1",
+        "launch 119",
+        "end_capture 3",
+        "instantiate_graph 1 flags 0",
+        "destroy_graph 1",
+        "launch_graph 2 on 3",
+        "destroy_executable 2",
+    ]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_within_a_capture_ends_it(
+    fake: FakeDriver, vendor: Vendor, error: type[BaseException]
+) -> None:
+    driver = fake.open(vendor)
+
+    def record() -> None:
+        raise error
+
+    fake.take_notes()
+    with pytest.raises(error):
+        driver.capture(3, record)
+    assert fake.take_notes() == ["begin_capture 3 mode 1", "end_capture 3", "destroy_graph 1"]
+    # A stream that fails to end it hides nothing.
+    fake.fail("end_capture", 901)
+    with pytest.raises(error):
+        driver.capture(3, record)
+    assert fake.take_notes() == ["begin_capture 3 mode 1", "end_capture 3"]
+
+
+def test_memory_of_the_host_is_unlocked_when_it_cannot_be_seen(
+    fake: FakeDriver, vendor: Vendor
+) -> None:
+    driver = fake.open(vendor)
+    array = np.zeros(8, np.uint8)
+    fake.take_notes()
+    assert driver.register_host(array.ctypes.data, 8) == array.ctypes.data + 0x1000
+    assert fake.take_notes() == ["register_host 8 flags 3", "host_pointer flags 0"]
+    fake.fail("host_pointer", 1)
+    with pytest.raises(DeviceUnavailable):
+        driver.register_host(array.ctypes.data, 8)
+    assert fake.take_notes()[-1] == "unregister_host"
+
+
+def test_copies_go_both_ways(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    source, destination = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+    driver.copy(destination.ctypes.data, source.ctypes.data, 8, stream=3)
+    np.testing.assert_array_equal(destination, source)
+    driver.clear(destination.ctypes.data, 4, 3)
+    np.testing.assert_array_equal(destination, [0, 0, 0, 0, 4, 5, 6, 7])
+
+
+def test_a_thread_means_the_device_it_has_said(fake: FakeDriver) -> None:
+    fake.set(Setting.NUM_DEVICES, 2)
+    cuda, hip = fake.open(Vendor.CUDA), fake.open(Vendor.HIP)
+    for index in (1, 1, 0):
+        cuda.use(index)
+    hip.use(1)
+    lines = fake.library.fake_notes().decode().splitlines()
+    assert lines[-6:] == [
+        *("retain_context 101", "set_context 1", "set_context 1"),
+        *("retain_context 100", "set_context 2", "set_device 1"),
+    ]
+
+
+def test_functions_are_made_ready_before_they_are_captured(fake: FakeDriver) -> None:
+    driver = fake.open(Vendor.CUDA)
+    function = driver.module_function(driver.load_module(b"\x7fELF..."), "kernel")
+    driver.set_function_attribute(function, FunctionAttribute.MAX_DYNAMIC_SHARED_BYTES, 77)
+    assert fake.take_notes()[1:] == [
+        "load_module 7fELF",
+        "module_function kernel of 1",
+        "load_function 2",
+        "set_function_attribute 8 of 2 = 77",
+    ]
+    assert driver.parameter_bytes(function) == 24
+    assert fake.open(Vendor.HIP).parameter_bytes(function) is None
+
+
+def test_a_driver_that_lacks_a_function_is_too_old() -> None:
+    with pytest.raises(DeviceUnavailable, match=r"^the cuda driver .* is too old: it has no cu"):
+        Driver(Vendor.CUDA, ctypes.CDLL(None))
+
+
+def test_a_driver_that_cannot_start_says_why(fake: FakeDriver, vendor: Vendor) -> None:
+    fake.fail("init", 100)
+    with pytest.raises(DeviceUnavailable, match="Init: the fake's error 100"):
+        fake.open(vendor)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_attributes_have_each_vendors_numbers(fake: FakeDriver, index: int) -> None:
+    for vendor, number in ((Vendor.CUDA, 16), (Vendor.HIP, 63)):
+        driver = fake.open(vendor)
+        fake.take_notes()
+        assert driver.device_attribute(index, DeviceAttribute.MULTIPROCESSORS) == 7
+        assert fake.take_notes() == [f"device_attribute {number} of {100 + index}"]
+
+
+def test_more_free_than_there_is_is_clamped_and_said(
+    fake: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = fake.open(Vendor.CUDA)
+    memory = memory_of(driver, 0)
+    assert (memory.free_bytes, memory.total_bytes, memory.note) == (1000, 4000, "")
+    assert not memory.is_shared_with_host
+    fake.set(Setting.FREE, 9000)
+    fake.set(Setting.INTEGRATED, 1)
+    memory = memory_of(driver, 0)
+    assert (memory.free_bytes, memory.total_bytes) == (4000, 4000)
+    assert memory.is_shared_with_host
+    assert memory.note == "the driver reports 9,000 of 4,000 bytes free; counted as 4,000"
+    assert f"memory of cuda:0: {memory.note}" in caplog.text
+    assert corrected_memory(4000, 4000, is_shared_with_host=True).note == ""
+
+
+def test_every_gpu_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "open_driver", fake.open)
+    fake.set(Setting.NUM_DEVICES, 2)
+    found, why_none = describe_gpus(DeviceKind.CUDA)
+    assert why_none is None
+    assert [each.device for each in found] == [Device(DeviceKind.CUDA, i) for i in (0, 1)]
+    assert (found[1].name, found[1].uuid, found[1].pci_bus_id) == (
+        "Fake 101",
+        "65" * 16,
+        "0000:65:00.0",
+    )
+    assert found[1].memory.free_bytes == 1000
+    assert found[1].capabilities is not None
+    assert found[1].capabilities.architecture == "sm_90a"
+    fake.set(Setting.MAJOR, 5)
+    found, _ = describe_gpus(DeviceKind.CUDA)
+    assert found[0].why_not is not None
+    assert "5.0 is too old" in found[0].why_not
+    fake.set(Setting.NUM_DEVICES, 0)
+    assert describe_gpus(DeviceKind.HIP) == ([], "the hip driver sees no device")
+
+
+def test_without_a_driver_there_is_one_line_why() -> None:
+    """In a process of its own, whose loader finds nothing."""
+    program = (
+        "import ctypes\n"
+        "def missing(name, *rest): raise OSError(f'{name}: cannot open\\nshared object file')\n"
+        "ctypes.CDLL = missing\n"
+        "from dflash_protocol.device import DeviceKind\n"
+        "from dflash_runtime.compute.cupy.devices import describe_gpus\n"
+        "for kind in (DeviceKind.CUDA, DeviceKind.HIP): print(describe_gpus(kind))\n"
+    )
+    result = subprocess.run(
+        (sys.executable, "-c", program),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+        check=True,
+    )
+    assert result.stdout.splitlines() == [
+        "([], 'no cuda driver: libcuda.so.1: cannot openshared object file')",
+        "([], 'no hip driver: libamdhip64.so: cannot openshared object file')",
+    ]

@@ -1,0 +1,189 @@
+"""One attention layer on an emulated device: random rows, a filled cache, what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.ops import KvType
+from dflash_adapters.rope import RopePairing, rope_table
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
+from dflash_runtime.compute.cupy.attention import (
+    DecodeAttention,
+    NewRows,
+    PrefillAttention,
+    TokenRows,
+    rotation_angles,
+)
+from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan, context_bucket
+from dflash_runtime.compute.cupy.decode_experts import Rows
+from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from support.emulated_device import EmulatedDevice
+from support.float64_attention import attended, cached_numbers, fill, normalised_and_rotated
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """What a layer is like; the defaults are an ordinary one."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    kv_type: KvType = KvType.F16
+    use_mma: bool = False
+    pairing: RopePairing = RopePairing.HALF_SPLIT
+    num_rotated: int = 64
+    has_norm: bool = True
+    capacity: int = 192
+    lanes: int = 32
+    runs_backward: bool = False
+    max_shared_bytes: int = 96 * 1024
+
+    @property
+    def kv(self) -> KvLayer:
+        return KvLayer(self.num_kv_heads, self.key_dim, self.value_dim)
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            self.num_heads, self.kv, self.kv_type, self.pairing, self.num_rotated, self.use_mma
+        )
+
+    def having(self, **changes: object) -> LayerCase:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class AttentionRig:
+    """Rows of the whole context are drawn at once: any part of it can be computed in any way."""
+
+    def __init__(self, case: LayerCase, *, seed: int = 1) -> None:
+        self.case = case
+        self.device = EmulatedDevice(
+            lanes=case.lanes,
+            runs_backward=case.runs_backward,
+            max_shared_bytes=case.max_shared_bytes,
+        )
+        rng = np.random.default_rng(seed)
+        widths = (
+            case.num_heads * case.key_dim,
+            case.num_kv_heads * case.key_dim,
+            case.num_kv_heads * case.value_dim,
+        )
+        self.first_columns = (0, widths[0], widths[0] + widths[1])
+        self.rows = rng.standard_normal((case.capacity, sum(widths))).astype(np.float32)
+        self.table = rope_table(case.pairing, case.num_rotated, 1e4)
+        self.scale = 1.5 / np.sqrt(case.key_dim)
+        self.weights = (
+            [rng.uniform(0.5, 2, case.key_dim).astype(np.float32) for _ in range(2)]
+            if case.has_norm
+            else [None, None]
+        )
+        self.angles = self.device.upload(rotation_angles(self.table, case.capacity))
+        self.new_cache()
+
+    def new_cache(self) -> None:
+        """All of it poisoned."""
+        case = self.case
+        self.cache = DeviceKvCache(self.device, [case.kv], case.capacity, case.kv_type)
+
+    def head_rows(self, kind: int, first: int, count: int) -> F32Array:
+        """Queries (0), keys (1) or values (2) of some tokens. Shapes: result [T, heads, D]."""
+        case = self.case
+        num_heads = case.num_heads if kind == 0 else case.num_kv_heads
+        dim = case.value_dim if kind == 2 else case.key_dim
+        begin = self.first_columns[kind]
+        part = self.rows[first : first + count, begin : begin + num_heads * dim]
+        return part.reshape(count, num_heads, dim)
+
+    def new_rows(self, first: int, count: int) -> NewRows:
+        array = self.device.upload(self.rows[first : first + count])
+        queries, keys, values = (TokenRows(array, column) for column in self.first_columns)
+        query_weight, key_weight = (
+            None if weight is None else self.device.upload(weight) for weight in self.weights
+        )
+        return NewRows(
+            queries,
+            keys,
+            values,
+            self.angles,
+            float(self.scale),
+            query_weight,
+            key_weight,
+            EPS,
+        )
+
+    def rotated(self, kind: int, first: int, count: int) -> F64Array:
+        return normalised_and_rotated(
+            self.head_rows(kind, first, count),
+            np.arange(first, first + count, dtype=np.int32),
+            self.table,
+            self.weights[kind],
+            EPS,
+        )
+
+    def fill_cache(self, count: int) -> None:
+        """Rows of the first positions, as if they had been computed."""
+        layer, kv_type = self.cache.layers[0], self.case.kv_type
+        fill(layer.keys, self.rotated(1, 0, count).swapaxes(0, 1), kv_type)
+        fill(layer.values, self.head_rows(2, 0, count).swapaxes(0, 1), kv_type)
+
+    def cached(self) -> tuple[F64Array, F64Array]:
+        """Keys and values as numbers. Shapes: [kv_heads, N, dim]."""
+        layer = self.cache.layers[0]
+        return (
+            cached_numbers(layer.keys, self.case.key_dim),
+            cached_numbers(layer.values, self.case.value_dim),
+        )
+
+    def expected(self, first: int, count: int) -> F64Array:
+        """By the formula, from what lies in the cache."""
+        positions: I32Array = np.arange(first, first + count, dtype=np.int32)
+        queries = self.rotated(0, first, count) * self.scale
+        return attended(queries, *self.cached(), positions)
+
+    def decode(self, first: int, count: int, *, bucket: int | None = None) -> AnyArray:
+        """A step of `count` tokens."""
+        bucket = bucket or context_bucket(first + count)
+        out = self.device.empty((count, self.case.num_heads, self.case.value_dim), np.float32)
+        self.decode_into(Rows(values=out), first, count, bucket=bucket)
+        return self.device.download(out)
+
+    def decode_into(self, out: Rows, first: int, count: int, *, bucket: int = 1024) -> None:
+        """A step of `count` tokens, whose results go to what `out` has."""
+        plan = DecodePlan(self.case.shape, count, bucket)
+        DecodeAttention(self.device, plan).launch(
+            self.new_rows(first, count),
+            self.cache.layers[0],
+            positions=self.device.upload(np.arange(first, first + count, dtype=np.int32)),
+            scratch=self.device.empty(plan.scratch_bytes, np.uint8),
+            out=out,
+        )
+
+    def row_tiles(self, count: int) -> int:
+        """How large the blocks of a chunk are."""
+        return PrefillAttention(self.device, self.case.shape).plan(count).row_tiles
+
+    def prefill(self, first: int, count: int) -> AnyArray:
+        """A chunk of `count` tokens."""
+        attention = PrefillAttention(self.device, self.case.shape)
+        out = self.device.empty((count, self.case.num_heads, self.case.value_dim), np.float32)
+        attention.launch(
+            self.new_rows(first, count),
+            self.cache.layers[0],
+            first_position=self.device.upload(np.array([first], np.int32)),
+            num_tokens=count,
+            scratch=self.device.empty(attention.scratch_bytes(count), np.uint8),
+            out=out,
+        )
+        return self.device.download(out)
+
+
+def relative_error(given: AnyArray, wanted: AnyArray) -> float:
+    """Largest over rows, in the Euclidean norm; NaN if there is one."""
+    difference = np.linalg.norm(given - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    return float(difference.max())

@@ -1,0 +1,5 @@
+"""A device without a GPU, for tests of kernels and of all that launches them."""
+
+from support.emulated_device.emulated_device import EmulatedDevice, KernelFailure
+
+__all__ = ["EmulatedDevice", "KernelFailure"]

@@ -1,0 +1,138 @@
+// The emulation's side of common.cuh: kernels as C++ of the host, for results without a GPU.
+#pragma once
+
+#include <math.h>
+
+#include "scheduler.h"
+#include "undefined_behaviour.h"
+
+#define INLINE inline __attribute__((always_inline))
+#define CONSTANT(TYPE, NAME, COUNT) alignas(16) static const TYPE NAME[COUNT]
+
+// The launcher is NAME_launch, NAME_args_bytes what Python's mirror of the arguments must take.
+#define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS)                                               \
+    static void NAME(const ARGS a);                                                           \
+    static_assert((THREADS) <= emulated::max_threads && (MIN_BLOCKS) >= 1, "launch bounds");   \
+    extern "C" __attribute__((visibility("default"))) u64 NAME##_args_bytes() {               \
+        return sizeof(ARGS);                                                                  \
+    }                                                                                         \
+    extern "C" __attribute__((visibility("default"))) const char *NAME##_launch(              \
+        const emulated::Launch *launch) {                                                     \
+        auto call = [](const void *args) { NAME(*(const ARGS *)args); };                      \
+        return emulated::run(#NAME, THREADS, call, launch);                                   \
+    }                                                                                         \
+    static void NAME([[maybe_unused]] const ARGS a)
+
+#define SHARED(TYPE, NAME, COUNT)             \
+    static emulated::SharedSlot NAME##_slot;  \
+    TYPE(&NAME)[COUNT] = *(TYPE(*)[COUNT])NAME##_slot.bytes(sizeof(TYPE[COUNT]))
+#define DYNAMIC_SHARED(NAME) u8 *const NAME = emulated::block.dynamic_shared
+
+// Macros, so that errors name the line of the kernel.
+#define block_barrier() emulated::barrier(__FILE__, __LINE__)
+#define lane_xor(value, mask) \
+    emulated::exchange(value, (lane_index() ^ (mask)) % LANES, __FILE__, __LINE__)
+#define lane_read(value, source_lane) \
+    emulated::exchange(value, (int)((u32)(source_lane) % LANES), __FILE__, __LINE__)
+
+INLINE int block_index_x() { return emulated::block.index_x; }
+INLINE int block_index_y() { return emulated::block.index_y; }
+INLINE int block_index_z() { return emulated::block.index_z; }
+INLINE int num_blocks_x() { return emulated::block.launch->grid_x; }
+INLINE int num_blocks_y() { return emulated::block.launch->grid_y; }
+INLINE int num_blocks_z() { return emulated::block.launch->grid_z; }
+INLINE int thread_index() { return emulated::block.current; }
+INLINE int num_threads() { return emulated::block.launch->num_threads; }
+
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+INLINE int2 make_int2(int x, int y) { return {x, y}; }
+INLINE int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+INLINE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+INLINE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+INLINE float2 make_float2(float x, float y) { return {x, y}; }
+INLINE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+INLINE int dot4(int a, int b, int sum) {
+    for (int byte = 0; byte < 4; byte++) sum += (i8)(a >> (8 * byte)) * (i8)(b >> (8 * byte));
+    return sum;
+}
+
+inline float half_to_float(u32 half) {
+    u32 sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3FF, bits;
+    if (exponent == 31) bits = 0x7F800000 | fraction << 13;
+    else if (exponent) bits = (exponent + 112) << 23 | fraction << 13;
+    else {
+        float value = (float)fraction * 0x1p-24f;  // subnormal: exact
+        memcpy(&bits, &value, 4);
+    }
+    bits |= sign;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline u16 float_to_half(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    u32 sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+    if (magnitude > 0x7F800000) return (u16)(sign | 0x7FFF);  // NaN
+    if (magnitude >= 0x477FF000) return (u16)(sign | 0x7C00);  // rounds to what is too large
+    if (magnitude < 0x38800000) {  // subnormal: counted in units of 2^-24, as rintf rounds to even
+        float size;
+        memcpy(&size, &magnitude, 4);
+        return (u16)(sign | (u32)rintf(size * 0x1p24f));
+    }
+    u32 odd = magnitude >> 13 & 1;
+    return (u16)(sign | ((magnitude - 0x38000000 + 0xFFF + odd) >> 13));
+}
+
+// As the devices do: what is too large gives the nearest int, NaN gives 0.
+INLINE int round_to_int(float value) {
+    if (value != value) return 0;
+    if (value >= 0x1p31f) return 0x7FFFFFFF;
+    if (value < -0x1p31f) return -0x7FFFFFFF - 1;
+    return (int)rintf(value);
+}
+INLINE float exp_fast(float value) { return expf(value); }
+INLINE float reciprocal_root(float value) { return 1.0f / sqrtf(value); }
+INLINE float reciprocal(float value) { return 1.0f / value; }
+
+template <typename T>
+INLINE T loaded(const void *pointer) {
+    T value;
+    memcpy(&value, pointer, sizeof value);
+    return value;
+}
+template <typename T>
+INLINE T loaded_weights(const void *pointer) {
+    emulated::check_read(pointer, sizeof(T), sizeof(T));
+    return loaded<T>(pointer);
+}
+template <typename T>
+INLINE T loaded_fresh(const void *pointer) {
+    emulated::check_fresh_read(pointer, sizeof(T));
+    return loaded<T>(pointer);
+}
+INLINE uint4 load_weights16(const void *p) { return loaded_weights<uint4>(p); }
+INLINE uint2 load_weights8(const void *p) { return loaded_weights<uint2>(p); }
+INLINE u32 load_weights4(const void *p) { return loaded_weights<u32>(p); }
+INLINE u32 load_weights2(const void *p) { return loaded_weights<u16>(p); }
+INLINE u32 load_weights1(const void *p) { return loaded_weights<u8>(p); }
+INLINE uint4 load_fresh16(const void *p) { return loaded_fresh<uint4>(p); }
+INLINE uint2 load_fresh8(const void *p) { return loaded_fresh<uint2>(p); }
+INLINE u32 load_fresh4(const void *p) { return loaded_fresh<u32>(p); }
+
+INLINE void let_next_begin() {}
+INLINE void wait_for_previous() { emulated::current_fiber().has_waited = true; }
+INLINE u32 atomic_add(u32 *p, u32 value) {
+    emulated::check_read(p, 4, 4);
+    u32 before = *p;
+    *p = before + value;
+    return before;
+}
+INLINE void memory_fence() {}

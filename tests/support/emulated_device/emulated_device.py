@@ -1,0 +1,355 @@
+"""A KernelDevice without a GPU: kernels compiled by g++, threads as fibers, arrays as numpy's.
+
+For results, never for speed. Stricter than a device: what lies behind an array is checked after
+each launch, reads through load_* must lie in one array, all memory is poisoned, and a barrier that
+not every thread reaches is an error. `runs_backward` runs the last threads and blocks first, which
+shows barriers that are missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.cupy.binary_cache import BinaryCache
+from dflash_runtime.compute.cupy.capabilities import Capabilities, host_capabilities
+from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address, check_args
+from dflash_runtime.compute.cupy.kernel_sources import (
+    KERNELS_FOLDER,
+    Defines,
+    define_options,
+    digest_of,
+    kernel_source,
+)
+
+_FOLDER = Path(__file__).parent
+_GUARD_BYTES = 256
+_POISON = 0xFF
+_FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-DDFLASH_HOST"),
+    *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions", "-fno-rtti"),
+    # As devices' compilers have it: ints wrap around, bytes may be read as anything.
+    *("-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off"),
+    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
+    *("-fno-sanitize-recover=all", "-fno-sanitize=vptr"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"),
+    "-Wframe-larger-than=65536",
+)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64))
+
+
+class _Launch(ctypes.Structure):
+    """emulated::Launch."""
+
+    _fields_ = (
+        ("args", ctypes.c_void_p),
+        ("grid_x", ctypes.c_int32),
+        ("grid_y", ctypes.c_int32),
+        ("grid_z", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_uint64),
+        ("max_shared_bytes", ctypes.c_uint64),
+        ("ranges", ctypes.POINTER(_Range)),
+        ("num_ranges", ctypes.c_uint64),
+        ("runs_backward", ctypes.c_int32),
+        ("overlaps_previous", ctypes.c_int32),
+    )
+
+
+class KernelFailure(AssertionError):
+    """A kernel did what it must not; says which thread did what, where."""
+
+
+class EmulatedKernel:
+    """One function of an emulated module."""
+
+    def __init__(self, name: str, launch: Any, args: type[ctypes.Structure]) -> None:
+        self.name = name
+        self.args = args
+        self._launch = launch
+
+    def run(self, launch: _Launch) -> None:
+        """Raises: KernelFailure."""
+        error = self._launch(ctypes.byref(launch))
+        if error is not None:
+            raise KernelFailure(error.decode(errors="replace"))
+
+
+class EmulatedModule:
+    """A kernel file that g++ has compiled."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def kernel(self, name: str, args: type[ctypes.Structure]) -> EmulatedKernel:
+        """As KernelModule.kernel."""
+        try:
+            size, launch = self._library[f"{name}_args_bytes"], self._library[f"{name}_launch"]
+        except AttributeError:
+            raise SettingsError(f"there is no kernel {name}") from None
+        size.restype = ctypes.c_uint64
+        launch.restype = ctypes.c_char_p
+        check_args(name, size(), args)
+        return EmulatedKernel(name, launch, args)
+
+
+class EmulatedGraph:
+    """Launches in order."""
+
+    def __init__(self, launches: list[Callable[[], None]]) -> None:
+        self._launches = launches
+
+    def replay(self) -> None:
+        """Run them, which has ended when this returns."""
+        for launch in self._launches:
+            launch()
+
+    def close(self) -> None:
+        """Replaying is an error from now on."""
+        self._launches = [_fail_closed]
+
+
+def _fail_closed() -> None:
+    raise AssertionError("a graph that was closed is replayed")
+
+
+class EmulatedHostMapping:
+    """The host's memory is the device's here."""
+
+    def __init__(self, device: EmulatedDevice, array: AnyArray) -> None:
+        self._device = device
+        self.device_address = address(array)
+        device.add_range(self.device_address, array.nbytes)
+
+    def close(self) -> None:
+        """Kernels that read it from now on fail."""
+        self._device.drop_range(self.device_address)
+
+
+class EmulatedDevice:
+    """Implements KernelDevice."""
+
+    def __init__(
+        self,
+        *,
+        lanes: int = 32,
+        num_multiprocessors: int = 4,
+        runs_backward: bool = False,
+        max_shared_bytes: int = 96 * 1024,
+    ) -> None:
+        self.name = "host:0"
+        self.lanes = lanes
+        self.num_multiprocessors = num_multiprocessors
+        self.max_shared_bytes = max_shared_bytes
+        self.capabilities: Capabilities = host_capabilities(lanes=lanes)
+        self.num_launches = 0
+        """Kernels that have run, those of graphs too."""
+        self._runs_backward = runs_backward
+        self._modules: dict[tuple[str, tuple[str, ...]], EmulatedModule] = {}
+        self._buffers: dict[int, weakref.ref[AnyArray]] = {}
+        self._range_bytes: dict[int, int] = {}
+        self._ranges: ctypes.Array[_Range] | None = None
+        self._recorded: list[Callable[[], None]] | None = None
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
+        """As KernelDevice.empty; every byte is 0xFF, a NaN in most types."""
+        self._must_not_record("allocate")
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
+        buffer = np.full(num_bytes + 3 * _GUARD_BYTES, _POISON, np.uint8)
+        begin = _GUARD_BYTES + -buffer.ctypes.data % _GUARD_BYTES
+        payload_address = buffer.ctypes.data + begin
+        self._buffers[payload_address] = weakref.ref(buffer, self._forget(payload_address))
+        self.add_range(payload_address, num_bytes)
+        # The view keeps the buffer alive, and its own views too.
+        return buffer[begin : begin + num_bytes].view(dtype).reshape(shape)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
+        """As KernelDevice.zeros."""
+        array = self.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[:] = 0
+        return array
+
+    def upload(self, array: AnyArray) -> AnyArray:
+        """As KernelDevice.upload."""
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """As KernelDevice.write."""
+        self._must_not_record("write")
+        assert isinstance(destination, np.ndarray)
+        assert destination.flags.c_contiguous
+        assert destination.nbytes == source.nbytes
+        flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        destination.reshape(-1).view(np.uint8)[:] = flat
+
+    def download(self, array: DeviceArray) -> AnyArray:
+        """As KernelDevice.download."""
+        self._must_not_record("download")
+        assert isinstance(array, np.ndarray)
+        return array.copy()
+
+    def module(self, file: str | Path, defines: Defines) -> EmulatedModule:
+        """As KernelDevice.module; `file` may also be the path of a test's own."""
+        self._must_not_record("compile")
+        options = define_options({"LANES": self.lanes, **defines})
+        key = str(file), options
+        if key not in self._modules:
+            self._modules[key] = EmulatedModule(_library(str(file), options))
+        return self._modules[key]
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: Grid,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        shared_bytes: int = 0,
+        overlaps_previous: bool = True,
+    ) -> None:
+        """As KernelDevice.launch. Raises: KernelFailure."""
+        assert isinstance(kernel, EmulatedKernel)
+        assert isinstance(args, kernel.args), f"{kernel.name} takes {kernel.args.__name__}"
+        copy = type(args).from_buffer_copy(args)
+
+        def run() -> None:
+            ranges = self._current_ranges()
+            launch = _Launch(
+                args=ctypes.addressof(copy),
+                grid_x=grid[0],
+                grid_y=grid[1],
+                grid_z=grid[2],
+                num_threads=block,
+                shared_bytes=shared_bytes,
+                max_shared_bytes=self.max_shared_bytes,
+                ranges=ranges,
+                num_ranges=len(ranges),
+                runs_backward=self._runs_backward,
+                overlaps_previous=overlaps_previous,
+            )
+            kernel.run(launch)
+            self.num_launches += 1
+            self.check_guards(kernel.name)
+
+        if self._recorded is not None:
+            self._recorded.append(run)
+        else:
+            run()
+
+    def capture(self, record: Callable[[], None]) -> EmulatedGraph:
+        """As KernelDevice.capture."""
+        self._must_not_record("capture")
+        recorded: list[Callable[[], None]] = []
+        self._recorded = recorded
+        try:
+            record()
+        finally:
+            self._recorded = None
+        return EmulatedGraph(recorded)
+
+    def map_host(self, array: AnyArray) -> EmulatedHostMapping:
+        """As KernelDevice.map_host."""
+        self._must_not_record("map memory")
+        return EmulatedHostMapping(self, array)
+
+    def synchronize(self) -> None:
+        """As KernelDevice.synchronize; everything has ended already."""
+        self._must_not_record("synchronise")
+
+    def add_range(self, begin: int, num_bytes: int) -> None:
+        """Kernels may read this."""
+        self._range_bytes[begin] = num_bytes
+        self._ranges = None
+
+    def drop_range(self, begin: int) -> None:
+        """They no longer may."""
+        self._range_bytes.pop(begin, None)
+        self._ranges = None
+
+    def check_guards(self, name: str) -> None:
+        """Raises: KernelFailure if something was written before or behind an array."""
+        for payload_address, reference in list(self._buffers.items()):
+            buffer = reference()
+            if buffer is None:
+                continue
+            begin = payload_address - buffer.ctypes.data
+            end = begin + self._range_bytes[payload_address]
+            for guard in (buffer[:begin], buffer[end:]):
+                if not (guard == _POISON).all():
+                    guard[:] = _POISON
+                    raise KernelFailure(
+                        f"{name}: something was written outside of an array of {end - begin} bytes"
+                    )
+
+    def _current_ranges(self) -> ctypes.Array[_Range]:
+        if self._ranges is None:
+            ranges = sorted(self._range_bytes.items())
+            self._ranges = (_Range * len(ranges))(
+                *(_Range(begin, begin + num_bytes) for begin, num_bytes in ranges)
+            )
+        return self._ranges
+
+    def _forget(self, payload_address: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            self._buffers.pop(payload_address, None)
+            self.drop_range(payload_address)
+
+        return forget
+
+    def _must_not_record(self, what: str) -> None:
+        if self._recorded is not None:
+            raise DeviceUnavailable(f"cannot {what} while launches are recorded")
+
+
+@cache
+def _library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Compiled, or found on disk; loaded once a process."""
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None:
+        raise KernelCompileError("the emulated device needs g++, c++ or clang++")
+    source = kernel_source(file, (_FOLDER,))
+    version = _compiler_version(compiler)
+    key = digest_of((source.digest, *_FLAGS, *options, version))
+    binaries = BinaryCache()
+    content = binaries.get(key)
+    with tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder:
+        library = Path(folder) / "kernel.so"
+        if content is not None:
+            library.write_bytes(content)
+        else:
+            path = KERNELS_FOLDER / file
+            includes = ("-I", str(KERNELS_FOLDER), "-I", str(_FOLDER))
+            command = (
+                *(compiler, *_FLAGS, *options, *includes),
+                *("-x", "c++", str(path), "-o", str(library), "-lm"),
+            )
+            result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if result.returncode:
+                raise KernelCompileError(f"{file} {' '.join(options)}\n{result.stderr[:8000]}")
+            binaries.put(key, library.read_bytes())
+        return ctypes.CDLL(str(library))
+
+
+@cache
+def _compiler_version(compiler: str) -> str:
+    result = subprocess.run((compiler, "--version"), capture_output=True, text=True, timeout=60)
+    return result.stdout

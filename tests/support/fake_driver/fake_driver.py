@@ -1,0 +1,142 @@
+"""A GPU driver without a GPU, and as much of CuPy as we use; what they were asked is noted."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dflash_runtime.compute.cupy.capabilities import Vendor
+from dflash_runtime.compute.cupy.driver import Driver
+
+_SOURCE = Path(__file__).with_name("fake_driver.c")
+
+
+class Setting(IntEnum):
+    """What a driver says; the same as in fake_driver.c."""
+
+    NUM_DEVICES = 0
+    FREE = 1
+    TOTAL = 2
+    INTEGRATED = 3
+    MAJOR = 4
+    MINOR = 5
+    PARAMETER_BYTES = 6
+    VERSION = 7
+
+
+class FakeDriver:
+    """One library that has the functions of both vendors. There is one state a process."""
+
+    def __init__(self) -> None:
+        self.library = _library()
+        self.library.fake_reset()
+
+    def open(self, vendor: Vendor) -> Driver:
+        """A driver that calls it."""
+        return Driver(vendor, self.library)
+
+    def set(self, setting: Setting, value: int) -> None:
+        """Have it say this from now on."""
+        self.library.fake_set(int(setting), ctypes.c_int64(value))
+
+    def fail(self, name: str, status: int) -> None:
+        """Have one function fail, by our name for it; "" = none."""
+        self.library.fake_fail(name.encode(), status)
+
+    def take_notes(self) -> list[str]:
+        """What was called since the last time, but for which device was meant."""
+        lines = self.library.fake_notes().decode().splitlines()
+        taken = self._num_taken if len(lines) >= self._num_taken else 0
+        self._num_taken = len(lines)
+        return [line for line in lines[taken:] if not line.startswith(("set_context", "set_dev"))]
+
+    _num_taken = 0
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    assert compiler is not None, "the fake driver needs gcc"
+    with tempfile.TemporaryDirectory(prefix="dflash-fake-") as folder:
+        path = f"{folder}/fake_driver.so"
+        command = (compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC")
+        subprocess.run((*command, str(_SOURCE), "-o", path), check=True, timeout=120)
+        library = ctypes.CDLL(path)
+    library.fake_notes.restype = ctypes.c_char_p
+    return library
+
+
+class FakeOutOfMemory(Exception):
+    """cupy.cuda.memory.OutOfMemoryError."""
+
+
+class _Pool:
+    """cupy.cuda.MemoryPool of so many bytes; its memory is the host's."""
+
+    limit_bytes = 1 << 20
+
+    def __init__(self) -> None:
+        self.num_freed = 0
+
+    def malloc(self, num_bytes: int) -> SimpleNamespace:
+        if num_bytes > self.limit_bytes:
+            raise FakeOutOfMemory
+        buffer = np.full(max(num_bytes, 1), 0xFF, np.uint8)
+        return SimpleNamespace(ptr=buffer.ctypes.data, buffer=buffer)
+
+    def free_all_blocks(self) -> None:
+        self.num_freed += 1
+
+
+class _Array:
+    """cupy.ndarray: no array of numpy's, but with its attributes."""
+
+    def __init__(self, shape: Any, dtype: Any, *, memptr: SimpleNamespace) -> None:
+        self.data = memptr
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._host = memptr.buffer[:size].view(dtype).reshape(shape)
+
+    def get(self) -> Any:
+        return self._host.copy()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+
+class _Device:
+    """cupy.cuda.Device."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def fake_cupy(*, is_hip: bool = False) -> ModuleType:
+    """What ``import cupy`` gives."""
+    runtime = SimpleNamespace(
+        is_hip=is_hip,
+        getDeviceProperties=lambda index: {"gcnArchName": f"gfx1030:xnack-{index}".encode()},
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        memory=SimpleNamespace(OutOfMemoryError=FakeOutOfMemory),
+        MemoryPool=_Pool,
+        Device=_Device,
+    )
+    module = ModuleType("cupy")
+    vars(module).update(cuda=cuda, ndarray=_Array)
+    return module

@@ -1,0 +1,71 @@
+"""A whole model on a KernelDevice, real or emulated, beside the float reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.ops import KvType
+from dflash_adapters.registry import adapter_for
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_runtime import Engine
+from dflash_runtime.compute.cupy.backend import CupyBackend
+from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+
+
+class GpuModel:
+    """A file with all its experts on one device."""
+
+    def __init__(
+        self, path: Path, device: KernelDevice, *, kv_type: KvType, capacity: int = 96
+    ) -> None:
+        self.backend = CupyBackend(device, max_chunk=64, scratch_bytes=16 << 20)
+        self.file = GgufFile.open(path)
+        adapter = adapter_for(self.file)
+        self.spec = adapter.read_spec(self.file)
+        self.model: Any = adapter.load(self.file, self.backend.ops)
+        self.banks = {
+            layer.layer_id: self.backend.load_experts(
+                self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
+            )
+            for layer in self.spec.moe.layers
+        }
+        self.cache = self.backend.ops.new_kv_cache(self.spec.kv_layers, capacity, kv_type)
+
+    def logits(self, ids: I32Array, chunks: Sequence[int]) -> F32Array:
+        """Logits of every position, computed in chunks. Shapes: ids [T]; result [T, V]."""
+        rows, first = [], 0
+        for size in chunks:
+            positions = np.arange(first, first + size, dtype=np.int32)
+            phase = Phase.DECODE if size == 1 else Phase.PREFILL
+            moe = self.backend.moe(self.banks, phase, None)
+            hidden = self.model.forward(ids[first : first + size], positions, self.cache, moe)
+            rows.append(self.backend.to_host(self.model.head(hidden)))
+            first += size
+        assert first == ids.size
+        return np.concatenate(rows)
+
+    def recorded_step(self) -> RecordedStep:
+        moe = self.backend.moe(self.banks, Phase.DECODE, None)
+        return RecordedStep(self.backend.ops, self.model, self.cache, moe)
+
+    def close(self) -> None:
+        self.backend.close()
+        self.file.close()
+
+
+def reference_logits(path: Path, ids: I32Array, kv_type: KvType) -> F32Array:
+    """Of the float reference. Shapes: ids [T]; result [T, V]."""
+    with Engine.open(path, backend="reference", kv_type=kv_type.value) as engine:
+        return engine.logits(ids.tolist())
+
+
+def largest_error(found: AnyArray, expected: AnyArray) -> float:
+    """Relative to the largest value; infinite for a NaN."""
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    return float(error) if error == error else float("inf")

@@ -1,0 +1,159 @@
+"""Experts of a file on a device, and prefill's products of them; the float64 answer beside it.
+
+Knows which parts prefill consists of, not how they compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ExpertProjection, MoeLayer
+from dflash_protocol.ids import F32Array, F64Array, I32Array, U8Array
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.layouts import repack, row_bytes
+from dflash_runtime.compute.cupy.prefill_experts import ExpertPrefill
+from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
+from dflash_runtime.compute.cupy.prefill_rows import RowPreparer
+from dflash_runtime.compute.cupy.prefill_tiles import Product, Products, Tile
+from dflash_runtime.compute.cupy.prefill_weights import (
+    StoredExperts,
+    StoredProjection,
+    WeightScratch,
+    half_row_bytes,
+)
+
+SMALL_TILE = Tile(rows=32, columns=64, warps_m=2, warps_n=2, stages=2)
+"""Little enough that small shapes have several; warps of 16 x 32."""
+SMALL_TENSOR = Products(Product.TENSOR, SMALL_TILE, float_tile=SMALL_TILE)
+SMALL_HALF = Products(Product.HALF, SMALL_TILE, float_tile=SMALL_TILE)
+
+
+class ExpertsOnDevice:
+    """A layer's experts uploaded by slot; `slots[e]` is that of expert e, below 0: not resident."""
+
+    def __init__(
+        self,
+        device: KernelDevice,
+        path: Path,
+        layer: MoeLayer,
+        slots: I32Array | None = None,
+    ) -> None:
+        self._keep: list[DeviceArray] = []
+        self._device = device
+        self.slot_of_expert = None if slots is None else device.upload(slots)
+        places = np.arange(layer.num_experts, dtype=np.int32) if slots is None else slots
+        with GgufFile.open(path) as file:
+            gate, up, down = (
+                self._upload(file, projection, places) for projection in layer.projections
+            )
+        self.stored = StoredExperts(
+            gate=gate,
+            up=up,
+            down=down,
+            slot_of_expert=self.slot_of_expert,
+            activation_limit=layer.activation_limit,
+            activation_alpha=layer.activation_alpha,
+            activation_up_offset=layer.activation.up_offset,
+        )
+
+    def _upload(self, file: GgufFile, part: ExpertProjection, slots: I32Array) -> StoredProjection:
+        bytes_of_row = row_bytes(part.tensor_type, part.columns)
+        # Slots of nobody are NaN in most types, as would be a matrix that is read by mistake.
+        matrices = np.full((slots.max() + 1, part.rows, bytes_of_row), 0xFF, np.uint8)
+        for expert, slot in enumerate(slots):
+            if slot >= 0:
+                stored = _read(file, part, part.num_bytes, expert)
+                matrices[slot] = repack(part.tensor_type, stored, part.rows, part.columns)
+        weights = self._device.upload(matrices)
+        self._keep.append(weights)
+        vectors: list[DeviceArray | None] = []
+        for vector in (part.bias, part.scale):
+            if vector is None:
+                vectors.append(None)
+                continue
+            rows = [
+                file.region(
+                    vector.shard_index,
+                    vector.offset_bytes + e * vector.stride_bytes,
+                    vector.num_bytes,
+                ).view(np.float32)
+                for e in range(slots.size)
+            ]
+            vectors.append(self._device.upload(np.array(rows)))
+        return StoredProjection(
+            tensor_type=part.tensor_type,
+            weights_address=address(weights),
+            stride_bytes=part.rows * bytes_of_row,
+            bias=vectors[0],
+            scale=vectors[1],
+        )
+
+
+def _read(file: GgufFile, part: ExpertProjection, num_bytes: int, expert: int) -> U8Array:
+    return file.region(part.shard_index, part.offset_bytes + expert * part.stride_bytes, num_bytes)
+
+
+@dataclass
+class PrefillRig:
+    """Everything that one layer's prefill needs, for up to `max_tokens` tokens."""
+
+    device: KernelDevice
+    layer: MoeLayer
+    experts: ExpertsOnDevice
+    products: Products
+    max_tokens: int
+    pairs_per_token: int
+    scratch_experts: int = 2
+    """Experts whose halves fit into the scratch memory together."""
+
+    def __post_init__(self) -> None:
+        layer, max_pairs = self.layer, self.max_tokens * self.pairs_per_token
+        group_bytes = max(
+            2 * layer.ffn_size * half_row_bytes(layer.hidden_size),
+            layer.hidden_size * half_row_bytes(layer.ffn_size),
+        )
+        self.prefill = ExpertPrefill(
+            self.device,
+            hidden_size=layer.hidden_size,
+            ffn_size=layer.ffn_size,
+            max_pairs=max_pairs,
+            products=self.products,
+            scratch=WeightScratch(self.device, max(1, self.scratch_experts * group_bytes)),
+        )
+        self.prefill.prepare(self.experts.stored)
+        self.rows = RowPreparer(
+            self.device, columns=layer.hidden_size, max_rows=self.max_tokens, parts=2
+        )
+        self.groups = ExpertGroups(
+            self.device,
+            num_experts=layer.num_experts,
+            max_pairs=max_pairs,
+            tile_rows=self.products.tile_rows,
+            chunk_pairs=16,
+        )
+
+    def group(self, topk_ids: I32Array, topk_weights: F32Array) -> None:
+        """Sort a choice. Shapes: [T, K]."""
+        upload = self.device.upload
+        self.groups.group_chosen(
+            upload(topk_ids), upload(topk_weights), slot_of_expert=self.experts.slot_of_expert
+        )
+
+    def sums(self, hidden: F32Array) -> F64Array:
+        """Of the pairs that were grouped. Shapes: hidden, result [T, H]."""
+        out_sums = self.device.empty(hidden.shape, np.float64)
+        rows = self.rows.prepare(self.device.upload(hidden))
+        self.prefill.run(rows, self.groups, self.experts.stored, out_sums=out_sums)
+        return self.device.download(out_sums)
+
+
+def choose(
+    rng: np.random.Generator, num_tokens: int, num_experts: int, num_used: int
+) -> tuple[I32Array, F32Array]:
+    """Different experts of each token, in random order. Shapes: [T, K]."""
+    ids = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_used]
+    return ids.astype(np.int32), rng.random((num_tokens, num_used), dtype=np.float32)

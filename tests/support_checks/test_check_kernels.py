@@ -1,0 +1,122 @@
+"""Which kernels `make check-kernels` compiles for which architecture, and when it fails."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from bench import check_kernels
+from bench.check_kernels import CUDA_TARGETS, HIP_TARGETS, Compiler, Target, assign, main
+
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_runtime.compute.cupy.kernel_variants import (
+    KernelVariant,
+    all_variants,
+    files_without_variant,
+)
+
+TARGETS = (*CUDA_TARGETS, *HIP_TARGETS)
+VARIANTS = [KernelVariant(file, {"N": number}) for file in ("a.cu", "b.cu") for number in range(9)]
+
+
+def compilers(complaint: str = "") -> Compiler:
+    """One that has this to say of every variant."""
+    return Compiler("fake", lambda variant, target: complaint, TARGETS, lambda *_: complaint)
+
+
+@pytest.fixture
+def fake_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_kernels, "_nvrtc", compilers)
+    monkeypatch.setattr(check_kernels, "_hipcc", compilers)
+
+
+def test_every_file_is_for_every_target_and_every_variant_for_one() -> None:
+    chosen = assign(VARIANTS, TARGETS)
+    for variants in chosen.values():
+        assert {variant.file for variant in variants} == {"a.cu", "b.cu"}
+    count = Counter(str(variant) for variants in chosen.values() for variant in variants)
+    assert count == Counter(
+        {str(each): len(TARGETS) if each.defines["N"] == 0 else 1 for each in VARIANTS}
+    )
+
+
+def test_one_file_is_compiled_as_a_whole() -> None:
+    chosen = assign(VARIANTS[:9], TARGETS, takes_all=True)
+    assert all(variants == VARIANTS[:9] for variants in chosen.values())
+
+
+def test_no_target_is_given_what_no_device_of_it_is() -> None:
+    variants = [
+        KernelVariant("a.cu", {"N": 0}, needs=("mma",), lanes=(32,)),
+        KernelVariant("a.cu", {"N": 1}),
+        KernelVariant("b.cu", {"N": 2}, needs=("wgmma",)),
+        KernelVariant("b.cu", {"N": 3}, needs=("wgmma",), lanes=(32,)),
+    ]
+    chosen = assign(variants, TARGETS)
+    for target, found in chosen.items():
+        numbers = {variant.defines["N"] for variant in found}
+        has_mma = target.capabilities.mma and target.lanes == 32
+        assert {0 if has_mma else 1} <= numbers
+        assert not numbers & {2, 3} or target.capabilities.wgmma
+    counted = Counter(each.defines["N"] for found in chosen.values() for each in found)
+    assert all(counted[number] for number in range(4))
+    assert variants[0].why_not(TARGETS[0].capabilities, lanes=32) == "no mma"
+    assert variants[0].why_not(TARGETS[4].capabilities, lanes=64) == "logical warps of 64"
+
+
+@pytest.mark.usefixtures("fake_compilers")
+def test_what_was_compiled_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * len(TARGETS) + 1
+    num_files = len({variant.file for variant in all_variants()}) + 1
+    assert f"of {num_files} kernel files" in lines[0]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--vendor", "cuda"], ["--file", "sample.cu"]])
+def test_a_complaint_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(check_kernels, "_nvrtc", lambda: compilers("line 3: wrong"))
+    monkeypatch.setattr(check_kernels, "_hipcc", compilers)
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert "line 3: wrong" in captured.err
+    assert "0 of " in captured.out
+
+
+@pytest.mark.usefixtures("fake_compilers")
+def test_compiling_none_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["--file", "nothing.cu"]) == 1
+    monkeypatch.setattr(check_kernels, "all_variants", lambda: ())
+    assert main([]) == 1  # every kernel file is in nobody's variants
+
+
+def test_without_a_compiler_nothing_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(vendor: object) -> None:
+        raise DeviceUnavailable("no compiler for cuda kernels")
+
+    monkeypatch.setattr(check_kernels, "runtime_compiler", missing)
+    assert main([]) == 1
+    assert capsys.readouterr().err == "check-kernels: no compiler for cuda kernels\n"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["--vendor", "hip"]) == 1
+    assert "there is no hipcc" in capsys.readouterr().err
+
+
+def test_every_kernel_file_has_a_variant() -> None:
+    assert files_without_variant(all_variants()) == []
+    assert files_without_variant([]) != []
+    assert all(Path(variant.file).suffix == ".cu" for variant in all_variants())
+
+
+def test_targets_are_those_that_are_promised() -> None:
+    found = {str(Target(each.capabilities, each.lanes)) for each in TARGETS}
+    architectures = {f"sm_{number}" for number in ("61", "75", "80", "86", "90a")}
+    architectures |= {"gfx906", "gfx1030"}
+    assert {text.split()[0] for text in found} == architectures
+    assert "sm_90a with logical warps of 64" in found
