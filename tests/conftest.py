@@ -7,21 +7,41 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
 
+from support.examples import SHARE
+
 # How fast an example is drawn says how busy the machine is, nothing of the test.
-hypothesis.settings.register_profile(
-    "busy-machine", suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
-)
-hypothesis.settings.load_profile("busy-machine")
+for _profile in ("all", SHARE):
+    hypothesis.settings.register_profile(
+        _profile, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
+    )
+hypothesis.settings.load_profile("all")
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
 _PATIENCE_S = 5.0
+_TELLS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+"""Kernels may be built without it."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        hypothesis.settings.load_profile(SHARE)
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by the number of tests, the longest come last
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: several take longer than all others' average by far,
+    and whoever gets the last one keeps the other worker waiting."""
+    items.sort(key=lambda item: item.path.parent.name not in ("e2e", "deploy"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,14 +70,14 @@ def run_dir() -> Iterator[Path]:
 def nothing_left_behind(run_dir: Path) -> Iterator[None]:
     """Fails the test that leaves a child process, a socket file or a shared segment."""
     segments_before = _segments()
-    children_before = {child.pid for child in psutil.Process().children(recursive=True)}
+    children_before = _descendants()
     yield
     deadline_s = time.monotonic() + _PATIENCE_S
     while leftovers := _leftovers(run_dir, segments_before, children_before):
         if time.monotonic() > deadline_s:
-            for child in psutil.Process().children(recursive=True):
-                if child.pid not in children_before:
-                    child.kill()
+            for pid in _descendants() - children_before:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).kill()
             shutil.rmtree(run_dir)
             run_dir.mkdir(mode=0o700)
             pytest.fail(f"left behind: {leftovers}")
@@ -65,12 +85,30 @@ def nothing_left_behind(run_dir: Path) -> Iterator[None]:
 
 
 def _leftovers(run_dir: Path, segments_before: set[str], children_before: set[int]) -> list[str]:
-    children = psutil.Process().children(recursive=True)
     return [
-        *(f"process {child.pid}" for child in children if child.pid not in children_before),
+        *(f"process {pid}" for pid in sorted(_descendants() - children_before)),
         *(str(path) for path in run_dir.rglob("*")),
         *sorted(_segments() - segments_before),
     ]
+
+
+def _descendants() -> set[int]:
+    """Process ids of our children and theirs.
+
+    Asked twice a test, of some thousands: psutil would look at every process of the machine.
+    """
+    if not _TELLS_CHILDREN:
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+    found: set[int] = set()
+    unseen = [os.getpid()]
+    while unseen:
+        folder = Path(f"/proc/{unseen.pop()}/task")
+        with suppress(OSError):  # it has ended meanwhile
+            for task in os.listdir(folder):
+                pids = [int(pid) for pid in (folder / task / "children").read_text().split()]
+                unseen += pids
+                found |= set(pids)
+    return found
 
 
 def _segments() -> set[str]:

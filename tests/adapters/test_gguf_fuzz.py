@@ -19,6 +19,7 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.tokenizer import load_tokenizer
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw
+from support.examples import examples
 from support.gguf_builder import sound_file
 from support.random_models import byte_characters
 
@@ -155,7 +156,7 @@ def test_a_damaged_file_is_refused_or_usable(path: Path, data: bytes) -> None:
     check(path, data)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.binary(max_size=300))
 def test_noise_after_the_magic_is_refused_or_usable(path: Path, data: bytes) -> None:
     check(path, b"GGUF" + data)

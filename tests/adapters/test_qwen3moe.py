@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf_file import GgufFile
@@ -20,6 +20,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.qwen3moe import read_config, read_rope, read_spec
 from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from support.examples import examples
 from support.random_models import Qwen3MoeShape, tensor_shapes
 
 SHAPE = Qwen3MoeShape(
@@ -418,7 +419,7 @@ NASTY: list[Any] = [None, 0, 1, 3, 1 << 16, (1 << 31) - 1, 1 << 31, -1, -1.0, 0.
 NASTY += [math.nan, math.inf, "", "yarn", "linear", True]
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     st.dictionaries(
         st.sampled_from([*KEYS, *SCALING_KEYS]),

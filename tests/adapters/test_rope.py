@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
+from support.examples import examples
 
 BASES = st.floats(1.5, 1e7)
 EVEN_DIMS = st.integers(1, 96).map(lambda pairs: 2 * pairs)
@@ -24,7 +25,7 @@ def turns(frequency: float, num_positions: int) -> float:
     return num_positions * frequency / (2 * math.pi)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(EVEN_DIMS, BASES)
 def test_plain_frequencies_fall_geometrically_from_one(num_rotated: int, base: float) -> None:
     plain = table(num_rotated, base)
@@ -35,7 +36,7 @@ def test_plain_frequencies_fall_geometrically_from_one(num_rotated: int, base: f
     assert (plain.num_rotated, plain.scale) == (num_rotated, 1.0)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(EVEN_DIMS, BASES, st.floats(0.25, 64.0))
 def test_linear_scaling_divides_every_frequency(
     num_rotated: int, base: float, factor: float
@@ -62,7 +63,7 @@ def naive_yarn(num_rotated: int, base: float, yarn: YarnScaling) -> list[float]:
     return frequencies
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(EVEN_DIMS, BASES, st.floats(1.0, 64.0), st.integers(1, 1 << 20))
 def test_yarn_follows_its_formula_and_stays_between_both_ends(
     num_rotated: int, base: float, factor: float, original_context: int

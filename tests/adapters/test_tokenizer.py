@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TrainedTokenizer
 from tokenizers import models, pre_tokenizers, trainers
@@ -23,6 +23,7 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
 from dflash_adapters.vocabulary import DIALECTS
 from support import gguf_builder as raw
+from support.examples import examples
 from support.llama_tokenizer import LlamaTokenizer
 from support.random_models import byte_characters, write_sparse_30b
 from support.vocabularies import (
@@ -203,7 +204,7 @@ _known = st.characters(exclude_categories=("Cs", "Cn", "Co"))
 _words = st.sampled_from([*SPECIAL, *"\n\r\t  '", "'s", "'LL", " the", "don't", "12", "\r\n", "<|"])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(_words | _known | st.text(_known, max_size=8), max_size=30).map("".join))
 def test_ids_are_llama_cpps_for_any_text(trained: Pair, text: str) -> None:
     trained.check(text)

@@ -43,6 +43,10 @@ DEVICES = {f"DFLASH_{kind}_DEVICE": HERE for kind in ("CPU", "CUDA", "ROCM")}
 KEY = "a-key-of-the-tests-0123456789"
 SERVICES = sorted(read_compose()["services"])
 DAEMONS = [name for name in SERVICES if name.startswith("daemon-")]
+MOSTLY_CPU_AND_MIXED = [
+    pytest.param(each, marks=() if each in ("cpu", "mixed") else pytest.mark.slow)
+    for each in PROFILES
+]
 
 
 def compose_client() -> list[str] | None:
@@ -55,7 +59,7 @@ def compose_client() -> list[str] | None:
     return None
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", MOSTLY_CPU_AND_MIXED)
 def test_the_client_accepts_a_profile_and_reads_it_as_we_do(profile: str) -> None:
     client = compose_client()
     if client is None:
@@ -262,16 +266,26 @@ def test_a_daemon_is_well_while_it_serves(box: Box, model: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", [name for name in DAEMONS if name != "daemon-cpu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "daemon-cuda" else pytest.mark.slow)
+        for name in DAEMONS
+        if name != "daemon-cpu"
+    ],
+)
 def test_a_daemon_on_a_gpu_serves_or_says_why_not(name: str, box: Box) -> None:
     service = read_compose()["services"][name]
     device = option_of(service, "--device")
+    socket_path = Path(box.moved(option_of(service, "--listen")).removeprefix("ipc://"))
     with deployed(name, box.command(service), box.environment(service)) as process:
-        wait_until(
-            lambda: process.poll() is not None or box.health(service).returncode == 0,
-            "the daemon to serve or to give up",
-            within_s=3 * START_S,
-        )
+
+        def has_begun_or_ended() -> bool:
+            if process.poll() is not None:
+                return True
+            return socket_path.exists() and box.health(service).returncode == 0
+
+        wait_until(has_begun_or_ended, "the daemon to serve or to give up", within_s=3 * START_S)
         if process.poll() is not None:
             assert process.stderr is not None
             said = process.stderr.read()
@@ -313,14 +327,22 @@ class _containing(str):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    ("profile", "modes"),
+    [
+        ("cpu", ("stream",)),
+        ("mixed", ("auto",)),
+        pytest.param("cpu", ("batched", "stream"), marks=pytest.mark.slow),
+        pytest.param("cuda", ("auto",), marks=pytest.mark.slow),
+        pytest.param("rocm", ("auto",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_profile_answers_with_its_daemons_and_the_mode_that_the_environment_says(
-    profile: str, box: Box
+    profile: str, modes: tuple[str, ...], box: Box
 ) -> None:
     """Whatever the mode, the text is the same; only the number of requests is another. Daemons
     compute on the device that is here; GPUs' own are another test's."""
     texts, requests = set(), {}
-    modes = ("batched", "stream") if profile == "cpu" else ("auto",)
     for mode in modes:
         values = {
             **DEVICES,
@@ -348,6 +370,7 @@ def test_a_profile_answers_with_its_daemons_and_the_mode_that_the_environment_sa
             body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
             answer = json.loads(ask(f"{url}/v1/completions", body))
             texts.add(answer["choices"][0]["text"])
+            assert json.loads(ask(f"{url}/props"))["settings"]["ipc_mode"] == mode
             metrics = ask(f"{url}/metrics").decode()
             found = re.findall(
                 r'^dflash_moe_owner_requests_total\{.*owner="link0".*\} (\S+)', metrics, re.M
@@ -357,6 +380,7 @@ def test_a_profile_answers_with_its_daemons_and_the_mode_that_the_environment_sa
     if profile == "cpu":
         assert len(texts) == 1
         assert all(texts)
+    if len(modes) == 2:
         assert requests["stream"] > requests["batched"]
 
 

@@ -25,6 +25,8 @@ from .conftest import Install, free_port
 SERVICES = ("dflash-moe.service", "dflash-moe-daemon@.service")
 ALL = (*SERVICES, "dflash-moe.target")
 MOST_EXPOSED = 4.0
+LIGHT = "--backend reference --ipc-transport stream"
+"""For daemons that need not compute fast: what kernels are made with takes a second to load."""
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,
@@ -145,7 +147,7 @@ def test_a_daemon_with_a_placement_is_ready_when_its_experts_are_loaded(
 ) -> None:
     path, placement = write_even_placement(tmp_path, model)
     machine = install(["--daemon", "cpu"])
-    machine.write_settings("daemon@cpu.env", f"DFLASH_ARGUMENTS=--placement {path}\n")
+    machine.write_settings("daemon@cpu.env", f"DFLASH_ARGUMENTS=--placement {path} {LIGHT}\n")
     with machine.running("dflash-moe-daemon@cpu.service") as daemon:
         machine.manager.wait_for("READY")
         *starting, ready = machine.manager.told
@@ -195,6 +197,7 @@ def test_a_daemon_that_hangs_says_nothing_to_the_watchdog_until_it_is_well(
 ) -> None:
     """Its compute thread is said to be busy for an hour while a file is there."""
     machine = install(["--daemon", "cpu"])
+    machine.write_settings("daemon@cpu.env", f"DFLASH_ARGUMENTS={LIGHT}\n")
     hung = tmp_path / "hung"
     program = tmp_path / "opt/bin/dflash-moe"
     text = program.read_text()
@@ -242,7 +245,7 @@ def answer_of(url: str) -> int:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("daemons_first", [True, False])
+@pytest.mark.parametrize("daemons_first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_parent_is_ready_when_it_answers_whoever_starts_first(
     install: Install, daemons_first: bool
 ) -> None:

@@ -14,13 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dflash_daemon.__main__ import main as daemon_main
 from dflash_runtime import Engine
+from dflash_runtime.cli.main import main as cli_main
 from support.environments import write_launcher
 from support.placements import write_even_placement
 from support.processes import (
+    START_S,
     cli_command,
     environment,
-    run_cli,
+    run_main,
     running_daemon,
     wait_for_ends,
     wait_until,
@@ -29,10 +32,21 @@ from support.random_models import ODD_SHAPES, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
 
+TRANSPORT = "DFLASH_MOE_EXPERT_COMPUTE_IPC_TRANSPORT"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3moe(tmp_path_factory.mktemp("model") / "m.gguf", ODD_SHAPES[0], seed=10)
+
+
+REFERENCE = ("--backend", "reference")
+
+
+@pytest.fixture(autouse=True)
+def sockets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on kernels or shared memory, whose libraries take a second to load."""
+    monkeypatch.setenv(TRANSPORT, "stream")
 
 
 def daemon_fails(*arguments: str | Path) -> tuple[int, str]:
@@ -45,9 +59,11 @@ def daemon_fails(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_it_stops_cleanly_when_told_to(model: Path, run_dir: Path, number: int) -> None:
-    with running_daemon(model, f"ipc://{run_dir}/d.sock") as daemon:
+    with running_daemon(model, f"ipc://{run_dir}/d.sock", REFERENCE) as daemon:
         for name in ("d.sock", "d.sock.data"):
             mode = (run_dir / name).stat().st_mode
             assert stat.S_ISSOCK(mode)
@@ -59,21 +75,24 @@ def test_it_stops_cleanly_when_told_to(model: Path, run_dir: Path, number: int) 
 
 def test_an_endpoint_in_use_is_left_to_its_owner(model: Path, run_dir: Path) -> None:
     endpoint = f"ipc://{run_dir}/d.sock"
-    with running_daemon(model, endpoint):
+    with running_daemon(model, endpoint, REFERENCE):
         code, message = daemon_fails(model, "--listen", endpoint)
         assert code == 1
         assert "in use" in message
-        with Engine.open(model, connect=[endpoint]) as engine:
+        with Engine.open(model, connect=[endpoint], backend="reference") as engine:
             assert len(engine.logits([1, 2, 3])) == 3
 
 
 def test_leftovers_of_a_killed_daemon_are_no_obstacle(model: Path, run_dir: Path) -> None:
     endpoint = f"ipc://{run_dir}/d.sock"
-    with running_daemon(model, endpoint) as daemon:
+    with running_daemon(model, endpoint, REFERENCE) as daemon:
         daemon.kill()
         daemon.wait()
     assert (run_dir / "d.sock").exists()
-    with running_daemon(model, endpoint), Engine.open(model, connect=[endpoint]) as engine:
+    with (
+        running_daemon(model, endpoint, REFERENCE),
+        Engine.open(model, connect=[endpoint], backend="reference") as engine,
+    ):
         assert len(engine.logits([1, 2, 3])) == 3
 
 
@@ -84,15 +103,15 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
 def test_tcp_on_the_loopback_address_works(model: Path, host: str) -> None:
     try:
         port, data_port = free_port(host), free_port(host)
     except OSError:
         pytest.skip(f"this machine has no {host}")
     endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    with running_daemon(model, endpoint, ["--data-port", str(data_port)]):
-        with Engine.open(model, connect=[endpoint]) as engine:
+    with running_daemon(model, endpoint, [*REFERENCE, "--data-port", str(data_port)]):
+        with Engine.open(model, connect=[endpoint], backend="reference") as engine:
             assert len(engine.logits([1, 2, 3])) == 3
             assert engine.stats().owners["link0"].bytes_received > 0
             socket.create_connection((host, data_port), timeout=10).close()
@@ -106,20 +125,36 @@ def test_tcp_on_the_loopback_address_works(model: Path, host: str) -> None:
         (["--listen", "tcp://0.0.0.0:7777"], "not a loopback address"),
         (["--listen", "ipc:///" + "x" * 101], "longer than 100"),
         (["--listen", "somewhere"], "neither ipc"),
-        (["--listen", "ipc:///no/such/folder/d.sock"], "No such file"),
         (["--device", "tpu:0"], "--device='tpu:0': must be auto, cpu, cuda:N or hip:N"),
         (["--device", "cuda:1023"], "device cuda:1023: "),
-        (["--device", "hip:0", "--backend", "cpu"], "backend cpu does not compute on hip:0"),
-        (["--placement", "/no/such/file"], "No such file"),
         (["--threads", "x"], "--threads='x': must be a whole number from 0 to 1024"),
         (["--ipc-transport", "pigeon"], "must be one of auto, shared, stream"),
         (["--settings", "/no/such.toml"], "settings file /no/such.toml: No such file"),
-        (["--lifeline-fd", "77"], "life-line descriptor 77"),
         (["--what"], "--what"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_misuse_is_one_line(model: Path, run_dir: Path, arguments: list[str], message: str) -> None:
+def test_misuse_is_one_line(arguments: list[str], message: str) -> None:
+    """All of it is found before the program becomes a daemon."""
+    done = run_main(daemon_main, "m.gguf", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "ipc:///no/such/folder/d.sock"], "No such file"),
+        (["--device", "hip:0", "--backend", "cpu"], "backend cpu does not compute on hip:0"),
+        (["--placement", "/no/such/file"], "No such file"),
+        (["--lifeline-fd", "77"], "life-line descriptor 77"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_misuse_that_a_daemon_finds_is_one_line(
+    model: Path, run_dir: Path, arguments: list[str], message: str
+) -> None:
     if "--listen" not in arguments:
         arguments = [*arguments, "--listen", f"ipc://{run_dir}/d.sock"]
     code, line = daemon_fails(model, *arguments)
@@ -131,8 +166,8 @@ def test_a_placement_file_is_loaded_at_once(model: Path, run_dir: Path, tmp_path
     path, _ = write_even_placement(tmp_path, model)
     endpoint = f"ipc://{run_dir}/d.sock"
     with (
-        running_daemon(model, endpoint, ["--placement", str(path)]),
-        Engine.open(model, connect=[endpoint], local_experts=4) as engine,
+        running_daemon(model, endpoint, [*REFERENCE, "--placement", str(path)]),
+        Engine.open(model, connect=[endpoint], local_experts=4, backend="reference") as engine,
     ):
         assert len(engine.logits([1, 2, 3])) == 3
         assert engine.stats().owners["link0"].requests > 0
@@ -141,7 +176,7 @@ def test_a_placement_file_is_loaded_at_once(model: Path, run_dir: Path, tmp_path
 def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:
     command = [*cli_command(), "generate", str(model), "--token-ids", "1", "-n", "200"]
     with subprocess.Popen(
-        [*command, "--daemon", "cpu", "--daemon", "cpu"],
+        [*command, *REFERENCE, "--daemon", "cpu", "--daemon", "cpu"],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -151,16 +186,16 @@ def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:
         def both_run() -> bool:
             return len([c for c in watched.children() if "dflash_daemon" in c.cmdline()]) == 2
 
-        wait_until(both_run, "two daemons")
+        wait_until(both_run, "two daemons", within_s=3 * START_S)
         daemons = watched.children()
         parent.kill()
-    wait_for_ends(daemons, within_s=10)
+    wait_for_ends(daemons)
 
 
 def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
     command = [*cli_command(), "generate", str(model), "--token-ids", "1", "-n", "250"]
     with subprocess.Popen(
-        [*command, "--daemon", "cpu", "--ignore-eos"],
+        [*command, *REFERENCE, "--daemon", "cpu", "--ignore-eos"],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -169,23 +204,23 @@ def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:
         watched = psutil.Process(parent.pid)
-        wait_until(lambda: len(watched.children()) == 1, "the daemon")
+        wait_until(lambda: len(watched.children()) == 1, "the daemon", within_s=3 * START_S)
         daemons = watched.children()
         parent.send_signal(signal.SIGINT)
-        _, errors = parent.communicate(timeout=30)
+        _, errors = parent.communicate(timeout=START_S)
     assert parent.returncode == 130
     assert errors.splitlines()[-1:] == ["dflash-moe: error: interrupted"]
     assert "Traceback" not in errors
-    wait_for_ends(daemons, within_s=10)
+    wait_for_ends(daemons)
 
 
 def test_a_launcher_may_be_another_program(model: Path, tmp_path: Path) -> None:
     """An executable that is no Python gets the daemon's arguments and starts it as it likes."""
     launcher = write_launcher(tmp_path / "launch.sh", Path(sys.executable))
     for program in (launcher, Path(sys.executable)):
-        done = run_cli(
-            "generate", model, "--token-ids", "1,2", "-n", "3", "--json",
-            "--daemon", f"cpu@{program}",
+        done = run_main(
+            cli_main, "generate", model, "--token-ids", "1,2", "-n", "3", "--json",
+            *REFERENCE, "--daemon", f"cpu@{program}",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         record = json.loads(done.stdout)
@@ -194,12 +229,18 @@ def test_a_launcher_may_be_another_program(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_fails_is_reported(model: Path) -> None:
-    done = run_cli("generate", model, "--token-ids", "1", "--daemon", "cpu@/bin/false")
+    done = run_main(
+        cli_main, "generate", model, "--token-ids", "1", "--daemon", "cpu@/bin/false"
+    )  # fmt: skip
     assert done.returncode == 1
     assert "ended with exit code 1 before it was ready" in done.stderr
 
 
-def test_no_descriptor_is_lost_over_many_engines(model: Path) -> None:
+def test_no_descriptor_is_lost_over_many_engines(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRANSPORT, "shared")
+
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -209,6 +250,6 @@ def test_no_descriptor_is_lost_over_many_engines(model: Path) -> None:
 
     use()
     before = descriptors()
-    for _ in range(3):
+    for _ in range(2):
         use()
     assert descriptors() <= before

@@ -63,10 +63,10 @@ def test_the_only_daemon_comes_back_after_it_was_told_to_end(
             stats = engine.stats()
             return stats.owners["cpu0"].restarts == 1
 
-        wait_until(is_back, "the daemon to be started again")
+        wait_until(is_back, "the daemon to be started again", pause_s=0.3)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
 def test_a_spawned_daemon_killed_in_mid_generation_costs_no_token(
     model: Path, backend: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_spawned_daemon_killed_in_mid_generation_costs_no_token(
             assert generate(engine) == expected
             return engine.stats().owners["fallback"].requests == fallback_before
 
-        wait_until(is_back, "the killed daemon to be restarted and used again")
+        wait_until(is_back, "the killed daemon to be restarted and used again", pause_s=0.3)
         stats = engine.stats()
         assert sorted(owner.restarts for owner in stats.owners.values()) == [0, 0, 1]
         assert len(stats.events) == 1
@@ -105,7 +105,7 @@ def test_a_connected_daemon_is_used_again_when_it_comes_back(
                 assert generate(engine) == undisturbed
                 return engine.stats().owners["link0"].restarts == 1
 
-            wait_until(is_back, "the new daemon to be connected to")
+            wait_until(is_back, "the new daemon to be connected to", pause_s=0.3)
             fallback_requests = engine.stats().owners["fallback"].requests
             assert generate(engine) == undisturbed
             assert engine.stats().owners["fallback"].requests == fallback_requests

@@ -47,7 +47,6 @@ pytestmark = pytest.mark.e2e
 PROMPT = list(range(1, 30))
 NUM_TOKENS = 40
 KILL_AFTER = 12
-TRANSPORTS = ("shared", "stream")
 MOSTLY_SHARED = ("shared", pytest.param("stream", marks=pytest.mark.slow))
 LITTLE_BYTES = 256 << 10
 """Less than a ring of these models needs."""
@@ -90,7 +89,7 @@ def assert_comes_back(engine: Engine, expected: list[int], *, transport: str) ->
         after = engine.stats().owners.get("fallback")
         return (after.requests if after else 0) == num_before
 
-    wait_until(is_back, "the daemons to be used again")
+    wait_until(is_back, "the daemons to be used again", pause_s=0.3)
     assert transport_of(engine) == {transport}
 
 
@@ -110,7 +109,7 @@ def little_room(how: str, folder: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("how", ["limit", "full"])
+@pytest.mark.parametrize("how", ["limit", pytest.param("full", marks=pytest.mark.slow)])
 def test_without_room_for_shared_memory_sockets_are_used_and_the_log_says_why(
     model: Path,
     undisturbed: list[int],
@@ -249,7 +248,7 @@ def test_a_second_daemon_on_an_endpoint_ends_and_the_first_goes_on(
 # Stopped processes
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", MOSTLY_SHARED)
 def test_a_daemon_stopped_in_mid_generation_costs_two_deadlines_at_most_and_is_used_again(
     model: Path, undisturbed: list[int], endpoint: str, transport: str
 ) -> None:
@@ -345,7 +344,7 @@ def test_spawned_daemons_end_with_a_parent_that_is_killed_and_leave_nothing(
         assert len(daemons) == 2
         assert all(bool(shared_memory_of(d.pid)) == (transport == "shared") for d in daemons)
         parent.kill()
-        wait_for_ends(daemons, within_s=10)
+        wait_for_ends(daemons)
     wait_until(lambda: not list(run_dir.iterdir()), "the sockets' folder to be removed")
 
 
@@ -397,7 +396,7 @@ def test_a_parent_gives_back_what_it_shared_with_a_daemon_that_ended(
 
 
 @pytest.mark.parametrize("transport", MOSTLY_SHARED)
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_a_required_daemon_that_is_lost_is_an_error_in_either_phase_until_it_is_back(
     model: Path, undisturbed: list[int], transport: str, phase: str
 ) -> None:
@@ -415,5 +414,5 @@ def test_a_required_daemon_that_is_lost_is_an_error_in_either_phase_until_it_is_
             except DaemonUnavailable:
                 return False
 
-        wait_until(is_back, "the required daemon to be used again")
+        wait_until(is_back, "the required daemon to be used again", pause_s=0.3)
         assert "fallback" not in engine.stats().owners

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import environment, run_cli
+from dflash_runtime.cli.main import main
+from support.processes import environment, run_main
 from support.random_models import write_sparse_30b
 
 pytestmark = pytest.mark.e2e
@@ -29,14 +30,14 @@ if sys.argv[2] == "daemon":
     backend = ReferenceBackend()
 
 before_kib = peak_kib()
-started_s = time.perf_counter()
+started_s = time.process_time()
 if sys.argv[2] == "daemon":
     host = ExpertHost(Path(sys.argv[1]), backend)
 else:
     with GgufFile.open(sys.argv[1]) as file:
         adapter_for(file).read_spec(file)
         file.identity()
-elapsed_s = time.perf_counter() - started_s
+elapsed_s = time.process_time() - started_s
 print(json.dumps([elapsed_s, (peak_kib() - before_kib) / 1024]))
 """
 
@@ -50,20 +51,18 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_metadata_of_a_30b_file_is_read_within_half_a_second_and_64_mib(
     large: Path, who: str
 ) -> None:
-    runs = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(large), who],
-            env=environment(), capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        runs.append(json.loads(done.stdout))
-    # The quickest run: what the work takes, not what else the machine was doing.
-    assert min(elapsed_s for elapsed_s, _ in runs) <= 0.5, runs
-    assert max(mib for _, mib in runs) <= 64, runs
+    """Of the CPU's time: the machine may have other things to do, and the file is in memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(large), who],
+        env=environment(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    elapsed_s, mib = json.loads(done.stdout)
+    assert elapsed_s <= 0.5
+    assert mib <= 64
 
 
 def test_inspect_tells_what_a_large_file_holds(large: Path) -> None:
-    done = run_cli("inspect", large, "--json")
+    done = run_main(main, "inspect", large, "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert (record["layers"], record["hidden"], record["context"]) == (48, 2048, 40960)
@@ -71,6 +70,6 @@ def test_inspect_tells_what_a_large_file_holds(large: Path) -> None:
     assert len(record["moe_layers"]) == 48
     sizes = [layer["expert_bytes"] for layer in record["moe_layers"]]
     assert (sizes.count(2_654_208), sizes.count(3_059_712)) == (24, 24)
-    text = run_cli("inspect", large).stdout
+    text = run_main(main, "inspect", large).stdout
     assert "qwen3moe" in text
     assert "Q4_K" in text

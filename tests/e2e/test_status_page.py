@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from support.browser import Page, browser_page
@@ -159,7 +158,7 @@ def test_the_page_shows_owners_streams_a_text_and_paints_what_was_chosen(
     # Everything that was counted arrives.
     written = int(server.metric("dflash_moe_generation_tokens_total"))
     page.wait_for(f"document.querySelector('#generated').textContent === '{written:,}'")
-    expected = httpx.get(f"{server.url}/status/experts").json()
+    expected = server.get("/status/experts").json()
     layers: list[dict[str, Any]] = expected["layers"]
     assert len(layers) == 8
     most = max(max(layer["selections"]) for layer in layers)

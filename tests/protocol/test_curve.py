@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.curve import (
@@ -30,6 +30,7 @@ from dflash_protocol.curve import (
 )
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
+from support.examples import examples
 
 REMOTE = parse_endpoint("tcp://box.example:5555")
 LOOPBACK = parse_endpoint("tcp://127.0.0.1:5555")
@@ -268,7 +269,7 @@ def test_a_secret_key_among_public_ones_is_noticed(folder: Path) -> None:
     assert load_keys(folder).secret.hex() not in str(caught.value)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.one_of(
         st.binary(max_size=200),

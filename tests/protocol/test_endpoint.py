@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.endpoint import Endpoint, IpcClaim, is_ipv6, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from support.examples import examples
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_a_path_of_100_bytes_is_the_longest(letter: str) -> None:
         parse_endpoint(f"ipc://{longest}x")
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.one_of(
         st.text(max_size=20),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.fingerprint import BytesLike, digest
+from support.examples import examples
 
 CHUNKS = st.lists(st.binary(max_size=12), max_size=5)
 
@@ -41,7 +42,7 @@ def test_domains_do_not_share_digests_with_chunks() -> None:
     assert digest("a", [b"b"]) != digest("ab", [])
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(CHUNKS, CHUNKS)
 def test_digests_are_equal_exactly_when_the_chunks_are(
     first: list[bytes], second: list[bytes]

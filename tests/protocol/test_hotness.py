@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.hotness import MAX_COUNTS, Hotness, read_hotness, write_hotness
+from support.examples import examples
 
 # Word for word what the older system's writer writes.
 OLDER_FILE = """\
@@ -65,7 +66,7 @@ def tables(draw: st.DrawFn) -> Hotness:
     return hotness_of(rows, draw(st.integers(1, num_experts)))
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(tables())
 def test_a_file_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, hotness: Hotness
@@ -77,7 +78,7 @@ def test_a_file_comes_back_as_it_was(
     assert again.num_experts_used == hotness.num_experts_used
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     st.text("0123456789,,,, \t\n\r#-+.x=é", max_size=40)
     | st.from_regex(r"\A(# hotness table: n_layer=\d n_expert=\d n_expert_used=\d\n)?[\d, \n]*\Z")

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
@@ -30,6 +30,7 @@ from dflash_protocol.messages import (
     encode_header,
 )
 from dflash_protocol.placement import OwnedExperts
+from support.examples import examples
 
 EXAMPLES: list[Message] = [
     Hello((1, 2), "ab12", "cd34", "ef56", "cpu-1", 1024, "bf16"),
@@ -88,7 +89,7 @@ def test_every_record_has_an_example_here() -> None:
     assert 2 in PROTOCOL_VERSIONS
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(st.data())
 def test_records_come_back_as_they_were(data: st.DataObject) -> None:
     record = type(data.draw(st.sampled_from(EXAMPLES)))
@@ -230,7 +231,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_any_value_in_any_field_is_right_or_refused(message: Message, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["type", *kinds_of(type(message))]))
@@ -244,7 +245,7 @@ def test_any_value_in_any_field_is_right_or_refused(message: Message, data: st.D
     assert found == (tuple(value) if isinstance(value, list) else value)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.binary(max_size=64) | ANYTHING.map(msgpack.packb))
 def test_any_bytes_are_a_record_or_refused(frame: bytes) -> None:
     try:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.ids import AnyArray
@@ -19,6 +19,7 @@ from dflash_protocol.payloads import (
     unpack_hidden,
     unpack_sums,
 )
+from support.examples import examples
 
 NARROW = [PayloadType.F16, PayloadType.BF16]
 ULP = {PayloadType.F16: 2.0**-11, PayloadType.BF16: 2.0**-8 * (1.0 + 2.0**-15)}
@@ -54,7 +55,7 @@ def test_f32_keeps_every_bit_in_both_directions(dtype: type) -> None:
 
 @pytest.mark.parametrize("payload", NARROW)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.data())
 def test_rounding_stays_within_half_a_unit_in_the_last_place(
     payload: PayloadType, dtype: type, data: st.DataObject
@@ -85,7 +86,7 @@ def test_ties_go_to_the_even_neighbour(payload: PayloadType) -> None:
 
 @pytest.mark.parametrize("payload", NARROW)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(FLOATS, min_size=1, max_size=20))
 def test_what_is_finite_stays_finite_and_nan_and_infinity_survive(
     payload: PayloadType, dtype: type, values: list[float]
@@ -127,7 +128,7 @@ def test_a_value_that_is_too_large_goes_wide_and_is_exact(
 
 @pytest.mark.parametrize("payload", NARROW)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(FLOATS, min_size=2, max_size=12), st.integers(1, 11))
 def test_a_value_arrives_the_same_whatever_it_travels_with(
     payload: PayloadType, dtype: type, values: list[float], cut: int

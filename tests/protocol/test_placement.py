@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.placement import OwnedExperts, Placement
+from support.examples import examples
 
 EXPERTS_PER_LAYER = {0: 4, 2: 3, 5: 1}
 BIG = 2**31 - 1
@@ -59,7 +60,7 @@ def test_an_owner_of_nothing_is_no_bytes() -> None:
     assert lists_of(OwnedExperts.from_bytes(b"", EXPERTS_PER_LAYER)) == {}
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_wire_form_comes_back_as_it_was(data: st.DataObject) -> None:
     experts_per_layer = data.draw(models())
@@ -71,7 +72,7 @@ def test_wire_form_comes_back_as_it_was(data: st.DataObject) -> None:
         assert received.num_experts == owned.num_experts
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(st.integers(-2, 6) | st.sampled_from([BIG, -BIG - 1]), max_size=12))
 @example([0, 1, 3])
 @example([0, 1, 3, 2, 1, 2])
@@ -86,7 +87,7 @@ def test_any_integers_are_canonical_bytes_or_refused(values: list[int]) -> None:
         assert owned.canonical_bytes == frame
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_canonical_or_refused(frame: bytes) -> None:
     try:
@@ -166,7 +167,7 @@ def test_placement_fingerprint_depends_on_owners_in_order_but_not_on_names() -> 
     assert len({each.fingerprint for each in (first, *others)}) == 5
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) -> None:
     experts_per_layer = data.draw(models())
@@ -197,7 +198,7 @@ def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) ->
     }
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_without_the_lost_the_next_owner_answers_and_else_nobody(data: st.DataObject) -> None:
     experts_per_layer = data.draw(models())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
@@ -21,6 +21,7 @@ from dflash_protocol.placement import (
     read_placement_file,
     write_owned_experts,
 )
+from support.examples import examples
 
 EXPERTS_PER_LAYER = {0: 4, 2: 3, 5: 1}
 
@@ -102,7 +103,7 @@ def placed(draw: st.DrawFn) -> tuple[dict[int, int], OwnedExperts]:
     return model, OwnedExperts.from_lists(lists)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(placed())
 def test_a_file_comes_back_as_it_was_and_the_older_system_takes_it(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[dict[int, int], OwnedExperts]

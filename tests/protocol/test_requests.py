@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
@@ -34,6 +34,7 @@ from dflash_protocol.requests import (
 )
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
+from support.examples import examples
 from support.routed_batches import (
     HIDDEN_SIZE,
     assert_same_batch,
@@ -93,7 +94,7 @@ def sums_of(codec: ParentCodec, frames: list[bytes], num_tokens: int) -> F64Arra
     return reply.sums
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(pair_sets(), st.sampled_from(list(Phase)), st.sampled_from(NEGOTIABLE))
 def test_a_request_comes_back_as_it_was(
     pair_set: tuple[int, dict[tuple[int, int], float]], phase: Phase, payload: PayloadType
@@ -348,7 +349,7 @@ def damage(source: random.Random, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_whatever_happens_to_a_message_on_its_way_it_is_not_used(seed: int, is_big: bool) -> None:
     source = random.Random(seed)
@@ -375,7 +376,7 @@ def test_whatever_happens_to_a_message_on_its_way_it_is_not_used(seed: int, is_b
     sums_of(codec, ANSWER, 2)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_any_bytes_are_refused_on_both_sides(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
@@ -399,7 +400,7 @@ def spoiled_counts(source: random.Random, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.integers(0, 1 << 32))
 def test_a_message_with_any_counts_is_read_within_its_bounds_or_refused(seed: int) -> None:
     source = random.Random(seed)
@@ -414,7 +415,7 @@ def test_a_message_with_any_counts_is_read_within_its_bounds_or_refused(seed: in
     assert request.num_pairs == batch.num_pairs
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(pair_sets(), st.sampled_from(NEGOTIABLE))
 def test_no_legal_frame_is_longer_than_the_largest(
     pair_set: tuple[int, dict[tuple[int, int], float]], payload: PayloadType

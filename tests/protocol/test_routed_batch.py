@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
@@ -21,6 +21,7 @@ from dflash_protocol.routed_batch import (
     slice_tokens,
     tail_tokens,
 )
+from support.examples import examples
 from support.routed_batches import (
     HIDDEN_SIZE,
     assert_same_batch,
@@ -39,7 +40,7 @@ def check(batch: RoutedBatch) -> None:
     batch.check(hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(pair_sets(), st.sampled_from(list(Phase)), st.randoms(use_true_random=False))
 def test_grouping_sorts_any_pairs_by_expert_and_token(
     pair_set: PairSet, phase: Phase, random: Random
@@ -61,7 +62,7 @@ def test_grouping_sorts_any_pairs_by_expert_and_token(
     assert batch.num_groups == len({expert_id for _, expert_id in pairs})
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(pair_sets())
 def test_compacting_keeps_the_used_rows_once_and_says_which(pair_set: PairSet) -> None:
     num_tokens, pairs = pair_set
@@ -80,7 +81,7 @@ def test_compacting_keeps_the_used_rows_once_and_says_which(pair_set: PairSet) -
     assert back == pairs
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(pair_sets(max_tokens=11), st.integers(1, 12))
 def test_slices_hold_every_pair_once_within_consecutive_rows(
     pair_set: PairSet, max_tokens: int
@@ -103,7 +104,7 @@ def test_slices_hold_every_pair_once_within_consecutive_rows(
     assert found == pairs
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(pair_sets(), st.data())
 def test_a_tail_holds_exactly_the_pairs_of_its_rows(pair_set: PairSet, data: st.DataObject) -> None:
     num_tokens, pairs = pair_set
@@ -211,7 +212,7 @@ def small_int32(max_size: int) -> st.SearchStrategy[I32Array]:
     return st.lists(numbers, max_size=max_size).map(lambda values: int32(*values))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(pair_sets(max_tokens=4), st.data())
 def test_exactly_the_sound_batches_pass(pair_set: PairSet, data: st.DataObject) -> None:
     """Random arrays, mostly of a sound batch with one of them replaced."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
@@ -16,6 +16,7 @@ from dflash_protocol.settings import (
     load_settings,
 )
 from dflash_protocol.settings_table import KNOBS, Knob, Reader, server_knobs
+from support.examples import examples
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 NUMBERS = [
@@ -91,7 +92,7 @@ def test_what_is_no_number_is_refused_with_the_name(
         load_settings({PREFIX + variable: text})
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.text(max_size=8))
 def test_any_text_is_a_number_in_bounds_or_refused(text: str) -> None:
     try:
@@ -257,7 +258,7 @@ def test_a_bad_value_is_named_by_where_it_stands_even_if_another_one_counts(
         load_settings(environment, flags=flags)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.sampled_from(KNOBS), st.text(max_size=12))
 def test_any_text_of_any_setting_is_a_value_or_refused_in_one_line(knob: Knob, text: str) -> None:
     try:

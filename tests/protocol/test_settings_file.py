@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.device import parse_device
@@ -14,6 +14,7 @@ from dflash_protocol.setting_kinds import DaemonSetting, DeviceOrAuto, OneOf, Sw
 from dflash_protocol.settings import load_settings
 from dflash_protocol.settings_file import read_settings_file
 from dflash_protocol.settings_table import KNOBS, HostName, Knob
+from support.examples import examples
 
 SCALARS = [knob for knob in KNOBS if knob.field not in ("daemons", "connect")]
 
@@ -164,7 +165,7 @@ def test_daemons_have_launcher_device_environment_and_cores_of_their_own(file: P
     assert sources == [f"{file}: daemon[0]", f"{file}: daemon[1]"]
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     st.one_of(
         st.binary(max_size=60),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol import ring
@@ -20,6 +20,7 @@ from dflash_protocol.testing import (
     received,
     sums_of,
 )
+from support.examples import examples
 from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
 
 
@@ -111,7 +112,7 @@ mutations = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.lists(mutations, min_size=1, max_size=4), st.booleans())
 def test_whatever_becomes_of_a_slot_it_is_served_rightly_or_refused(
     run_dir: Path, changes: list[tuple[str, int, int | bytes | None]], of_reply: bool
@@ -139,7 +140,7 @@ def test_whatever_becomes_of_a_slot_it_is_served_rightly_or_refused(
         pair.close()
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     st.sampled_from([ring.REQUEST_WORDS_AT, ring.REPLY_WORDS_AT]),
     st.integers(0, NUM_SLOTS - 1),

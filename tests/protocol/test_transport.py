@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.messages import ExpertRequest
 from dflash_protocol.transport import ArrivalClock, LinkLimits, ReceivedRequest
+from support.examples import examples
 from support.routed_batches import batch_of
 
 OFFSETS_S = [0.0, -1e6, 12345.678]
@@ -37,7 +38,7 @@ def test_clocks_that_drift_for_hours_make_nothing_late(offset_s: float) -> None:
         assert clock.waited_s(sent_s, 1.001 * sent_s + offset_s) <= 0.021
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     st.lists(
         st.tuples(

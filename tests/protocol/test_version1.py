@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import ProtocolError
@@ -25,6 +25,7 @@ from dflash_protocol.version1 import (
     rectangles,
     sequence_of,
 )
+from support.examples import examples
 from support.routed_batches import (
     HIDDEN_SIZE,
     assert_same_batch,
@@ -68,7 +69,7 @@ def test_local_ids_are_where_the_owner_has_its_global_ones() -> None:
     assert LOCAL_IDS[3].tolist() == [3, 1, -1, -1, 2, -1, 0, 4, -1]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(pair_sets(), st.integers(1, 4))
 def test_rectangles_hold_every_pair_once_and_go_there_and_back(
     pair_set: tuple[int, dict[tuple[int, int], float]], max_tokens: int
@@ -198,7 +199,7 @@ def test_sums_come_back_in_float32_and_failures_with_their_reason() -> None:
         codec.decode([encode_header(Ping(9, "00"))], {9: 2})
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.integers(0, 1 << 32))
 def test_only_protocol_errors_come_out_of_mutated_requests(seed: int) -> None:
     source = random.Random(seed)

@@ -26,7 +26,7 @@ def written(
         path,
         num_experts=3,
         hidden_size=256,
-        ffn_size=512,
+        ffn_size=256,
         types=(tensor_type,) * 3,
         merged=merged,
         biases=True,

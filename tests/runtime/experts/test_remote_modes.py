@@ -6,6 +6,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dflash_protocol.payloads import NEGOTIABLE, PayloadType
 from dflash_protocol.requests import encode_reply
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import LinkLimits
+from dflash_runtime.experts import remote
 from dflash_runtime.experts.link import DaemonCounters
 from dflash_runtime.experts.modes import ExecutionMode
 from support.remote_rig import (
@@ -113,19 +115,25 @@ def test_one_token_is_the_same_in_every_mode(
 
 
 class SlowBank(GateBank):
-    """Every request takes a while, whatever it holds."""
+    """Every request takes a while, whatever it holds, of a time in which nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        time.sleep(0.002)
         super().accumulate(batch, out)
+        self.now_s += 0.002
 
 
 def test_auto_soon_leaves_the_slower_mode_and_never_sends_all_of_a_batch_in_it(
-    undo: ExitStack, endpoint: Endpoint
+    undo: ExitStack, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where every request costs 2 ms, 16 slices are 32 ms and one batch is 2 ms."""
     rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=ExecutionMode.AUTO)
-    rig.bank = SlowBank()
+    rig.bank = bank = SlowBank()
+    clock = SimpleNamespace(perf_counter=lambda: bank.now_s, monotonic=time.monotonic)
+    monkeypatch.setattr(remote, "time", clock)
     session = rig.open_session(max_tokens=64)
     limits = LinkLimits(HIDDEN_SIZE, 64, 8)
     rig.service.add_link(session.welcome.link_id, limits, {0: rig.bank})

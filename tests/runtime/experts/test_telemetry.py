@@ -9,11 +9,12 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.ids import Phase
 from dflash_runtime.experts.telemetry import LatencyHistogram, PhaseStats, Profile
+from support.examples import examples
 
 
 def histogram_of(times_s: Iterable[float]) -> LatencyHistogram:
@@ -23,7 +24,7 @@ def histogram_of(times_s: Iterable[float]) -> LatencyHistogram:
     return histogram
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(st.floats(1e-8, 1000.0), min_size=1, max_size=200), st.sampled_from([0.5, 0.99]))
 def test_quantiles_are_right_within_an_eighth(times_s: list[float], share: float) -> None:
     histogram = histogram_of(times_s)
@@ -43,7 +44,7 @@ def test_times_out_of_all_bounds_are_counted_too(seconds: float) -> None:
 DOUBLED_S = [2**power * 1e-9 for power in range(4, 42)]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(st.integers(0, 1 << 43), max_size=200))
 def test_counts_below_bounds_that_are_doubled_are_exact(times_ns: list[int]) -> None:
     # Half a nanosecond more: floats must not decide on which side of a bound a time is.
@@ -54,7 +55,7 @@ def test_counts_below_bounds_that_are_doubled_are_exact(times_ns: list[int]) -> 
     assert histogram.total_s == pytest.approx(sum(times_s))
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     st.lists(st.floats(1e-8, 1000.0), max_size=100),
     st.lists(st.floats(1e-10, 1e6), max_size=10).map(sorted),

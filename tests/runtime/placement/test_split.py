@@ -6,13 +6,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.errors import ProtocolError, SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split, make_placement
+from support.examples import examples
 from support.routed_batches import moe_layer
 
 
@@ -36,7 +37,7 @@ def lists_of(placement: Placement) -> dict[str, dict[int, list[int]]]:
     }
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(MODELS, st.integers(0, 5), st.data())
 def test_every_expert_has_exactly_one_owner_and_daemons_share_evenly(
     experts_per_layer: dict[int, int], num_daemons: int, data: st.DataObject

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.moe_spec import KvLayer
@@ -21,6 +21,7 @@ from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 from dflash_runtime.compute.reference.kv_cache import cached_rows
+from support.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_attention_in_chunks(
             np.testing.assert_array_equal(got, whole)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_bits_do_not_depend_on_chunks_or_threads(
     alone: Attention, shared: Attention, data: st.DataObject

@@ -58,6 +58,12 @@ def children() -> list[psutil.Process]:
     return list(psutil.Process().children())
 
 
+@pytest.fixture
+def one_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second to start."""
+    monkeypatch.setattr(ahead, "_MOST_CHILDREN", 1)
+
+
 @pytest.mark.usefixtures("cache_dir")
 def test_what_is_compiled_ahead_is_loaded_later() -> None:
     seen: list[tuple[int, int]] = []
@@ -104,6 +110,7 @@ def test_a_job_that_does_not_exist_is_an_error(job: str) -> None:
         run_job(job)
 
 
+@pytest.mark.usefixtures("one_child")
 @pytest.mark.parametrize("trouble", ["no interpreter", "no module", "fails at a job"])
 def test_trouble_costs_nothing_but_time(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -140,7 +147,8 @@ def test_without_a_cache_nothing_is_compiled_ahead(
     ahead.compile_ahead(JOBS, no_progress)
 
 
-def test_an_interruption_leaves_no_process_behind(cache_dir: Path) -> None:
+@pytest.mark.usefixtures("one_child", "cache_dir")
+def test_an_interruption_leaves_no_process_behind() -> None:
     def interrupt(num_done: int, num_total: int) -> None:
         assert children()
         raise KeyboardInterrupt
@@ -148,8 +156,8 @@ def test_an_interruption_leaves_no_process_behind(cache_dir: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ahead.compile_ahead(JOBS, interrupt)
     assert not children()
-    ahead.compile_ahead(JOBS, no_progress)
-    assert marks() == set(JOBS)
+    ahead.compile_ahead(JOBS[:1], no_progress)
+    assert marks() >= set(JOBS[:1])
 
 
 def test_a_killed_process_takes_its_children_along(cache_dir: Path) -> None:
@@ -199,9 +207,8 @@ def test_another_process_that_does_not_get_on_is_given_up(
     assert not marks()
 
 
-def test_a_backend_reports_what_is_compiled(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_child", "cache_dir")
+def test_a_backend_reports_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "jobs_for", lambda tensor_types, kv_type: JOBS)
     seen: list[tuple[int, int]] = []
     backend = CpuBackend(num_threads=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf_file import GgufFile
@@ -20,6 +20,7 @@ from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.panels.functions import has_panels
+from support.examples import examples
 from support.expert_files import write_expert_layer
 from support.float64_experts import ExpertValues, activated, expert_sums, read_experts
 from support.int8_activations import as_int8, doubtful_steps
@@ -242,7 +243,7 @@ def test_terms_are_added_to_what_is_there(
 # -- bits -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terms_bits_depend_on_nothing_else(

@@ -86,7 +86,14 @@ def emitted_for(tier: Tier, tensor_type: TensorType) -> list[Callable[..., Any]]
     return [kernels.unpacking(form), kernels.multiplying_one(form), *some]
 
 
-@pytest.mark.parametrize("tensor_type", [TensorType.Q4_K, TensorType.IQ4_NL, TensorType.Q8_0])
+@pytest.mark.parametrize(
+    "tensor_type",
+    [
+        TensorType.IQ4_NL,
+        pytest.param(TensorType.Q4_K, marks=pytest.mark.slow),
+        pytest.param(TensorType.Q8_0, marks=pytest.mark.slow),
+    ],
+)
 def test_arm_has_short_instructions_for_it(
     emitters: Callable[[Tier], None], tensor_type: TensorType
 ) -> None:
@@ -106,7 +113,7 @@ def test_arm_has_short_instructions_for_it(
     [
         TensorType.Q4_K,
         pytest.param(TensorType.IQ4_NL, marks=pytest.mark.slow),
-        TensorType.Q8_0,
+        pytest.param(TensorType.Q8_0, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
