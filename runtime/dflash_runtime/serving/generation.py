@@ -25,7 +25,7 @@ from dflash_runtime.serving.text import Delta
 KEEP_ALIVE_S = 15.0
 """Time without an event after which a stream says that it is still there."""
 
-_GATHER_S = 0.025
+_GATHER_S = 0.04
 """Tokens that come faster than this are sent together, as one chunk if nothing is said of each:
 nobody reads so fast, and whoever wakes up for each takes the cores from what computes the next."""
 
