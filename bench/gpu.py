@@ -57,7 +57,7 @@ class Model:
 
     def recorded(self) -> RecordedStep:
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return RecordedStep(self.backend.ops, self.model, self.cache, moe)
+        return RecordedStep(self.backend.ops, self.model, self.cache, moe=moe)
 
     def prefill(self, num_tokens: int, first: int = 0) -> Any:
         """Hidden states after a chunk of random tokens."""

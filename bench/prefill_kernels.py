@@ -142,7 +142,7 @@ class Layer:
 
         def stored(name: str, kind: TensorType, rows: int, columns: int) -> int:
             self.raw[name] = random_matrices(rng, kind, rows, columns)
-            array = device.upload(repack(kind, self.raw[name], rows, columns))
+            array = device.upload(repack(kind, self.raw[name], rows=rows, columns=columns))
             self._arrays.append(array)
             return address(array)
 

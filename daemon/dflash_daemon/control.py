@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import zmq
 import zmq.asyncio
 
@@ -195,7 +194,7 @@ class ControlServer:
             if owned.fingerprint != hello.placement_fingerprint:
                 raise ProtocolError("the placement does not match its fingerprint")
             held = await self._load(routing_id, owned)
-            free_memory_bytes = psutil.virtual_memory().available
+            free_memory_bytes = self._host.backend.free_memory_bytes()
         except ProtocolError as error:
             _LOG.warning("refused a parent: %s", error)
             await self._send(routing_id, Refused(error.code, str(error)[:1000]))

@@ -90,7 +90,7 @@ class ExpertHost:
             moe, backend = self.spec.moe, self.backend
             probe = OwnedExperts.from_lists({layer.layer_id: [0] for layer in moe.layers})
             banks = load_banks(backend, self._file, moe, owned=probe, read_now=False)
-            measure_pairs_per_second(banks.values())
+            measure_pairs_per_second(banks.values(), batches=backend.trial_batches)
             for layer in moe.layers:
                 backend.drop_experts(self._file, layer, probe.by_layer[layer.layer_id])
 

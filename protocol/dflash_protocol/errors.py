@@ -101,7 +101,8 @@ class DeviceUnavailable(DflashError):
 class DeviceOutOfMemory(DeviceUnavailable):
     """A device has less memory than is asked for; amounts in bytes.
 
-    ``num_bytes`` is None where the driver itself was refused what it needs for `what`.
+    ``num_bytes`` is None where the driver itself was refused what it needs for `what`; `advice`
+    says what to do.
     """
 
     def __init__(
@@ -112,15 +113,30 @@ class DeviceOutOfMemory(DeviceUnavailable):
         free_bytes: int,
         total_bytes: int,
         what: str = "",
+        advice: str = "",
     ) -> None:
         amount = "memory" if num_bytes is None else f"{num_bytes:,} bytes"
         super().__init__(
             f"{device} has no {amount}{f' for {what}' if what else ''}: "
-            f"{free_bytes:,} of {total_bytes:,} bytes are free"
+            f"{free_bytes:,} of {total_bytes:,} bytes are free{f'; {advice}' if advice else ''}"
         )
+        self.device = device
         self.num_bytes = num_bytes
         self.free_bytes = free_bytes
         self.total_bytes = total_bytes
+        self.what = what
+        self.advice = advice
+
+    def with_advice(self, advice: str) -> DeviceOutOfMemory:
+        """The same, saying what to do, unless it does already."""
+        return DeviceOutOfMemory(
+            self.device,
+            num_bytes=self.num_bytes,
+            free_bytes=self.free_bytes,
+            total_bytes=self.total_bytes,
+            what=self.what,
+            advice=self.advice or advice,
+        )
 
 
 class KernelCompileError(DeviceUnavailable):

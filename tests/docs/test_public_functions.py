@@ -20,7 +20,7 @@ BY_PLACE = {
     # Operands of an operation, as in its formula.
     "rms_norm", "norm_and_rotate", "attention", "forward",
     # Of the operation that a model calls without knowing whose it is.
-    "MoeExpertComputeRuntime.compute",
+    "MoeExpertComputeRuntime.compute", "MoeExpertComputeRuntime.start", "OtherExperts.start",
     # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads
     # before what it writes.
     "KernelDevice.launch", "CupyDevice.launch", "launch_gate_up", "launch_down",

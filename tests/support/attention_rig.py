@@ -89,7 +89,9 @@ class AttentionRig:
     def new_cache(self) -> None:
         """All of it poisoned."""
         case = self.case
-        self.cache = DeviceKvCache(self.device, [case.kv], case.capacity, case.kv_type)
+        self.cache = DeviceKvCache(
+            self.device, [case.kv], capacity=case.capacity, kv_type=case.kv_type
+        )
 
     def head_rows(self, kind: int, first: int, count: int) -> F32Array:
         """Queries (0), keys (1) or values (2) of some tokens. Shapes: result [T, heads, D]."""

@@ -46,7 +46,7 @@ def as_weights(native: U8Array, tensor_type: TensorType, columns: int) -> Weight
     """The same for given rows of a file."""
     rows = native.shape[0]
     values = dequantise(native.reshape(-1), tensor_type, (rows, columns))
-    packed = repack(tensor_type, native.reshape(-1), rows, columns)
+    packed = repack(tensor_type, native.reshape(-1), rows=rows, columns=columns)
     return Weights(native, packed, values.astype(np.float64))
 
 

@@ -52,7 +52,7 @@ class GpuModel:
 
     def recorded_step(self) -> RecordedStep:
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return RecordedStep(self.backend.ops, self.model, self.cache, moe)
+        return RecordedStep(self.backend.ops, self.model, self.cache, moe=moe)
 
     def close(self) -> None:
         self.backend.close()

@@ -67,7 +67,9 @@ class ExpertsOnDevice:
         for expert, slot in enumerate(slots):
             if slot >= 0:
                 stored = _read(file, part, part.num_bytes, expert)
-                matrices[slot] = repack(part.tensor_type, stored, part.rows, part.columns)
+                matrices[slot] = repack(
+                    part.tensor_type, stored, rows=part.rows, columns=part.columns
+                )
         weights = self._device.upload(matrices)
         self._keep.append(weights)
         vectors: list[DeviceArray | None] = []

@@ -118,11 +118,13 @@ def _look_at_launchers(settings: Settings, found: Findings) -> None:
 
 def _why_no_gpu(report: dict[str, Any], device: Device) -> str | None:
     """Why a launcher cannot use a device, from what it says of itself."""
-    backends, gpus = report["backends"], [gpu["device"] for gpu in report["gpus"]]
+    backends, gpus = report["backends"], {gpu["device"]: gpu for gpu in report["gpus"]}
     if (reason := backends.get(device.kind.value, "its version knows no such device")) is not None:
         return f"{device}: {reason}"
     if str(device) not in gpus:
         return f"{device}: {report['why_no_gpu'] or 'there is only ' + ', '.join(gpus)}"
+    if (reason := gpus[str(device)].get("why_not")) is not None:
+        return f"{device}: {reason}"
     return None
 
 

@@ -64,12 +64,34 @@ def _launcher_lines(report: dict[str, Any]) -> list[str]:
         f"  cpu          {cpu['name']}, {cpu['processors']} processors{tier}",
         f"  memory       {_space_text(memory) if memory else 'unknown'}",
     ]
+    for kind, driver in report.get("drivers", {}).items():
+        if driver["version"] is not None:
+            compiler = driver["compiler"] or "no compiler"
+            lines.append(f"  {kind + ' driver':12s} {driver['version']}, {compiler}")
     for gpu in report["gpus"]:
-        lines.append(f"  {gpu['device']:12s} {gpu['name']}, {_space_text(gpu)}")
+        lines += gpu_lines(gpu)
     if report["why_no_gpu"]:
         lines.append(f"  gpu          none: {report['why_no_gpu']}")
     for name, why_not in report["backends"].items():
         lines.append(f"  {name:12s} {why_not or 'usable'}")
+    return lines
+
+
+def gpu_lines(gpu: dict[str, Any]) -> list[str]:
+    """One GPU; what is known of it depends on who has told."""
+    lines = [f"  {gpu['device']:12s} {gpu['name']}, {_space_text(gpu)}"]
+    if gpu.get("note"):
+        lines.append(f"{'':15s}{gpu['note']}")
+    if gpu.get("pci_bus_id"):
+        lines.append(f"{'':15s}PCIe {gpu['pci_bus_id']}, UUID {gpu['uuid']}")
+    if gpu.get("architecture"):
+        lacks = ", ".join(gpu["lacks"]) or "nothing"
+        lines.append(
+            f"{'':15s}{gpu['architecture']}, warps of {gpu['lanes']} lanes; kernels do without: "
+            f"{lacks}"
+        )
+    if gpu.get("why_not"):
+        lines.append(f"{'':15s}unusable: {gpu['why_not']}")
     return lines
 
 

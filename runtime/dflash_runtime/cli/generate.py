@@ -170,6 +170,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
             name: {"experts": owner.num_experts, **owner.as_record()}
             for name, owner in stats.owners.items()
         },
+        "hits": stats.hits.as_record(),
         "events": [
             {"time_s": e.time_s, "kind": e.kind, "owner": e.owner, "reason": e.reason}
             for e in stats.events

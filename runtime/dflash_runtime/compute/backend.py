@@ -6,16 +6,25 @@ local id, and computes the pairs it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer
-from dflash_adapters.ops import KvType, Ops
+from dflash_adapters.moe_spec import KvLayer, MoeLayer
+from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
-from dflash_protocol.ids import AnyArray, F64Array, I32Array
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch
+
+MEMORY_ADVICE = (
+    "keep fewer experts there (--local-experts, --placement), or ask for a smaller --context"
+)
+"""What to do where a device has too little memory."""
 
 
 class ExpertBank(Protocol):
@@ -37,6 +46,102 @@ class ExpertBank(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """How prompts are cut for a backend."""
+
+    preferred: int
+    """Tokens computed at once, if nothing else is asked for."""
+    largest: int | None
+    """More cannot be; None: any number can."""
+    invariant_from: int | None
+    """A position has the same bits in whatever chunk of at least so many tokens it is computed;
+    None: they depend on the chunk."""
+
+    @property
+    def smallest(self) -> int:
+        """No chunk of a longer prompt should have fewer tokens."""
+        return self.invariant_from or 1
+
+
+class OtherExperts(Protocol):
+    """The owners of what a device's own MoE block does not compute, asked by that block."""
+
+    def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
+        """Which experts the block is to compute. Shapes: result [E]."""
+
+    def count_here(
+        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
+    ) -> None:
+        """The block computes all pairs of so many tokens, in one layer or more."""
+
+    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+        """What was chosen, if the host knows it and nothing is started. Shapes: topk_ids [T, K]."""
+
+    def start(
+        self,
+        layer_id: int,
+        hidden: F32Array,
+        topk_ids: I32Array,
+        topk_weights: F32Array,
+        *,
+        phase: Phase,
+    ) -> Any:
+        """Begin what the block does not compute: to be finished, or abandoned.
+
+        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; ids are global.
+        """
+
+    def finish(self, started: Any) -> F64Array:
+        """Wait for it. Shapes: result [T, H]: weighted sums, not rounded.
+
+        Raises: DaemonUnavailable if nobody can compute it.
+        """
+
+    def abandon(self, started: Any) -> None:
+        """Nobody will finish it."""
+
+
+class RecordedStep(Protocol):
+    """Decode steps of one sequence that cost the host next to nothing.
+
+    A step computes the likeliest token, which is the next step's at the next position: several can
+    be started without waiting for any.
+    """
+
+    @property
+    def needs_host(self) -> bool:
+        """The host asks others for their share in each step: it has ended when it was started, and
+        what others and this device have computed is counted."""
+
+    def prepare(self) -> None:
+        """Have everything compiled and recorded; nothing in the cache may be wanted any more."""
+
+    def begin(self, token_id: int, position: int) -> None:
+        """The next step computes this token at this position.
+
+        Raises: ContextExceeded.
+        """
+
+    def start(self) -> None:
+        """Start a step.
+
+        Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
+        """
+
+    def token(self, position: int) -> int:
+        """The token that a step has chosen for this position, once it has.
+
+        Raises: DeviceUnavailable if the device has failed.
+        """
+
+    def logits(self) -> F32Array:
+        """Of the step that was started last, once it is done. Shapes: result [V]."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
 class ComputeBackend(Protocol):
     """One device's way to compute: dense Ops and expert banks of the same numeric class."""
 
@@ -50,6 +155,62 @@ class ComputeBackend(Protocol):
 
     @property
     def ops(self) -> Ops[AnyArray]: ...
+
+    @property
+    def chunking(self) -> Chunking: ...
+
+    @property
+    def is_host(self) -> bool:
+        """It computes in the host's memory, with experts where their file is mapped.
+
+        Otherwise all that it computes with is copied to a device, and kernels are compiled for the
+        model's shapes, when it is first tried.
+        """
+
+    @property
+    def trial_batches(self) -> tuple[tuple[Phase, int], ...]:
+        """Phases and numbers of tokens: when a bank has computed such batches, all its kernels are
+        compiled and have run. The first is one token of a decode step."""
+
+    def free_memory_bytes(self) -> int:
+        """Of the memory that its experts take, as far as can be said."""
+
+    def require_room(
+        self,
+        file: GgufFile,
+        experts: Iterable[tuple[MoeLayer, int]],
+        *,
+        kv_layers: tuple[KvLayer, ...] = (),
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+    ) -> None:
+        """Look, before anything is loaded, whether so many experts of these layers fit a device;
+        and with `kv_layers` a whole model with a cache of that many positions.
+
+        Raises: DeviceOutOfMemory with the amounts, and what to do.
+        """
+
+    def to_host(self, rows: AnyArray) -> F32Array:
+        """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
+
+    def moe(
+        self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None
+    ) -> MoeBlock[AnyArray] | None:
+        """A model's routed experts, by layer id those of `banks`, on rows as Ops has them.
+
+        None if the host computes all experts, with rows as they are.
+        """
+
+    def recorded_step(
+        self,
+        model: Model[AnyArray],
+        cache: KvCache,
+        banks: Mapping[int, ExpertBank],
+        *,
+        elsewhere: OtherExperts,
+    ) -> RecordedStep | None:
+        """A step of a model whose experts are in `banks` or `elsewhere`, as with `moe`; None if
+        there is nothing to record."""
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array

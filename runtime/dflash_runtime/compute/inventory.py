@@ -24,10 +24,14 @@ def inventory() -> dict[str, object]:
     """Facts as JSON can hold them; a reason stands where something cannot be used.
 
     ``backends`` and ``transports`` map each to None if it can be used, else to why not; for GPUs
-    ``gpus`` says which there are.
+    ``gpus`` says which there are, and ``drivers`` who is asked about them.
     """
     backends, tier = _backends()
     gpus, why_no_gpu = _gpus()
+    drivers, described = _gpus_of_drivers()
+    gpus = _merged(gpus, described)
+    if gpus and why_no_gpu and not any(gpu.get("why_not") is None for gpu in gpus):
+        why_no_gpu = f"none can be used: {why_no_gpu}"
     backends |= _gpu_backends(backends["reference"])
     return {
         "python": platform.python_version(),
@@ -38,6 +42,7 @@ def inventory() -> dict[str, object]:
         "memory": _memory(),
         "gpus": gpus,
         "why_no_gpu": why_no_gpu,
+        "drivers": drivers,
         "backends": backends,
         "transports": {"stream": backends["reference"], "shared": _why_not_shared(backends)},
     }
@@ -184,6 +189,62 @@ def _gpus() -> tuple[list[dict[str, object]], str | None]:
         return gpus, None if gpus else f"CuPy sees no {kind} device"
     except Exception as error:  # no driver, no device, a driver that is too old
         return [], _reason(error)
+
+
+def _gpus_of_drivers() -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
+    """Drivers by kind, and the GPUs they see, whether CuPy does or not."""
+    drivers: dict[str, dict[str, object]] = {}
+    gpus: list[dict[str, object]] = []
+    try:
+        from dflash_protocol.device import DeviceKind
+        from dflash_protocol.errors import DflashError
+        from dflash_runtime.compute.cupy.devices import VENDORS, describe_gpus
+        from dflash_runtime.compute.cupy.driver import open_driver
+        from dflash_runtime.compute.cupy.rtc import runtime_compiler
+    except ImportError:  # not our packages, or older ones
+        return drivers, gpus
+    for kind, vendor in VENDORS.items():
+        found, why_none = describe_gpus(DeviceKind(kind))
+        facts: dict[str, object] = {"version": None, "compiler": None, "why_not": why_none}
+        try:
+            if found:
+                facts["version"] = version = open_driver(vendor).version()
+                newest = version // 1000 if kind is DeviceKind.CUDA else None
+                facts["compiler"] = runtime_compiler(vendor, newest).version
+        except DflashError as error:
+            facts["why_not"] = str(error)
+        drivers[str(kind)] = facts
+        for each in found:
+            able, memory = each.capabilities, each.memory
+            gpus.append(
+                {
+                    "device": str(each.device),
+                    "name": each.name,
+                    "total_bytes": memory.total_bytes,
+                    "free_bytes": memory.free_bytes,
+                    "is_shared_with_host": memory.is_shared_with_host,
+                    "note": memory.note,
+                    "pci_bus_id": each.pci_bus_id,
+                    "uuid": each.uuid,
+                    "architecture": None if able is None else able.architecture,
+                    "lanes": None if able is None else able.lanes,
+                    "lacks": None if able is None else list(able.missing()),
+                    "why_not": each.why_not or facts["why_not"],
+                }
+            )
+    return drivers, gpus
+
+
+def _merged(
+    seen: list[dict[str, object]], described: list[dict[str, object]]
+) -> list[dict[str, object]]:
+    """GPUs as drivers describe them; what CuPy does not see cannot be used."""
+    by_device = {gpu["device"]: gpu for gpu in seen}
+    for gpu in described:
+        if gpu["device"] not in by_device:
+            gpu["why_not"] = gpu["why_not"] or "CuPy does not see it"
+        by_device[gpu["device"]] = gpu
+    return list(by_device.values())
 
 
 if __name__ == "__main__":

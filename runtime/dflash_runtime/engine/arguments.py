@@ -65,15 +65,32 @@ def token_id_array(token_ids: Sequence[int], *, vocab_size: int, num_positions: 
 
 
 def chunk_bounds(
-    num_tokens: int, chunk: int | Iterable[int] | None, default: int
+    num_tokens: int,
+    chunk: int | Iterable[int] | None,
+    default: int,
+    *,
+    smallest: int = 1,
+    largest: int | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Successive (first, last) of chunks that cover all tokens; the last size is repeated."""
+    """Successive (first, last) of chunks that cover all tokens; the last size is repeated.
+
+    `chunk` is cut if it is above `largest`. Where it is None, chunks have up to `default` tokens,
+    and none but that of fewer tokens in all is below `smallest`, of which `default` holds two.
+    """
     if chunk is None:
-        chunk = default
+        first = 0
+        while first < num_tokens:
+            size = min(default, num_tokens - first)
+            if 0 < num_tokens - first - size < smallest:
+                size = num_tokens - first - smallest
+            yield first, first + size
+            first += size
+        return
     sizes = iter(chunk if isinstance(chunk, Iterable) else [chunk])
     first, size = 0, 0
     while first < num_tokens:
         size = whole_number("chunk", next(sizes, size), smallest=1)
         last = min(first + size, num_tokens)
-        yield first, last
+        for begin in range(first, last, largest or size):
+            yield begin, min(begin + (largest or size), last)
         first = last

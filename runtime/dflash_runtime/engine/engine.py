@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,10 +23,14 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
-from dflash_runtime.compute import BackendName
 from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.generation import GeneratedToken, GenerationRequest, generated_tokens
-from dflash_runtime.engine.opening import Opened, OpenOptions, open_model
+from dflash_runtime.engine.opening import (
+    Opened,
+    OpenOptions,
+    advice_if_out_of_memory,
+    open_model,
+)
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
@@ -57,10 +62,10 @@ class Engine:
             opened.file,
             opened.model,
             opened.backend.ops.new_kv_cache(self.spec.kv_layers, self.num_positions, self.kv_type),
+            backend=opened.backend,
             runtime=opened.owners.runtime,
+            local_banks=opened.owners.local_banks,
             num_positions=self.num_positions,
-            # BLAS, which the reference backend calls, sums in an order that depends on the shapes.
-            is_chunk_invariant=self.backend_name != BackendName.REFERENCE,
         )
         self._release: Callable[[], object] = lambda: None
 
@@ -93,7 +98,8 @@ class Engine:
         `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
         else f16. While the engine is open, its `settings` say where the process keeps what it
         compiles; of several engines, those of the one opened last.
-        Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
+        Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable,
+        HandshakeRefused.
         """
         options = OpenOptions(
             daemons=daemons,
@@ -111,7 +117,10 @@ class Engine:
         settings = settings or load_settings()
         with contextlib.ExitStack() as undo:
             opened = open_model(undo, path, options, settings=settings, on_progress=on_progress)
-            engine = cls(opened, is_profiled=settings.ipc_profile)
+            with advice_if_out_of_memory():
+                engine = cls(opened, is_profiled=settings.ipc_profile)
+                undo.callback(engine._steps.end)
+                engine._steps.try_out()
             # An engine that is dropped without being closed must not leave its daemons running.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
             return engine
@@ -203,7 +212,8 @@ class Engine:
         run = self._steps.begin()
         out = np.empty((ids.size, self.spec.vocab_size), np.float32)
         for first, last in self._steps.chunks(ids.size, chunk):
-            out[first:last] = self._steps.head(self._steps.forward(run, ids[first:last], first))
+            hidden = self._steps.forward(run, ids[first:last], first)
+            self._steps.all_logits(hidden, out[first:last])
         return out
 
     def generate(
@@ -258,7 +268,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters since opening."""
         runtime = self._owners.runtime
-        return EngineStats(runtime.stats(), self._owners.events(), runtime.selections())
+        return EngineStats(
+            runtime.stats(), self._owners.events(), runtime.selections(), replace(runtime.hits)
+        )
 
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         """A generation, and a line about it in the log at its end, if that is wanted."""

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from dflash_adapters.tokenizer import Tokenizer
 from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.engine.decoding import Decoding, decoding_of
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
 from dflash_runtime.engine.stats import GenerationStats
 from dflash_runtime.engine.steps import Steps
@@ -39,6 +38,11 @@ class GenerationRequest:
     reuse_prefix: bool
     is_cancelled: Callable[[], bool] | None
     on_prefill: Callable[[int, int], None]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing of the logits is wanted but which is the largest."""
+        return self.sampler.is_greedy and self.top_logprobs is None
 
     def choose(self, logits: F32Array) -> tuple[int, TokenLogprobs | None]:
         """The next token, with its log-probabilities if they are wanted. Shapes: logits [V]."""
@@ -73,8 +77,10 @@ def generated_tokens(
         request.on_prefill(reused + first, prompt.size)
         hidden = steps.forward(run, prompt[reused + first : reused + last], reused + first)
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
+    del hidden  # of a device, where it may be large
     num_positions = prompt.size
     stats.prefill_s = time.perf_counter() - started_s
+    decoding: Decoding | None = None
     while token_id not in stop_ids:
         stats.num_generated_tokens += 1
         if stats.num_generated_tokens == request.max_tokens:
@@ -88,8 +94,15 @@ def generated_tokens(
         if stats.finish_reason:
             return
         started_s = time.perf_counter()
-        hidden = steps.forward(run, np.array([token_id], np.int32), num_positions)
-        token_id, logprobs = request.choose(steps.head(hidden)[0])
+        if decoding is None:
+            decoding = decoding_of(
+                steps,
+                run,
+                request.choose,
+                is_greedy=request.is_greedy,
+                end_position=min(prompt.size + request.max_tokens - 1, steps.num_positions),
+            )
+        token_id, logprobs = decoding.next(token_id, num_positions)
         num_positions += 1
         stats.decode_s += time.perf_counter() - started_s
     stats.finish_reason = "stop"

@@ -6,7 +6,7 @@ Checks all that can be wrong before anything is started. Knows nothing of tokens
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,23 +14,31 @@ from pathlib import Path
 import psutil
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.moe_spec import ModelSpec, MoeLayer
 from dflash_adapters.ops import KvType, Model
 from dflash_adapters.registry import adapter_for
-from dflash_protocol.device import Device
+from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
-from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import AnyArray
+from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.ids import AnyArray, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.setting_kinds import DaemonSetting, DeviceOrAuto, checked
 from dflash_protocol.settings import MAX_THREADS, Settings, cache_of
-from dflash_runtime.compute import BackendName, ComputeBackend, open_backend
+from dflash_runtime.compute import (
+    MEMORY_ADVICE,
+    BackendName,
+    ComputeBackend,
+    choose_device,
+    make_backend,
+    open_backend,
+)
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
 from dflash_runtime.engine.owners import Owners
+from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.experts.supervisor import ProgressCallback
-from dflash_runtime.placement.split import even_split
+from dflash_runtime.placement.split import LOCAL_OWNER, even_split
 
 _DEFAULT_CONTEXT_LIMIT = 32768
 """Context if none is asked for and the model has more: a cache larger than this is a choice."""
@@ -93,7 +101,7 @@ def open_model(
 ) -> Opened:
     """Open a GGUF file (None = the demo model) as `Engine.open` says; `undo` closes all of it.
 
-    Raises: SettingsError, ModelFileError, DaemonUnavailable, HandshakeRefused.
+    Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable, HandshakeRefused.
     """
     asked = _checked(options, settings)
     undo.enter_context(cache_of(settings))
@@ -112,11 +120,13 @@ def open_model(
     if kv_type is None:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = asked.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
-    _check_cache_fits(spec, num_positions, kv_type)
+    if choose_device(asked.device).kind is DeviceKind.CPU:  # others look into their own memory
+        _check_cache_fits(spec, num_positions, kv_type)
+    num_threads = asked.threads or settings.threads or None
     backend = open_backend(
         asked.device,
         backend=asked.backend,
-        num_threads=asked.threads or settings.threads or None,
+        num_threads=num_threads,
         cpu_tier=settings.cpu_tier,
     )
     undo.callback(backend.close)
@@ -128,10 +138,28 @@ def open_model(
         kv_type=kv_type,
         on_progress=partial(report, "parent", "compile"),
     )
+    backend.require_room(
+        file,
+        _local_experts(spec, placement),
+        kv_layers=spec.kv_layers,
+        num_positions=num_positions,
+        kv_type=kv_type,
+    )
+    fallback_backend = backend
+    if not backend.is_host and (asked.choices or asked.endpoints) and not asked.require_daemons:
+        # What the device has no room for is computed by the host where the file is mapped.
+        fallback_backend = make_backend(
+            BackendName.AUTO, num_threads=num_threads, cpu_tier=settings.cpu_tier
+        )
+        undo.callback(fallback_backend.close)
+        fallback_backend.warm_up(
+            expert_tensor_types(spec.moe), on_progress=partial(report, "parent", "compile")
+        )
     owners = Owners(
         file,
         spec,
         backend,
+        fallback_backend=fallback_backend,
         placement=placement,
         choices=asked.choices,
         endpoints=asked.endpoints,
@@ -141,7 +169,8 @@ def open_model(
         on_progress=on_progress,
     )
     undo.callback(owners.close)
-    model = adapter.load(file, backend.ops)
+    with advice_if_out_of_memory():
+        model = adapter.load(file, backend.ops)
     return Opened(file, model, backend, owners, num_positions, kv_type)
 
 
@@ -179,6 +208,23 @@ def _checked(options: OpenOptions, settings: Settings) -> _Checked:
         context=context,
         threads=threads,
     )
+
+
+def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:
+    """How many experts of every layer this process is to hold."""
+    local: Mapping[int, I32Array] = {}
+    if LOCAL_OWNER in placement.owner_names:
+        local = placement.owners[placement.owner_names.index(LOCAL_OWNER)].by_layer
+    return [(each, len(local.get(each.layer_id, ()))) for each in spec.moe.layers]
+
+
+@contextlib.contextmanager
+def advice_if_out_of_memory() -> Iterator[None]:
+    """Have an error about too little memory say what to do."""
+    try:
+        yield
+    except DeviceOutOfMemory as error:
+        raise error.with_advice(MEMORY_ADVICE) from error
 
 
 def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:

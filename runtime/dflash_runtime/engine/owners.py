@@ -25,11 +25,11 @@ from dflash_adapters.moe_spec import ModelSpec
 from dflash_protocol import ring_native
 from dflash_protocol.curve import client_security
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import Settings, keys_directory, run_directory
-from dflash_runtime.compute import ComputeBackend
+from dflash_runtime.compute import MEMORY_ADVICE, ComputeBackend, ExpertBank
 from dflash_runtime.engine.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
 from dflash_runtime.experts.link import DaemonLink, Launch
@@ -73,6 +73,7 @@ class Owners:
         spec: ModelSpec,
         backend: ComputeBackend,
         *,
+        fallback_backend: ComputeBackend,
         placement: Placement,
         choices: Sequence[DaemonChoice],
         endpoints: Sequence[Endpoint],
@@ -83,6 +84,8 @@ class Owners:
     ) -> None:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.placement = placement
+        self.local_banks: dict[int, ExpertBank] = {}
+        """The experts of this process, by layer id."""
         self._opened_s = time.monotonic()
         self._events_lock = threading.Lock()
         self._undo = contextlib.ExitStack()
@@ -91,6 +94,7 @@ class Owners:
                 undo, file.path, backend, placement, choices, endpoints, settings
             )
             computes: list[ExpertCompute] = []
+            device_owner: int | None = None
             context = undo.enter_context(zmq.Context()) if links else None
             if context is not None:
                 supervisor = Supervisor(
@@ -130,16 +134,27 @@ class Owners:
                         )
                     )
                 else:
-                    banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
-                    measure_pairs_per_second(banks.values())
+                    banks = self._load_local(backend, file, spec, owned)
                     computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks))
+                    device_owner = None if backend.is_host else len(computes) - 1
             fallback = None
             if links and not require_daemons:
                 everything = every_expert(spec.moe)
-                banks = load_banks(backend, file, spec.moe, owned=everything, read_now=False)
-                measure_pairs_per_second(banks.values())
+                banks = load_banks(
+                    fallback_backend, file, spec.moe, owned=everything, read_now=False
+                )
+                measure_pairs_per_second(banks.values(), batches=fallback_backend.trial_batches)
                 fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks)
-            self.runtime = MoeExpertComputeRuntime(placement, computes, fallback=fallback)
+                if fallback_backend.numeric_class != backend.numeric_class:
+                    reason = f"fallback {fallback_backend.numeric_class}"
+                    self._add_event(
+                        "numeric_class_differs",
+                        "fallback",
+                        f"{reason}, parent {backend.numeric_class}",
+                    )
+            self.runtime = MoeExpertComputeRuntime(
+                placement, computes, fallback=fallback, device_owner=device_owner
+            )
             undo.callback(self.runtime.close)
             self._undo = undo.pop_all()
 
@@ -151,6 +166,21 @@ class Owners:
         """What happened so far, the latest thousand."""
         with self._events_lock:
             return list(self._events)
+
+    def _load_local(
+        self, backend: ComputeBackend, file: GgufFile, spec: ModelSpec, owned: OwnedExperts
+    ) -> dict[int, ExpertBank]:
+        """The experts of this process; those of a device are tried with the whole model.
+
+        Raises: DeviceOutOfMemory.
+        """
+        try:
+            self.local_banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
+        except DeviceOutOfMemory as error:
+            raise error.with_advice(MEMORY_ADVICE) from error
+        if backend.is_host:
+            measure_pairs_per_second(self.local_banks.values(), batches=backend.trial_batches)
+        return self.local_banks
 
     def _add_event(self, kind: str, owner: str, reason: str) -> None:
         if kind in ("daemon_lost", "daemon_absent"):

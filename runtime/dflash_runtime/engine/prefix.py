@@ -15,14 +15,15 @@ from dflash_protocol.ids import I32Array
 class CachedPrefix:
     """The tokens whose keys and values are in the cache, from position 0 on.
 
-    `is_chunk_invariant`: a position's keys and values have the same bits in whatever chunk they are
-    computed. Where they do not, only chunks that would be computed again just so are kept.
+    `invariant_from`: a position's keys and values have the same bits in whatever chunk of at least
+    so many tokens they are computed; those of smaller ones are not kept. Where it is None, only
+    chunks that would be computed again just so are.
     """
 
-    def __init__(self, num_positions: int, *, is_chunk_invariant: bool) -> None:
+    def __init__(self, num_positions: int, *, invariant_from: int | None) -> None:
         self._token_ids = np.empty(num_positions, np.int32)
         self._bounds: list[tuple[int, int]] = []
-        self._is_chunk_invariant = is_chunk_invariant
+        self._invariant_from = invariant_from
 
     @property
     def num_cached(self) -> int:
@@ -33,30 +34,33 @@ class CachedPrefix:
         """What was computed from this position on is about to be overwritten."""
         while self._bounds and self._bounds[-1][1] > first_position:
             first, _ = self._bounds.pop()
-            if first < first_position and self._is_chunk_invariant:
+            if first < first_position and self._invariant_from is not None:
                 self._bounds.append((first, first_position))
 
     def add(self, first_position: int, token_ids: I32Array) -> None:
         """These tokens were computed, as one chunk. Shapes: token_ids [T]."""
-        if first_position != self.num_cached:
+        if first_position != self.num_cached or token_ids.size < (self._invariant_from or 1):
             return
         last = first_position + token_ids.size
         self._token_ids[first_position:last] = token_ids
-        if self._is_chunk_invariant:  # one stretch of all: a list would grow with every token
+        if (
+            self._invariant_from is not None
+        ):  # one stretch of all: a list would grow with every token
             self._bounds.clear()
             first_position = 0
         self._bounds.append((first_position, last))
 
     def num_reusable(self, prompt: I32Array, chunks: Iterable[tuple[int, int]]) -> int:
-        """How many of a prompt's first positions can stay; at least one is left to compute.
+        """How many of a prompt's first positions can stay; at least one is left to compute, and as
+        many as are needed for the same bits.
 
         `chunks` are those that the prompt would be computed in without a cache. Shapes: prompt [T].
         """
         num_known = min(self.num_cached, prompt.size)
         differs = np.flatnonzero(self._token_ids[:num_known] != prompt[:num_known])
         num_same = int(differs[0]) if differs.size else num_known
-        if self._is_chunk_invariant:
-            return max(0, min(num_same, prompt.size - 1))
+        if self._invariant_from is not None:
+            return max(0, min(num_same, prompt.size - self._invariant_from))
         num_reusable = 0
         for computed, wanted in zip(self._bounds, chunks, strict=False):
             if computed != wanted or not wanted[1] <= min(num_same, prompt.size - 1):

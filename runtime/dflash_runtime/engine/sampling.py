@@ -78,6 +78,11 @@ class Sampler:
         self._options = options
         self._random = np.random.default_rng(options.seed)
 
+    @property
+    def is_greedy(self) -> bool:
+        """It takes the most likely token, the first of equals."""
+        return self._options.temperature == 0.0
+
     def __call__(self, logits: F32Array) -> int:
         """Token id. Shapes: logits [V]."""
         options = self._options

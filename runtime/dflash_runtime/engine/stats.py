@@ -5,10 +5,11 @@ Knows nothing of how it is shown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dflash_runtime.engine.owners import Event
 from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.selections import HitCounts
 
 
 @dataclass(slots=True)
@@ -43,4 +44,7 @@ class EngineStats:
     owners: dict[str, OwnerStats]
     events: list[Event]
     selections: dict[int, list[int]]
-    """How often each expert was chosen: by layer id, then by global expert id."""
+    """How often each expert was chosen: by layer id, then by global expert id. Layers that a device
+    computes whole, without the host knowing what was chosen, are not counted."""
+    hits: HitCounts = field(default_factory=HitCounts)
+    """How much of what was chosen lay where the parent computes."""

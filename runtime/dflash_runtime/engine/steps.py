@@ -1,24 +1,28 @@
 """Steps: chunks of an engine's one sequence through all layers, one run after the other.
 
-Knows nothing of text or sampling; hands every layer's routing to the MoeExpertComputeRuntime.
+Knows nothing of text or sampling; hands every layer's routing to whoever computes its experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.ops import KvCache, Model
+from dflash_adapters.ops import KvCache, Model, MoeBlock
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute.backend import RecordedStep
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.prefix import CachedPrefix
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 
-_PREFILL_CHUNK = 512
+_HEAD_CHUNK = 512
+"""Rows of logits at once: each is as long as the vocabulary."""
 
 
 class Cancelled(Exception):
@@ -28,7 +32,9 @@ class Cancelled(Exception):
 class Steps:
     """The one sequence, its key/value cache, and the run over it that counts: the latest.
 
-    `is_chunk_invariant` is CachedPrefix's. The file, cache and runtime are the caller's.
+    `local_banks` hold the experts of this process, by layer id. File, backend and runtime are the
+    caller's.
+    Owns: the cache and the recorded step, until `end`.
     """
 
     def __init__(
@@ -37,19 +43,46 @@ class Steps:
         model: Model[AnyArray],
         cache: KvCache,
         *,
+        backend: ComputeBackend,
         runtime: MoeExpertComputeRuntime,
+        local_banks: Mapping[int, ExpertBank],
         num_positions: int,
-        is_chunk_invariant: bool,
     ) -> None:
         self.num_positions = num_positions
         """How long the sequence can be."""
         self._file = file
         self._model = model
         self._cache = cache
+        self._backend = backend
         self._runtime = runtime
-        self._prefix = CachedPrefix(num_positions, is_chunk_invariant=is_chunk_invariant)
+        self._local_banks = local_banks
+        self._chunking = backend.chunking
+        self._prefix = CachedPrefix(num_positions, invariant_from=self._chunking.invariant_from)
+        self._moes: dict[Phase, MoeBlock[AnyArray]] = {}
+        self._recorded = backend.recorded_step(model, cache, local_banks, elsewhere=runtime)
+        layers = model.spec.moe.layers
+        self._num_moe_layers = len(layers)
+        self._pairs_of_token = sum(layer.num_experts_used for layer in layers)
         self._num_runs = 0
         self._is_cancelled: Callable[[], bool] | None = None
+
+    def try_out(self) -> None:
+        """Have every kernel compiled that the model needs, and all memory taken, on a device.
+
+        Raises: DeviceUnavailable, DeviceOutOfMemory among them.
+        """
+        if self._backend.is_host:
+            return
+        for size in (1, min(self._chunking.preferred, self.num_positions)):
+            phase = _phase_of(size)
+            moe = self._backend.moe(self._local_banks, phase, _NobodyElse(self._runtime))
+            assert moe is not None
+            tokens, positions = np.zeros(size, np.int32), np.arange(size, dtype=np.int32)
+            hidden = self._model.forward(tokens, positions, self._cache, moe)
+            self.head(hidden[-_HEAD_CHUNK:])
+            self.head(hidden[-1:])
+        if self._recorded is not None:
+            self._recorded.prepare()
 
     def begin(self, is_cancelled: Callable[[], bool] | None = None) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
@@ -65,14 +98,32 @@ class Steps:
         return self._num_runs
 
     def end(self) -> None:
-        """No run goes on, and none begins any more."""
-        self._num_runs = -1
+        """No run goes on, and none begins any more; what is on a device is given back. Twice does
+        nothing."""
+        if self._num_runs >= 0:
+            self._num_runs = -1
+            if self._recorded is not None:
+                self._recorded.close()
+            del self._model, self._cache, self._backend, self._local_banks, self._recorded
+            self._moes.clear()
 
     def chunks(
         self, num_tokens: int, chunk: int | Iterable[int] | None = None
     ) -> Iterable[tuple[int, int]]:
-        """Successive (first, last) of what is computed at once, as `chunk_bounds` says."""
-        return chunk_bounds(num_tokens, chunk, _PREFILL_CHUNK)
+        """Successive (first, last) of what is computed at once, as `chunk_bounds` says.
+
+        A prompt that is too short for a chunk goes token by token, as kernels for decoding take it.
+        """
+        chunking = self._chunking
+        if chunk is None and num_tokens < chunking.smallest:
+            chunk = 1
+        return chunk_bounds(
+            num_tokens,
+            chunk,
+            chunking.preferred,
+            smallest=chunking.smallest,
+            largest=chunking.largest,
+        )
 
     def num_reusable(self, prompt: I32Array) -> int:
         """How many of a prompt's first positions are in the cache already. Shapes: prompt [T]."""
@@ -84,26 +135,69 @@ class Steps:
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
         Cancelled, before the first layer that nobody wants any more.
         """
+        self._require_current(run)
+        moe = self._moe(_phase_of(token_ids.size))
+        positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
+        self._prefix.cut(first_position)
+        if self._is_cancelled is not None:
+            moe = self._cancellable(moe)
+        hidden = self._model.forward(token_ids, positions, self._cache, moe)
+        self._prefix.add(first_position, token_ids)
+        return hidden
+
+    def head(self, hidden: AnyArray) -> F32Array:
+        """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V]."""
+        return self._backend.to_host(self._model.head(hidden))
+
+    def all_logits(self, hidden: AnyArray, out: F32Array) -> None:
+        """Logits of many positions. Shapes: hidden [T, H] of `forward`; out [T, V]."""
+        smallest = self._chunking.smallest
+        for first, last in chunk_bounds(out.shape[0], None, _HEAD_CHUNK, smallest=smallest):
+            out[first:last] = self.head(hidden[first:last])
+
+    def recorded(self, run: int) -> RecordedStep | None:
+        """Steps of one token that cost next to nothing, if there are some here: to be used for all
+        that follows in this run, with `check` and `count` for every token.
+
+        Raises: as `forward`.
+        """
+        self._require_current(run)
+        return self._recorded
+
+    def check(self, run: int) -> None:
+        """Raises: as `forward`."""
+        self._require_current(run)
+        if self._is_cancelled is not None and self._is_cancelled():
+            raise Cancelled
+
+    def count(self) -> None:
+        """A recorded step has brought forth a token that was wanted."""
+        self._runtime.count_here(
+            Phase.DECODE,
+            num_tokens=1,
+            num_pairs=self._pairs_of_token,
+            num_layers=self._num_moe_layers,
+        )
+
+    def _require_current(self, run: int) -> None:
         if run != self._num_runs:
             raise SettingsError(
                 "this engine is closed"
                 if self._num_runs < 0
                 else "another call to this engine has taken over its one sequence"
             )
-        phase = Phase.DECODE if token_ids.size == 1 else Phase.PREFILL
-        positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
-        compute = partial(self._runtime.compute, phase=phase)
-        self._prefix.cut(first_position)
-        moe = compute if self._is_cancelled is None else self._cancellable(compute)
-        hidden = self._model.forward(token_ids, positions, self._cache, moe)
-        self._prefix.add(first_position, token_ids)
-        return hidden
 
-    def head(self, hidden: AnyArray) -> F32Array:
-        """Logits. Shapes: hidden [T, H]; result [T, V]."""
-        return self._model.head(hidden)
+    def _moe(self, phase: Phase) -> MoeBlock[AnyArray]:
+        """The model's routed experts, on this device and elsewhere."""
+        moe = self._moes.get(phase)
+        if moe is None:
+            moe = self._backend.moe(self._local_banks, phase, self._runtime)
+            if moe is None:
+                moe = partial(self._runtime.compute, phase=phase)
+            self._moes[phase] = moe
+        return moe
 
-    def _cancellable(self, compute: Callable[..., AnyArray]) -> Callable[..., AnyArray]:
+    def _cancellable(self, compute: MoeBlock[AnyArray]) -> MoeBlock[AnyArray]:
         """The same, but the first layer that nobody wants any more raises Cancelled."""
 
         def moe(
@@ -114,3 +208,32 @@ class Steps:
             return compute(layer_id, hidden, topk_ids, topk_weights)
 
         return moe
+
+
+def _phase_of(num_tokens: int) -> Phase:
+    return Phase.DECODE if num_tokens == 1 else Phase.PREFILL
+
+
+class _NobodyElse:
+    """Implements backend.OtherExperts for a trial: others' shares are zero, nothing is counted."""
+
+    def __init__(self, runtime: MoeExpertComputeRuntime) -> None:
+        self.experts_here = runtime.experts_here
+
+    def count_here(
+        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
+    ) -> None:
+        """Nothing."""
+
+    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+        """Nothing."""
+
+    def start(self, layer_id: int, hidden: F32Array, *choice: AnyArray, phase: Phase) -> F64Array:
+        return np.zeros(hidden.shape)
+
+    def finish(self, started: Any) -> F64Array:
+        sums: F64Array = started
+        return sums
+
+    def abandon(self, started: Any) -> None:
+        """Nothing was begun."""

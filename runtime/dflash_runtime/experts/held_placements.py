@@ -76,6 +76,7 @@ class ExpertStore:
     ) -> HeldPlacement:
         """A placement's banks, to be given back with `release`; only what is missing is loaded.
 
+        What a device held for a placement that is dropped is free before anything is loaded.
         If loading fails, what it has dropped stays dropped and what it has loaded is kept until
         another placement comes.
         """
@@ -84,7 +85,7 @@ class ExpertStore:
             if held is not None:
                 held.num_users += 1
                 return held
-            before = list(self._placements.values())
+            reused = self._reusable(owned)
             self._placements = {
                 name: each for name, each in self._placements.items() if each.num_users
             }
@@ -95,11 +96,22 @@ class ExpertStore:
             len(self._loaded.get(layer_id, set()).intersection(ids.tolist()))
             for layer_id, ids in owned.by_layer.items()
         )
-        banks = self._load(owned, before, on_progress)
+        by_layer_id = self._spec.by_layer_id
+        self._backend.require_room(
+            self._file,
+            [
+                (by_layer_id[layer_id], ids.size)
+                for layer_id, ids in owned.by_layer.items()
+                if layer_id not in reused
+            ],
+        )
+        banks = self._load(owned, reused, on_progress)
         held = HeldPlacement(
             owned,
             banks,
-            measure_pairs_per_second(banks.values(), self._rates),
+            measure_pairs_per_second(
+                banks.values(), self._rates, batches=self._backend.trial_batches
+            ),
             num_kept=num_kept,
             num_loaded=self.num_experts - (num_before - num_dropped),
             num_dropped=num_dropped,
@@ -114,19 +126,26 @@ class ExpertStore:
         with self._lock:
             held.num_users -= 1
 
-    def _load(
-        self, owned: OwnedExperts, before: Iterable[HeldPlacement], on_progress: LoadProgress
-    ) -> dict[int, ExpertBank]:
-        """A bank a layer, one of those that were there `before` if it has the same local ids."""
-        known = {
-            (layer_id, held.owned.by_layer[layer_id].tobytes()): bank
-            for held in before
+    def _reusable(self, owned: OwnedExperts) -> dict[int, ExpertBank]:
+        """Banks that are there and have just the local ids that are wanted, by layer id."""
+        return {
+            layer_id: bank
+            for held in self._placements.values()
             for layer_id, bank in held.banks.items()
+            if np.array_equal(held.owned.by_layer[layer_id], owned.by_layer.get(layer_id, ()))
         }
+
+    def _load(
+        self,
+        owned: OwnedExperts,
+        reused: Mapping[int, ExpertBank],
+        on_progress: LoadProgress,
+    ) -> dict[int, ExpertBank]:
+        """A bank a layer, those that are there already as they are."""
         banks = {}
         for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
             on_progress(num_done, len(owned.by_layer))
-            bank = known.get((layer_id, ids.tobytes()))
+            bank = reused.get(layer_id)
             if bank is None:
                 layer, loaded = self._spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
                 new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)

@@ -7,30 +7,19 @@ Knows nothing of architectures, tokens or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
-from dflash_protocol.placement import LayerRouting, Placement
+from dflash_protocol.placement import Placement
 from dflash_protocol.routed_batch import group_by_expert
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
-from dflash_runtime.experts.selections import SelectionCounts
-
-
-@dataclass(slots=True)
-class _Pairs:
-    """Some of a layer's (token, expert, weight) triples. Shapes: all [P]."""
-
-    token_indices: I32Array
-    global_expert_ids: I32Array
-    weights: F32Array
-
-    @property
-    def num_pairs(self) -> int:
-        return int(self.token_indices.size)
+from dflash_runtime.experts.pairs import Pairs, concatenated, split_by_owner
+from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
 
 @dataclass(slots=True)
@@ -40,14 +29,30 @@ class _InFlight:
     owner: ExpertCompute
     owner_index: int
     ticket: Ticket
-    pairs: _Pairs
+    pairs: Pairs
+
+
+@dataclass(slots=True, eq=False)
+class StartedLayer:
+    """A layer's pairs, or some of them, while they are computed."""
+
+    layer_id: int
+    hidden: F32Array
+    phase: Phase
+    is_hot_only: bool = True
+    in_flight: list[_InFlight] = field(default_factory=list)
+    orphans: dict[int, Pairs] = field(default_factory=dict)
+    """Pairs whose owner was lost meanwhile, by owner index."""
+    lost: frozenset[int] = frozenset()
 
 
 class MoeExpertComputeRuntime:
-    """Computes routed experts by placement.
+    """Computes routed experts by placement. Implements backend.OtherExperts.
 
     `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
-    None when all experts are local, or when daemons are required. Used by one thread.
+    None when all experts are local, or when daemons are required. The experts that `device_owner`,
+    an index, answers for are computed by a device's own MoE block: its pairs are counted here and
+    left out otherwise. Used by one thread.
     Owns: owners and fallback.
     """
 
@@ -57,11 +62,14 @@ class MoeExpertComputeRuntime:
         owners: Sequence[ExpertCompute],
         *,
         fallback: ExpertCompute | None,
+        device_owner: int | None = None,
     ) -> None:
         assert len(owners) == len(placement.owners)
+        self.hits = HitCounts()
         self._placement = placement
         self._owners = tuple(owners)
         self._fallback = fallback
+        self._device_owner = device_owner
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
         self._lost_reason = ""
         self._selections = SelectionCounts(placement.experts_per_layer)
@@ -81,21 +89,82 @@ class MoeExpertComputeRuntime:
         Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; result [T, H].
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
-        sums = np.zeros(hidden.shape, dtype=np.float64)
+        started = self.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
+        return self.finish(started).astype(np.float32)
+
+    def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
+        """As OtherExperts.experts_here."""
+        owner_index = self._placement.routing[layer_id].owner_index
+        if self._device_owner is None:
+            return np.zeros(owner_index.shape, np.bool_)
+        is_here: npt.NDArray[np.bool_] = owner_index == self._device_owner
+        return is_here
+
+    def count_here(
+        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
+    ) -> None:
+        """As OtherExperts.count_here."""
+        self._count_on_device(
+            phase,
+            num_requests=num_layers,
+            num_tokens=num_layers * num_tokens,
+            num_pairs=num_pairs,
+        )
+        self.hits.layers += num_layers
+        self.hits.layers_hot_only += num_layers
+
+    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+        """As OtherExperts.count_selections."""
+        self._selections.add(layer_id, topk_ids.reshape(-1))
+
+    def start(
+        self,
+        layer_id: int,
+        hidden: F32Array,
+        topk_ids: I32Array,
+        topk_weights: F32Array,
+        *,
+        phase: Phase,
+    ) -> StartedLayer:
+        """As OtherExperts.start: submit every pair, but for those of a device's own block.
+
+        Shapes and errors as `compute`.
+        """
         num_tokens, num_used = topk_ids.shape
         if num_tokens == 1:
             token_indices = np.zeros(num_used, dtype=np.int32)
         else:
             token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
-        pairs = _Pairs(token_indices, topk_ids.reshape(-1), topk_weights.reshape(-1))
+        pairs = Pairs(token_indices, topk_ids.reshape(-1), topk_weights.reshape(-1))
         self._selections.add(layer_id, pairs.global_expert_ids)
-        lost: frozenset[int] = frozenset()
-        while pairs.num_pairs:
-            orphans = self._compute_round(layer_id, hidden, pairs, phase, lost, sums)
-            lost = lost.union(orphans)
-            self._count_retries(layer_id, orphans, lost)
-            pairs = _concatenated(list(orphans.values()))
-        return sums.astype(np.float32)
+        self.hits.layers += 1
+        if self._device_owner is not None:
+            pairs = self._without_device(layer_id, pairs, phase)
+        started = StartedLayer(layer_id, hidden, phase)
+        if pairs.num_pairs:
+            self._submit(started, pairs)
+        return started
+
+    def finish(self, started: StartedLayer) -> F64Array:
+        """As OtherExperts.finish: collect, and have what was lost computed by others."""
+        sums = np.zeros(started.hidden.shape, dtype=np.float64)
+        while True:
+            self._collect(started, sums)
+            orphans = started.orphans
+            if not orphans:
+                break
+            started.lost = started.lost.union(orphans)
+            started.orphans = {}
+            self._count_retries(started.layer_id, orphans, started.lost)
+            self._submit(started, concatenated(list(orphans.values())))
+        self.hits.layers_hot_only += started.is_hot_only
+        return sums
+
+    def abandon(self, started: StartedLayer) -> None:
+        """As OtherExperts.abandon."""
+        for entry in started.in_flight:
+            entry.owner.abandon(entry.ticket)
+        started.in_flight.clear()
 
     def stats(self) -> dict[str, OwnerStats]:
         """Counters by owner name; the fallback's under ``fallback`` once it has been used."""
@@ -121,7 +190,7 @@ class MoeExpertComputeRuntime:
         return entry.owner_index < 0 or not self._is_daemon[entry.owner_index]
 
     def _count_retries(
-        self, layer_id: int, orphans: dict[int, _Pairs], lost: frozenset[int]
+        self, layer_id: int, orphans: dict[int, Pairs], lost: frozenset[int]
     ) -> None:
         """Count batches that have to be computed elsewhere, at the owners that were to do it."""
         for owner_index, pairs in orphans.items():
@@ -131,24 +200,38 @@ class MoeExpertComputeRuntime:
             is_homeless = (routing.owner_index[pairs.global_expert_ids] < 0).any()
             stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
-    def _compute_round(
-        self,
-        layer_id: int,
-        hidden: F32Array,
-        pairs: _Pairs,
-        phase: Phase,
-        lost: frozenset[int],
-        sums: F64Array,
-    ) -> dict[int, _Pairs]:
-        """Have pairs computed by the first of their owners that is not `lost`, else the fallback.
+    def _without_device(self, layer_id: int, pairs: Pairs, phase: Phase) -> Pairs:
+        """What is left when the device has taken its pairs, which are counted as its owner's."""
+        owner_of_pair = self._placement.routing[layer_id].owner_index[pairs.global_expert_ids]
+        others = owner_of_pair != self._device_owner
+        num_others = int(others.sum())
+        if num_others < pairs.num_pairs:
+            num_tokens = np.unique(pairs.token_indices[~others]).size
+            self._count_on_device(
+                phase, num_tokens=num_tokens, num_pairs=pairs.num_pairs - num_others
+            )
+        return pairs.where(others)
 
-        Adds to `sums`; returns the pairs of owners that were lost meanwhile, by owner index.
+    def _count_on_device(
+        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_requests: int = 1
+    ) -> None:
+        assert self._device_owner is not None
+        stats = self._owners[self._device_owner].stats
+        for counted in (stats, stats.of_phase(phase)):
+            counted.requests += num_requests
+            counted.tokens += num_tokens
+            counted.pairs += num_pairs
+        self.hits.hot += num_pairs
+
+    def _submit(self, started: StartedLayer, pairs: Pairs) -> None:
+        """Submit pairs to the first of their owners that is not lost, else to the fallback.
+
+        Pairs whose owner takes no work are orphans.
         """
-        routing = self._placement.routing_without(lost)[layer_id]
-        orphans: dict[int, _Pairs] = {}
-        in_flight: list[_InFlight] = []
+        layer_id = started.layer_id
+        routing = self._placement.routing_without(started.lost)[layer_id]
         try:
-            for owner_index, share in _split(pairs, routing):
+            for owner_index, share in split_by_owner(pairs, routing):
                 owner, expert_ids = self._fallback, share.global_expert_ids
                 if owner_index >= 0:
                     owner = self._owners[owner_index]
@@ -157,53 +240,49 @@ class MoeExpertComputeRuntime:
                 elif owner is None:
                     raise DaemonUnavailable(f"{self._lost_reason}; daemons are required")
                 batch = group_by_expert(
-                    hidden, share.token_indices, expert_ids, weights=share.weights, phase=phase
+                    started.hidden,
+                    share.token_indices,
+                    expert_ids,
+                    weights=share.weights,
+                    phase=started.phase,
                 )
                 try:
                     ticket = owner.submit(layer_id, batch)
                 except DaemonUnavailable as error:
-                    orphans[owner_index] = share
+                    started.orphans[owner_index] = share
                     self._lost_reason = str(error)
                 else:
-                    in_flight.append(_InFlight(owner, owner_index, ticket, share))
-            # What is computed in this process is computed in `collect`: it is popped first, while
-            # the daemons are at work.
-            in_flight.sort(key=self._is_computed_here)
+                    started.in_flight.append(_InFlight(owner, owner_index, ticket, share))
+        except BaseException:
+            self.abandon(started)
+            raise
+        # What is computed in this process is computed in `collect`: it is popped first, while
+        # the daemons are at work.
+        started.in_flight.sort(key=self._is_computed_here)
+
+    def _collect(self, started: StartedLayer, sums: F64Array) -> None:
+        """Add what was submitted to `sums`; pairs of owners that are lost by now are orphans."""
+        in_flight = started.in_flight
+        try:
             while in_flight:
                 entry = in_flight[-1]
                 try:
                     entry.owner.collect(entry.ticket, sums)
                 except DaemonUnavailable as error:
-                    orphans[entry.owner_index] = entry.pairs
+                    started.orphans[entry.owner_index] = entry.pairs
                     self._lost_reason = str(error)
+                else:
+                    self._count_hits(started, entry)
                 in_flight.pop()
         finally:
-            for entry in in_flight:
-                entry.owner.abandon(entry.ticket)
-        return orphans
+            self.abandon(started)
 
-
-def _split(pairs: _Pairs, routing: LayerRouting) -> Iterator[tuple[int, _Pairs]]:
-    """Each owner's share; owner -1 is nobody."""
-    if routing.sole_owner is not None:
-        yield routing.sole_owner, pairs
-        return
-    owner_of_pair = routing.owner_index[pairs.global_expert_ids]
-    num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # nobody's first
-    if num_pairs_of_owner[-1] == pairs.num_pairs:
-        yield num_pairs_of_owner.size - 2, pairs
-        return
-    for owner_index in (np.flatnonzero(num_pairs_of_owner) - 1).tolist():
-        mine = owner_of_pair == owner_index
-        yield (
-            owner_index,
-            _Pairs(pairs.token_indices[mine], pairs.global_expert_ids[mine], pairs.weights[mine]),
-        )
-
-
-def _concatenated(shares: list[_Pairs]) -> _Pairs:
-    return _Pairs(
-        np.concatenate([share.token_indices for share in shares] or [np.empty(0, np.int32)]),
-        np.concatenate([share.global_expert_ids for share in shares] or [np.empty(0, np.int32)]),
-        np.concatenate([share.weights for share in shares] or [np.empty(0, np.float32)]),
-    )
+    def _count_hits(self, started: StartedLayer, entry: _InFlight) -> None:
+        if entry.owner_index < 0:
+            self.hits.cold += entry.pairs.num_pairs
+        elif self._is_daemon[entry.owner_index]:
+            self.hits.remote += entry.pairs.num_pairs
+        else:
+            self.hits.hot += entry.pairs.num_pairs
+            return
+        started.is_hot_only = False

@@ -6,6 +6,7 @@ Knows nothing of owners: what is counted is the routing, whoever computed it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -14,6 +15,27 @@ from dflash_protocol.ids import I32Array
 _FEW_PAIRS = 64
 """Up to so many are counted one by one: a decode step has a handful, and calls into numpy cost more
 than counting those does."""
+
+
+@dataclass(slots=True)
+class HitCounts:
+    """How much of what was chosen lay where the parent computes, since the start.
+
+    A layer is counted for each step and each chunk that went through it.
+    """
+
+    layers: int = 0
+    layers_hot_only: int = 0
+    """Those that needed nobody but the parent's own device."""
+    hot: int = 0
+    """Selections computed by the parent's own experts; the next ones by daemons, and by the
+    fallback."""
+    remote: int = 0
+    cold: int = 0
+
+    def as_record(self) -> dict[str, int]:
+        """By name, as in ``--json``."""
+        return asdict(self)
 
 
 class SelectionCounts:

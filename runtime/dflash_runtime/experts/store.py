@@ -19,12 +19,16 @@ from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute.host import ONE_TOKEN
 
 _LOOK_S = 0.1
 """Time between looks at a file that is read when it is used: a look takes a few µs a shard."""
 
 LoadProgress = Callable[[int, int], None]
 """Called with layers done and layers in total."""
+
+TrialBatches: TypeAlias = tuple[tuple[Phase, int], ...]
+"""Phases and numbers of tokens."""
 
 BankKind: TypeAlias = tuple[object, ...]
 """What a bank's rate depends on; banks of one kind run the same kernels on the same shapes."""
@@ -73,11 +77,15 @@ def load_banks(
 
 
 def measure_pairs_per_second(
-    banks: Iterable[ExpertBank], known: dict[BankKind, float] | None = None
+    banks: Iterable[ExpertBank],
+    known: dict[BankKind, float] | None = None,
+    *,
+    batches: TrialBatches = ONE_TOKEN,
 ) -> float:
     """Run every kind of bank once and say how many (token, expert) pairs the slowest does a second.
 
-    This also makes sure that every kernel is compiled and has run before anyone is called ready.
+    This also makes sure that every kernel is compiled and has run before anyone is called ready:
+    `batches` are the backend's `trial_batches`.
     Kinds in `known` are taken from there, and new ones are added to it.
     """
     rates = {} if known is None else known
@@ -86,7 +94,7 @@ def measure_pairs_per_second(
         kind = _kind_of(bank)
         kinds.add(kind)
         if kind not in rates:
-            rates[kind] = _measured(bank)
+            rates[kind] = _measured(bank, batches)
     return min((rates[kind] for kind in kinds), default=1e9)
 
 
@@ -131,22 +139,30 @@ def _kind_of(bank: ExpertBank) -> BankKind:
     )
 
 
-def _measured(bank: ExpertBank) -> float:
-    """Pairs of one token a second, the second time."""
-    layer = bank.layer
-    num_pairs = min(layer.num_experts_used, bank.num_experts)
-    batch = group_by_expert(
-        np.ones((1, layer.hidden_size), np.float32),
-        np.zeros(num_pairs, np.int32),
-        np.arange(num_pairs, dtype=np.int32),
-        weights=np.ones(num_pairs, np.float32),
-        phase=Phase.DECODE,
-    )
-    out = np.zeros((1, layer.hidden_size))
-    bank.accumulate(batch, out)
+def _measured(bank: ExpertBank, batches: TrialBatches) -> float:
+    """Pairs of the first batch a second, when all have been computed once."""
+    for phase, num_tokens in reversed(batches):
+        batch = _trial_batch(bank, phase, num_tokens)
+        out = np.zeros(batch.hidden.shape)
+        bank.accumulate(batch, out)
     started_s = time.perf_counter()
     bank.accumulate(batch, out)
-    return num_pairs / max(time.perf_counter() - started_s, 1e-7)
+    return batch.num_pairs / max(time.perf_counter() - started_s, 1e-7)
+
+
+def _trial_batch(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch:
+    """Tokens that have chosen one expert after the other."""
+    layer = bank.layer
+    num_used = min(layer.num_experts_used, bank.num_experts)
+    tokens = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
+    chosen = np.arange(num_tokens * num_used, dtype=np.int32) % np.int32(bank.num_experts)
+    return group_by_expert(
+        np.ones((num_tokens, layer.hidden_size), np.float32),
+        tokens,
+        chosen,
+        weights=np.ones(chosen.size, np.float32),
+        phase=phase,
+    )
 
 
 def read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:

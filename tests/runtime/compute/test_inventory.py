@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 
+from dflash_protocol.device import Device, DeviceKind
+from dflash_runtime.cli import doctor
+from dflash_runtime.cli.findings import gpu_lines
 from dflash_runtime.compute import inventory as inventory_module
+from dflash_runtime.compute.cupy import devices, driver
 from dflash_runtime.compute.inventory import inventory
+from support.fake_driver.fake_driver import FakeDriver, Setting
 
 BACKENDS = ("reference", "cpu", "cuda", "hip")
 
@@ -76,6 +81,33 @@ def test_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch, cupy: object, w
     assert (found["gpus"], found["why_no_gpu"]) == ([], why)
     is_told = [str(found["backends"][kind]) for kind in ("cuda", "hip")]
     assert all(("has no CuPy" in reason) == (cupy is None) for reason in is_told)
+
+
+def test_what_drivers_say_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver()
+    for module in (devices, driver):
+        monkeypatch.setattr(module, "open_driver", fake.open)
+    fake.set(Setting.NUM_DEVICES, 2)
+    fake.set(Setting.VERSION, 12040)
+    found = with_cupy(monkeypatch, FakeCupy(num_devices=1))
+    first, second = (gpu for gpu in found["gpus"] if gpu["device"].startswith("cuda"))
+    assert first["why_not"] is None
+    assert (first["name"], first["pci_bus_id"]) == ("Fake 100", "0000:64:00.0")
+    assert (first["architecture"], first["lanes"], first["lacks"]) == ("sm_90a", 32, [])
+    assert second["why_not"] == "CuPy does not see it"
+    assert found["drivers"]["cuda"]["version"] == 12040
+    assert "NVRTC" in found["drivers"]["cuda"]["compiler"].upper()
+    lines = "\n".join(gpu_lines(first) + gpu_lines(second))
+    assert "PCIe 0000:64:00.0, UUID 6464" in lines
+    assert "sm_90a, warps of 32 lanes; kernels do without: nothing" in lines
+    assert "unusable: CuPy does not see it" in lines
+    found["backends"]["cuda"] = None  # as if these were all that is needed
+    assert doctor._why_no_gpu(found, Device(DeviceKind.CUDA, 0)) is None
+    reason = doctor._why_no_gpu(found, Device(DeviceKind.CUDA, 1))
+    assert reason == "cuda:1: CuPy does not see it"
+    fake.set(Setting.MAJOR, 5)
+    found = with_cupy(monkeypatch, FakeCupy(num_devices=2))
+    assert "5.0 is too old" in found["gpus"][0]["why_not"]
 
 
 def test_its_source_is_a_program_that_needs_the_standard_library_alone(tmp_path: Path) -> None:

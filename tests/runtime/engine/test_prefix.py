@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from dflash_protocol.ids import I32Array
 from dflash_runtime import Engine
-from dflash_runtime.engine import steps as steps_module
+from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.prefix import CachedPrefix
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
@@ -50,7 +52,8 @@ def everything(
 def test_reuse_does_not_show_in_the_bits(
     model: Path, backend: str, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps_module, "_PREFILL_CHUNK", CHUNK)
+    for kind in (CpuBackend, ReferenceBackend):
+        monkeypatch.setattr(kind, "chunking", replace(kind.chunking, preferred=CHUNK))
     random = np.random.default_rng(1)
     base = [int(i) for i in random.integers(0, BLOCK_32_SHAPE.vocab_size, 60)]
     with (
@@ -120,11 +123,11 @@ def test_log_probabilities_are_those_of_the_logits(model: Path) -> None:
     assert [lp for _, lp in token.logprobs.top] == pytest.approx(expected[order].tolist())
 
 
-@given(data=st.data(), is_chunk_invariant=st.booleans())
+@given(data=st.data(), invariant_from=st.sampled_from([None, 1, 3]))
 def test_what_is_kept_is_what_would_be_computed_again(
-    data: st.DataObject, is_chunk_invariant: bool
+    data: st.DataObject, invariant_from: int | None
 ) -> None:
-    prefix = CachedPrefix(64, is_chunk_invariant=is_chunk_invariant)
+    prefix = CachedPrefix(64, invariant_from=invariant_from)
     computed: dict[int, tuple[int, tuple[int, int]]] = {}  # position: token, its chunk
     for _ in range(data.draw(st.integers(1, 6))):
         size = data.draw(st.integers(1, 40))
@@ -136,7 +139,11 @@ def test_what_is_kept_is_what_would_be_computed_again(
         for position in range(reused):
             token, bounds = computed[position]
             assert token == prompt[position]
-            assert is_chunk_invariant or bounds == chunk_of[position]
+            if invariant_from is None:
+                assert bounds == chunk_of[position]
+            else:
+                assert bounds[1] - bounds[0] >= invariant_from
+                assert size - reused >= invariant_from
         for first, last in chunk_bounds(size - reused, None, CHUNK):
             first, last = reused + first, reused + last
             prefix.cut(first)
@@ -149,10 +156,27 @@ def test_what_is_kept_is_what_would_be_computed_again(
 
 
 def test_tokens_one_by_one_do_not_make_it_grow() -> None:
-    prefix = CachedPrefix(1000, is_chunk_invariant=True)
+    prefix = CachedPrefix(1000, invariant_from=1)
     for position in range(1000):
         prefix.cut(position)
         prefix.add(position, ids(position))
     assert prefix.num_cached == 1000
     assert len(prefix._bounds) == 1
     assert prefix.num_reusable(np.arange(1000, dtype=np.int32), []) == 999
+
+
+@given(
+    num_tokens=st.integers(0, 300),
+    smallest=st.integers(1, 9),
+    default=st.integers(18, 40),
+    chunk=st.none() | st.lists(st.integers(1, 100), min_size=1),
+)
+def test_chunks_cover_all_and_none_is_too_small_or_too_large(
+    num_tokens: int, smallest: int, default: int, chunk: list[int] | None
+) -> None:
+    bounds = list(chunk_bounds(num_tokens, chunk, default, smallest=smallest, largest=default))
+    assert [position for each in bounds for position in range(*each)] == list(range(num_tokens))
+    sizes = [last - first for first, last in bounds]
+    assert all(0 < size <= default for size in sizes)
+    if chunk is None:
+        assert all(size >= min(smallest, num_tokens) for size in sizes)

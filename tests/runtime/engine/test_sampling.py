@@ -7,12 +7,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+from support.examples import examples
 
 LOGITS = st.lists(st.integers(-512, 512).map(lambda number: number / 128), min_size=1)
 """Exact in float32; the shares used with them below are ones that no sum of theirs meets."""
@@ -45,7 +46,7 @@ def draw(values: list[float], options: SamplingOptions, count: int) -> list[int]
     return [sampler(row(values)) for _ in range(count)]
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(LOGITS)
 def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
     (token_id,) = draw(values, SamplingOptions(), 1)
@@ -53,7 +54,7 @@ def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
     assert draw(values, SamplingOptions(temperature=0.0, top_k=3, seed=1), 3) == [token_id] * 3
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(
     LOGITS,
     st.sampled_from([0.3, 1.0, 2.5]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf_file import GgufFile
@@ -29,6 +29,7 @@ from dflash_runtime.experts.compute import (
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import every_expert, load_banks
 from dflash_runtime.placement.split import make_placement
+from support.examples import examples
 from support.placements import random_placement
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.routed_batches import (
@@ -154,7 +155,7 @@ def split(*lists: list[int], names: tuple[str, ...] = ("local", "cpu0", "cpu1"))
     return make_placement(SPEC, owners)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_every_placement_gives_the_naive_sum_whoever_is_lost(data: st.DataObject) -> None:
     num_owners = data.draw(st.integers(1, 4))
@@ -221,7 +222,7 @@ def test_what_other_owners_were_asked_is_collected_or_abandoned_although_one_is_
         assert f"collect {name}" in rig.log or f"abandon {name}" in rig.log
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_without_a_fallback_every_pair_is_computed_or_it_is_an_error(data: st.DataObject) -> None:
     """An error exactly if some chosen expert has no owner left."""

@@ -1,12 +1,19 @@
 // The emulation's side of common.cuh: kernels as C++ of the host, for results without a GPU.
 #pragma once
 
-#include <math.h>
-
 #include "scheduler.h"
 #include "undefined_behaviour.h"
 
-#define INLINE inline __attribute__((always_inline))
+// Declared here: C++'s <math.h> costs more time than most kernels take to compile.
+extern "C" {
+float expf(float) noexcept;
+float fmaf(float, float, float) noexcept;
+float rintf(float) noexcept;
+float sqrtf(float) noexcept;
+}
+
+// Not always inlined: each copy would be compiled again.
+#define INLINE inline
 #define CONSTANT(TYPE, NAME, COUNT) alignas(16) static const TYPE NAME[COUNT]
 
 // The launcher is NAME_launch, NAME_args_bytes what Python's mirror of the arguments must take.

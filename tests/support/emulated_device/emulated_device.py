@@ -9,11 +9,13 @@ shows barriers that are missing.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -24,6 +26,7 @@ from numpy.typing import DTypeLike
 
 from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
 from dflash_protocol.ids import AnyArray
+from dflash_protocol.settings import cache_directory_in_use
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.capabilities import Capabilities, host_capabilities
 from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address, check_args
@@ -39,8 +42,11 @@ _FOLDER = Path(__file__).parent
 _GUARD_BYTES = 256
 _POISON = 0xFF
 _FLAGS = (
-    *("-std=c++17", "-O2", "-fPIC", "-shared", "-DDFLASH_HOST"),
+    # Kernels are compiled for one shape each and run on little: optimising takes longer than it
+    # saves.
+    *("-std=c++17", "-O0", "-fPIC", "-shared", "-DDFLASH_HOST"),
     *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions", "-fno-rtti"),
+    *("-fno-asynchronous-unwind-tables", "-nostdlib"),
     # As devices' compilers have it: ints wrap around, bytes may be read as anything.
     *("-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off"),
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
@@ -271,6 +277,14 @@ class EmulatedDevice:
         self._must_not_record("map memory")
         return EmulatedHostMapping(self, array)
 
+    def trim(self) -> None:
+        """As KernelDevice.trim; numpy keeps nothing."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arrays that there are."""
+        return sum(self._range_bytes[begin] for begin in self._buffers)
+
     def synchronize(self) -> None:
         """As KernelDevice.synchronize; everything has ended already."""
         self._must_not_record("synchronise")
@@ -330,8 +344,11 @@ def _library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
     version = _compiler_version(compiler)
     key = digest_of((source.digest, *_FLAGS, *options, version))
     binaries = BinaryCache()
-    content = binaries.get(key)
-    with tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder,
+        _compiled_by_one(key),
+    ):
+        content = binaries.get(key)
         library = Path(folder) / "kernel.so"
         if content is not None:
             library.write_bytes(content)
@@ -340,13 +357,26 @@ def _library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
             includes = ("-I", str(KERNELS_FOLDER), "-I", str(_FOLDER))
             command = (
                 *(compiler, *_FLAGS, *options, *includes),
-                *("-x", "c++", str(path), "-o", str(library), "-lm"),
+                *("-x", "c++", str(path), "-o", str(library), "-lm", "-lc"),
             )
             result = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if result.returncode:
                 raise KernelCompileError(f"{file} {' '.join(options)}\n{result.stderr[:8000]}")
             binaries.put(key, library.read_bytes())
         return ctypes.CDLL(str(library))
+
+
+@contextmanager
+def _compiled_by_one(key: bytes) -> Iterator[None]:
+    """Whoever else wants the same module meanwhile waits, and finds it on disk.
+
+    Whoever holds the lock gives up its compiler after a while, and a lock ends with its process.
+    """
+    folder = cache_directory_in_use() / "emulated-locks"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / key[:1].hex()).open("w") as file:  # few files, so that none has to be removed
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @cache

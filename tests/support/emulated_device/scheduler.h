@@ -171,7 +171,9 @@ static void prepare_fiber(int thread) {
 #endif
 }
 
-static bool same_site(Site a, Site b) { return a.line == b.line && !strcmp(a.file, b.file); }
+static bool same_site(Site a, Site b) {
+    return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file));
+}
 
 // Threads begin, … wait for each other here. Whoever comes last goes on at once.
 static void meet(Site site, State state, int begin, int end, int *num_arrived) {

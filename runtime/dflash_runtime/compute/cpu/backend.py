@@ -18,9 +18,10 @@ from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers, check_num_threads
+from dflash_runtime.compute.host import HostBackend
 
 
-class CpuBackend:
+class CpuBackend(HostBackend):
     """Implements backend.ComputeBackend with up to `num_threads` threads, the caller's among them.
 
     Weights of any type are multiplied as the float32 values they stand for; nothing is rounded to

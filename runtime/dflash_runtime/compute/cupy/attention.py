@@ -111,7 +111,12 @@ class DecodeAttention:
             if shape.kv.value_dim % GRANULE:
                 raise ValueError(f"heads of {shape.kv.value_dim} are no whole granules of int8")
             merge_args.quants, merge_args.meta = int8_rows(
-                arrays, "out.", out.quants, out.meta, rows=num_tokens, columns=columns
+                arrays,
+                "out.",
+                quants=out.quants,
+                meta=out.meta,
+                rows=num_tokens,
+                columns=columns,
             )
         self._device.launch(
             self._decode,

@@ -36,8 +36,8 @@ class AttentionLauncher:
         heads: tuple[Heads, Heads, Heads],
         cache: DeviceKvCache,
         cache_layer: int,
-        positions: StepPositions,
         *,
+        positions: StepPositions,
         scale: float,
         out: Rows,
     ) -> None:
@@ -65,8 +65,8 @@ class AttentionLauncher:
         heads: tuple[Heads, Heads, Heads],
         cache: DeviceKvCache,
         cache_layer: int,
-        positions: StepPositions,
         *,
+        positions: StepPositions,
         scale: float,
         out: Rows,
     ) -> None:
@@ -92,7 +92,11 @@ class AttentionLauncher:
         assert query.rotation is not None
         table = query.rotation.table
         return AttentionShape.of(
-            query.num_heads, layer.kv, layer.kv_type, table, has_mma=self._has_mma
+            query.num_heads,
+            layer.kv,
+            kv_type=layer.kv_type,
+            table=table,
+            has_mma=self._has_mma,
         )
 
     def _new_rows(

@@ -71,7 +71,7 @@ class AttentionShape:
 
     @staticmethod
     def of(
-        num_heads: int, kv: KvLayer, kv_type: KvType, table: RopeTable, *, has_mma: bool
+        num_heads: int, kv: KvLayer, *, kv_type: KvType, table: RopeTable, has_mma: bool
     ) -> AttentionShape:
         """For a device that has tensor cores or not; float32 caches are computed in float32."""
         use_mma = has_mma and kv_type is not KvType.F32

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer
-from dflash_adapters.ops import KvType
+from dflash_adapters.moe_spec import KvLayer, MoeLayer
+from dflash_adapters.ops import KvCache, KvType, Model
 from dflash_adapters.quant import TensorType
 from dflash_protocol.device import Device
+from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, I32Array, Phase
-from dflash_runtime.compute.backend import ExpertBank
+from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.device import KernelDevice
-from dflash_runtime.compute.cupy.experts import CupyExpertBank
+from dflash_runtime.compute.cupy.devices import DeviceMemory
+from dflash_runtime.compute.cupy.experts import STEP_SIZES, CupyExpertBank
+from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.matrix import Uploader
-from dflash_runtime.compute.cupy.moe import ComputeElsewhere, DeviceMoe
+from dflash_runtime.compute.cupy.moe import DeviceMoe
 from dflash_runtime.compute.cupy.ops import CupyOps
-from dflash_runtime.compute.cupy.resident import load_resident
+from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from dflash_runtime.compute.cupy.resident import ResidentLayer, load_resident
+from dflash_runtime.compute.cupy.room import (
+    Room,
+    cache_bytes,
+    experts_bytes,
+    logits_bytes,
+    weights_bytes,
+    work_bytes,
+)
+from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 
 MAX_CHUNK = 4096
 """Tokens of a chunk of a prompt: the more, the less often matrices are made halves of."""
 
 _SCRATCH_BYTES = 1 << 30
 """For matrices as halves: all experts of a layer of a 30B model at once."""
+
+_HEAD_ROWS = 512
+"""Rows of logits that are computed at once."""
 
 KERNEL_VERSION = 1
 """To be raised with every change that changes bits."""
@@ -33,10 +52,12 @@ KERNEL_VERSION = 1
 class CupyBackend:
     """Implements backend.ComputeBackend.
 
-    Owns: the device, and with it all memory on it.
+    A model is run by one thread; banks may be loaded and asked by others meanwhile.
+    Owns: the device that it has opened, and with it all memory on it.
     """
 
     name = "cupy"
+    is_host = False
 
     def __init__(
         self,
@@ -44,48 +65,126 @@ class CupyBackend:
         *,
         max_chunk: int = MAX_CHUNK,
         scratch_bytes: int = _SCRATCH_BYTES,
+        memory: Callable[[], DeviceMemory] | None = None,
     ) -> None:
-        """Raises: DeviceUnavailable, KernelCompileError."""
+        """`memory` says what is free; nothing is checked beforehand without it, unless the device
+        is opened here.
+
+        Raises: DeviceUnavailable, KernelCompileError.
+        """
         self._undo = contextlib.ExitStack()
         if isinstance(device, Device):
             opened = CupyDevice(device)
             self._undo.callback(opened.close)
-            device = opened
+            device, memory = opened, opened.memory
         self.device: KernelDevice = device
         self.numeric_class = f"cupy-{KERNEL_VERSION}/{device.capabilities.architecture}"
+        # Fewer tokens than that are a step's kernels' work, which have other bits.
+        self.chunking = Chunking(max_chunk, max_chunk, invariant_from=MOST_TOKENS + 1)
+        self.trial_batches = (
+            *((Phase.DECODE, size) for size in STEP_SIZES),
+            (Phase.PREFILL, max_chunk),
+        )
+        self._memory = memory
+        self._scratch_bytes = scratch_bytes
+        self._lock = threading.RLock()
         self._uploader = Uploader(device)
         self.ops = CupyOps(device, self._uploader, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+
+    def free_memory_bytes(self) -> int:
+        """As backend.ComputeBackend; what is not known is 0."""
+        return 0 if self._memory is None else self._memory().free_bytes
+
+    def require_room(
+        self,
+        file: GgufFile,
+        experts: Iterable[tuple[MoeLayer, int]],
+        *,
+        kv_layers: tuple[KvLayer, ...] = (),
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+    ) -> None:
+        """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
+        given = list(experts)
+        layers = [layer for layer, _ in given]
+        work = 0
+        if not self.ops.chunks.has_worked:
+            work = work_bytes(
+                layers, max_chunk=self.chunking.preferred, scratch_bytes=self._scratch_bytes
+            )
+        if kv_layers:
+            work += logits_bytes(file, _HEAD_ROWS)
+        room = Room(
+            experts_bytes(file, given),
+            weights=weights_bytes(file, layers) if kv_layers else 0,
+            cache=cache_bytes(kv_layers, num_positions, kv_type),
+            scratch=work,
+        )
+        if self._memory is not None:
+            self.device.trim()
+            room.require(self.device.name, self._memory())
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> CupyExpertBank:
         """Raises: UnsupportedModel, DeviceOutOfMemory."""
-        by_global, by_local = load_resident(
-            self.device, self._uploader, file, layer, global_expert_ids=global_expert_ids
-        )
-        self.ops.chunks.expect_experts(by_global)
-        return CupyExpertBank(self.ops, by_global, by_local, int(global_expert_ids.size))
+        with self._lock:
+            by_global, by_local = load_resident(
+                self.device, self._uploader, file, layer=layer, global_expert_ids=global_expert_ids
+            )
+            self.ops.chunks.expect_experts(by_global)
+        return CupyExpertBank(self.ops, by_global, by_local, lock=self._lock)
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
-        """Nothing: a bank's memory goes with it."""
+        """A bank's memory goes with it; here it goes on to whoever else wants it."""
+        self.device.trim()
+
+    def to_host(self, rows: Any) -> F32Array:
+        """As backend.ComputeBackend.to_host."""
+        return self.ops.to_host(rows)
 
     def moe(
         self,
         banks: Mapping[int, ExpertBank],
         phase: Phase,
-        elsewhere: ComputeElsewhere | None,
+        elsewhere: OtherExperts | None,
     ) -> DeviceMoe:
-        """The experts of a whole model: `banks` hold what is on this device, of every layer."""
-        resident = {
-            layer_id: bank.by_global
-            for layer_id, bank in banks.items()
-            if isinstance(bank, CupyExpertBank)
-        }
-        return DeviceMoe(self.ops, resident, phase, elsewhere)
+        """As backend.ComputeBackend.moe; without `elsewhere` all that is in the banks is used."""
+        resident = self._resident(banks, elsewhere)
+        return DeviceMoe(self.ops, resident, phase, elsewhere=elsewhere)
 
-    def to_host(self, rows: object) -> F32Array:
-        """As backend.ComputeBackend.to_host."""
-        return self.ops.to_host(rows)
+    def recorded_step(
+        self,
+        model: Model[Any],
+        cache: KvCache,
+        banks: Mapping[int, ExpertBank],
+        *,
+        elsewhere: OtherExperts,
+    ) -> RecordedStep:
+        """As backend.ComputeBackend.recorded_step: there always is one."""
+        assert isinstance(cache, DeviceKvCache)
+        resident = self._resident(banks, elsewhere)
+        layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
+        moe: DeviceMoe | SharedMoe
+        if all(layer is not None and layer.is_whole for layer in layers):
+            moe = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
+        else:
+            moe = SharedMoe(self.ops, resident, elsewhere)
+        return RecordedStep(self.ops, model, cache, moe=moe)
+
+    def _resident(
+        self, banks: Mapping[int, ExpertBank], elsewhere: OtherExperts | None
+    ) -> dict[int, ResidentLayer]:
+        """What of the banks is to be computed here, by layer id."""
+        resident: dict[int, ResidentLayer] = {}
+        for layer_id, bank in banks.items():
+            assert isinstance(bank, CupyExpertBank)  # another backend's are never given to this one
+            layer: ResidentLayer | None = bank.by_global
+            if elsewhere is not None:
+                layer = bank.by_global.only(self.device, elsewhere.experts_here(layer_id))
+            if layer is not None:
+                resident[layer_id] = layer
+        return resident
 
     def warm_up(
         self,
@@ -94,11 +193,14 @@ class CupyBackend:
         kv_type: KvType | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Nothing: kernels are compiled for a model's shapes, when it is first run."""
+        """Nothing: kernels are compiled for a model's shapes, when it is first tried."""
 
     def rest(self) -> None:
         """Nothing: no thread here waits for work."""
 
     def close(self) -> None:
-        self.device.synchronize()
+        """Give back the device with all that it holds, of whatever nothing refers to any more."""
+        with contextlib.suppress(DeviceUnavailable):  # one that has failed is left all the same
+            self.device.synchronize()
+        del self.ops, self._uploader
         self._undo.close()

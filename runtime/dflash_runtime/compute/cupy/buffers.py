@@ -7,6 +7,8 @@ nothing may be allocated meanwhile. The same operations in the same order take t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -35,17 +37,34 @@ class Buffers:
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
+        self._kept: list[Buffer] | None = None
         self._known: dict[_Key, list[tuple[DeviceArray, weakref.ref[Buffer] | None]]] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for known in self._known.values() for array, _ in known)
 
+    @contextmanager
+    def kept(self) -> Iterator[list[Buffer]]:
+        """What is taken meanwhile stays in use for as long as the list does."""
+        kept: list[Buffer] = []
+        self._kept = kept
+        try:
+            yield kept
+        finally:
+            self._kept = None
+
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
         """The first array of this shape that is free, or a new one.
 
         Raises: DeviceOutOfMemory; DeviceUnavailable while launches are recorded, if none is free.
         """
+        buffer = self._taken(shape, dtype)
+        if self._kept is not None:
+            self._kept.append(buffer)
+        return buffer
+
+    def _taken(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
         known = self._known.setdefault((shape, np.dtype(dtype)), [])
         for index, (array, user) in enumerate(known):
             if user is None or user() is None:

@@ -15,8 +15,6 @@ from dflash_adapters.ops import RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cupy.buffers import Buffer
-from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
@@ -56,7 +54,11 @@ class Chunks:
         self._groups: dict[tuple[int, int], ExpertGroups] = {}
         self._experts: dict[tuple[int, int, int], ExpertPrefill] = {}
         self._routers: dict[tuple[RoutingRule, int], RouteRows] = {}
-        self._norms: dict[int, QuantiseRows] = {}
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether memory for chunks has been taken."""
+        return self._scratch_memory is not None
 
     def expect(self, tensor_type: TensorType, columns: int) -> None:
         """Rows of so many columns will be multiplied by matrices of this type."""
@@ -116,25 +118,15 @@ class Chunks:
         return Chosen(ids), Chosen(weights)
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
-        """Add a layer's experts, and the sums of those that are elsewhere, to the residual."""
-        resident = sums.layer
-        prepared = self.prepare(sums.x)
-        groups = self._groups_of(resident)
-        groups.group_chosen(
-            sums.topk_ids.array,
-            sums.topk_weights.array,
-            slot_of_expert=resident.decode.slot_of_expert,
-            num_resident=resident.num_resident,
-        )
-        self._experts_of(resident).run(
-            prepared,
-            groups,
-            resident.prefill,
-            sums=sums.others,
-            residual=residual.array,
-            out=residual.array,
-        )
+        """Add a layer's experts, all of which are here, to the residual."""
+        self._run_experts(sums, residual=residual.array, out=residual.array)
         residual.version += 1
+
+    def sums_here(self, sums: ExpertSums) -> Buffer:
+        """Sums of those experts that are here. Shapes: result [T, H] float64."""
+        here = Buffer(self._device.empty(sums.x.rows.array.shape, np.float64))
+        self._run_experts(sums, out_sums=here.array)
+        return here
 
     def sums_of_batch(self, resident: ResidentLayer, batch: RoutedBatch) -> DeviceArray:
         """A batch's weighted sums, of experts that it names as `resident` does.
@@ -148,22 +140,30 @@ class Chunks:
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
         return out
 
-    def normed_rows(self, x: Normed) -> Rows:
-        """The normalised rows themselves."""
-        x.require_unchanged()
-        num_tokens, columns = x.rows.array.shape
-        if columns not in self._norms:
-            self._norms[columns] = QuantiseRows(self._device, columns=columns, has_norm=True)
-        out = self.rows(num_tokens, columns)
-        self._norms[columns].launch(
-            x.rows.array,
-            self._device.empty((num_tokens, padded_columns(columns)), np.int8),
-            self._device.empty(meta_shape(num_tokens, columns), np.float32),
-            norm_weight=x.weight,
-            eps=x.eps,
-            values=out.array,
+    def _run_experts(self, sums: ExpertSums, **places: DeviceArray) -> None:
+        """`places` are what ExpertPrefill.run adds to and writes."""
+        resident = sums.layer
+        assert resident is not None
+        prepared = self.prepare(sums.x)
+        groups = self._groups_of(resident)
+        groups.group_chosen(
+            sums.topk_ids.array,
+            sums.topk_weights.array,
+            slot_of_expert=resident.decode.slot_of_expert,
+            num_resident=resident.num_resident,
         )
-        return out
+        self._experts_of(resident).run(prepared, groups, resident.prefill, **places)
+
+    def normed_rows(self, x: Normed) -> Rows:
+        """The normalised rows themselves, with the bits that products have multiplied.
+
+        They hold until other rows of so many columns are prepared.
+        """
+        known = self._columns.setdefault(x.rows.columns, _Columns())
+        if not known.wants_floats:
+            known.wants_floats = True
+            known.prepared_of = None
+        return Rows(self.prepare(x).floats)
 
     def prepare(self, x: Normed | Rows) -> PreparedRows:
         """Rows as products read them; those of the last value are there already."""

@@ -279,6 +279,12 @@ class CupyDevice:
         self._begin("map memory")
         return CupyHostMapping(self._driver, self._index, array)
 
+    def trim(self) -> None:
+        """As KernelDevice.trim."""
+        self._begin("free memory")
+        with self._cupy.cuda.Device(self._index):
+            self._pool.free_all_blocks()
+
     def synchronize(self) -> None:
         """As KernelDevice.synchronize."""
         self._begin("synchronise")

@@ -128,9 +128,9 @@ class ArrayChecker:
 def int8_rows(
     arrays: ArrayChecker,
     prefix: str,
+    *,
     quants: DeviceArray | None,
     meta: DeviceArray | None,
-    *,
     rows: int,
     columns: int,
 ) -> tuple[int, int]:

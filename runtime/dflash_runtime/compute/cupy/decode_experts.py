@@ -1,7 +1,7 @@
 """Launch records of ``experts_decode.cu``: the routed experts of a decode step of 1 to 8 tokens.
 
-Which experts are used, and where they lie, is read on the device: nothing here knows. Pairs of
-experts that are not resident are left out of the result.
+Which experts are used, and where they lie, is read or chosen on the device: nothing here knows.
+Pairs of experts that are not resident are left out of the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dflash_runtime.compute.cupy.layouts import row_bytes
 
 
 class Projection(ctypes.Structure):
-    """Mirrors experts_decode.cu, as the next two."""
+    """Mirrors experts_decode.cu, as the next three."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),
@@ -43,12 +43,22 @@ class Projection(ctypes.Structure):
     )
 
 
+class Choices(ctypes.Structure):
+    _fields_ = (
+        ("slot_of_expert", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("pair_slots", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int),
+    )
+
+
 class GateUpArgs(ctypes.Structure):
     _fields_ = (
         ("gate", Projection),
         ("up", Projection),
-        ("slot_of_expert", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
+        ("choices", Choices),
         ("quants", ctypes.c_void_p),
         ("meta", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
@@ -58,22 +68,18 @@ class GateUpArgs(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
-        ("num_slots", ctypes.c_int),
     )
 
 
 class DownArgs(ctypes.Structure):
     _fields_ = (
         ("down", Projection),
-        ("slot_of_expert", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
+        ("choices", Choices),
         ("h_quants", ctypes.c_void_p),
         ("h_meta", ctypes.c_void_p),
         ("h", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("num_slots", ctypes.c_int),
     )
 
 
@@ -109,10 +115,14 @@ class ResidentExperts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen. Shapes: topk_ids [T, K] int32, negative for none; topk_weights float32."""
+    """What was chosen; or logits, if the shape has a rule: ids and weights are written then.
+
+    Shapes: topk_ids [T, K] int32, negative for none; topk_weights [T, K] float32; logits [T, E].
+    """
 
     topk_ids: DeviceArray
     topk_weights: DeviceArray
+    logits: DeviceArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,7 @@ class DecodeExperts:
         self.tuning = default_tuning(shape, device) if tuning is None else tuning
         self._device = device
         self._arrays = ArrayChecker(device)
+        self._pair_slots = device.empty(shape.num_pairs, np.int32)
         self._gate_up_bytes = check_shared_bytes(
             device,
             staged_bytes(
@@ -188,9 +199,7 @@ class DecodeExperts:
         args = GateUpArgs(
             gate=self._projection("gate", experts.gate, shape.gate_type),
             up=self._projection("up", experts.up, shape.up_type),
-            slot_of_expert=self._slots(experts),
-            topk_ids=self._choice_array("topk_ids", choice.topk_ids, np.int32),
-            num_slots=self._num_slots(experts, "gate", "up"),
+            choices=self._choices(experts, choice, "gate", "up"),
             limit=experts.activation_limit,
             alpha=experts.activation_alpha,
             up_offset=experts.up_offset,
@@ -198,7 +207,7 @@ class DecodeExperts:
         tokens, columns = shape.num_tokens, shape.hidden_size
         if shape.x_as_bytes:
             args.quants, args.meta = int8_rows(
-                arrays, "x.", x.quants, x.meta, rows=tokens, columns=columns
+                arrays, "x.", quants=x.quants, meta=x.meta, rows=tokens, columns=columns
             )
         if shape.x_as_floats:
             args.x = arrays.address(
@@ -227,17 +236,14 @@ class DecodeExperts:
     ) -> None:
         """Add each token's terms, rounded once, to `out`; or write their float64 sums there.
 
-        It follows `launch_gate_up` directly, whose wait it relies on for `choice`.
+        It follows `launch_gate_up` of the same object and choice.
         Shapes: out [T, H] float32, or float64 if the shape gives sums.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, tuning = self.shape, self.tuning
         args = DownArgs(
             down=self._projection("down", experts.down, shape.down_type),
-            slot_of_expert=self._slots(experts),
-            topk_ids=self._choice_array("topk_ids", choice.topk_ids, np.int32),
-            topk_weights=self._choice_array("topk_weights", choice.topk_weights, np.float32),
-            num_slots=self._num_slots(experts, "down"),
+            choices=self._choices(experts, choice, "down"),
         )
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
         dtype = np.float64 if shape.gives_sums else np.float32
@@ -281,15 +287,23 @@ class DecodeExperts:
             scale=arrays.optional(f"{name}.scale", of.scale, np.float32, E=num_experts),
         )
 
-    def _slots(self, experts: ResidentExperts) -> int:
-        table = experts.slot_of_expert
-        return self._arrays.address("slot_of_expert", table, np.int32, E=self.shape.num_experts)
-
-    def _choice_array(self, name: str, array: DeviceArray, dtype: type) -> int:
-        shape = self.shape
-        return self._arrays.address(
-            name, array, dtype, T=shape.num_tokens, K=shape.num_experts_used
+    def _choices(self, experts: ResidentExperts, choice: Choice, *names: str) -> Choices:
+        shape, arrays = self.shape, self._arrays
+        tokens, num_experts = shape.num_tokens, shape.num_experts
+        sizes = {"T": tokens, "K": shape.num_experts_used}
+        choices = Choices(
+            slot_of_expert=arrays.address(
+                "slot_of_expert", experts.slot_of_expert, np.int32, E=num_experts
+            ),
+            topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
+            topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
+            pair_slots=arrays.address("pair_slots", self._pair_slots, np.int32, P=shape.num_pairs),
+            num_slots=self._num_slots(experts, *names),
         )
+        if shape.rule is not None:
+            logits = given("logits", choice.logits)
+            choices.logits = arrays.address("logits", logits, np.float32, T=tokens, E=num_experts)
+        return choices
 
     def _hidden(self, hidden: Rows) -> tuple[int, int, int]:
         pairs, columns = self.shape.num_pairs, self.shape.ffn_size
@@ -301,6 +315,11 @@ class DecodeExperts:
                 self._arrays.address("hidden.values", values, np.float32, P=pairs, F=columns),
             )
         quants, meta = int8_rows(
-            self._arrays, "hidden.", hidden.quants, hidden.meta, rows=pairs, columns=columns
+            self._arrays,
+            "hidden.",
+            quants=hidden.quants,
+            meta=hidden.meta,
+            rows=pairs,
+            columns=columns,
         )
         return quants, meta, 0

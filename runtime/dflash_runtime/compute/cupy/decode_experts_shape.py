@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cupy.decode_arrays import (
     check_columns,
@@ -18,6 +19,8 @@ from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
 
 EXPERTS_FILE = "experts_decode.cu"
+GATES = {Gating.SOFTMAX: 0}
+"""As route.cuh numbers them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,15 @@ class ExpertsShape:
     """There are biases or scales."""
     gives_sums: bool = False
     """Down writes float64 sums instead of adding to a residual."""
+    rule: RoutingRule | None = None
+    """Experts are chosen from logits by it, or else before."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
         if not 1 <= self.num_experts_used <= self.num_experts:
             raise ValueError(f"K={self.num_experts_used} of E={self.num_experts} experts")
+        if self.rule and self.rule.num_experts_used != self.num_experts_used:
+            raise ValueError(f"K={self.num_experts_used}, but the rule says otherwise: {self.rule}")
         check_columns(self.hidden_size, (self.gate_type, self.up_type))
         check_columns(self.ffn_size, (self.down_type,))
 
@@ -64,7 +71,13 @@ class ExpertsShape:
         return self.down_type in FLOAT_TYPES
 
 
-def experts_shape(layer: MoeLayer, num_tokens: int, *, gives_sums: bool = False) -> ExpertsShape:
+def experts_shape(
+    layer: MoeLayer,
+    num_tokens: int,
+    *,
+    gives_sums: bool = False,
+    rule: RoutingRule | None = None,
+) -> ExpertsShape:
     """The shape of a layer of a model."""
     vectors = (part for each in layer.projections for part in (each.bias, each.scale))
     return ExpertsShape(
@@ -78,6 +91,7 @@ def experts_shape(layer: MoeLayer, num_tokens: int, *, gives_sums: bool = False)
         down_type=layer.down.tensor_type,
         has_vectors=any(part is not None for part in vectors),
         gives_sums=gives_sums,
+        rule=rule,
     )
 
 
@@ -96,10 +110,14 @@ class ExpertsTuning:
     down_group: int
     down_most_deep: int
     down_min_blocks: int
+    down_guesses: bool = True
+    """Down begins with slots that it checks later, or waits for them. Bits are the same."""
 
 
 def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
-    """Small blocks, several a multiprocessor, hide each other's barriers. Does not depend on T."""
+    """Small blocks, several a multiprocessor, hide each other's barriers, and a block of down fits
+    beside those of gate and up that still run. Does not depend on T.
+    """
     lanes = device.lanes
     gate_team = min(
         team_lanes(units_of(kind, shape.hidden_size), lanes)
@@ -110,13 +128,15 @@ def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
     teams = gate_warps * (lanes // gate_team)
     gate_rows = max(1, 16 // teams)  # a block gives whole granules
     # A third block needs few registers, which types with many bits do not leave.
-    layouts = (shape.gate_type.layout, shape.up_type.layout)
-    is_light = all(layout.block_bytes <= 0.6 * layout.block_elements for layout in layouts)
+    is_light = _is_light(shape.gate_type) and _is_light(shape.up_type)
     tile = 8
     items = tile * shape.num_experts_used
     down_warps = min(ceil(items * down_team / lanes), 256 // lanes)
     items_a_team = ceil(items / (down_warps * lanes // down_team))
     down_passes = ceil(units_of(shape.down_type, shape.ffn_size) / down_team)
+    down_group = min(items_a_team, max(1, 4 // down_passes))
+    # As above; a pass that lies within one block of the type needs few for addresses.
+    is_small = down_group * down_passes <= 3 and (_is_light(shape.down_type) or down_team <= 4)
     return ExpertsTuning(
         gate_up_warps=gate_warps,
         gate_up_team=gate_team,
@@ -126,14 +146,20 @@ def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
         down_warps=down_warps,
         down_team=down_team,
         down_tile=tile,
-        down_group=min(items_a_team, max(1, 4 // down_passes)),
+        down_group=down_group,
         down_most_deep=4,
-        down_min_blocks=2 if lanes == 32 else 1,
+        down_min_blocks=(3 if is_small else 2) if lanes == 32 else 1,
     )
+
+
+def _is_light(kind: TensorType) -> bool:
+    """Whether a weight has few bits."""
+    return kind.layout.block_bytes <= 0.6 * kind.layout.block_elements
 
 
 def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int | str]:
     """What the kernel file is compiled with."""
+    rule = shape.rule
     return {
         "TOKENS": shape.num_tokens,
         "TOP_K": shape.num_experts_used,
@@ -145,6 +171,9 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
         "TYPE_DOWN": int(shape.down_type),
         "VECTORS": int(shape.has_vectors),
         "SUMS": int(shape.gives_sums),
+        "ROUTE": int(rule is not None),
+        "NORMALISE": int(rule is not None and rule.normalise),
+        "GATE": GATES[rule.gating] if rule else 0,
         "GATE_UP_WARPS": tuning.gate_up_warps,
         "GATE_UP_TEAM": tuning.gate_up_team,
         "GATE_UP_ROWS": tuning.gate_up_rows,
@@ -156,12 +185,14 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
         "DOWN_GROUP": tuning.down_group,
         "DOWN_MOST_DEEP": tuning.down_most_deep,
         "DOWN_MIN_BLOCKS": tuning.down_min_blocks,
+        "GUESS": int(tuning.down_guesses),
     }
 
 
 def _variants() -> tuple[KernelVariant, ...]:
     q4, q5, q6 = TensorType.Q4_K, TensorType.Q5_0, TensorType.Q6_K
     f16 = TensorType.F16
+    rule = RoutingRule(num_experts_used=2, gating=Gating.SOFTMAX, normalise=True)
     small = ExpertsTuning(
         gate_up_warps=4,
         gate_up_team=8,
@@ -176,7 +207,7 @@ def _variants() -> tuple[KernelVariant, ...]:
         down_min_blocks=1,
     )
     shapes = (
-        ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6),
+        ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6, rule=rule),
         ExpertsShape(3, 2, 8, 512, 96, q4, q6, q5, has_vectors=True, gives_sums=True),
         ExpertsShape(2, 2, 8, 64, 96, f16, f16, f16),
     )

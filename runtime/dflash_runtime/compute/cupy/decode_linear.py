@@ -45,9 +45,6 @@ class LinearDecodeArgs(ctypes.Structure):
         ("side_quants", ctypes.c_void_p),
         ("side_meta", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-        ("counter", ctypes.c_void_p),
         ("eps", ctypes.c_float),
     )
 
@@ -72,16 +69,12 @@ class LinearOutputs:
     """Where results go besides `out`, as far as the shape has them.
 
     Shapes: side_values [T, H] float32, side_quants and side_meta as LinearInputs' (each may be
-    left out); topk_ids [T, K] int32; topk_weights [T, K] float32; counter [1] uint32, zero;
-    partials [num_blocks, T] uint64.
+    left out); partials [num_blocks, T] uint64.
     """
 
     side_values: DeviceArray | None = None
     side_quants: DeviceArray | None = None
     side_meta: DeviceArray | None = None
-    topk_ids: DeviceArray | None = None
-    topk_weights: DeviceArray | None = None
-    counter: DeviceArray | None = None
     partials: DeviceArray | None = None
 
 
@@ -158,7 +151,7 @@ class DecodeLinear:
         tokens, columns = shape.num_tokens, shape.columns
         if shape.input is LinearInput.QUANTISED:
             args.quants, args.meta = int8_rows(
-                arrays, "", inputs.quants, inputs.meta, rows=tokens, columns=columns
+                arrays, "", quants=inputs.quants, meta=inputs.meta, rows=tokens, columns=columns
             )
             return
         args.x = arrays.address("x", given("x", inputs.x), np.float32, T=tokens, H=columns)
@@ -176,19 +169,11 @@ class DecodeLinear:
                 args.side_quants, args.side_meta = int8_rows(
                     arrays,
                     "side_",
-                    outputs.side_quants,
-                    outputs.side_meta,
+                    quants=outputs.side_quants,
+                    meta=outputs.side_meta,
                     rows=tokens,
                     columns=shape.columns,
                 )
-        if shape.rule is not None:
-            sizes = {"T": tokens, "K": shape.rule.num_experts_used}
-            ids = given("topk_ids", outputs.topk_ids)
-            chosen = given("topk_weights", outputs.topk_weights)
-            counter = given("counter", outputs.counter)
-            args.topk_ids = arrays.address("topk_ids", ids, np.int32, **sizes)
-            args.topk_weights = arrays.address("topk_weights", chosen, np.float32, **sizes)
-            args.counter = arrays.address("counter", counter, np.uint32, counters=1)
         if shape.has_argmax:
             partials = given("partials", outputs.partials)
             args.partials = arrays.address(

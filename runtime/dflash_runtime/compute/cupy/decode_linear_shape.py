@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import ceil
 
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cupy.decode_arrays import (
     check_columns,
@@ -20,7 +19,6 @@ from dflash_runtime.compute.cupy.layouts import FIELDS, FLOAT_TYPES, num_units
 
 LINEAR_FILE = "linear_decode.cu"
 _MOST_SEGMENTS = 4
-GATES = {Gating.SOFTMAX: 0}
 
 
 class LinearInput(IntEnum):
@@ -46,8 +44,6 @@ class LinearShape:
     """The products are added to `out`, a residual."""
     has_side: bool = False
     """The rows that are multiplied are written too, for experts."""
-    rule: RoutingRule | None = None
-    """The only matrix is a router: experts are chosen from its logits."""
     has_argmax: bool = False
     """The only matrix is a head: each block says which of its rows is largest."""
 
@@ -62,10 +58,8 @@ class LinearShape:
             raise ValueError("int8 rows go with quantised weights alone, and have no side outputs")
         if self.has_side and self.columns % 32:
             raise ValueError(f"int8 side outputs of {self.columns} columns, not a multiple of 32")
-        if (self.rule or self.has_argmax) and len(self.matrices) != 1:
-            raise ValueError("a router or head is the only matrix")
-        if self.rule and not 1 <= self.rule.num_experts_used <= self.matrices[0][1]:
-            raise ValueError(f"K={self.rule.num_experts_used} of E={self.matrices[0][1]} experts")
+        if self.has_argmax and len(self.matrices) != 1:
+            raise ValueError("a head is the only matrix")
 
     @property
     def tensor_types(self) -> tuple[TensorType, ...]:
@@ -95,8 +89,9 @@ class LinearTuning:
 
 
 def default_tuning(shape: LinearShape, device: KernelDevice) -> LinearTuning:
-    """One wave of blocks where each normalises; many small ones for a head; a block an expert's row
-    for a router. It does not depend on T but where registers do."""
+    """One wave of blocks where each normalises or has many rows; a block a row where there are few.
+    It does not depend on T.
+    """
     lanes, num_multiprocessors = device.lanes, device.num_multiprocessors
     team = team_lanes(num_units(shape.columns), lanes)
     rows = sum(count for _, count in shape.matrices)
@@ -119,23 +114,26 @@ def default_tuning(shape: LinearShape, device: KernelDevice) -> LinearTuning:
     rows_a_warp = team_rows * (lanes // team)
     is_long = rows > 64 * num_multiprocessors
     warps = 256 // lanes
+    blocks_each = 2  # a multiprocessor's
     if not is_long:
         warps = ceil(rows / (rows_a_warp * num_multiprocessors))
         warps = min(max(warps, 128 // lanes), most_threads // lanes)
+        # Half of a large block is quicker through the barriers of a norm.
+        blocks_each = 2 if shape.input is LinearInput.NORM and warps * lanes >= 512 else 1
+        warps = ceil(warps / blocks_each)
     return LinearTuning(
         warps=warps,
         team=team,
         row_warps=1,
         team_rows=team_rows,
         most_deep=4 // team_rows,
-        min_blocks=(3 if shape.num_tokens == 1 else 2) if is_long and lanes == 32 else 1,
-        most_blocks=3 * num_multiprocessors if is_long else 1 << 30,
+        min_blocks=blocks_each if lanes == 32 else 1,
+        most_blocks=blocks_each * num_multiprocessors if is_long else 1 << 30,
     )
 
 
 def linear_defines(shape: LinearShape, tuning: LinearTuning) -> dict[str, int | str]:
     """What the kernel file is compiled with."""
-    rule = shape.rule
     padded = (*shape.matrices, *[shape.matrices[0]] * (_MOST_SEGMENTS - len(shape.matrices)))
     return {
         "SEGMENTS": len(shape.matrices),
@@ -147,10 +145,6 @@ def linear_defines(shape: LinearShape, tuning: LinearTuning) -> dict[str, int | 
         "ADD": int(shape.adds),
         "SIDE": int(shape.has_side),
         "ARGMAX": int(shape.has_argmax),
-        "ROUTE": int(rule is not None),
-        "TOP_K": rule.num_experts_used if rule else 1,
-        "NORMALISE": int(rule.normalise) if rule else 0,
-        "GATE": GATES[rule.gating] if rule else 0,
         "WARPS": tuning.warps,
         "TEAM": tuning.team,
         "ROW_WARPS": tuning.row_warps,
@@ -176,12 +170,11 @@ def _variants() -> tuple[KernelVariant, ...]:
     small = LinearTuning(
         warps=4, team=8, row_warps=1, team_rows=2, most_deep=2, min_blocks=1, most_blocks=1 << 30
     )
-    rule = RoutingRule(num_experts_used=2, gating=Gating.SOFTMAX, normalise=True)
     shapes = [
         LinearShape(512, 1, ((q4, 64), (q4, 16), (q6, 16)), LinearInput.NORM),
         LinearShape(512, 8, ((q4, 64),), LinearInput.QUANTISED, adds=True),
         LinearShape(512, 3, ((q6, 100),), LinearInput.NORM, has_argmax=True),
-        LinearShape(512, 2, ((f32, 8),), LinearInput.NORM, has_side=True, rule=rule),
+        LinearShape(512, 2, ((f32, 8),), LinearInput.NORM, has_side=True),
         *(
             LinearShape(512, 1, tuple((kind, 16) for kind in kinds[i : i + 4]), LinearInput.PLAIN)
             for i in range(0, len(kinds), 4)

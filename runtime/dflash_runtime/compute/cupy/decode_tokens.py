@@ -190,7 +190,9 @@ class QuantiseRows:
             values=arrays.optional("values", values, np.float32, T=num_rows, H=columns),
             eps=eps,
         )
-        args.quants, args.meta = int8_rows(arrays, "", quants, meta, rows=num_rows, columns=columns)
+        args.quants, args.meta = int8_rows(
+            arrays, "", quants=quants, meta=meta, rows=num_rows, columns=columns
+        )
         self._device.launch(
             self._kernel,
             (num_rows, 1, 1),

@@ -146,6 +146,9 @@ class KernelDevice(Protocol):
     def map_host(self, array: AnyArray) -> HostMapping:
         """Have kernels see a contiguous array of the host, which must outlive the mapping."""
 
+    def trim(self) -> None:
+        """Give memory that no array refers to any more back to the driver, for others to take."""
+
     def synchronize(self) -> None:
         """Wait until everything has ended. Raises what a kernel did wrong."""
 

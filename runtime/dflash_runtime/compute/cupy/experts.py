@@ -7,11 +7,13 @@ has the bits of the whole.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.routed_batch import RoutedBatch, slice_tokens
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_experts import Choice
@@ -19,18 +21,28 @@ from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.values import Rows
 
+STEP_SIZES = (1, 2, 4, MOST_TOKENS)
+"""Tokens that steps have kernels for here: as few as will do, since each is compiled."""
+
 
 class CupyExpertBank:
     """Implements backend.ExpertBank.
 
-    `by_global` and `by_local` are the same experts, named by global and by local ids.
+    `by_global` and `by_local` are the same experts, named by global and by local ids. `lock` is
+    held while a batch is computed: buffers and the device's stream are everybody's.
     """
 
     def __init__(
-        self, ops: CupyOps, by_global: ResidentLayer, by_local: ResidentLayer, num_experts: int
+        self,
+        ops: CupyOps,
+        by_global: ResidentLayer,
+        by_local: ResidentLayer,
+        *,
+        lock: threading.RLock,
     ) -> None:
         self.layer: MoeLayer = by_local.layer
-        self.num_experts = num_experts
+        self.num_experts = by_local.num_resident
+        self._lock = lock
         self.by_global = by_global
         self._ops = ops
         self._by_local = by_local
@@ -45,20 +57,30 @@ class CupyExpertBank:
             return
         if batch.expert_ids[0] < 0 or batch.expert_ids[-1] >= self.num_experts:
             raise ValueError("the batch names experts that are not here")
-        if batch.phase is Phase.PREFILL:
-            most = self._ops.chunks.max_chunk
-            if batch.num_tokens > most:
-                raise ValueError(f"{batch.num_tokens} tokens, chunks have up to {most}")
-            out += self._ops.device.download(self._ops.chunks.sums_of_batch(self._by_local, batch))
-            return
-        ids, weights = rectangular(batch, self.layer.num_experts_used)
-        for first in range(0, batch.num_tokens, MOST_TOKENS):
-            some = slice(first, first + MOST_TOKENS)
-            out[some] += self._sums_of_step(hidden[some], ids[some], weights[some])
+        with self._lock:
+            if batch.phase is Phase.PREFILL:
+                chunks = self._ops.chunks
+                for first, piece in slice_tokens(batch, chunks.max_chunk):
+                    sums = chunks.sums_of_batch(self._by_local, piece)
+                    out[first : first + piece.num_tokens] += self._ops.device.download(sums)
+                return
+            ids, weights = rectangular(batch, self.layer.num_experts_used)
+            for first in range(0, batch.num_tokens, MOST_TOKENS):
+                some = slice(first, first + MOST_TOKENS)
+                out[some] += self._sums_of_step(hidden[some], ids[some], weights[some])
 
     def _sums_of_step(self, hidden: F32Array, ids: I32Array, weights: F32Array) -> F64Array:
-        """Shapes: hidden [T, H], T up to MOST_TOKENS; ids, weights [T, K]; result [T, H]."""
+        """Rows are added to those of a batch until there are kernels for so many.
+
+        Shapes: hidden [T, H], T up to MOST_TOKENS; ids, weights [T, K]; result [T, H].
+        """
         device, steps = self._ops.device, self._ops.steps
+        num_tokens = hidden.shape[0]
+        num_more = next(size for size in STEP_SIZES if size >= num_tokens) - num_tokens
+        if num_more:
+            hidden = np.pad(hidden, ((0, num_more), (0, 0)))
+            ids = np.pad(ids, ((0, num_more), (0, 0)), constant_values=-1)
+            weights = np.pad(weights, ((0, num_more), (0, 0)))
         rows = steps.rows(*hidden.shape)
         buffers: tuple[Buffer, ...] = rows.buffers
         device.write(rows.array, hidden)
@@ -69,7 +91,7 @@ class CupyExpertBank:
         sums: F64Array = device.download(
             steps.sums_of(self._by_local, Rows(rows.array, buffers), choice)
         )
-        return sums
+        return sums[:num_tokens]
 
 
 def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:

@@ -76,7 +76,7 @@ class DeviceKvCache:
     """
 
     def __init__(
-        self, device: KernelDevice, layers: Iterable[KvLayer], capacity: int, kv_type: KvType
+        self, device: KernelDevice, layers: Iterable[KvLayer], *, capacity: int, kv_type: KvType
     ) -> None:
         given = tuple(layers)
         _check_capacity(capacity)

@@ -88,7 +88,7 @@ def is_native(tensor_type: TensorType, columns: int) -> bool:
     ) == tensor_type.row_bytes(columns)
 
 
-def repack(tensor_type: TensorType, raw: U8Array, rows: int, columns: int) -> U8Array:
+def repack(tensor_type: TensorType, raw: U8Array, *, rows: int, columns: int) -> U8Array:
     """Rows of a file as the device has them.
 
     Shapes: raw [rows * the file's row bytes]; result [rows, row_bytes].

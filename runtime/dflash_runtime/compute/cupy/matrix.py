@@ -20,6 +20,9 @@ from dflash_runtime.compute.cupy.layouts import FIELDS, is_native, row_bytes
 _STAGED_BYTES = 64 << 20
 """Of the file at once: what stands on the device twice while it is laid out."""
 
+_COLUMNS = 32
+"""Values that products take at once, of all types."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMatrix:
@@ -52,7 +55,7 @@ class Uploader:
         if len(tensor.shape) != 2:
             raise ValueError(f"{tensor_name} is {tensor.shape}, not a matrix")
         rows, columns = tensor.shape
-        require_kernels(file, tensor_name, tensor.tensor_type)
+        require_kernels(file, tensor_name, tensor.tensor_type, columns=columns)
         weights = self._device.empty(rows * row_bytes(tensor.tensor_type, columns), np.uint8)
         self.fill(weights, file.tensor_bytes(tensor_name), tensor.tensor_type, columns=columns)
         return DeviceMatrix(rows, columns, tensor.tensor_type, weights)
@@ -88,11 +91,18 @@ class Uploader:
         self._staging = None
 
 
-def require_kernels(file: GgufFile, tensor_name: str, tensor_type: TensorType) -> None:
-    """Raises: UnsupportedModel if GPU kernels cannot read the type."""
+def require_kernels(
+    file: GgufFile, tensor_name: str, tensor_type: TensorType, *, columns: int
+) -> None:
+    """Raises: UnsupportedModel if GPU kernels cannot read such rows."""
+    reason = ""
     if tensor_type not in FIELDS:
+        reason = tensor_type.name
+    elif columns % _COLUMNS:
+        reason = f"rows of {columns} values, which are no multiple of {_COLUMNS}"
+    if reason:
         raise UnsupportedModel(
-            f"there are no GPU kernels for {tensor_type.name}; use --device cpu",
+            f"there are no GPU kernels for {reason}; use --device cpu",
             path=file.path,
             field=tensor_name,
         )

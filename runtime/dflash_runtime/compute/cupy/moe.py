@@ -1,33 +1,36 @@
 """Routed experts of a GPU parent: those on its device without any work of the host.
 
-Where all of a layer's experts are on the device, nothing leaves it. Else the choice and the hidden
-rows come to the host, which asks others for their share; what is here is computed on the device
-when the sums are added.
+Where all of a layer's experts are on the device, nothing leaves it. Else the choice comes to the
+host, and unless all that was chosen is on the device, so do the hidden rows: others are asked for
+their share, and what is here is computed while they are at work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed
 
-ComputeElsewhere = Callable[..., F64Array]
-"""``(layer_id, hidden [T, H], topk_ids [T, K], topk_weights [T, K], phase=…)`` to sums [T, H]."""
-
 
 class DeviceMoe:
-    """Implements ops.MoeBlock for one phase; `elsewhere` leaves out what is resident."""
+    """Implements ops.MoeBlock for one phase; `resident` has what is to be computed here.
+
+    `elsewhere` leaves out just that; it may be None if every layer is whole.
+    """
 
     def __init__(
         self,
         ops: CupyOps,
         resident: Mapping[int, ResidentLayer],
         phase: Phase,
-        elsewhere: ComputeElsewhere | None,
+        *,
+        elsewhere: OtherExperts | None,
     ) -> None:
         self._ops = ops
         self._resident = resident
@@ -35,17 +38,40 @@ class DeviceMoe:
         self._elsewhere = elsewhere
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+        """Raises: DaemonUnavailable if nobody can compute what is not here."""
         assert isinstance(hidden, Normed)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
-        layer = self._resident[layer_id]
+        layer, elsewhere = self._resident.get(layer_id), self._elsewhere
+        if self._phase is Phase.PREFILL or layer is None or not layer.is_whole:
+            self._ops.steps.choose(topk_ids, topk_weights)
         sums = ExpertSums(layer, hidden, topk_ids, topk_weights, self._phase)
-        if not layer.is_whole:
-            assert self._elsewhere is not None
-            device = self._ops.device
-            rows: F32Array = self._ops.to_host(hidden)
-            ids: I32Array = device.download(topk_ids.array)
-            weights: F32Array = device.download(topk_weights.array)
-            others = self._elsewhere(layer_id, rows, ids, weights, phase=self._phase)
-            sums.others = device.upload(others)
+        if elsewhere is None:
+            return sums
+        num_tokens, num_used = topk_ids.array.shape
+        if layer is None or not layer.is_whole:
+            ids: I32Array = self._ops.device.download(topk_ids.array)
+            if layer is None or (layer.slot_of_expert[ids] < 0).any():
+                sums.parts = self._parts(layer_id, sums, ids, elsewhere)
+                return sums
+            elsewhere.count_selections(layer_id, ids)
+        elsewhere.count_here(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
         return sums
+
+    def _parts(
+        self, layer_id: int, sums: ExpertSums, ids: I32Array, elsewhere: OtherExperts
+    ) -> tuple[Buffer, ...]:
+        """Sums of what is here, if anything is, and of what is not.
+
+        Shapes: ids [T, K] global; all results [T, H] float64.
+        """
+        device = self._ops.device
+        weights: F32Array = device.download(sums.topk_weights.array)
+        rows = self._ops.hidden_of(sums)
+        started = elsewhere.start(layer_id, rows, ids, weights, phase=self._phase)
+        try:
+            here = () if sums.layer is None else (self._ops.sums_here(sums),)
+        except BaseException:
+            elsewhere.abandon(started)
+            raise
+        return (*here, self._ops.uploaded(elsewhere.finish(started)))

@@ -8,6 +8,7 @@ arithmetic units well; each has kernels of its own. Both are given values that p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,17 @@ from dflash_adapters.moe_spec import KvLayer
 from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopeTable
-from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.cupy.attention_launch import AttentionLauncher
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
+from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.chunks import Chunks
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_tokens import Embed
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix, Uploader
-from dflash_runtime.compute.cupy.row_kernels import AddRows
+from dflash_runtime.compute.cupy.row_kernels import AddRows, AddSums
 from dflash_runtime.compute.cupy.steps import Steps
 from dflash_runtime.compute.cupy.values import (
     Chosen,
@@ -46,7 +48,7 @@ class CupyOps:
     """Implements ops.Ops over DeviceValues; weights are plain arrays.
 
     `max_chunk` is the most tokens of a chunk, `scratch_bytes` are for matrices as halves.
-    Owns: buffers for results, taken when first needed.
+    Owns: matrices, and buffers for results, which are taken when first needed.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class CupyOps:
         self.steps = Steps(device)
         self.chunks = Chunks(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
         self._uploader = uploader
+        self._matrices: dict[tuple[Path, str], DeviceMatrix] = {}
         self._attention = AttentionLauncher(device, self.steps.buffers)
         self._embeds: dict[int, tuple[DeviceMatrix, Embed]] = {}
         self._add_rows = AddRows(device)
+        self._add_sums = AddSums(device)
         self._positions: tuple[object, StepPositions] | None = None
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
@@ -68,15 +72,17 @@ class CupyOps:
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
         """Raises: UnsupportedModel if there are no kernels for its type; DeviceOutOfMemory."""
-        matrix = self._uploader.matrix(file, tensor_name)
-        self.chunks.expect(matrix.tensor_type, matrix.columns)
-        return matrix
+        key = file.path, tensor_name
+        if key not in self._matrices:  # a head may be the embedding table
+            self._matrices[key] = matrix = self._uploader.matrix(file, tensor_name)
+            self.chunks.expect(matrix.tensor_type, matrix.columns)
+        return self._matrices[key]
 
     def new_kv_cache(
         self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
     ) -> DeviceKvCache:
         """Raises: SettingsError, DeviceOutOfMemory."""
-        return DeviceKvCache(self.device, layers, capacity, kv_type)
+        return DeviceKvCache(self.device, layers, capacity=capacity, kv_type=kv_type)
 
     def embed(self, table: Matrix, token_ids: I32Array, out: Any = None) -> Rows:
         """`token_ids` may be StepTokens, which the kernel before this one may have written."""
@@ -173,7 +179,7 @@ class CupyOps:
             launch = self._attention.step
         else:
             rows, launch = self.chunks.rows(num_tokens, columns), self._attention.chunk
-        launch((q, k, v), cache, cache_layer, where, scale=scale, out=rows)
+        launch((q, k, v), cache, cache_layer, positions=where, scale=scale, out=rows)
         return Heads(rows, q.num_heads)
 
     def route(self, logits: Any, rule: RoutingRule) -> tuple[Chosen, Chosen]:
@@ -185,14 +191,40 @@ class CupyOps:
         if isinstance(y, ExpertSums):
             if out is not x:
                 raise ValueError("experts are added in place: out must be x")
-            owner = self.chunks if y.phase is Phase.PREFILL else self.steps
-            owner.add_experts(y, _rows(x))
-            return _rows(x)
+            residual = _rows(x)
+            if y.parts:
+                self._add_sums.launch(residual.array, *(part.array for part in y.parts))
+                residual.version += 1
+            else:
+                self._of_phase(y.phase).add_experts(y, residual)
+            return residual
         first, second = self._rows_of(x), self._rows_of(y)
         rows = self._new_rows(first.num_tokens, first.columns) if out is None else _rows(out)
         self._add_rows.launch(first.array, second.array, rows.array)
         rows.version += 1
         return rows
+
+    def sums_here(self, sums: ExpertSums) -> Buffer:
+        """Sums of those of a layer's experts that are here. Shapes: result [T, H] float64."""
+        return self._of_phase(sums.phase).sums_here(sums)
+
+    def hidden_of(self, sums: ExpertSums) -> F32Array:
+        """The rows that experts are given, as those here get them. Shapes: result [T, H]."""
+        rows = self._of_phase(sums.phase).normed_rows(sums.x)
+        hidden: F32Array = self.device.download(rows.array)
+        return hidden
+
+    def uploaded(self, sums: F64Array) -> Buffer:
+        """Sums of others, on the device. Shapes: sums [T, H]."""
+        if sums.shape[0] > MOST_TOKENS:
+            return Buffer(self.device.upload(sums))
+        buffer = self.steps.buffers.take(sums.shape, np.float64)
+        self.device.write(buffer.array, sums)
+        return buffer
+
+    def _of_phase(self, phase: Phase) -> Chunks | Steps:
+        """What computes experts: the phase decides, so that a slice has the bits of the whole."""
+        return self.chunks if phase is Phase.PREFILL else self.steps
 
     def to_host(self, value: Any) -> F32Array:
         """A value's rows, once everything before them is done. Shapes: result [T, columns]."""

@@ -2,33 +2,48 @@
 
 Token ids and positions lie on the device: a step reads what the one before it has chosen, so that
 the host may start several without waiting for any. Nothing is allocated or compiled in between.
+What was chosen is written to memory of the host, which looks there without a word to the driver.
 """
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
+from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
-from dflash_runtime.compute.cupy.device import DeviceArray, Graph
+from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.recorded_pieces import Pause, Piece, record_pieces
+from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 from dflash_runtime.compute.cupy.values import Product, Rows, StepPositions, StepTokens
+
+_NONE = -1
+"""In place of a token that no step has chosen yet."""
+_LOOK_S = 20e-6
+"""Time between looks for a token: short for a step, and long enough for others to get the lock
+that Python has."""
+_PATIENCE_S = 0.5
+"""A step that takes longer may have failed: the driver is asked."""
 
 
 class RecordedStep:
-    """Steps of one token of one sequence; all experts must be on the device.
+    """Steps of one token of one sequence. Implements backend.RecordedStep.
 
-    `history` has every token at its position, once a step has chosen it.
-    Shapes: history [capacity] int32.
-    Owns: a graph of each context bucket that was met.
+    `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces.
+    Owns: the graphs of each context bucket that was met, and mapped memory of the host.
     """
 
     def __init__(
-        self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache, moe: MoeBlock[Any]
+        self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache, *, moe: MoeBlock[Any]
     ) -> None:
         device = ops.device
         self._ops = ops
@@ -37,29 +52,79 @@ class RecordedStep:
         self._moe = moe
         self._token_ids = device.zeros(1, np.int32)
         self._positions = device.zeros(1, np.int32)
-        self.history: DeviceArray = device.zeros(cache.capacity, np.int32)
-        self._graphs: dict[int, tuple[Graph, Rows]] = {}
+        # What the last position's step chooses has no position any more, but is wanted as well.
+        self._chosen = whole_pages(cache.capacity + 1, _NONE)
+        self._mapping = device.map_host(self._chosen)
+        self._history = mapped_array(device, self._mapping, self._chosen)
+        self._shared = moe if isinstance(moe, SharedMoe) else None
+        self.needs_host = self._shared is not None
+        self._recordings: dict[int, _Recording] = {}
         self._last: Rows | None = None
+        self._first = self._position = 0
+        self._is_closed = False
+
+    def prepare(self) -> None:
+        """As backend.RecordedStep.prepare."""
+        capacity, position = self._cache.capacity, 0
+        while position < capacity:
+            self.begin(0, position)
+            self._recording()
+            position = context_bucket(position + 1)
+        self.begin(0, 0)
 
     def begin(self, token_id: int, position: int) -> None:
-        """The next step computes this token at this position."""
+        """The next step computes this token at this position.
+
+        Raises: ContextExceeded, DeviceUnavailable.
+        """
+        device = self._ops.device
         self._cache.check_fits(position, 1)
-        self._ops.device.write(self._token_ids, np.array([token_id], np.int32))
-        self._ops.device.write(self._positions, np.array([position], np.int32))
-        self._position = position
+        device.synchronize()  # steps that were started too much write what they have chosen
+        self._chosen[self._first + 1 : self._position + 1] = _NONE
+        device.write(self._token_ids, np.array([token_id], np.int32))
+        device.write(self._positions, np.array([position], np.int32))
+        self._first = self._position = position
 
     def start(self) -> None:
         """Start a step: its likeliest token is the next one's, at the next position.
 
-        Raises: ContextExceeded if there is no room for it.
+        Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
         """
         self._cache.check_fits(self._position, 1)
-        bucket = context_bucket(self._position + 1)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._recorded(bucket)
-        graph, self._last = self._graphs[bucket]
-        graph.replay()
+        recording = self._recording()
+        self._last = recording.logits
+        try:
+            for piece in recording.pieces:
+                piece.graph.replay()
+                if piece.then is not None:
+                    piece.then()
+        except BaseException:
+            if self._shared is not None:
+                self._shared.abandon()
+            raise
+        if self._shared is not None:
+            self._shared.count_step()
         self._position += 1
+
+    def token(self, position: int) -> int:
+        """The token chosen for a position, by a step that was started.
+
+        Raises: DeviceUnavailable if the device has failed.
+        """
+        assert self._first < position <= self._position
+        chosen, patient_until_s = self._chosen, 0.0
+        while (token_id := int(chosen[position])) == _NONE:
+            now_s = time.monotonic()
+            if not patient_until_s:
+                patient_until_s = now_s + _PATIENCE_S
+            elif now_s > patient_until_s:
+                self._ops.device.synchronize()
+                if chosen[position] == _NONE:
+                    raise DeviceUnavailable(
+                        f"{self._ops.device.name}: a step has ended without a token"
+                    )
+            time.sleep(_LOOK_S)
+        return token_id
 
     def logits(self) -> F32Array:
         """Of the step that was started last, once it is done. Shapes: result [V]."""
@@ -69,25 +134,59 @@ class RecordedStep:
 
     def tokens(self, first: int, last: int) -> I32Array:
         """Tokens chosen for these positions, once everything that was started is done."""
-        tokens: I32Array = self._ops.device.download(self.history)[first:last]
-        return tokens
+        self._ops.device.synchronize()
+        return self._chosen[first:last].copy()
 
     def close(self) -> None:
-        for graph, _ in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
+        """As backend.RecordedStep.close, whoever still refers to this. Twice does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(DeviceUnavailable):  # a device that has failed writes nothing any more
+            self._ops.device.synchronize()
+        for recording in self._recordings.values():
+            for piece in recording.pieces:
+                piece.graph.close()
+        self._recordings.clear()
+        self._mapping.close()
+        del self._ops, self._model, self._cache, self._moe, self._shared, self._last
+        del self._token_ids, self._positions
 
-    def _recorded(self, bucket: int) -> tuple[Graph, Rows]:
+    def _recording(self) -> _Recording:
+        """Of the bucket that the next step is in: tried out and recorded when first needed."""
+        bucket = context_bucket(self._position + 1)
+        if bucket not in self._recordings:
+            self._recordings[bucket] = self._recorded(bucket)
+        return self._recordings[bucket]
+
+    def _recorded(self, bucket: int) -> _Recording:
         """Try the step out, which compiles and allocates what it needs, then record it."""
         device = self._ops.device
         before = [device.download(array) for array in (self._token_ids, self._positions)]
-        self._record(bucket)
+        with self._ops.steps.buffers.kept():
+            if self._shared is not None:
+                self._shared.begin_trial()
+            self._record(bucket)
         device.synchronize()
+        self._chosen[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
-        results: list[Rows] = []
-        graph = device.capture(lambda: results.append(self._record(bucket)))
-        return graph, results[0]
+        shared, results = self._shared, list[Rows]()
+        if shared is None:
+            graph = device.capture(lambda: results.append(self._record(bucket)))
+            return _Recording([Piece(graph, None)], results[0], [])
+
+        def record(pause: Pause) -> None:
+            shared.begin_recording(pause)
+            results.append(self._record(bucket))
+
+        # Between pieces others may use buffers: those of a step in pieces are its own.
+        with self._ops.steps.buffers.kept() as kept:
+            try:
+                pieces = record_pieces(device, record)
+            finally:
+                shared.end_recording()
+        return _Recording(pieces, results[0], kept)
 
     def _record(self, bucket: int) -> Rows:
         tokens: Any = StepTokens(self._token_ids)
@@ -95,4 +194,14 @@ class RecordedStep:
         hidden = self._model.forward(tokens, positions, self._cache, self._moe)
         logits = self._model.head(hidden)
         assert isinstance(logits, Product)
-        return self._ops.steps.pick(logits, self._token_ids, self._positions, self.history)
+        history: Any = self._history
+        return self._ops.steps.pick(logits, self._token_ids, self._positions, history=history)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A step of one context bucket, and what must stay as it is for it."""
+
+    pieces: list[Piece]
+    logits: Rows
+    kept: list[Buffer]

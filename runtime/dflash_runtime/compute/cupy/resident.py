@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import ExpertProjection, ExpertVector, MoeLayer
@@ -24,23 +25,41 @@ class ResidentLayer:
     slot_of_expert: I32Array
     decode: ResidentExperts
     prefill: StoredExperts
+    num_resident: int = field(init=False)
 
-    @property
-    def num_resident(self) -> int:
-        return int((self.slot_of_expert >= 0).sum())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_resident", int((self.slot_of_expert >= 0).sum()))
 
     @property
     def is_whole(self) -> bool:
         """Whether every expert of the layer is here."""
         return self.num_resident == self.layer.num_experts
 
+    def only(self, device: KernelDevice, chosen: npt.NDArray[np.bool_]) -> ResidentLayer | None:
+        """The same without the others, which stay where they are; None if nothing is left.
+
+        Shapes: chosen [E], by the ids that this goes by.
+        """
+        slots = np.where(chosen, self.slot_of_expert, np.int32(-1))
+        if (slots == self.slot_of_expert).all():
+            return self
+        if (slots < 0).all():
+            return None
+        table = device.upload(slots)
+        return replace(
+            self,
+            slot_of_expert=slots,
+            decode=replace(self.decode, slot_of_expert=table),
+            prefill=replace(self.prefill, slot_of_expert=table),
+        )
+
 
 def load_resident(
     device: KernelDevice,
     uploader: Uploader,
     file: GgufFile,
-    layer: MoeLayer,
     *,
+    layer: MoeLayer,
     global_expert_ids: I32Array,
 ) -> tuple[ResidentLayer, ResidentLayer]:
     """Bring experts to the device, once; named by their global ids, and by their local ids, which
@@ -65,7 +84,9 @@ def _matrices(
     projection: ExpertProjection,
     global_ids: I64Array,
 ) -> DeviceArray:
-    require_kernels(file, projection.tensor_name, projection.tensor_type)
+    require_kernels(
+        file, projection.tensor_name, projection.tensor_type, columns=projection.columns
+    )
     expert_bytes = _expert_bytes(projection)
     weights = device.empty(max(1, global_ids.size) * expert_bytes, np.uint8)
     for slot, global_expert_id in enumerate(global_ids.tolist()):
@@ -87,7 +108,7 @@ def _named(
     ids: tuple[I64Array, I64Array],
 ) -> ResidentLayer:
     """`ids` are the experts' global ids by slot, and what they are called."""
-    global_ids, names = ids
+    names = ids[1]
     slots = np.full(layer.num_experts, -1, np.int32)
     slots[names] = np.arange(names.size, dtype=np.int32)
     decode, prefill = [], []

@@ -8,11 +8,10 @@ import numpy as np
 
 from dflash_adapters.ops import RoutingRule
 from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker
-from dflash_runtime.compute.cupy.decode_linear_shape import GATES
+from dflash_runtime.compute.cupy.decode_experts_shape import GATES
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 
-_ROUTE_THREADS = 128
 _ADD_THREADS = 256
 
 
@@ -69,7 +68,7 @@ class RouteRows:
             topk_ids=arrays.address("topk_ids", topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", topk_weights, np.float32, **sizes),
         )
-        self._device.launch(self._kernel, (num_tokens, 1, 1), _ROUTE_THREADS, args)
+        self._device.launch(self._kernel, (num_tokens, 1, 1), self._device.lanes, args)
 
 
 class AddSums:
@@ -130,7 +129,6 @@ def _route_defines(rule: RoutingRule, num_experts: int) -> dict[str, int | str]:
         "TOP_K": rule.num_experts_used,
         "NORMALISE": int(rule.normalise),
         "GATE": GATES[rule.gating],
-        "THREADS": _ROUTE_THREADS,
     }
 
 

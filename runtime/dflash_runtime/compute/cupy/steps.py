@@ -7,24 +7,34 @@ layer uses again; both must have happened before a step is recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dflash_adapters.ops import RoutingRule
-from dflash_runtime.compute.cupy.buffers import Buffers, array_of
+from dflash_runtime.compute.cupy.buffers import Buffer, Buffers, array_of
 from dflash_runtime.compute.cupy.decode_arrays import GRANULE, meta_shape, padded_columns
 from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts
 from dflash_runtime.compute.cupy.decode_experts import Rows as ExpertRows
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, experts_shape
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
 from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
+from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape, is_float_router
 from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.row_kernels import AddSums
-from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Product, Rows, Sides
+from dflash_runtime.compute.cupy.row_kernels import RouteRows
+from dflash_runtime.compute.cupy.values import (
+    Choosing,
+    Chosen,
+    ExpertSums,
+    Normed,
+    Product,
+    Rows,
+    Sides,
+)
 
 
 class Steps:
@@ -38,8 +48,8 @@ class Steps:
         self._hidden: dict[ExpertsShape, ExpertRows] = {}
         self._quantisers: dict[tuple[int, bool], QuantiseRows] = {}
         self._samples: dict[int, Sample] = {}
-        self._counter: DeviceArray | None = None
-        self._add_sums = AddSums(device)
+        self._routers: dict[RouterShape, DecodeRouter] = {}
+        self._choices: dict[tuple[RoutingRule, int], RouteRows] = {}
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
@@ -66,7 +76,7 @@ class Steps:
         residual.version += 1
 
     def route(self, product: Product, rule: RoutingRule) -> tuple[Chosen, Chosen]:
-        """Experts chosen from ``product``; its rows are written beside it, as experts read them."""
+        """Logits, from which experts are chosen later; rows are written as experts read them."""
         x, matrix = product.x, product.matrix
         num_tokens = _num_tokens(x)
         shape = (num_tokens, rule.num_experts_used)
@@ -78,26 +88,52 @@ class Steps:
             side_values=None if sides is None else array_of(sides.values),
             side_quants=None if sides is None else array_of(sides.quants),
             side_meta=None if sides is None else array_of(sides.meta),
-            topk_ids=ids.array,
-            topk_weights=weights.array,
-            counter=self._zero_counter(),
         )
-        self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs, rule=rule)
+        if isinstance(x, Normed) and is_float_router(matrix.tensor_type, matrix.columns):
+            x.require_unchanged()
+            router = RouterShape(num_tokens, matrix.rows, matrix.columns, matrix.tensor_type)
+            if router not in self._routers:
+                self._routers[router] = DecodeRouter(self._device, router)
+            inputs = LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps)
+            self._routers[router].launch(matrix.weights, logits.array, inputs, outputs=outputs)
+        else:
+            self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs)
         if isinstance(x, Normed):
             x.sides = sides
-        return Chosen(ids), Chosen(weights)
+        choosing = Choosing(logits, rule)
+        return Chosen(ids, choosing), Chosen(weights, choosing)
+
+    def choose(self, topk_ids: Chosen, topk_weights: Chosen) -> None:
+        """Have the arrays of both written now, unless that is done or under way already."""
+        choosing = topk_ids.choosing
+        if choosing is None or choosing.is_done:
+            return
+        choosing.is_done = True
+        key = choosing.rule, choosing.logits.columns
+        if key not in self._choices:
+            self._choices[key] = RouteRows(self._device, key[0], num_experts=key[1])
+        self._choices[key].launch(choosing.logits.array, topk_ids.array, topk_weights.array)
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
-        """Add a layer's experts, and the sums of those that are elsewhere, to the residual."""
+        """Add a layer's experts, all of which are here, to the residual."""
+        assert sums.layer is not None
         choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
-        sides = self._sides(sums.x)
-        if sums.others is None:
-            self._run_experts(sums.layer, choice, sides, residual.array, gives_sums=False)
-        else:
-            here = self.buffers.take((residual.num_tokens, residual.columns), np.float64)
-            self._run_experts(sums.layer, choice, sides, here.array, gives_sums=True)
-            self._add_sums.launch(residual.array, here.array, sums.others)
+        choosing, rule = sums.topk_ids.choosing, None
+        if choosing is not None and not choosing.is_done:
+            choosing.is_done = True  # by the kernels of the experts
+            choice, rule = replace(choice, logits=choosing.logits.array), choosing.rule
+        self._run_experts(
+            sums.layer, choice, self._sides(sums.x), residual.array, gives_sums=False, rule=rule
+        )
         residual.version += 1
+
+    def sums_here(self, sums: ExpertSums) -> Buffer:
+        """Sums of those experts that are here. Shapes: result [T, H] float64."""
+        assert sums.layer is not None
+        choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
+        here = self.buffers.take(sums.x.rows.array.shape, np.float64)
+        self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
+        return here
 
     def sums_of(self, layer: ResidentLayer, x: Rows, choice: Choice) -> DeviceArray:
         """Weighted sums of the chosen experts of rows that are normalised already.
@@ -118,8 +154,9 @@ class Steps:
         out: DeviceArray,
         *,
         gives_sums: bool,
+        rule: RoutingRule | None = None,
     ) -> None:
-        shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums)
+        shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums, rule=rule)
         experts = self._experts.get(shape)
         if experts is None:
             experts = self._experts[shape] = DecodeExperts(self._device, shape)
@@ -136,6 +173,7 @@ class Steps:
         product: Product,
         token_ids: DeviceArray,
         positions: DeviceArray,
+        *,
         history: DeviceArray,
     ) -> Rows:
         """Logits; the likeliest token into `token_ids` and `history`, positions one further."""
@@ -168,9 +206,8 @@ class Steps:
         *,
         adds: bool,
         outputs: LinearOutputs | None = None,
-        rule: RoutingRule | None = None,
     ) -> None:
-        linear = self._linear(x, matrices, adds=adds, rule=rule)
+        linear = self._linear(x, matrices, adds=adds, has_side=outputs is not None)
         linear.launch(
             [matrix.weights for matrix in matrices],
             [out.array for out in outs],
@@ -185,7 +222,7 @@ class Steps:
         *,
         adds: bool,
         has_argmax: bool = False,
-        rule: RoutingRule | None = None,
+        has_side: bool = False,
     ) -> DecodeLinear:
         kinds = tuple((matrix.tensor_type, matrix.rows) for matrix in matrices)
         mode = LinearInput.PLAIN
@@ -200,8 +237,7 @@ class Steps:
             kinds,
             mode,
             adds=adds,
-            has_side=rule is not None and isinstance(x, Normed),
-            rule=rule,
+            has_side=has_side and isinstance(x, Normed),
             has_argmax=has_argmax,
         )
         if shape not in self._linears:
@@ -248,11 +284,6 @@ class Steps:
             quants=take((num_tokens, padded_columns(columns)), np.int8),
             meta=take(meta_shape(num_tokens, columns), np.float32),
         )
-
-    def _zero_counter(self) -> DeviceArray:
-        if self._counter is None:
-            self._counter = self._device.zeros(1, np.uint32)
-        return self._counter
 
 
 def _num_tokens(x: Normed | Rows) -> int:

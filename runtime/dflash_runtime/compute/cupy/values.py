@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from dflash_adapters.ops import RoutingRule
 from dflash_adapters.rope import RopeTable
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.cupy.buffers import Buffer
@@ -106,10 +107,23 @@ class Product:
 
 
 @dataclass(slots=True, eq=False)
+class Choosing:
+    """Experts to be chosen from logits, by whoever needs to know first."""
+
+    logits: Rows
+    rule: RoutingRule
+    is_done: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Chosen:
-    """Ids, or weights, of the chosen experts. Shapes: [T, K] int32, or float32."""
+    """Ids, or weights, of the chosen experts, once `choosing` is done.
+
+    Shapes: [T, K] int32, or float32.
+    """
 
     buffer: Buffer
+    choosing: Choosing | None = None
 
     @property
     def array(self) -> DeviceArray:
@@ -120,14 +134,16 @@ class Chosen:
 class ExpertSums:
     """A layer's routed experts, to be computed by whoever adds them to the residual."""
 
-    layer: ResidentLayer
+    layer: ResidentLayer | None
+    """None: no expert of the layer is here."""
     x: Normed
     topk_ids: Chosen
     topk_weights: Chosen
     phase: Phase
     """Which kernels compute them: the parent's, and any daemon's, must be the same."""
-    others: DeviceArray | None = None
-    """Float64 sums [T, H] of experts that are elsewhere."""
+    parts: tuple[Buffer, ...] = ()
+    """Float64 sums [T, H] of all pairs, of experts here and elsewhere, if somebody else has had a
+    share: at most two."""
 
 
 DeviceValue: TypeAlias = Rows | Normed | Heads | Product | Chosen | ExpertSums

@@ -12,16 +12,20 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.ids import I32Array
+from dflash_runtime.compute.backend import Chunking
+from dflash_runtime.compute.host import PREFILL_CHUNK, HostBackend
 from dflash_runtime.compute.reference.experts import ExpertCache, ReferenceExpertBank
 from dflash_runtime.compute.reference.ops import ReferenceOps
 
 _CACHE_BYTES = 256 << 20
 
 
-class ReferenceBackend:
+class ReferenceBackend(HostBackend):
     """Implements backend.ComputeBackend."""
 
     name = "reference"
+    # BLAS sums in an order that depends on the shapes.
+    chunking = Chunking(PREFILL_CHUNK, None, invariant_from=None)
 
     def __init__(self) -> None:
         self.ops = ReferenceOps()

@@ -87,9 +87,10 @@ def test_a_shape_that_kernels_cannot_take_is_refused(
 def test_float32_caches_do_without_tensor_cores() -> None:
     table = rope_table(RopePairing.HALF_SPLIT, 128, 1e6)
     for kv_type in KvType:
-        shape = AttentionShape.of(32, QWEN3.kv, kv_type, table, has_mma=True)
+        shape = AttentionShape.of(32, QWEN3.kv, kv_type=kv_type, table=table, has_mma=True)
         assert shape.use_mma == (kv_type is not KvType.F32)
-        assert not AttentionShape.of(32, QWEN3.kv, kv_type, table, has_mma=False).use_mma
+        without = AttentionShape.of(32, QWEN3.kv, kv_type=kv_type, table=table, has_mma=False)
+        assert not without.use_mma
 
 
 @pytest.mark.parametrize(("num_tokens", "bucket"), [(0, 1024), (9, 1024), (1, 1000)])
@@ -99,7 +100,9 @@ def test_a_step_that_is_none_is_refused(num_tokens: int, bucket: int) -> None:
 
 
 def test_a_device_with_too_little_shared_memory_is_refused() -> None:
-    rig = AttentionRig(LayerCase(use_mma=True, max_shared_bytes=16 * 1024))
+    rig = AttentionRig(
+        LayerCase(key_dim=32, value_dim=32, num_rotated=32, use_mma=True, max_shared_bytes=8 * 1024)
+    )
     with pytest.raises(SettingsError, match="shared memory"):
         PrefillAttention(rig.device, rig.case.shape)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.moe_spec import Activation
+from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
 from dflash_runtime.compute.cupy.decode_experts import (
@@ -18,6 +19,7 @@ from dflash_runtime.compute.cupy.decode_experts import (
     Rows,
 )
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, ExpertsTuning
+from dflash_runtime.compute.cupy.row_kernels import RouteRows
 from support.attention_rig import relative_error
 from support.device_weights import Weights, as_int8_rows, int8_values, random_weights
 from support.emulated_device import EmulatedDevice
@@ -208,7 +210,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "floats and bytes" else ())
+        for name in SHAPES
+    ],
+)
 def test_experts_are_the_formula(device: EmulatedDevice, name: str) -> None:
     shape = SHAPES[name]
     rng = np.random.default_rng(shape.hidden_size)
@@ -291,8 +299,10 @@ def test_a_table_with_slots_that_do_not_exist_reads_nothing_else(
     assert not out.any()
 
 
-def test_bits_of_a_token_depend_on_nothing_else(backward_device: EmulatedDevice) -> None:
-    device, rng = backward_device, np.random.default_rng(7)
+@pytest.mark.parametrize("lanes", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_bits_of_a_token_depend_on_nothing_else(lanes: int) -> None:
+    device = EmulatedDevice(lanes=lanes, runs_backward=True)
+    rng = np.random.default_rng(7)
     layer, step = random_layer(rng, BASE), random_step(rng, BASE)
     experts = DecodeExperts(device, BASE)
     together, _ = run(device, experts, layer, step)
@@ -309,6 +319,52 @@ def test_bits_of_a_token_depend_on_nothing_else(backward_device: EmulatedDevice)
             device, DecodeExperts(device, single, tuned), layer, step.tokens(slice(1, 2))
         )
         np.testing.assert_array_equal(alone, together[1:2])
+
+
+def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: EmulatedDevice) -> None:
+    """Ids, weights and bits are those of a choice that was made before."""
+    device, rng = backward_device, np.random.default_rng(8)
+    rule = RoutingRule(BASE.num_experts_used, Gating.SOFTMAX, normalise=True)
+    logits = rng.standard_normal((BASE.num_tokens, BASE.num_experts)).astype(np.float32)
+    sizes = BASE.num_tokens, BASE.num_experts_used
+    made = Choice(device.empty(sizes, np.int32), device.empty(sizes, np.float32))
+    uploaded = device.upload(logits)
+    RouteRows(device, rule, num_experts=BASE.num_experts).launch(
+        uploaded, made.topk_ids, made.topk_weights
+    )
+    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
+    step = replace(
+        step,
+        topk_ids=device.download(made.topk_ids),
+        topk_weights=device.download(made.topk_weights),
+    )
+    slots = [2, -1, 0, 1, 3]
+    before, _ = run(device, DecodeExperts(device, BASE), layer, step, slots=slots)
+
+    experts = DecodeExperts(device, replace(BASE, rule=rule))
+    resident, int8 = layer.resident(device, slots), as_int8_rows(step.x)
+    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    choice = Choice(device.empty(sizes, np.int32), device.empty(sizes, np.float32), uploaded)
+    hidden, out = experts.hidden_rows(), device.zeros(step.x.shape, np.float32)
+    experts.launch_gate_up(resident, choice, x, hidden)
+    experts.launch_down(resident, choice, hidden, out)
+    np.testing.assert_array_equal(device.download(choice.topk_ids), step.topk_ids)
+    np.testing.assert_array_equal(device.download(choice.topk_weights), step.topk_weights)
+    np.testing.assert_array_equal(out, before)
+    with pytest.raises(ValueError, match="logits is missing"):
+        experts.launch_gate_up(resident, made, x, hidden)
+
+
+def test_a_wrong_guess_of_down_is_made_good(device: EmulatedDevice) -> None:
+    """Without a guess every slot is another one than what down began with."""
+    rng = np.random.default_rng(10)
+    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
+    experts = DecodeExperts(device, BASE)
+    slots = [3, 0, -1, 2, 1]
+    guessed, _ = run(device, experts, layer, step, slots=slots)
+    waits = replace(experts.tuning, down_guesses=False)
+    waited, _ = run(device, DecodeExperts(device, BASE, waits), layer, step, slots=slots)
+    np.testing.assert_array_equal(waited, guessed)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -336,6 +392,9 @@ def test_what_does_not_fit_is_refused() -> None:
     device = EmulatedDevice()
     with pytest.raises(ValueError, match="K=6 of E=5 experts"):
         replace(BASE, num_experts_used=6)
+    rule = RoutingRule(num_experts_used=3, gating=Gating.SOFTMAX, normalise=True)
+    with pytest.raises(ValueError, match="K=2, but the rule says otherwise"):
+        replace(BASE, rule=rule)
     with pytest.raises(ValueError, match="T=0, a step has 1 to 8 tokens"):
         replace(BASE, num_tokens=0)
     with pytest.raises(ValueError, match="not a multiple of Q4_K's block"):

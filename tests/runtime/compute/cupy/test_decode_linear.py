@@ -1,4 +1,4 @@
-"""Matrices times the rows of a step: products, residuals, routers and heads, against float64."""
+"""Matrices times the rows of a step: products, residuals and heads, against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns, team_lanes
@@ -19,7 +18,6 @@ from dflash_runtime.compute.cupy.decode_linear_shape import (
     LinearTuning,
 )
 from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
-from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.attention_rig import relative_error
 from support.device_weights import (
     Weights,
@@ -98,7 +96,7 @@ def random_rows(rng: np.random.Generator, rows: int, columns: int) -> F32Array:
     return values * np.float32(2.0) ** rng.integers(-4, 5, (rows, 1)).astype(np.float32)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_norm_and_several_matrices(device: EmulatedDevice, num_tokens: int) -> None:
     rng = np.random.default_rng(num_tokens)
     matrices = ((Q4_K, 70), (Q4_K, 9), (Q6_K, 33))
@@ -180,74 +178,7 @@ def test_what_is_not_finite_stays_in_its_token(backward_device: EmulatedDevice, 
         assert np.isfinite(out[[0, 2]]).all()
 
 
-def route(
-    device: EmulatedDevice, weights: Weights, kind: TensorType, x: F32Array, rule: RoutingRule
-) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Logits, ids and weights; launched twice, as a step is replayed."""
-    (num_tokens, columns), num_experts = x.shape, len(weights.values)
-    shape = LinearShape(
-        columns, num_tokens, ((kind, num_experts),), LinearInput.NORM, has_side=True, rule=rule
-    )
-    linear = DecodeLinear(device, shape)
-    sizes = num_tokens, rule.num_experts_used
-    outputs = LinearOutputs(
-        topk_ids=device.empty(sizes, np.int32),
-        topk_weights=device.empty(sizes, np.float32),
-        counter=device.zeros(1, np.uint32),
-    )
-    ones = device.upload(np.ones(columns, np.float32))
-    inputs = LinearInputs(x=device.upload(x), norm_weight=ones, eps=EPS)
-    for _ in range(2):
-        (logits,) = launch(device, linear, [weights], inputs, outputs)
-    assert isinstance(outputs.topk_ids, np.ndarray)
-    assert isinstance(outputs.topk_weights, np.ndarray)
-    return logits, outputs.topk_ids, outputs.topk_weights
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_experts", "num_tokens", "num_used", "normalise"),
-    [(F32, 12, 3, 4, True), (F16, 40, 1, 8, False), (Q8_0, 33, 8, 1, True)],
-)
-def test_a_router_chooses_as_the_reference_does(
-    device: EmulatedDevice,
-    kind: TensorType,
-    num_experts: int,
-    num_tokens: int,
-    num_used: int,
-    normalise: bool,
-) -> None:
-    rng = np.random.default_rng(num_experts)
-    weights = random_weights(rng, kind, num_experts, 96)
-    native = weights.native.copy()
-    native[num_experts - 2] = native[2]  # their logits are equal
-    weights = as_weights(native, kind, 96)
-    x = random_rows(rng, num_tokens, 96)
-    rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
-    logits, ids, chosen = route(device, weights, kind, x, rule)
-
-    if kind is not Q8_0:
-        wanted = normalised(x, np.ones(96, np.float32)) @ weights.values.T
-        assert relative_error(logits, wanted) < 1e-6
-    np.testing.assert_array_equal(logits[:, 2], logits[:, num_experts - 2])
-    wanted_ids, wanted_weights = ReferenceOps().route(logits, rule)
-    np.testing.assert_array_equal(ids, wanted_ids)
-    np.testing.assert_allclose(chosen, wanted_weights, rtol=2e-6)
-
-
-def test_a_router_of_nonsense_still_gives_ids(backward_device: EmulatedDevice) -> None:
-    rng = np.random.default_rng(9)
-    weights = random_weights(rng, F32, 12, 96)
-    x = random_rows(rng, 3, 96)
-    x[1, 5] = np.nan
-    rule = RoutingRule(4, Gating.SOFTMAX, True)
-    logits, ids, chosen = route(backward_device, weights, F32, x, rule)
-    assert ids[1].tolist() == [0, 1, 2, 3]
-    assert np.isnan(chosen[1]).all()
-    wanted_ids, _ = ReferenceOps().route(logits[[0, 2]], rule)
-    np.testing.assert_array_equal(ids[[0, 2]], wanted_ids)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int) -> None:
     rng = np.random.default_rng(num_tokens)
     native = random_weights(rng, Q6_K, 203, 256).native.copy()
@@ -277,8 +208,8 @@ def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int)
     assert history.tolist() == [-7] * 8 + [likeliest[0]]
 
 
-def test_sampling_puts_nan_before_all(backward_device: EmulatedDevice) -> None:
-    device, rng = backward_device, np.random.default_rng(8)
+def test_sampling_puts_nan_before_all() -> None:
+    device, rng = EmulatedDevice(runs_backward=True), np.random.default_rng(8)
     weights = random_weights(rng, F32, 40, 64)
     weights.packed.view(np.float32)[[17, 30], 5] = np.nan
     shape = LinearShape(64, 1, ((F32, 40),), LinearInput.PLAIN, has_argmax=True)
@@ -345,9 +276,6 @@ def test_what_does_not_fit_is_refused() -> None:
         LinearShape(256, 1, ((TensorType.IQ1_S, 8),), LinearInput.NORM)
     with pytest.raises(ValueError, match="102 columns are not a multiple of 4"):
         LinearShape(102, 1, ((F32, 8),), LinearInput.NORM)
-    rule = RoutingRule(9, Gating.SOFTMAX, True)
-    with pytest.raises(ValueError, match="K=9 of E=8"):
-        LinearShape(256, 1, ((F32, 8),), LinearInput.NORM, rule=rule)
     with pytest.raises(ValueError, match=r"8 rows of 16384 take 196608 bytes .* fewer tokens"):
         DecodeLinear(device, LinearShape(16384, 8, ((Q4_0, 8),), LinearInput.PLAIN))
 

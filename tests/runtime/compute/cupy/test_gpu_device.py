@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_protocol.device import Device, DeviceKind
-from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, DflashError, SettingsError
+from dflash_protocol.device import Device
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.device import address
@@ -25,23 +25,10 @@ from support.emulated_device.device_checks import (
     check_padding,
     check_sums,
 )
+from support.gpu_devices import first_gpu
 from support.processes import ROOT, environment
 
 pytestmark = pytest.mark.gpu
-
-
-def first_gpu() -> Device:
-    """Of either vendor; skips the test if CuPy cannot use one."""
-    reasons = []
-    for kind in (DeviceKind.CUDA, DeviceKind.HIP):
-        device = Device(kind, 0)
-        try:
-            CupyDevice(device).close()
-        except DflashError as error:
-            reasons.append(str(error))
-        else:
-            return device
-    pytest.skip("; ".join(reasons))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ LAYERS = (KvLayer(num_heads=2, key_dim=80, value_dim=40), KvLayer(1, 64, 64))
 def test_bytes_are_counted_and_loads_are_aligned(
     kv_type: KvType, row_bytes: tuple[int, int, int]
 ) -> None:
-    cache = DeviceKvCache(EmulatedDevice(), LAYERS, 100, kv_type)
+    cache = DeviceKvCache(EmulatedDevice(), LAYERS, capacity=100, kv_type=kv_type)
     keys, values, others = row_bytes
     assert cache.nbytes == 100 * (2 * (keys + values) + 2 * others)
     assert cache.nbytes == sum(layer_bytes(kv, 100, kv_type) for kv in LAYERS)
@@ -48,17 +48,17 @@ def test_bytes_are_counted_and_loads_are_aligned(
 @pytest.mark.parametrize("capacity", [0, -1, 1 << 40])
 def test_a_capacity_that_cannot_be_is_refused(capacity: int) -> None:
     with pytest.raises(SettingsError, match="positions"):
-        DeviceKvCache(EmulatedDevice(), LAYERS, capacity, KvType.F16)
+        DeviceKvCache(EmulatedDevice(), LAYERS, capacity=capacity, kv_type=KvType.F16)
 
 
 @pytest.mark.parametrize("kv", [KvLayer(2, 257, 64), KvLayer(2, 64, 0), KvLayer(0, 64, 64)])
 def test_heads_that_kernels_cannot_take_are_refused(kv: KvLayer) -> None:
     with pytest.raises(SettingsError, match="heads"):
-        DeviceKvCache(EmulatedDevice(), (LAYERS[0], kv), 100, KvType.F16)
+        DeviceKvCache(EmulatedDevice(), (LAYERS[0], kv), capacity=100, kv_type=KvType.F16)
 
 
 def test_tokens_must_fit() -> None:
-    cache = DeviceKvCache(EmulatedDevice(), LAYERS, 100, KvType.F16)
+    cache = DeviceKvCache(EmulatedDevice(), LAYERS, capacity=100, kv_type=KvType.F16)
     cache.check_fits(96, 4)
     with pytest.raises(ContextExceeded) as caught:
         cache.check_fits(97, 4)

@@ -77,7 +77,7 @@ def test_what_has_no_layout_or_no_whole_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="not a multiple of Q4_0's block"):
         row_bytes(TensorType.Q4_0, 100)
     with pytest.raises(ValueError, match="35 items of uint8 for 1 rows of 64 Q4_0"):
-        repack(TensorType.Q4_0, np.zeros(35, np.uint8), 1, 64)
+        repack(TensorType.Q4_0, np.zeros(35, np.uint8), rows=1, columns=64)
 
 
 @pytest.fixture(scope="module", params=[32, 64])
@@ -111,7 +111,7 @@ def test_every_scale_of_the_4_bit_floats(device: EmulatedDevice) -> None:
         for place in places:
             blocks[:, place] = np.arange(3 * 86) % 256
         wanted = dequantise(blocks.reshape(-1), tensor_type, (86, columns))
-        rows = device.upload(repack(tensor_type, blocks.reshape(-1), 86, columns))
+        rows = device.upload(repack(tensor_type, blocks.reshape(-1), rows=86, columns=columns))
         out = device.empty(wanted.shape, np.float32)
         module = device.module(Path(__file__).with_name("unpack_rows.cu"), {})
         kernel = module.kernel("unpack_rows", UnpackRowsArgs)
@@ -122,7 +122,10 @@ def test_every_scale_of_the_4_bit_floats(device: EmulatedDevice) -> None:
 
 @pytest.mark.parametrize(
     ("tensor_type", "columns"),
-    [(TensorType.Q3_K, 768), (TensorType.MXFP4, 96), (TensorType.F16, 100)],
+    [
+        *((TensorType.Q3_K, 768), (TensorType.MXFP4, 96)),
+        pytest.param(TensorType.F16, 100, marks=pytest.mark.slow),
+    ],
 )
 def test_the_device_repacks_as_numpy_does(
     device: EmulatedDevice, tensor_type: TensorType, columns: int

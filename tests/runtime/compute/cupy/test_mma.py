@@ -15,11 +15,20 @@ CASES = str(Path(__file__).with_name("mma_cases.cu"))
 
 
 class MmaArgs(ctypes.Structure):
-    _fields_ = (("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("d", ctypes.c_uint64))
+    _fields_ = (
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+        ("d", ctypes.c_uint64),
+        ("is_transposed", ctypes.c_int),
+    )
 
 
 class CopyArgs(ctypes.Structure):
-    _fields_ = (("source", ctypes.c_uint64), ("seen", ctypes.c_uint64))
+    _fields_ = (
+        ("source", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+        ("is_mistaken", ctypes.c_int),
+    )
 
 
 @pytest.mark.parametrize("is_transposed", [0, 1])
@@ -31,9 +40,8 @@ def test_product_of_fragments_is_that_of_matrices(is_transposed: int) -> None:
     d = rng.standard_normal((16, 8)).astype(np.float32)
     stored_b = np.ascontiguousarray(b.T) if is_transposed else b
     arrays = [device.upload(each) for each in (a, stored_b, d)]
-    defines = {"IS_TRANSPOSED": is_transposed, "IS_MISTAKEN": 0}
-    kernel = device.module(CASES, defines).kernel("multiply", MmaArgs)
-    device.launch(kernel, (1, 1, 1), 32, MmaArgs(*map(address, arrays)))
+    kernel = device.module(CASES, {"COPY_EARLY": 0}).kernel("multiply", MmaArgs)
+    device.launch(kernel, (1, 1, 1), 32, MmaArgs(*map(address, arrays), is_transposed))
     wanted = d + a.astype(np.float64) @ b.T.astype(np.float64)
     np.testing.assert_allclose(arrays[2], wanted, rtol=1e-5, atol=1e-5)
 
@@ -44,10 +52,10 @@ def test_copies_are_seen_once_they_were_waited_for(is_early: int, is_mistaken: i
     device = EmulatedDevice()
     source = np.random.default_rng(3).integers(1, 1 << 31, (3, 32, 4), np.uint32)
     seen = device.empty(source.shape, np.uint32)
-    defines = {"IS_TRANSPOSED": 0, "IS_MISTAKEN": is_mistaken, "COPY_EARLY": is_early}
-    kernel = device.module(CASES, defines).kernel("copy_in_groups", CopyArgs)
+    module = device.module(CASES, {"COPY_EARLY": is_early})
+    kernel = module.kernel("copy_in_groups", CopyArgs)
     uploaded = device.upload(source)
-    args = CopyArgs(address(uploaded), address(seen))
+    args = CopyArgs(address(uploaded), address(seen), is_mistaken)
     device.launch(kernel, (1, 1, 1), 32, args)
     wanted = source.copy()
     for group in range(3):

@@ -87,3 +87,28 @@ INLINE float lanes_max(float value) {
     for (int mask = WIDTH / 2; mask; mask >>= 1) value = max_of(value, lane_xor(value, mask));
     return value;
 }
+
+// Largest over the lanes.
+#ifndef HAS_LANES_LARGEST
+INLINE u32 lanes_largest(u32 value) {
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask >>= 1) {
+        const u32 other = lane_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+#endif
+// Whether this is the lowest lane for which it holds.
+#ifndef HAS_IS_FIRST_LANE
+INLINE bool is_first_lane(bool holds) {
+    const u32 found = lanes_largest(holds ? (u32)(LANES - lane_index()) : 0u);
+    return holds && found == (u32)(LANES - lane_index());
+}
+#endif
+
+// Before the wait: what is there by now of what the kernel before this one writes. Only good for a
+// guess that is checked after the wait.
+#ifndef HAS_LOAD_EARLY
+INLINE u32 load_early4(const void *p) { return *(const volatile u32 *)p; }
+#endif

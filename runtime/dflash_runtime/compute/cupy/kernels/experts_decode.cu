@@ -1,13 +1,17 @@
 // The routed experts of a decode step of TOKENS tokens, TOP_K experts each: P = TOKENS * TOP_K pairs.
-// Which experts is read on the device; a table says where each lies, or -1: it is not here, and its
-// pair is skipped. A pair's term, one float32 an output element, depends on its own row, weight and
-// expert alone; terms are added in float64 in the order of the choice, and rounded once.
+// Which experts is read on the device, or chosen there from router logits, by every block that needs
+// to know; a table says where each lies, or -1: it is not here, and its pair is skipped. A pair's
+// term, one float32 an output element, depends on its own row, weight and expert alone; terms are
+// added in float64 in the order of the choice, and rounded once.
 //
 // HIDDEN, FFN, EXPERTS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
-// SUMS: float64 sums are written, or else rounded ones are added to the residual.
+// SUMS: float64 sums are written, or else rounded ones are added to the residual. ROUTE: experts are
+// chosen from logits, NORMALISE and GATE as route.cuh has them.
+// GUESS: down begins with slots that it has no right to rely on (0 in tests).
 // Tuning of either kernel: WARPS, TEAM lanes a row, MOST_DEEP units a lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
 #include "activation.cuh"
+#include "choices.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
 
@@ -31,15 +35,11 @@ INLINE float projected(const Projection &of, int expert, int rows, int row, floa
     return product;
 }
 
-// The slot of an expert, or -1.
-INLINE int slot_within(int slot, int num_slots) { return slot < num_slots ? slot : -1; }
-
 // -- gate and up ------------------------------------------------------------------------------
 
 struct GateUpArgs {
     Projection gate, up;
-    const int *slot_of_expert;  // [EXPERTS]
-    const int *topk_ids;        // [T, TOP_K]
+    Choices choices;
     const i8 *quants;           // [T, padded], if a type is quantised
     const float2 *meta;         // [T, padded / 16]
     const float *x;             // [T, HIDDEN], if a type is not
@@ -47,7 +47,6 @@ struct GateUpArgs {
     float2 *h_meta;             // [P, padded / 16]
     float *h;                   // [P, FFN], if it is not
     Activation form;
-    int num_slots;
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -87,17 +86,52 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     using Up = RowProducts<TYPE_UP, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
     using Sums = TeamSums<GATE_UP_ROWS, GATE_UP_TEAM>;
     DYNAMIC_SHARED(shared);
-    SHARED(int, slots, EXPERTS);
+    SHARED(int, chosen, 2);  // expert, slot
     SHARED(float, hidden, GATE_UP_TILE);
     const int pair = block_index_x() % PAIRS, tile = block_index_x() / PAIRS;
-    for (int e = thread_index(); e < EXPERTS; e += GATE_UP_THREADS) {
-        slots[e] = (int)load_weights4(a.slot_of_expert + e);
+    const i64 token = pair / TOP_K;
+    const bool chooses = warp_index() == 0;
+    [[maybe_unused]] Chooser chooser;
+    if (ROUTE && chooses) chooser.before_wait(a.choices);
+    wait_for_previous();
+    if (chooses) {
+        if constexpr (ROUTE) {
+            const float *logits = a.choices.logits + token * EXPERTS;
+            chooser.router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
+            int last = -1, expert = -1, slot = -1;  // what this lane has taken last
+            chooser.router.choose(pair % TOP_K + 1, [&](int k, int j) {
+                last = k, expert = chooser.router.expert(j), slot = chooser.slots[j];
+            });
+            if (last == pair % TOP_K) {
+                chosen[0] = expert, chosen[1] = slot;
+                if (tile == 0) a.choices.pair_slots[pair] = slot, a.choices.topk_ids[pair] = expert;
+            }
+            if (tile == 0 && pair % TOP_K == TOP_K - 1) {  // has made all choices of its token
+                const float weight = chooser.router.weight();
+                if (lane_index() < TOP_K) {
+                    a.choices.topk_weights[token * TOP_K + lane_index()] = weight;
+                }
+            }
+        } else if (lane_index() == 0) {
+            chosen[0] = (int)load_fresh4(a.choices.topk_ids + pair);
+            chosen[1] = a.choices.slot_of((u32)chosen[0]);
+            if (tile == 0) a.choices.pair_slots[pair] = chosen[1];
+        }
+        let_next_begin();  // only now, so that down mostly finds the slots
+    }
+    const Rows x(shared);
+    if (GATE_UP_WARPS == 1 || !chooses) {  // the others meanwhile
+        constexpr int First = GATE_UP_WARPS == 1 ? 0 : LANES;
+        if constexpr (X_BYTES) {
+            stage_bytes<1, HIDDEN, GATE_UP_THREADS, First>(x, a.quants + token * Rows::PADDED,
+                                                           a.meta + token * Rows::GRANULES);
+        }
+        if constexpr (X_FLOATS) {
+            stage_floats<1, HIDDEN, GATE_UP_THREADS, First>(x, a.x + token * HIDDEN);
+        }
     }
     block_barrier();
-    wait_for_previous();
-    let_next_begin();  // after the wait: so the next kernel may read the ids before its own
-    const u32 expert = load_fresh4(a.topk_ids + pair);
-    const int slot = expert < (u32)EXPERTS ? slot_within(slots[expert], a.num_slots) : -1;
+    const int expert = chosen[0], slot = chosen[1];
     if (slot < 0) {
         write_hidden(a, pair, tile, nullptr);
         return;
@@ -115,14 +149,6 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     Up up;
     gate.load(gate_rows, place);
     up.load(up_rows, place);
-    const Rows x(shared);
-    const i64 token = pair / TOP_K;
-    if constexpr (X_BYTES) {
-        stage_bytes<1, HIDDEN, GATE_UP_THREADS>(x, a.quants + token * Rows::PADDED,
-                                                a.meta + token * Rows::GRANULES);
-    }
-    if constexpr (X_FLOATS) stage_floats<1, HIDDEN, GATE_UP_THREADS>(x, a.x + token * HIDDEN);
-    block_barrier();
     Sums gates, ups;
     gates.clear();
     ups.clear();
@@ -133,8 +159,8 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         float g = gates.sum(c), u = ups.sum(c);
         const int row = first + Sums::index(c);
         if (!Sums::is_writer(c) || row >= FFN) continue;
-        g = projected(a.gate, (int)expert, FFN, row, g);
-        u = projected(a.up, (int)expert, FFN, row, u);
+        g = projected(a.gate, expert, FFN, row, g);
+        u = projected(a.up, expert, FFN, row, u);
         hidden[row - tile * GATE_UP_TILE] = activate(a.form, g, u);
     }
     block_barrier();
@@ -145,15 +171,12 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
 
 struct DownArgs {
     Projection down;
-    const int *slot_of_expert;   // [EXPERTS]
-    const int *topk_ids;         // [T, TOP_K]; like the weights written two kernels ago
-    const float *topk_weights;   // [T, TOP_K]
+    Choices choices;             // as gate and up have made them
     const i8 *h_quants;          // as GateUpArgs
     const float2 *h_meta;
     const float *h;
     float *residual;             // [T, HIDDEN], added to unless SUMS
     double *sums;                // [T, HIDDEN], if SUMS
-    int num_slots;
 };
 
 constexpr int DOWN_THREADS = DOWN_WARPS * LANES;
@@ -161,10 +184,7 @@ constexpr bool H_FLOATS = IsFloat<TYPE_DOWN>::VALUE;
 constexpr int DOWN_TEAMS = DOWN_THREADS / DOWN_TEAM, DOWN_ITEMS = DOWN_TILE * TOP_K;
 constexpr int ITEMS_A_TEAM = (DOWN_ITEMS + DOWN_TEAMS - 1) / DOWN_TEAMS;
 static_assert(DOWN_TILE <= DOWN_THREADS, "a thread adds each row's terms");
-
-// Of a kernel before the last, which has surely ended: may be read before the wait. Not through the
-// read-only path, which may still have what was there a layer ago.
-INLINE u32 load_settled4(const void *p) { return *(const volatile u32 *)p; }
+static_assert(TOP_K <= DOWN_THREADS, "a thread brings each weight");
 
 using DownRows = Staged<TOP_K, FFN, !H_FLOATS, H_FLOATS>;
 
@@ -172,8 +192,7 @@ using DownRows = Staged<TOP_K, FFN, !H_FLOATS, H_FLOATS>;
 struct DownItem {
     RowProducts<TYPE_DOWN, FFN, 1, DOWN_TEAM, DOWN_MOST_DEEP> products;
     const u8 *row[1];
-    float weight;
-    int expert;  // -1: none, or not here
+    int slot;  // -1: none, or not here
 
     INLINE static bool exists(int item) { return item < DOWN_ITEMS; }
     // Rows of an expert lie next to each other: neighbouring teams take them.
@@ -181,29 +200,30 @@ struct DownItem {
     INLINE static int row_of(int item, int tile) {
         return min_of(tile * DOWN_TILE + item % DOWN_TILE, HIDDEN - 1);
     }
-    INLINE void load(const DownArgs &a, int token, int tile, int item, int place) {
-        expert = -1;
-        weight = 0.0f;
-        if (!exists(item)) return;
-        const int pair = token * TOP_K + choice(item);
-        const u32 chosen = load_settled4(a.topk_ids + pair);
-        weight = bits_to_float(load_settled4(a.topk_weights + pair));
-        if (chosen >= (u32)EXPERTS) return;
-        const int slot = slot_within((int)load_weights4(a.slot_of_expert + chosen), a.num_slots);
+    // The place of an item's pair in the arrays of choices.
+    INLINE static int pair(int token, int item) {
+        return token * TOP_K + min_of(choice(item), TOP_K - 1);
+    }
+    INLINE void load(const DownArgs &a, int of_slot, int tile, int item, int place) {
+        slot = exists(item) ? of_slot : -1;
         if (slot < 0) return;
-        expert = (int)chosen;
         const i64 index = (i64)slot * HIDDEN + row_of(item, tile);
         row[0] = a.down.weights + index * decltype(products)::Product::ROW_BYTES;
         products.load(row, place);
     }
     // The pair's term of this row, in one lane of the team; all lanes of the warp call.
-    INLINE float term(const DownArgs &a, const DownRows &h, int tile, int item, int place) {
+    INLINE float term(const DownArgs &a, const float *weights, const DownRows &h, int token,
+                      int tile, int item, int place) {
         TeamSums<1, DOWN_TEAM> sums;
         sums.clear();
-        if (expert >= 0) products.template add<1>(sums.values, row, h, choice(item), place);
-        const float sum = sums.sum(0);
-        if (expert < 0) return 0.0f;
-        return weight * projected(a.down, expert, HIDDEN, row_of(item, tile), sum);
+        if (slot >= 0) products.template add<1>(sums.values, row, h, choice(item), place);
+        float sum = sums.sum(0);
+        if (slot < 0) return 0.0f;
+        if constexpr (VECTORS) {
+            const int expert = (int)load_fresh4(a.choices.topk_ids + pair(token, item));
+            sum = projected(a.down, expert, HIDDEN, row_of(item, tile), sum);
+        }
+        return weights[choice(item)] * sum;
     }
 };
 
@@ -211,18 +231,35 @@ struct DownItem {
 KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     DYNAMIC_SHARED(shared);
     SHARED(float, terms, DOWN_ITEMS);
+    SHARED(float, weights, TOP_K);
     const int token = block_index_x() % TOKENS, tile = block_index_x() / TOKENS;
     const int team = thread_index() / DOWN_TEAM, place = thread_index() % DOWN_TEAM;
     const int row = tile * DOWN_TILE + thread_index();
     const bool adds = thread_index() < DOWN_TILE && row < HIDDEN;
     let_next_begin();
+    // Gate and up know the slots long before they end. What is read here before the wait may still be
+    // another layer's; it is compared with what is read after it, and read again if it was.
     DownItem items[DOWN_GROUP];
 #pragma unroll
-    for (int i = 0; i < DOWN_GROUP; i++) items[i].load(a, token, tile, i * DOWN_TEAMS + team, place);
+    for (int i = 0; i < DOWN_GROUP; i++) {
+        const int item = i * DOWN_TEAMS + team;
+        int guess = -1;
+        if (GUESS) guess = (int)load_early4(a.choices.pair_slots + DownItem::pair(token, item));
+        items[i].load(a, a.choices.within(guess), tile, item, place);
+    }
     wait_for_previous();
-    float before = 0.0f;
+    int slots[DOWN_GROUP];
+#pragma unroll
+    for (int i = 0; i < DOWN_GROUP; i++) {
+        const int pair = DownItem::pair(token, i * DOWN_TEAMS + team);
+        slots[i] = a.choices.within((int)load_fresh4(a.choices.pair_slots + pair));
+    }
+    float before = 0.0f, weight = 0.0f;
     if (!SUMS && adds) {
         before = bits_to_float(load_fresh4(a.residual + (i64)token * HIDDEN + row));
+    }
+    if (thread_index() < TOP_K) {
+        weight = bits_to_float(load_fresh4(a.choices.topk_weights + token * TOP_K + thread_index()));
     }
     const DownRows h(shared);
     const i64 first_pair = (i64)token * TOP_K;
@@ -232,17 +269,24 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
         stage_bytes<TOP_K, FFN, DOWN_THREADS>(h, a.h_quants + first_pair * DownRows::PADDED,
                                               a.h_meta + first_pair * DownRows::GRANULES);
     }
+    if (thread_index() < TOP_K) weights[thread_index()] = weight;
     block_barrier();
     for (int begin = 0; begin < ITEMS_A_TEAM; begin += DOWN_GROUP) {
 #pragma unroll
         for (int i = 0; i < DOWN_GROUP; i++) {
             const int item = (begin + i) * DOWN_TEAMS + team;
-            if (begin) items[i].load(a, token, tile, item, place);
+            if (begin) {
+                slots[i] = a.choices.within(
+                    (int)load_fresh4(a.choices.pair_slots + DownItem::pair(token, item)));
+            }
+            if (begin || (DownItem::exists(item) && slots[i] != items[i].slot)) {
+                items[i].load(a, slots[i], tile, item, place);
+            }
         }
 #pragma unroll
         for (int i = 0; i < DOWN_GROUP; i++) {
             const int item = (begin + i) * DOWN_TEAMS + team;
-            const float term = items[i].term(a, h, tile, item, place);
+            const float term = items[i].term(a, weights, h, token, tile, item, place);
             if (place == 0 && DownItem::exists(item)) terms[item] = term;
         }
     }

@@ -3,14 +3,12 @@
 //
 // SEGMENTS matrices of types TYPE0 … with ROWS0 … rows, COLUMNS columns, TOKENS rows of activations,
 // INPUT NORM, PLAIN or QUANTISED. ADD: the product is added to `out`. SIDE: one more block writes
-// the rows it multiplies. ROUTE: the last block chooses experts from the logits, TOP_K of them, GATE
-// and NORMALISE as route.cuh has them. ARGMAX: each block says which of its rows is largest.
+// the rows it multiplies. ARGMAX: each block says which of its rows is largest.
 // Tuning: WARPS a block, TEAM lanes a row of quantised weights, ROW_WARPS warps a row (TEAM is then
 // LANES), TEAM_ROWS rows a team at once, MOST_DEEP units a lane in flight, MIN_BLOCKS.
 #include "argmax.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
-#include "route.cuh"
 
 struct LinearDecodeArgs {
     const u8 *weights[4];
@@ -21,9 +19,6 @@ struct LinearDecodeArgs {
     const float *norm_weight; // [COLUMNS], if NORM
     SideOutputs side;
     u64 *partials;            // [blocks, T], if ARGMAX
-    int *topk_ids;            // [T, TOP_K], if ROUTE
-    float *topk_weights;
-    u32 *counter;             // zero, and zero afterwards
     float eps;
 };
 
@@ -105,7 +100,7 @@ struct Block {
                 const int row = first + Sums::index(c) / TOKENS, token = Sums::index(c) % TOKENS;
                 addend[c] = 0.0f;
                 if (Sums::is_writer(c) && row < num_rows) {
-                    addend[c] = fresh_float(out + (i64)token * num_rows + row);
+                    addend[c] = bits_to_float(load_fresh4(out + (i64)token * num_rows + row));
                 }
             }
         }
@@ -190,10 +185,4 @@ KERNEL(linear_decode, LinearDecodeArgs, BLOCK_THREADS, MIN_BLOCKS) {
         block.compute_tile(tile);
     }
     if constexpr (ARGMAX) block.write_best();
-    if constexpr (ROUTE) {
-        if (is_last_block(a.counter, num_blocks)) {
-            Router<TOKENS, ROWS0, TOP_K, NORMALISE, (Gate)GATE, BLOCK_THREADS>::run(
-                a.out[0], a.topk_ids, a.topk_weights);
-        }
-    }
 }

@@ -1,96 +1,79 @@
-// Choice of experts by the last block that has written router logits, for all tokens.
+// Choice of experts from router logits, by one warp. Every block that needs to know does it again,
+// which is quicker than a kernel in between, and all of them come to the same bits.
 #pragma once
 #include "common.cuh"
 
 enum Gate { SOFTMAX_GATE };
 
-INLINE float fresh_float(const float *p) { return bits_to_float(load_fresh4(p)); }
-
-// Whether this block is the last of `num_blocks` to come here, all of whose writes are then seen. The
-// counter is zero again afterwards.
-INLINE bool is_last_block(u32 *counter, int num_blocks) {
-    SHARED(u32, before, 1);
-    memory_fence();
-    block_barrier();
-    if (thread_index() == 0) {
-        before[0] = atomic_add(counter, 1);
-        if (before[0] == (u32)num_blocks - 1) *counter = 0;
-    }
-    block_barrier();
-    memory_fence();
-    return before[0] == (u32)num_blocks - 1;
-}
-
-// Top-k of the scores, ties to the lower id; weights are the scores of the chosen, divided by their
-// sum if Normalise. Of NaNs the lowest ids are chosen too, with weights that are NaN.
-template <int Tokens, int Experts, int TopK, bool Normalise, Gate Gating, int Threads>
+// Experts of the highest logits, ties to the lower id, NaN last; weights are their scores, divided by
+// the sum of these if Normalise. If any logit is NaN all weights are.
+template <int Experts, int TopK, bool Normalise, Gate Gating>
 struct Router {
-    static_assert(TopK <= Experts, "more are chosen than there are");
-    static constexpr int PADDED = (Experts + 3) / 4 * 4;  // with keys that come last
+    static_assert(TopK <= Experts && TopK <= LANES, "a lane has a choice's weight");
+    static_assert(Gating == SOFTMAX_GATE, "another gate");
+    static constexpr int EACH = (Experts + LANES - 1) / LANES;
+    float logits[EACH];
+    u32 keys[EACH];  // ordered as logits are; 0: taken, or no expert
+    float chosen;    // the logit of choice number lane_index()
 
-    // Orders scores, which are not negative: NaN comes last.
-    INLINE static u32 rank_key(float score) { return score == score ? float_to_bits(score) + 1 : 0; }
-
-    INLINE static int is_before(u32 key, int e, u32 own, int expert) {
-        return key >= (e < expert ? own : own + 1);  // of equals the lower id
+    // Lanes have neighbouring experts, so that the lowest lane has the lowest id.
+    INLINE static int expert(int j) { return lane_index() * EACH + j; }
+    INLINE static u32 key_of(float logit) {
+        const u32 bits = float_to_bits(logit + 0.0f);  // -0 is 0
+        if (logit != logit) return 1;
+        return bits >> 31 ? ~bits : bits | 0x80000000u;
+    }
+    INLINE static float logit_of(u32 key) {
+        if (key <= 1) return bits_to_float(0x7fc00000u);
+        return bits_to_float(key >> 31 ? key & 0x7fffffffu : ~key);
     }
 
-    // By one warp: the scores of a token, and its keys.
-    INLINE static void softmax(float *scores, u32 *keys, const float *logits) {
-        float highest = bits_to_float(0xff800000u);
-        for (int e = lane_index(); e < Experts; e += LANES) {
-            scores[e] = fresh_float(logits + e);
-            highest = max_of(scores[e], highest);
+    // One warp calls this and what follows. `read(e)` gives the logit of an expert.
+    template <typename Read>
+    INLINE void load(Read read) {
+        chosen = 0.0f;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            logits[j] = bits_to_float(0xff800000u);
+            if (expert(j) < Experts) logits[j] = read(expert(j));
         }
+#pragma unroll
+        for (int j = 0; j < EACH; j++) keys[j] = expert(j) < Experts ? key_of(logits[j]) : 0;
+    }
+    // The first `count` choices: the lane that has the expert of choice k calls take(k, j).
+    template <typename Take>
+    INLINE void choose(int count, Take take) {
+#pragma unroll 1
+        for (int k = 0; k < count; k++) {
+            u32 own = keys[0];
+#pragma unroll
+            for (int j = 1; j < EACH; j++) own = keys[j] > own ? keys[j] : own;
+            const u32 highest = lanes_largest(own);
+            bool is_mine = is_first_lane(own == highest);
+            if (lane_index() == k) chosen = logit_of(highest);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                if (!is_mine || keys[j] != highest) continue;
+                keys[j] = 0;
+                is_mine = false;
+                take(k, j);
+            }
+        }
+    }
+    // Of choice number lane_index(), once all TopK are made.
+    INLINE float weight() const {
+        float highest = logits[0], total = 0.0f;
+#pragma unroll
+        for (int j = 1; j < EACH; j++) highest = max_of(logits[j], highest);
         highest = lanes_max(highest);
-        float total = 0.0f;
-        for (int e = lane_index(); e < Experts; e += LANES) {
-            scores[e] = exp_fast(scores[e] - highest);
-            total += scores[e];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) total += exp_fast(logits[j] - highest);
+        float score = exp_fast(chosen - highest) / lanes_sum(total);
+        if constexpr (Normalise) {
+            const float sum = lanes_sum(lane_index() < TopK ? score : 0.0f);
+            // Not max_of, which could lose a NaN.
+            score /= sum < 6.103515625e-05f ? 6.103515625e-05f : sum;
         }
-        total = lanes_sum(total);
-        for (int e = lane_index(); e < PADDED; e += LANES) {
-            if (e < Experts) scores[e] /= total;
-            keys[e] = e < Experts ? rank_key(scores[e]) : 0;
-        }
-    }
-
-    // All threads call. Shapes: logits [T, E]; ids, weights [T, K].
-    INLINE static void run(const float *logits, int *ids, float *weights) {
-        SHARED(float, scores, Tokens *Experts);
-        SHARED(u32, keys, Tokens *PADDED);
-        SHARED(float, chosen, Tokens *TopK);
-        for (int t = warp_index(); t < Tokens; t += Threads / LANES) {
-            static_assert(Gating == SOFTMAX_GATE, "another gate");
-            softmax(scores + t * Experts, keys + t * PADDED, logits + (i64)t * Experts);
-        }
-        block_barrier();
-        // An expert's rank is how many come before it: no rounds, and no thread waits for another.
-        for (int i = thread_index(); i < Tokens * Experts; i += Threads) {
-            const int token = i / Experts, expert = i % Experts;
-            const u32 *row = keys + token * PADDED, own = row[expert];
-            int rank = 0;
-#pragma unroll 4
-            for (int e = 0; e < PADDED; e += 4) {
-                const uint4 four = *(const uint4 *)(row + e);
-                rank += is_before(four.x, e, own, expert) + is_before(four.y, e + 1, own, expert) +
-                        is_before(four.z, e + 2, own, expert) + is_before(four.w, e + 3, own, expert);
-            }
-            if (rank < TopK) {
-                ids[token * TopK + rank] = expert;
-                chosen[token * TopK + rank] = scores[i];
-            }
-        }
-        block_barrier();
-        for (int i = thread_index(); i < Tokens * TopK; i += Threads) {
-            float weight = chosen[i];
-            if constexpr (Normalise) {
-                float total = 0.0f;
-                for (int k = 0; k < TopK; k++) total += chosen[i / TopK * TopK + k];
-                // Not max_of, which could lose a NaN.
-                weight /= total < 6.103515625e-05f ? 6.103515625e-05f : total;
-            }
-            weights[i] = weight;
-        }
+        return score;
     }
 };

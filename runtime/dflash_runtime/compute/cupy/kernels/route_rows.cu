@@ -1,6 +1,6 @@
-// Choice of experts from router logits that are there already: a block a token.
+// Choice of experts from router logits that are there already: a warp a token.
 //
-// Defines: EXPERTS, TOP_K, NORMALISE, GATE, THREADS.
+// Defines: EXPERTS, TOP_K, NORMALISE, GATE.
 #include "route.cuh"
 
 struct RouteRowsArgs {
@@ -9,10 +9,14 @@ struct RouteRowsArgs {
     float *topk_weights;
 };
 
-KERNEL(route_rows, RouteRowsArgs, THREADS, 1) {
+KERNEL(route_rows, RouteRowsArgs, LANES, 1) {
     let_next_begin();
     wait_for_previous();
     const i64 token = block_index_x();
-    Router<1, EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE, THREADS>::run(
-        a.logits + token * EXPERTS, a.topk_ids + token * TOP_K, a.topk_weights + token * TOP_K);
+    const float *logits = a.logits + token * EXPERTS;
+    Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE> router;
+    router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
+    router.choose(TOP_K, [&](int k, int j) { a.topk_ids[token * TOP_K + k] = router.expert(j); });
+    const float weight = router.weight();
+    if (lane_index() < TOP_K) a.topk_weights[token * TOP_K + lane_index()] = weight;
 }

@@ -71,7 +71,11 @@ struct FloatInput {
     // The factors that normalise each row, the same in all threads.
     INLINE void factors(float (&factor)[Tokens], const float *x, float eps) {
         constexpr int NumWarps = Threads / LANES;
-        SHARED(float, partial, NumWarps *Tokens);
+        constexpr int Fours = (NumWarps + 3) / 4;
+        SHARED(float, partial, Tokens * 4 * Fours);
+        if (thread_index() < Tokens * 4 * Fours && thread_index() % (4 * Fours) >= NumWarps) {
+            partial[thread_index()] = 0.0f;
+        }
 #pragma unroll
         for (int t = 0; t < Tokens; t++) {
             float squares = 0.0f;
@@ -86,13 +90,17 @@ struct FloatInput {
 #pragma unroll
         for (int t = 0; t < Tokens; t++) {
             const float squares = lanes_sum(factor[t]);
-            if (lane_index() == 0) partial[warp_index() * Tokens + t] = squares;
+            if (lane_index() == 0) partial[t * 4 * Fours + warp_index()] = squares;
         }
         block_barrier();
 #pragma unroll
         for (int t = 0; t < Tokens; t++) {
             float squares = 0.0f;
-            for (int warp = 0; warp < NumWarps; warp++) squares += partial[warp * Tokens + t];
+#pragma unroll
+            for (int i = 0; i < Fours; i++) {
+                const float4 four = *(const float4 *)(partial + 4 * (t * Fours + i));
+                squares += four.x + four.y + (four.z + four.w);
+            }
             factor[t] = reciprocal_root(squares / (float)Columns + eps);
         }
     }
@@ -140,17 +148,22 @@ struct FloatInput {
     }
 };
 
-// Rows that are int8 already: quants [rows, PADDED], meta [rows, GRANULES]; padding is not read.
-template <int NumRows, int Columns, int Threads, typename Rows>
+// Rows that are int8 already: quants [rows, PADDED], meta [rows, GRANULES]; padding is not read. Called
+// by the threads from First on.
+template <int NumRows, int Columns, int Threads, int First = 0, typename Rows>
 INLINE void stage_bytes(const Rows &to, const i8 *quants, const float2 *meta) {
     static_assert(Columns % 32 == 0, "rows of activations");
-    for (int i = thread_index(); i < NumRows * Rows::GRANULES; i += Threads) {
+    constexpr int Count = NumRows * Rows::GRANULES, Step = Threads - First;
+    [[maybe_unused]] constexpr int Rounds = Count > 4 * Step ? 4 : (Count + Step - 1) / Step;
+#pragma unroll Rounds
+    for (int i = thread_index() - First; i < Count; i += Step) {
         const int row = i / Rows::GRANULES, granule = i % Rows::GRANULES;
         uint4 bytes = make_uint4(0, 0, 0, 0);
         if (granule < Columns / 16) bytes = load_fresh16(quants + 16 * (i64)i);
         *(uint4 *)to.granule(row, granule) = bytes;
     }
-    for (int i = thread_index(); i < NumRows * Rows::GRANULES / 2; i += Threads) {
+#pragma unroll Rounds
+    for (int i = thread_index() - First; i < Count / 2; i += Step) {
         uint4 two = make_uint4(0, 0, 0, 0);
         if (i % (Rows::GRANULES / 2) < Columns / 32) two = load_fresh16(meta + 2 * (i64)i);
         *(uint4 *)(to.meta + 2 * i) = two;
@@ -158,11 +171,11 @@ INLINE void stage_bytes(const Rows &to, const i8 *quants, const float2 *meta) {
 }
 
 // Rows [rows, Columns] of float32 as they are.
-template <int NumRows, int Columns, int Threads, typename Rows>
+template <int NumRows, int Columns, int Threads, int First = 0, typename Rows>
 INLINE void stage_floats(const Rows &to, const float *x) {
     static_assert(Columns % 4 == 0, "rows of activations");
     constexpr int Quads = Rows::PADDED / 4;
-    for (int i = thread_index(); i < NumRows * Quads; i += Threads) {
+    for (int i = thread_index() - First; i < NumRows * Quads; i += Threads - First) {
         const int row = i / Quads, quad = i % Quads;
         uint4 four = make_uint4(0, 0, 0, 0);
         if (quad < Columns / 4) four = load_fresh16(x + (i64)row * Columns + 4 * quad);

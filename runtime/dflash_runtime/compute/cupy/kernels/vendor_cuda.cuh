@@ -25,6 +25,17 @@ template <typename T>
 INLINE T lane_xor(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 template <typename T>
 INLINE T lane_read(T value, int source_lane) { return __shfl_sync(~0u, value, source_lane); }
+#if __CUDA_ARCH__ >= 800
+#define HAS_LANES_LARGEST
+INLINE u32 lanes_largest(u32 value) { return __reduce_max_sync(~0u, value); }
+#endif
+#define HAS_IS_FIRST_LANE
+INLINE bool is_first_lane(bool holds) {
+    u32 lower;
+    asm("mov.u32 %0, %%lanemask_lt;" : "=r"(lower));
+    const u32 all = __ballot_sync(~0u, holds);  // by every lane, whether it holds or not
+    return holds && !(all & lower);
+}
 #else
 // Two warps are one logical warp: values go through shared memory, between barriers of 64 threads.
 INLINE u64 *exchange_slots() {
@@ -115,6 +126,8 @@ INLINE u32 load_fresh4(const void *p) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+#define HAS_LOAD_EARLY
+INLINE u32 load_early4(const void *p) { return load_fresh4(p); }
 
 INLINE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900

@@ -1,0 +1,36 @@
+// Which experts a step uses and where they lie, as the kernels of the experts are told.
+//
+// EXPERTS, TOP_K; NORMALISE and GATE as route.cuh has them.
+#pragma once
+#include "route.cuh"
+
+// What a step has chosen, and where that lies.
+struct Choices {
+    const int *slot_of_expert;  // [EXPERTS]
+    const float *logits;        // [T, EXPERTS], if ROUTE: the next two are written then
+    int *topk_ids;              // [T, TOP_K]; negative: none
+    float *topk_weights;        // [T, TOP_K]
+    int *pair_slots;            // [T, TOP_K]: what gate and up say to down
+    int num_slots;
+
+    INLINE int within(int slot) const { return slot < num_slots ? slot : -1; }
+    // The slot of an expert, or -1.
+    INLINE int slot_of(u32 expert) const {
+        if (expert >= (u32)EXPERTS) return -1;
+        return within((int)load_weights4(slot_of_expert + expert));
+    }
+};
+
+// One warp's choices, whose slots it asks for before it knows which it needs.
+struct Chooser {
+    using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
+    Choice router;
+    int slots[Choice::EACH];
+
+    INLINE void before_wait(const Choices &of) {
+#pragma unroll
+        for (int j = 0; j < Choice::EACH; j++) {
+            slots[j] = Choice::expert(j) < EXPERTS ? of.slot_of((u32)Choice::expert(j)) : -1;
+        }
+    }
+};

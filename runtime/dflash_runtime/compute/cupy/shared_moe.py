@@ -1,0 +1,143 @@
+"""Routed experts of a recorded step some of whose experts are elsewhere.
+
+Between the pieces of such a step the host asks others for their share of a layer, has the device
+begin with its own, and brings it what the others have said. Bits are those of `moe.DeviceMoe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.recorded_pieces import Pause, Then
+from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
+
+_PHASE = Phase.DECODE
+
+
+class SharedMoe:
+    """Implements ops.MoeBlock while a step of one token is recorded, or tried without others."""
+
+    def __init__(
+        self, ops: CupyOps, resident: Mapping[int, ResidentLayer], elsewhere: OtherExperts
+    ) -> None:
+        self._pause: Pause | None = None
+        self._ops = ops
+        self._resident = resident
+        self._elsewhere = elsewhere
+        self._exchanges: list[_Exchange] = []
+        self._num_whole = self._num_whole_pairs = 0
+
+    def begin_trial(self) -> None:
+        """The next step is run without others."""
+        self.begin_recording(None)
+
+    def begin_recording(self, pause: Pause | None) -> None:
+        """What is called from now on is a step's; the same layers as of any other."""
+        self._pause = pause
+        self._num_whole = self._num_whole_pairs = 0
+
+    def end_recording(self) -> None:
+        """The step is complete."""
+        self._pause = None
+
+    def count_step(self) -> None:
+        """A step has been run: its layers that needed no word of the host are counted."""
+        if self._num_whole:
+            self._elsewhere.count_here(
+                _PHASE,
+                num_tokens=1,
+                num_pairs=self._num_whole_pairs,
+                num_layers=self._num_whole,
+            )
+
+    def abandon(self) -> None:
+        """A step has failed: nobody waits for the others any more."""
+        for exchange in self._exchanges:
+            exchange.abandon()
+
+    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+        assert isinstance(hidden, Normed)
+        assert isinstance(topk_ids, Chosen)
+        assert isinstance(topk_weights, Chosen)
+        ops, layer = self._ops, self._resident.get(layer_id)
+        sums = ExpertSums(layer, hidden, topk_ids, topk_weights, _PHASE)
+        if layer is not None and layer.is_whole:
+            self._num_whole += 1
+            self._num_whole_pairs += topk_ids.array.size
+            return sums
+        ops.steps.choose(topk_ids, topk_weights)
+        rows = ops.steps.normed_rows(hidden)
+        others = ops.steps.buffers.take(rows.array.shape, np.float64)
+        exchange = _Exchange(ops, layer_id, layer, self._elsewhere, rows, sums, others)
+        pause = self._pause
+        if pause is None:
+            exchange.add()  # nobody was asked
+            pause = _go_on
+        else:
+            self._exchanges.append(exchange)
+        if layer is None:
+            pause(exchange.ask_and_add)
+            sums.parts = (others,)
+        else:
+            pause(exchange.ask)
+            here = ops.sums_here(sums)
+            pause(exchange.add)
+            sums.parts = (here, others)
+        return sums
+
+
+def _go_on(then: Then) -> None:
+    """In place of a pause, where nothing is recorded."""
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One layer's share of others, step after step."""
+
+    ops: CupyOps
+    layer_id: int
+    layer: ResidentLayer | None
+    elsewhere: OtherExperts
+    rows: Rows
+    sums: ExpertSums
+    others: Buffer
+    started: Any = None
+
+    def ask(self) -> None:
+        """Begin what is not here, if any of it was chosen."""
+        device = self.ops.device
+        ids: I32Array = device.download(self.sums.topk_ids.array)
+        if self.layer is not None and (self.layer.slot_of_expert[ids] >= 0).all():
+            self.elsewhere.count_selections(self.layer_id, ids)
+            self.elsewhere.count_here(_PHASE, num_tokens=1, num_pairs=ids.size)
+            return
+        weights: F32Array = device.download(self.sums.topk_weights.array)
+        hidden: F32Array = device.download(self.rows.array)
+        self.started = self.elsewhere.start(self.layer_id, hidden, ids, weights, phase=_PHASE)
+
+    def add(self) -> None:
+        """Bring the device what the others have said."""
+        started, self.started = self.started, None
+        array = self.others.array
+        sums = np.zeros(array.shape) if started is None else self.elsewhere.finish(started)
+        self.ops.device.write(array, sums)
+
+    def ask_and_add(self) -> None:
+        """Both, where the device has nothing to do meanwhile."""
+        self.ask()
+        self.add()
+
+    def abandon(self) -> None:
+        """Nobody waits for what was begun."""
+        started, self.started = self.started, None
+        if started is not None:
+            self.elsewhere.abandon(started)

@@ -1,0 +1,60 @@
+"""What all backends that compute in the host's memory have in common.
+
+Knows nothing of how they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import psutil
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import KvLayer, MoeLayer
+from dflash_adapters.ops import KvCache, KvType, Model
+from dflash_protocol.ids import AnyArray, F32Array, Phase
+from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
+
+PREFILL_CHUNK = 512
+ONE_TOKEN = ((Phase.DECODE, 1),)
+"""Kernels that are compiled beforehand need no more to be tried."""
+
+
+class HostBackend:
+    """The part of backend.ComputeBackend that says that there is no device."""
+
+    is_host = True
+    chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1)
+    trial_batches = ONE_TOKEN
+
+    def free_memory_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def require_room(
+        self,
+        file: GgufFile,
+        experts: Iterable[tuple[MoeLayer, int]],
+        *,
+        kv_layers: tuple[KvLayer, ...] = (),
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+    ) -> None:
+        """Nothing: weights are read from the file when they are used."""
+
+    def to_host(self, rows: AnyArray) -> F32Array:
+        return rows
+
+    def moe(
+        self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None
+    ) -> None:
+        """None: rows are where the host computes."""
+
+    def recorded_step(
+        self,
+        model: Model[AnyArray],
+        cache: KvCache,
+        banks: Mapping[int, ExpertBank],
+        *,
+        elsewhere: OtherExperts,
+    ) -> None:
+        """None: there is nothing to record for."""

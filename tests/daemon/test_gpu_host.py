@@ -1,0 +1,143 @@
+"""What a daemon on a GPU holds, emulated here: placements come and go with their memory, batches
+have the same bits in one piece and in several, and whoever is ready compiles nothing any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_daemon.host import ExpertHost
+from dflash_protocol.errors import DeviceOutOfMemory
+from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
+from dflash_runtime.compute import ExpertBank
+from support.emulated_device import EmulatedDevice
+from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
+from support.random_models import write_qwen3moe
+
+FIRST = OwnedExperts.from_lists({0: [0, 1, 2, 3], 1: [4, 2]})
+SECOND = OwnedExperts.from_lists({0: [0, 1, 2, 3], 1: [2, 4, 0]})
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture
+def host(tmp_path: Path, gpus: EmulatedGpus) -> Iterator[ExpertHost]:
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    host = ExpertHost(path, gpus.open_first())
+    yield host
+    host.close()
+
+
+def batch_of(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch:
+    random = np.random.default_rng(num_tokens)
+    chosen = np.concatenate(
+        [random.permutation(bank.num_experts)[: TINY.num_experts_used] for _ in range(num_tokens)]
+    )
+    return group_by_expert(
+        random.standard_normal((num_tokens, TINY.hidden_size), np.float32),
+        np.repeat(np.arange(num_tokens, dtype=np.int32), TINY.num_experts_used),
+        chosen.astype(np.int32),
+        weights=random.random(chosen.size, np.float32),
+        phase=phase,
+    )
+
+
+def sums_of(bank: ExpertBank, batch: RoutedBatch) -> F64Array:
+    out = np.zeros(batch.hidden.shape)
+    bank.accumulate(batch, out)
+    return out
+
+
+def alone(bank: ExpertBank, batch: RoutedBatch) -> F64Array:
+    """Each token in a batch of its own."""
+    rows = []
+    experts = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
+    for token in range(batch.num_tokens):
+        mine = batch.token_indices == token
+        one = group_by_expert(
+            batch.hidden[token : token + 1],
+            np.zeros(int(mine.sum()), np.int32),
+            experts[mine],
+            weights=batch.weights[mine],
+            phase=batch.phase,
+        )
+        rows.append(sums_of(bank, one))
+    return np.concatenate(rows)
+
+
+def test_placements_come_and_go_with_their_memory(host: ExpertHost, gpus: EmulatedGpus) -> None:
+    device = gpus.opened[0]
+    host.warm_up()
+    ready_bytes = device.num_bytes
+    first = host.load(FIRST)
+    with_first = device.num_bytes
+    assert with_first > ready_bytes
+    layer_0 = first.banks[0]
+    host.release(first)
+    del first
+    second = host.load(SECOND)
+    assert second.banks[0] is layer_0  # it has the same local ids
+    with_second = device.num_bytes
+    for _ in range(3):
+        host.release(second)
+        del second
+        host.release(host.load(FIRST))
+        second = host.load(SECOND)
+        assert device.num_bytes == with_second
+    host.release(second)
+    gpus.free_bytes = 1000
+    with pytest.raises(DeviceOutOfMemory, match=r"1,000 of .* bytes are free"):
+        host.load(OwnedExperts.from_lists({0: [1], 1: [1]}))
+    del second, layer_0
+    assert device.num_bytes < with_first  # what had to go for it has gone
+    gpus.free_bytes = 1 << 40
+    assert len(host.load(FIRST).banks) == 2
+
+
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.VERIFY, Phase.PREFILL])
+def test_a_token_has_the_same_bits_in_every_batch(host: ExpertHost, phase: Phase) -> None:
+    bank = host.load(FIRST).banks[0]
+    for num_tokens in (1, 3, 5, 8, 11, 2 * MAX_CHUNK + 3):  # padded to kernels, and cut by them
+        batch = batch_of(bank, phase, num_tokens)
+        expected = alone(bank, batch)
+        assert (sums_of(bank, batch) == expected).all()
+        assert np.abs(expected).max() > 0
+
+
+def test_ready_means_that_everything_is_compiled(
+    host: ExpertHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.warm_up()
+    bank = host.load(FIRST).banks[1]
+
+    def compiles(*_: object) -> None:
+        pytest.fail("a kernel is loaded when it is wanted")
+
+    monkeypatch.setattr(EmulatedDevice, "module", compiles)
+    for phase in Phase:
+        for num_tokens in (1, 2, 3, 8, 30):
+            sums_of(bank, batch_of(bank, phase, num_tokens))
+
+
+def test_loading_is_in_nobodys_way(host: ExpertHost) -> None:
+    bank = host.load(FIRST).banks[0]
+    batches = [batch_of(bank, phase, 9) for phase in (Phase.DECODE, Phase.PREFILL)]
+    expected = [sums_of(bank, batch) for batch in batches]
+    loading = threading.Thread(target=host.load, args=(SECOND,))
+    loading.start()
+    while True:
+        is_last = not loading.is_alive()
+        for batch, sums in zip(batches, expected, strict=True):
+            assert (sums_of(bank, batch) == sums).all()
+        if is_last:
+            break
+    loading.join()

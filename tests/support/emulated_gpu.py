@@ -1,0 +1,59 @@
+"""``cuda:N`` without a GPU: opening one gives the backend on an emulated device."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_protocol.device import Device, DeviceKind
+from dflash_runtime.compute import ComputeBackend, devices, open_backend
+from dflash_runtime.compute.cupy.backend import CupyBackend
+from dflash_runtime.compute.cupy.devices import DeviceMemory
+from support.emulated_device import EmulatedDevice
+from support.random_models import Qwen3MoeShape
+
+TINY = Qwen3MoeShape(
+    "tiny",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=5,
+    num_experts_used=2,
+    ffn_size=32,
+    vocab_size=67,
+)
+"""A model that is emulated in no time."""
+
+MAX_CHUNK = 20
+SCRATCH_BYTES = 1 << 20
+
+
+class EmulatedGpus:
+    """Every backend that is opened computes on a device of its own, kept here in order."""
+
+    def __init__(self) -> None:
+        self.free_bytes = 1 << 40
+        self.opened: list[EmulatedDevice] = []
+
+    def open(self, device: Device) -> CupyBackend:
+        emulated = EmulatedDevice()
+        self.opened.append(emulated)
+        return CupyBackend(
+            emulated, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES, memory=self._memory
+        )
+
+    def open_first(self) -> ComputeBackend:
+        """The backend of ``cuda:0``, opened as everybody does."""
+        return open_backend(Device(DeviceKind.CUDA, 0))
+
+    def _memory(self) -> DeviceMemory:
+        return DeviceMemory(self.free_bytes, 1 << 40, is_shared_with_host=False)
+
+
+def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    """Have `open_backend` open these for all GPUs."""
+    gpus = EmulatedGpus()
+    monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
+    monkeypatch.setitem(devices._LOADERS, DeviceKind.CUDA, gpus.open)
+    return gpus
