@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,12 +45,13 @@ def run_main(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program's `main` to its end within this process, which saves a second of imports.
 
-    For what needs no process of its own: what is said and the exit code. The environment and the
-    log are put back afterwards.
+    For what needs no process of its own: what is said and the exit code. The environment, the log,
+    the mask of new files, the cores and what signals do are put back afterwards.
     """
     command = [*map(str, arguments)]
     stdout, stderr = io.StringIO(), io.StringIO()
     with (
+        _process_state_kept(),
         mock.patch.dict(os.environ, extra),
         mock.patch.multiple(logging.root, handlers=[], level=logging.WARNING),
         contextlib.redirect_stdout(stdout),
@@ -60,6 +62,22 @@ def run_main(
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
+
+
+@contextlib.contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """What a program sets for its process is as it was when this ends."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    cores = os.sched_getaffinity(0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        os.umask(mask)
+        os.sched_setaffinity(0, cores)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def cli_command() -> list[str]:
