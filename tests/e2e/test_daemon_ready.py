@@ -84,15 +84,17 @@ def test_a_parent_that_comes_meanwhile_is_told_how_far_it_is_and_waits(
         environment = cold(tmp_path, manager)
         endpoint = f"ipc://{run_dir}/d.sock"
         stages: list[str] = []
+
+        def on_progress(owner: str, stage: str, num_done: int, num_total: int) -> None:
+            stages.append(f"{owner} {stage}")
+            manager.hear_all(0.02)  # what a manager does not hear soon is lost
+
         with (
             running_daemon(model, endpoint, **environment) as daemon,
-            Engine.open(
-                model,
-                connect=[endpoint],
-                on_progress=lambda owner, stage, done, total: stages.append(f"{owner} {stage}"),
-            ) as engine,
+            Engine.open(model, connect=[endpoint], on_progress=on_progress) as engine,
         ):
-            assert "READY" in manager.wait_for("READY", within_s=COLD_S)
+            if not any("READY" in each for each in manager.told):
+                assert "READY" in manager.wait_for("READY", within_s=COLD_S)
             assert len(engine.logits([1, 2, 3])) == 3
             assert engine.stats().events == []
             assert "link0 compile" in stages

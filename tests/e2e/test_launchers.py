@@ -239,4 +239,6 @@ def test_with_an_environment_of_its_own_and_other_versions(model: Path, tmp_path
     assert doctor.returncode == 0, doctor.stderr
     launchers = json.loads(doctor.stdout)["launchers"]
     assert {name: launchers[1]["packages"][name] for name in theirs} == theirs
-    assert launchers[1]["backends"] == {"reference": None, "cpu": "numba is not installed"}
+    backends = launchers[1]["backends"]
+    assert (backends["reference"], backends["cpu"]) == (None, "numba is not installed")
+    assert "has no CuPy" in backends["cuda"]
