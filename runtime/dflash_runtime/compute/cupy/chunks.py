@@ -24,7 +24,7 @@ from dflash_runtime.compute.cupy.prefill_rows import PreparedRows, RowPreparer
 from dflash_runtime.compute.cupy.prefill_tiles import activation_parts, products_of
 from dflash_runtime.compute.cupy.prefill_weights import WeightScratch
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.row_kernels import RouteRows
+from dflash_runtime.compute.cupy.row_kernels import ChooseExperts
 from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
 
 
@@ -53,7 +53,7 @@ class Chunks:
         self._columns: dict[int, _Columns] = {}
         self._groups: dict[tuple[int, int], ExpertGroups] = {}
         self._experts: dict[tuple[int, int, int], ExpertPrefill] = {}
-        self._routers: dict[tuple[RoutingRule, int], RouteRows] = {}
+        self._choose = ChooseExperts(device)
 
     @property
     def has_worked(self) -> bool:
@@ -108,13 +108,10 @@ class Chunks:
 
     def route(self, logits: Rows, rule: RoutingRule) -> tuple[Chosen, Chosen]:
         """Experts chosen from logits."""
-        key = rule, logits.columns
-        if key not in self._routers:
-            self._routers[key] = RouteRows(self._device, rule, num_experts=logits.columns)
         shape = logits.num_tokens, rule.num_experts_used
         ids = Buffer(self._device.empty(shape, np.int32))
         weights = Buffer(self._device.empty(shape, np.float32))
-        self._routers[key].launch(logits.array, ids.array, weights.array)
+        self._choose.launch(rule, logits.array, ids=ids.array, weights=weights.array)
         return Chosen(ids), Chosen(weights)
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:

@@ -183,7 +183,7 @@ class CupyOps:
         return Heads(rows, q.num_heads)
 
     def route(self, logits: Any, rule: RoutingRule) -> tuple[Chosen, Chosen]:
-        if isinstance(logits, Product) and _num_tokens(logits) <= MOST_TOKENS:
+        if isinstance(logits, Product) and logits.x.num_tokens <= MOST_TOKENS:
             return self.steps.route(logits, rule)
         return self.chunks.route(self._rows_of(logits), rule)
 
@@ -256,7 +256,7 @@ class CupyOps:
                 raise ValueError("heads that are to be rotated go into attention only")
             return value.rows
         if isinstance(value, Product):
-            if _num_tokens(value) <= MOST_TOKENS:
+            if value.x.num_tokens <= MOST_TOKENS:
                 return self.steps.project(value.x, (value.matrix,))[0]
             return self.chunks.project(value.x, (value.matrix,))[0]
         if isinstance(value, Normed):
@@ -273,8 +273,3 @@ class CupyOps:
 def _rows(value: Any) -> Rows:
     assert isinstance(value, Rows)
     return value
-
-
-def _num_tokens(product: Product) -> int:
-    x = product.x
-    return x.num_tokens if isinstance(x, Rows) else x.rows.num_tokens

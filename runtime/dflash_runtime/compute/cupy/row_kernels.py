@@ -71,6 +71,24 @@ class RouteRows:
         self._device.launch(self._kernel, (num_tokens, 1, 1), self._device.lanes, args)
 
 
+class ChooseExperts:
+    """RouteRows for any rule and number of experts, each compiled when it is first met."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device = device
+        self._known: dict[tuple[RoutingRule, int], RouteRows] = {}
+
+    def launch(
+        self, rule: RoutingRule, logits: DeviceArray, *, ids: DeviceArray, weights: DeviceArray
+    ) -> None:
+        """Shapes: logits [T, E] float32; ids [T, K] int32; weights [T, K] float32."""
+        num_experts = logits.shape[1]
+        key = rule, num_experts
+        if key not in self._known:
+            self._known[key] = RouteRows(self._device, rule, num_experts=num_experts)
+        self._known[key].launch(logits, ids, weights)
+
+
 class AddSums:
     """``residual += float32(sums + more)``."""
 

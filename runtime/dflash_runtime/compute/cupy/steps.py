@@ -25,7 +25,7 @@ from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.row_kernels import RouteRows
+from dflash_runtime.compute.cupy.row_kernels import ChooseExperts
 from dflash_runtime.compute.cupy.values import (
     Choosing,
     Chosen,
@@ -49,7 +49,7 @@ class Steps:
         self._quantisers: dict[tuple[int, bool], QuantiseRows] = {}
         self._samples: dict[int, Sample] = {}
         self._routers: dict[RouterShape, DecodeRouter] = {}
-        self._choices: dict[tuple[RoutingRule, int], RouteRows] = {}
+        self._choose = ChooseExperts(device)
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
@@ -65,7 +65,7 @@ class Steps:
 
     def project(self, x: Normed | Rows, matrices: Sequence[DeviceMatrix]) -> list[Rows]:
         """``x @ matrix.T`` of each, in one launch."""
-        num_tokens = _num_tokens(x)
+        num_tokens = x.num_tokens
         outs = [self.rows(num_tokens, matrix.rows) for matrix in matrices]
         self._multiply(x, matrices, outs, adds=False)
         return outs
@@ -78,7 +78,7 @@ class Steps:
     def route(self, product: Product, rule: RoutingRule) -> tuple[Chosen, Chosen]:
         """Logits, from which experts are chosen later; rows are written as experts read them."""
         x, matrix = product.x, product.matrix
-        num_tokens = _num_tokens(x)
+        num_tokens = x.num_tokens
         shape = (num_tokens, rule.num_experts_used)
         ids = self.buffers.take(shape, np.int32)
         weights = self.buffers.take(shape, np.float32)
@@ -109,10 +109,12 @@ class Steps:
         if choosing is None or choosing.is_done:
             return
         choosing.is_done = True
-        key = choosing.rule, choosing.logits.columns
-        if key not in self._choices:
-            self._choices[key] = RouteRows(self._device, key[0], num_experts=key[1])
-        self._choices[key].launch(choosing.logits.array, topk_ids.array, topk_weights.array)
+        self._choose.launch(
+            choosing.rule,
+            choosing.logits.array,
+            ids=topk_ids.array,
+            weights=topk_weights.array,
+        )
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
@@ -177,7 +179,7 @@ class Steps:
         history: DeviceArray,
     ) -> Rows:
         """Logits; the likeliest token into `token_ids` and `history`, positions one further."""
-        num_tokens = _num_tokens(product.x)
+        num_tokens = product.x.num_tokens
         logits = self.rows(num_tokens, product.matrix.rows)
         linear = self._linear(product.x, (product.matrix,), adds=False, has_argmax=True)
         partials = self.buffers.take((linear.num_blocks, num_tokens), np.uint64)
@@ -233,7 +235,7 @@ class Steps:
             mode = LinearInput.QUANTISED
         shape = LinearShape(
             matrices[0].columns,
-            _num_tokens(x),
+            x.num_tokens,
             kinds,
             mode,
             adds=adds,
@@ -284,7 +286,3 @@ class Steps:
             quants=take((num_tokens, padded_columns(columns)), np.int8),
             meta=take(meta_shape(num_tokens, columns), np.float32),
         )
-
-
-def _num_tokens(x: Normed | Rows) -> int:
-    return x.num_tokens if isinstance(x, Rows) else x.rows.num_tokens

@@ -74,6 +74,10 @@ class Normed:
     def __post_init__(self) -> None:
         self.version = self.rows.version
 
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
     def require_unchanged(self) -> None:
         """Raises: RuntimeError if the rows were written to after they were to be normalised."""
         if self.version != self.rows.version:

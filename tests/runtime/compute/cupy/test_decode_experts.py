@@ -41,17 +41,6 @@ BASE = ExpertsShape(
 )
 
 
-@pytest.fixture(params=[(32, False), (32, True), (64, True)], ids=str)
-def device(request: pytest.FixtureRequest) -> EmulatedDevice:
-    lanes, runs_backward = request.param
-    return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
-
-
-@pytest.fixture(params=[32, 64])
-def backward_device(request: pytest.FixtureRequest) -> EmulatedDevice:
-    return EmulatedDevice(lanes=request.param, runs_backward=True)
-
-
 @dataclass(frozen=True)
 class Layer:
     """All experts of a layer. Matrices [E * rows, columns]; biases [E, rows]; scales [E]."""

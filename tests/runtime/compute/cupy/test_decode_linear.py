@@ -34,19 +34,6 @@ F32, F16, BF16 = TensorType.F32, TensorType.F16, TensorType.BF16
 
 EPS = 1e-5
 
-DEVICES = [(32, False), (32, True), (64, True)]
-
-
-@pytest.fixture(params=DEVICES, ids=str)
-def device(request: pytest.FixtureRequest) -> EmulatedDevice:
-    lanes, runs_backward = request.param
-    return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
-
-
-@pytest.fixture(params=[32, 64])
-def backward_device(request: pytest.FixtureRequest) -> EmulatedDevice:
-    return EmulatedDevice(lanes=request.param, runs_backward=True)
-
 
 @dataclass(frozen=True)
 class Sides:
