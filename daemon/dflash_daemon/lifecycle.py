@@ -38,6 +38,7 @@ from dflash_protocol.parent import end_with_parent
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring_segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
+from dflash_protocol.transports.shared_memory import spin_window_s
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.compute import BackendName, open_backend
 
@@ -166,7 +167,7 @@ async def _serve(
         max_frame_bytes=max_frame_bytes,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
         shares_memory=shares_memory,
-        spin_s=settings.spin_us * 1e-6,
+        spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
         before_sleep=host.backend.rest,
         secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )

@@ -80,7 +80,8 @@ VIOLATIONS = {
 STATUS_BITS = 8
 NUM_PHASES = 3
 QUICK_NS = 100_000
-"""A server spins for the next request if the last one came so soon after the reply before it."""
+"""A server spins for the next request if the last one came so soon after the reply before it, or
+no later than it spins for at most."""
 NUM_LOOKS = 16
 """Looks at the words between two looks at the clock."""
 

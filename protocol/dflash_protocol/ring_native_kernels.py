@@ -365,7 +365,7 @@ def routing_bound(port):
 
 
 @helper
-def take(table, port):
+def take(table, port, spin_ns):
     """Copy what a slot holds into the port's private arrays; 0, or the violation."""
     sequence = emit.load_acquire(field(port, native.REQUEST_WORD))
     slot_idx, num_slots = field(port, native.SLOT_IDX), field(port, native.NUM_SLOTS)
@@ -410,7 +410,7 @@ def take(table, port):
     store(port + 8 * native.ROUTING_BOUND, routing_bound(port))
     link, now_ns = port - 8 * native.PORT_WORDS * slot_idx, emit.monotonic_ns()
     note_waiting(link, port, now_ns)
-    is_quick = now_ns - field(link, native.REPLIED_NS) < native.QUICK_NS
+    is_quick = now_ns - field(link, native.REPLIED_NS) < max(native.QUICK_NS, spin_ns)
     store(table + 8 * native.IS_QUICK, 1 if is_quick else 0)
     return 0
 
@@ -456,7 +456,7 @@ def next_request(table, spin_ns, entries, num_entries, timeout_ms):
     link_idx, slot_idx = place // ring.MAX_SLOTS, place % ring.MAX_SLOTS
     store(table + 8 * native.NEXT_LINK, link_idx + 1)
     port = load(table + 8 * (native.FIRST_LINK + link_idx))
-    violation = take(table, port + 8 * native.PORT_WORDS * slot_idx)
+    violation = take(table, port + 8 * native.PORT_WORDS * slot_idx, spin_ns)
     return (place << native.STATUS_BITS) | violation
 
 

@@ -89,6 +89,25 @@ class Whole(Kind):
         return value  # type: ignore[return-value]
 
 
+class WholeOrAuto(Whole):
+    """A whole number within bounds; None = the program chooses."""
+
+    metavar = "auto|N"
+
+    def __init__(self, smallest: int, largest: int) -> None:
+        super().__init__(smallest, largest)
+        self.allowed = f"auto or {self.allowed}"
+
+    def from_text(self, text: str) -> int | None:  # type: ignore[override]
+        return None if text == "auto" else super().from_text(text)
+
+    def from_file(self, value: object) -> int | None:  # type: ignore[override]
+        return None if value == "auto" else super().from_file(value)
+
+    def to_text(self, value: object) -> str:
+        return "auto" if value is None else str(value)
+
+
 class OneOf(Kind):
     """One of a few words."""
 

@@ -20,6 +20,7 @@ from dflash_protocol.setting_kinds import (
     PathText,
     Switch,
     Whole,
+    WholeOrAuto,
 )
 
 PREFIX = "DFLASH_MOE_"
@@ -60,8 +61,8 @@ class Settings:
     """Bound of `stream_batch`."""
     ipc_shared_bytes: int = 0
     """Smallest size of a link's shared segment; what is needed is computed, and holds if larger."""
-    spin_us: int = 50
-    """How long a side polls the shared ring before it sleeps."""
+    spin_us: int | None = None
+    """How long a side polls the shared ring before it sleeps; None = by the cores there are."""
     ipc_profile: bool = False
     """Times of the boundary as log lines."""
     deadline_ms: int = 250
@@ -223,7 +224,7 @@ KNOBS = (
         "Smallest size of a link's shared segment; it can only raise what is needed.",
     ),
     Knob(
-        "IPC_SPIN_US", "spin_us", Whole(0, 1_000_000), Reader.BOTH,
+        "IPC_SPIN_US", "spin_us", WholeOrAuto(0, 1_000_000), Reader.BOTH,
         "How long a side polls shared memory before it sleeps, in microseconds.",
     ),
     Knob(

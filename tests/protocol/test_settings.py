@@ -27,7 +27,7 @@ NUMBERS = [
     ("IPC_BATCH_CAPACITY", "batch_capacity", 1024, 1, 4096),
     ("BATCH_MAX", "stream_batch_max", 32, 1, 4096),
     ("IPC_SHARED_BYTES", "ipc_shared_bytes", 0, 0, 1 << 40),
-    ("IPC_SPIN_US", "spin_us", 50, 0, 1_000_000),
+    ("IPC_SPIN_US", "spin_us", None, 0, 1_000_000),
     ("IPC_GPU", "ipc_gpu", 0, 0, 1023),
     ("THREADS", "threads", 0, 0, 1024),
     ("DATA_PORT", "data_port", 0, 0, 65_535),
@@ -70,7 +70,7 @@ def test_every_setting_is_tested_here() -> None:
 
 @pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)
 def test_a_number_sets_its_field_within_its_bounds(
-    variable: str, field: str, default: int, smallest: int, largest: int
+    variable: str, field: str, default: int | None, smallest: int, largest: int
 ) -> None:
     for value in (smallest, largest):
         loaded = load_settings({PREFIX + variable: str(value)})
@@ -114,6 +114,13 @@ def test_an_unknown_variable_of_ours_is_refused_with_its_name_and_the_known_ones
     for variable, *_ in NUMBERS:
         assert PREFIX + variable in str(caught.value)
     assert load_settings({PREFIX + "IPC_DEADLINE_MS": "7"}).deadline_ms == 7
+
+
+def test_a_number_may_be_left_to_the_program() -> None:
+    name = PREFIX + "IPC_SPIN_US"
+    assert load_settings({name: "auto"}) == load_settings({})
+    with pytest.raises(SettingsError, match=f"{name}='Auto': must be auto or a whole number"):
+        load_settings({name: "Auto"})
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "words"), WORDS)

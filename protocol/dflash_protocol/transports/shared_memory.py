@@ -40,7 +40,8 @@ from dflash_protocol.routed_batch import RoutedBatch
 from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
 from dflash_protocol.transports.shared_server import SharedServer as SharedServer
 
-_SPIN_S = 100e-6
+_SPIN_S, _LONG_SPIN_S = 50e-6, 1e-3
+_MANY_CORES = 8
 _LONGEST_WAIT_S = 1.0
 _FREE_SLOT_LOOK_S = 0.01
 """Who waits for any slot looks so long at each of those that are taken."""
@@ -52,8 +53,11 @@ _TIMES_AT = HEADER_AT + 8 * ring.TIME
 
 def spin_window_s() -> float:
     """How long a waiter should look at the ring before it sleeps: not at all on a core that the
-    other side needs."""
-    return _SPIN_S if len(os.sched_getaffinity(0)) > 1 else 0.0
+    other side needs, and through a layer of a decode step where one of many is free for that."""
+    num_cores = len(os.sched_getaffinity(0))
+    if num_cores >= _MANY_CORES:
+        return _LONG_SPIN_S
+    return _SPIN_S if num_cores > 1 else 0.0
 
 
 class _Slot:

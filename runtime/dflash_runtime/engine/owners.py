@@ -129,7 +129,7 @@ class Owners:
                             min_deadline_s=settings.deadline_ms / 1e3,
                             mode=ExecutionMode(settings.ipc_mode),
                             stream_tokens=settings.stream_batch,
-                            spin_s=settings.spin_us * 1e-6,
+                            spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
                             before_sleep=backend.rest,
                         )
                     )

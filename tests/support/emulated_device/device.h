@@ -143,3 +143,4 @@ INLINE u32 atomic_add(u32 *p, u32 value) {
     return before;
 }
 INLINE void memory_fence() {}
+INLINE void memory_fence_of_system() {}

@@ -19,11 +19,12 @@ from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.devices import DeviceMemory
-from dflash_runtime.compute.cupy.experts import STEP_SIZES, CupyExpertBank
+from dflash_runtime.compute.cupy.experts import CupyExpertBank
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.matrix import Uploader
 from dflash_runtime.compute.cupy.moe import DeviceMoe
 from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.recorded_experts import STEP_SIZES, RecordedExperts
 from dflash_runtime.compute.cupy.recorded_step import RecordedStep
 from dflash_runtime.compute.cupy.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.cupy.room import (
@@ -90,6 +91,7 @@ class CupyBackend:
         self._lock = threading.RLock()
         self._uploader = Uploader(device)
         self.ops = CupyOps(device, self._uploader, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+        self._recorded_experts = RecordedExperts(self.ops)
 
     def free_memory_bytes(self) -> int:
         """As backend.ComputeBackend; what is not known is 0."""
@@ -133,10 +135,14 @@ class CupyBackend:
                 self.device, self._uploader, file, layer=layer, global_expert_ids=global_expert_ids
             )
             self.ops.chunks.expect_experts(by_global)
-        return CupyExpertBank(self.ops, by_global, by_local, lock=self._lock)
+        return CupyExpertBank(
+            self.ops, by_global, by_local, recorded=self._recorded_experts, lock=self._lock
+        )
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory goes with it; here it goes on to whoever else wants it."""
+        with self._lock:
+            self._recorded_experts.forget_dropped()
         self.device.trim()
 
     def to_host(self, rows: Any) -> F32Array:
@@ -202,5 +208,6 @@ class CupyBackend:
         """Give back the device with all that it holds, of whatever nothing refers to any more."""
         with contextlib.suppress(DeviceUnavailable):  # one that has failed is left all the same
             self.device.synchronize()
-        del self.ops, self._uploader
+        self._recorded_experts.close()
+        del self.ops, self._uploader, self._recorded_experts
         self._undo.close()

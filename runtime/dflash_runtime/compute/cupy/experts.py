@@ -14,22 +14,17 @@ import numpy as np
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch, slice_tokens
-from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.decode_experts import Choice
 from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.values import Rows
-
-STEP_SIZES = (1, 2, 4, MOST_TOKENS)
-"""Tokens that steps have kernels for here: as few as will do, since each is compiled."""
 
 
 class CupyExpertBank:
     """Implements backend.ExpertBank.
 
     `by_global` and `by_local` are the same experts, named by global and by local ids. `lock` is
-    held while a batch is computed: buffers and the device's stream are everybody's.
+    held while a batch is computed: buffers, recorded steps and the device's stream are everybody's.
     """
 
     def __init__(
@@ -38,11 +33,13 @@ class CupyExpertBank:
         by_global: ResidentLayer,
         by_local: ResidentLayer,
         *,
+        recorded: RecordedExperts,
         lock: threading.RLock,
     ) -> None:
         self.layer: MoeLayer = by_local.layer
         self.num_experts = by_local.num_resident
         self._lock = lock
+        self._recorded = recorded
         self.by_global = by_global
         self._ops = ops
         self._by_local = by_local
@@ -67,31 +64,13 @@ class CupyExpertBank:
             ids, weights = rectangular(batch, self.layer.num_experts_used)
             for first in range(0, batch.num_tokens, MOST_TOKENS):
                 some = slice(first, first + MOST_TOKENS)
-                out[some] += self._sums_of_step(hidden[some], ids[some], weights[some])
-
-    def _sums_of_step(self, hidden: F32Array, ids: I32Array, weights: F32Array) -> F64Array:
-        """Rows are added to those of a batch until there are kernels for so many.
-
-        Shapes: hidden [T, H], T up to MOST_TOKENS; ids, weights [T, K]; result [T, H].
-        """
-        device, steps = self._ops.device, self._ops.steps
-        num_tokens = hidden.shape[0]
-        num_more = next(size for size in STEP_SIZES if size >= num_tokens) - num_tokens
-        if num_more:
-            hidden = np.pad(hidden, ((0, num_more), (0, 0)))
-            ids = np.pad(ids, ((0, num_more), (0, 0)), constant_values=-1)
-            weights = np.pad(weights, ((0, num_more), (0, 0)))
-        rows = steps.rows(*hidden.shape)
-        buffers: tuple[Buffer, ...] = rows.buffers
-        device.write(rows.array, hidden)
-        named, weighed = (steps.buffers.take(ids.shape, dtype) for dtype in (np.int32, np.float32))
-        device.write(named.array, ids)
-        device.write(weighed.array, weights)
-        choice = Choice(named.array, weighed.array)
-        sums: F64Array = device.download(
-            steps.sums_of(self._by_local, Rows(rows.array, buffers), choice)
-        )
-        return sums[:num_tokens]
+                out[some] += self._recorded.sums_of(
+                    self,
+                    self._by_local,
+                    hidden=hidden[some],
+                    ids=ids[some],
+                    weights=weights[some],
+                )
 
 
 def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:
@@ -101,6 +80,10 @@ def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:
     """
     ids = np.full((batch.num_tokens, num_used), -1, np.int32)
     weights = np.zeros((batch.num_tokens, num_used), np.float32)
+    if batch.num_tokens == 1 and batch.num_pairs <= num_used:  # every group is a pair
+        ids[0, : batch.num_pairs] = batch.expert_ids
+        weights[0, : batch.num_pairs] = batch.weights
+        return ids, weights
     expert_of_pair = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
     order = np.argsort(batch.token_indices, kind="stable")
     tokens = batch.token_indices[order]

@@ -80,6 +80,8 @@ class RecordedStep:
         device = self._ops.device
         self._cache.check_fits(position, 1)
         device.synchronize()  # steps that were started too much write what they have chosen
+        if self._shared is not None:
+            self._shared.reset()
         self._chosen[self._first + 1 : self._position + 1] = _NONE
         device.write(self._token_ids, np.array([token_id], np.int32))
         device.write(self._positions, np.array([position], np.int32))
@@ -149,6 +151,8 @@ class RecordedStep:
                 piece.graph.close()
         self._recordings.clear()
         self._mapping.close()
+        if self._shared is not None:
+            self._shared.close()
         del self._ops, self._model, self._cache, self._moe, self._shared, self._last
         del self._token_ids, self._positions
 

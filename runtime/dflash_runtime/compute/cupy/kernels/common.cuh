@@ -47,6 +47,7 @@ typedef unsigned long long u64;
 //                                             must not read what that wrote, nor write, before waiting
 //   atomic_add(u32 *, u32) -> u32 before      integers only: sums of floats would depend on the order
 //   memory_fence()                            writes before it are seen by whoever sees writes after it
+//   memory_fence_of_system()                  the same, the host and other devices included
 //   exp_fast(float), reciprocal_root(float), reciprocal(float)
 
 INLINE int lane_index() { return thread_index() % LANES; }

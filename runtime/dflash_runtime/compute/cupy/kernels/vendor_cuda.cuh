@@ -141,3 +141,4 @@ INLINE void wait_for_previous() {
 }
 INLINE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
 INLINE void memory_fence() { __threadfence(); }
+INLINE void memory_fence_of_system() { __threadfence_system(); }

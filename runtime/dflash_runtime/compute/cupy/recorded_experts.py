@@ -1,0 +1,144 @@
+"""Steps of experts that a host asks for: recorded once for each layer and number of tokens.
+
+What goes in and out lies in memory that host and device both see, so that a step is one word to the
+driver, and no copy has to be asked of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_experts import Choice
+from dflash_runtime.compute.cupy.device import Graph
+from dflash_runtime.compute.cupy.exchange import Exchanger, StepBox
+from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.values import Rows
+
+if TYPE_CHECKING:
+    from dflash_runtime.compute.cupy.experts import CupyExpertBank
+
+STEP_SIZES = (1, 2, 4, MOST_TOKENS)
+"""Tokens that steps have kernels for here: as few as will do, since each is compiled."""
+
+_MOST_RECORDINGS = 1024
+"""Those that were needed last are kept: of each, a graph and buffers of some 20 kB a token."""
+
+
+class RecordedExperts:
+    """Steps of all banks of a backend, which holds its lock while one is computed.
+
+    Owns: graphs, and mapped memory of the host.
+    """
+
+    def __init__(self, ops: CupyOps) -> None:
+        self._ops = ops
+        self._exchanger: Exchanger | None = None
+        self._boxes: dict[tuple[int, int, int], StepBox] = {}
+        self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
+
+    def sums_of(
+        self,
+        bank: CupyExpertBank,
+        layer: ResidentLayer,
+        *,
+        hidden: F32Array,
+        ids: I32Array,
+        weights: F32Array,
+    ) -> F64Array:
+        """Weighted sums of a few tokens' experts, good until the next call.
+
+        Rows are added to those of a batch until there are kernels for so many: without experts.
+        Shapes: hidden [T, H], T up to MOST_TOKENS; ids, weights [T, K]; result [T, H].
+        Raises: DeviceUnavailable.
+        """
+        num_tokens = hidden.shape[0]
+        size = next(size for size in STEP_SIZES if size >= num_tokens)
+        box = self._box(size, hidden.shape[1], ids.shape[1])
+        box.rows[:num_tokens] = hidden
+        box.ids[:num_tokens] = ids
+        box.ids[num_tokens:] = -1
+        box.weights[:num_tokens] = weights
+        recording = self._recording(bank, layer, box, size=size)
+        box.expect()
+        recording.graph.replay()
+        box.wait()
+        return box.sums[:num_tokens]
+
+    def forget_dropped(self) -> None:
+        """Give back what was recorded of banks that are no more."""
+        for key, recording in list(self._recordings.items()):
+            if recording.bank() is None:
+                self._recordings.pop(key).graph.close()
+
+    def close(self) -> None:
+        """Give back everything; nothing of it may still run."""
+        for recording in self._recordings.values():
+            recording.graph.close()
+        self._recordings.clear()
+        for box in self._boxes.values():
+            box.close()
+        self._boxes.clear()
+
+    def _box(self, num_tokens: int, hidden_size: int, num_used: int) -> StepBox:
+        key = num_tokens, hidden_size, num_used
+        box = self._boxes.get(key)
+        if box is None:
+            box = self._boxes[key] = StepBox(
+                self._ops.device, num_tokens=num_tokens, hidden_size=hidden_size, num_used=num_used
+            )
+        return box
+
+    def _recording(
+        self, bank: CupyExpertBank, layer: ResidentLayer, box: StepBox, *, size: int
+    ) -> _Recording:
+        """Tried out and recorded when it is first needed."""
+        key = id(bank), size
+        found = self._recordings.get(key)
+        if found is not None and found.bank() is bank:
+            self._recordings.move_to_end(key)
+            return found
+        self.forget_dropped()
+        while len(self._recordings) >= _MOST_RECORDINGS:
+            _, oldest = self._recordings.popitem(last=False)
+            oldest.graph.close()
+        recording = self._recordings[key] = self._recorded(bank, layer, box)
+        return recording
+
+    def _recorded(self, bank: CupyExpertBank, layer: ResidentLayer, box: StepBox) -> _Recording:
+        device, buffers = self._ops.device, self._ops.steps.buffers
+        if self._exchanger is None:
+            self._exchanger = Exchanger(device)
+        with buffers.kept():
+            self._launch(self._exchanger, layer, box)  # compiles and allocates what is needed
+        device.synchronize()
+        exchanger = self._exchanger
+        # Others may use buffers between two steps, but a graph always writes to the same ones.
+        with buffers.kept() as kept:
+            graph = device.capture(lambda: self._launch(exchanger, layer, box))
+        return _Recording(weakref.ref(bank), graph, kept)
+
+    def _launch(self, exchanger: Exchanger, layer: ResidentLayer, box: StepBox) -> None:
+        steps = self._ops.steps
+        rows = steps.rows(*box.rows.shape)
+        ids = steps.buffers.take(box.ids.shape, np.int32)
+        weights = steps.buffers.take(box.weights.shape, np.float32)
+        choice = Choice(ids.array, weights.array)
+        exchanger.take(box, rows.array, choice)
+        sums = steps.sums_of(layer, Rows(rows.array, rows.buffers), choice)
+        exchanger.give_sums(box, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    bank: weakref.ref[CupyExpertBank]
+    graph: Graph
+    kept: list[Buffer]
