@@ -110,9 +110,14 @@ def launch_of(
     backend_name: str,
     settings: Settings,
 ) -> Launch:
-    """How to start one of the daemons: unless told otherwise, it has its share of the cores."""
+    """How to start one of the daemons: unless told otherwise, it has its share of the cores.
+
+    A parent that computes on a GPU keeps one, on which it looks for what others have done.
+    """
     choice = choices[daemon_idx]
-    cores = choice.cores or share_of_cores(usable_cores(), daemon_idx, len(choices))
+    cores = choice.cores or share_of_cores(
+        _cores_of_daemons(len(choices), backend_name), daemon_idx, len(choices)
+    )
     is_alike = choice.device.kind is DeviceKind.CPU and (
         # Another environment may lack what our kernels need; then it is slow, and says so.
         backend_name == BackendName.REFERENCE
@@ -132,6 +137,12 @@ def launch_of(
         *(("--cores", _as_list(cores)) if choice.cores or settings.pin_daemons else ()),
     )
     return Launch(command, choice.environment(settings))
+
+
+def _cores_of_daemons(num_daemons: int, backend_name: str) -> list[int]:
+    cores = usable_cores()
+    is_on_gpu = backend_name not in tuple(BackendName)
+    return cores[1:] if is_on_gpu and len(cores) > max(2, num_daemons) else cores
 
 
 def _launcher(text: str) -> Path | None:

@@ -153,6 +153,21 @@ def test_daemons_share_the_cores_unless_they_have_their_own() -> None:
     assert option(pinned, "--cores") == ",".join(map(str, cores[: max(1, len(cores) // 2)]))
 
 
+@pytest.mark.parametrize(
+    ("backend_name", "num_cores", "threads"),
+    [("cpu", 16, (8, 8)), ("cupy", 16, (7, 8)), ("cupy", 2, (1, 1)), ("cupy", 3, (1, 1))],
+)
+def test_a_parent_on_a_gpu_keeps_a_core(
+    monkeypatch: pytest.MonkeyPatch, backend_name: str, num_cores: int, threads: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(
+        "dflash_runtime.engine.launching.usable_cores", lambda: list(range(num_cores))
+    )
+    choices = choose_daemons(["cpu", "cpu"], Settings())
+    commands = [launch(choices, index, backend_name=backend_name).command for index in range(2)]
+    assert tuple(int(option(each, "--threads") or 0) for each in commands) == threads
+
+
 def test_cores_that_cannot_be_had_are_refused_with_the_place() -> None:
     for cores in ("99999", "x", ","):
         setting = DaemonSetting("cpu", cores=cores, source="moe.toml: daemon[0]")

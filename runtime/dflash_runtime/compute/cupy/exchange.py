@@ -115,6 +115,8 @@ class StepBox:
         self.ids: I32Array = ids
         self.weights: F32Array = weights
         self.sums: F64Array = sums
+        self.flat_ids, self.flat_weights = self.ids.reshape(-1), self.weights.reshape(-1)
+        """The same arrays."""
         self._signal = memoryview(signal)
         mapped: list[DeviceArray] = self._block.device
         self.mapped_rows, self.mapped_ids, self.mapped_weights = mapped[:3]

@@ -15,8 +15,9 @@ from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch, slice_tokens
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.exchange import StepBox
 from dflash_runtime.compute.cupy.ops import CupyOps
-from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts
+from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts, too_many_pairs
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 
 
@@ -40,6 +41,8 @@ class CupyExpertBank:
         self.num_experts = by_local.num_resident
         self._lock = lock
         self._recorded = recorded
+        self.token_box: StepBox | None = None
+        """What steps of one token go through, once there was one."""
         self.by_global = by_global
         self._ops = ops
         self._by_local = by_local
@@ -61,15 +64,19 @@ class CupyExpertBank:
                     sums = chunks.sums_of_batch(self._by_local, piece)
                     out[first : first + piece.num_tokens] += self._ops.device.download(sums)
                 return
+            if batch.num_tokens == 1:
+                self._recorded.add_token(self, self._by_local, batch, out)
+                return
             ids, weights = rectangular(batch, self.layer.num_experts_used)
             for first in range(0, batch.num_tokens, MOST_TOKENS):
                 some = slice(first, first + MOST_TOKENS)
-                out[some] += self._recorded.sums_of(
+                self._recorded.add_steps(
                     self,
                     self._by_local,
                     hidden=hidden[some],
                     ids=ids[some],
                     weights=weights[some],
+                    out=out[some],
                 )
 
 
@@ -80,16 +87,12 @@ def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:
     """
     ids = np.full((batch.num_tokens, num_used), -1, np.int32)
     weights = np.zeros((batch.num_tokens, num_used), np.float32)
-    if batch.num_tokens == 1 and batch.num_pairs <= num_used:  # every group is a pair
-        ids[0, : batch.num_pairs] = batch.expert_ids
-        weights[0, : batch.num_pairs] = batch.weights
-        return ids, weights
     expert_of_pair = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
     order = np.argsort(batch.token_indices, kind="stable")
     tokens = batch.token_indices[order]
     place = np.arange(tokens.size) - np.searchsorted(tokens, tokens)
     if tokens.size and place.max() >= num_used:
-        raise ValueError(f"a token with {place.max() + 1} pairs, {num_used} experts are used")
+        raise too_many_pairs(int(place.max()) + 1, num_used)
     ids[tokens, place] = expert_of_pair[order]
     weights[tokens, place] = batch.weights[order]
     return ids, weights

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_experts import Choice
@@ -45,7 +46,29 @@ class RecordedExperts:
         self._boxes: dict[tuple[int, int, int], StepBox] = {}
         self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
 
-    def sums_of(
+    def add_token(
+        self, bank: CupyExpertBank, layer: ResidentLayer, batch: RoutedBatch, out: F64Array
+    ) -> None:
+        """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
+        must cost no more than it needs to."""
+        box = bank.token_box
+        num_pairs, num_used = batch.num_pairs, layer.layer.num_experts_used
+        if num_pairs > num_used:
+            raise too_many_pairs(num_pairs, num_used)
+        if box is None:
+            box = bank.token_box = self._box(1, batch.hidden.shape[1], num_used)
+        np.copyto(box.rows, batch.hidden)
+        if num_pairs < num_used:
+            box.ids.fill(-1)
+        box.flat_ids[:num_pairs] = batch.expert_ids
+        box.flat_weights[:num_pairs] = batch.weights
+        recording = self._recording(bank, layer, box, size=1)
+        box.expect()
+        recording.graph.replay()
+        box.wait()
+        np.add(out, box.sums, out=out)
+
+    def add_steps(
         self,
         bank: CupyExpertBank,
         layer: ResidentLayer,
@@ -53,11 +76,12 @@ class RecordedExperts:
         hidden: F32Array,
         ids: I32Array,
         weights: F32Array,
-    ) -> F64Array:
-        """Weighted sums of a few tokens' experts, good until the next call.
+        out: F64Array,
+    ) -> None:
+        """Add the weighted sums of a few tokens' experts to `out`.
 
         Rows are added to those of a batch until there are kernels for so many: without experts.
-        Shapes: hidden [T, H], T up to MOST_TOKENS; ids, weights [T, K]; result [T, H].
+        Shapes: hidden, out [T, H], T up to MOST_TOKENS; ids, weights [T, K].
         Raises: DeviceUnavailable.
         """
         num_tokens = hidden.shape[0]
@@ -71,7 +95,7 @@ class RecordedExperts:
         box.expect()
         recording.graph.replay()
         box.wait()
-        return box.sums[:num_tokens]
+        out += box.sums[:num_tokens]
 
     def forget_dropped(self) -> None:
         """Give back what was recorded of banks that are no more."""
@@ -117,12 +141,12 @@ class RecordedExperts:
         device, buffers = self._ops.device, self._ops.steps.buffers
         if self._exchanger is None:
             self._exchanger = Exchanger(device)
-        with buffers.kept():
+        with buffers.noted() as noted:
             self._launch(self._exchanger, layer, box)  # compiles and allocates what is needed
         device.synchronize()
         exchanger = self._exchanger
         # Others may use buffers between two steps, but a graph always writes to the same ones.
-        with buffers.kept() as kept:
+        with buffers.repeated(noted) as kept:
             graph = device.capture(lambda: self._launch(exchanger, layer, box))
         return _Recording(weakref.ref(bank), graph, kept)
 
@@ -135,6 +159,11 @@ class RecordedExperts:
         exchanger.take(box, rows.array, choice)
         sums = steps.sums_of(layer, Rows(rows.array, rows.buffers), choice)
         exchanger.give_sums(box, sums)
+
+
+def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:
+    """Of one token."""
+    return ValueError(f"a token with {num_pairs} pairs, {num_used} experts are used")
 
 
 @dataclass(frozen=True, slots=True)
