@@ -6,6 +6,7 @@
 
 // Declared here: C++'s <math.h> costs more time than most kernels take to compile.
 extern "C" {
+double exp(double) noexcept;
 float expf(float) noexcept;
 float fmaf(float, float, float) noexcept;
 float rintf(float) noexcept;
@@ -106,6 +107,7 @@ INLINE int round_to_int(float value) {
     return (int)rintf(value);
 }
 INLINE float exp_fast(float value) { return expf(value); }
+INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return 1.0f / sqrtf(value); }
 INLINE float reciprocal(float value) { return 1.0f / value; }
 

@@ -1,13 +1,14 @@
 """Memory for results of operations: taken again as soon as nobody holds the result any more.
 
-A step that is recorded must find every array at the address it had when the step was tried out, and
-nothing may be allocated meanwhile. The same operations in the same order take the same arrays here.
+A step that is recorded must not allocate, so it is tried out before. What the trial took is noted,
+and the recording takes the very same arrays in the same order: whether one is free just then, which
+may depend on when garbage is collected, does not matter to it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -28,6 +29,27 @@ class Buffer:
         self.array = array
 
 
+class Place:
+    """An array, and who uses it now, if anybody does."""
+
+    __slots__ = ("_user", "array", "key")
+
+    def __init__(self, key: _Key, array: DeviceArray) -> None:
+        self.key = key
+        self.array = array
+        self._user: weakref.ref[Buffer] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._user is None or self._user() is None
+
+    def use(self) -> Buffer:
+        """It is this buffer's from now on, whoever had it before."""
+        buffer = Buffer(self.array)
+        self._user = weakref.ref(buffer)
+        return buffer
+
+
 class Buffers:
     """Arrays of one device by shape, each used by one Buffer at a time.
 
@@ -37,43 +59,85 @@ class Buffers:
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
-        self._kept: list[Buffer] | None = None
-        self._known: dict[_Key, list[tuple[DeviceArray, weakref.ref[Buffer] | None]]] = {}
+        self._known: dict[_Key, list[Place]] = {}
+        self._noted: list[Place] | None = None
+        self._repeated: _Repetition | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for known in self._known.values() for array, _ in known)
+        return sum(place.array.nbytes for known in self._known.values() for place in known)
 
     @contextmanager
-    def kept(self) -> Iterator[list[Buffer]]:
-        """What is taken meanwhile stays in use for as long as the list does."""
-        kept: list[Buffer] = []
-        self._kept = kept
+    def noted(self) -> Iterator[list[Place]]:
+        """What is taken meanwhile, in order: for `repeated`."""
+        noted: list[Place] = []
+        self._noted = noted
         try:
-            yield kept
+            yield noted
         finally:
-            self._kept = None
+            self._noted = None
+
+    @contextmanager
+    def repeated(self, noted: Sequence[Place]) -> Iterator[list[Buffer]]:
+        """The same operations in the same order take what is `noted`, and nothing is allocated.
+
+        As long as the result is referred to, nobody else is given any of these arrays.
+        Raises: RuntimeError if something else is taken.
+        """
+        repetition = self._repeated = _Repetition(noted)
+        try:
+            yield repetition.buffers
+        finally:
+            self._repeated = None
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
         """The first array of this shape that is free, or a new one.
 
-        Raises: DeviceOutOfMemory; DeviceUnavailable while launches are recorded, if none is free.
+        Raises: DeviceOutOfMemory; RuntimeError as `repeated` says.
         """
-        buffer = self._taken(shape, dtype)
-        if self._kept is not None:
-            self._kept.append(buffer)
-        return buffer
+        key = shape, np.dtype(dtype)
+        if self._repeated is not None:
+            return self._repeated.take(key)
+        known = self._known.setdefault(key, [])
+        place = next((each for each in known if each.is_free), None)
+        if place is None:
+            place = Place(key, self._device.empty(shape, dtype))
+            known.append(place)
+        if self._noted is not None:
+            self._noted.append(place)
+        return place.use()
 
-    def _taken(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        known = self._known.setdefault((shape, np.dtype(dtype)), [])
-        for index, (array, user) in enumerate(known):
-            if user is None or user() is None:
-                buffer = Buffer(array)
-                known[index] = array, weakref.ref(buffer)
-                return buffer
-        buffer = Buffer(self._device.empty(shape, dtype))
-        known.append((buffer.array, weakref.ref(buffer)))
-        return buffer
+
+class _Repetition:
+    """What was taken before, taken once more."""
+
+    def __init__(self, noted: Sequence[Place]) -> None:
+        self._noted = noted
+        self._num_taken = 0
+        # Whatever was taken of the same place twice was free in between, and is here again.
+        self._buffers = {place: place.use() for place in dict.fromkeys(noted)}
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """Each once."""
+        return list(self._buffers.values())
+
+    def take(self, key: _Key) -> Buffer:
+        """The next one. Raises: RuntimeError if it is another."""
+        index = self._num_taken
+        expected = self._noted[index].key if index < len(self._noted) else None
+        if key != expected:
+            raise RuntimeError(
+                f"array {index + 1} of a repetition is {_words_of(key)}, "
+                f"before it was {'not there' if expected is None else _words_of(expected)}"
+            )
+        self._num_taken += 1
+        return self._buffers[self._noted[index]]
+
+
+def _words_of(key: _Key) -> str:
+    shape, dtype = key
+    return f"{dtype} {list(shape)}"
 
 
 def array_of(buffer: Buffer | None) -> DeviceArray | None:

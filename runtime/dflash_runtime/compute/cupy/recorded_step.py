@@ -165,19 +165,20 @@ class RecordedStep:
 
     def _recorded(self, bucket: int) -> _Recording:
         """Try the step out, which compiles and allocates what it needs, then record it."""
-        device = self._ops.device
+        device, buffers, shared = self._ops.device, self._ops.steps.buffers, self._shared
         before = [device.download(array) for array in (self._token_ids, self._positions)]
-        with self._ops.steps.buffers.kept():
-            if self._shared is not None:
-                self._shared.begin_trial()
+        with buffers.noted() as noted:
+            if shared is not None:
+                shared.begin_trial()
             self._record(bucket)
         device.synchronize()
         self._chosen[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
-        shared, results = self._shared, list[Rows]()
+        results: list[Rows] = []
         if shared is None:
-            graph = device.capture(lambda: results.append(self._record(bucket)))
+            with buffers.repeated(noted):
+                graph = device.capture(lambda: results.append(self._record(bucket)))
             return _Recording([Piece(graph, None)], results[0], [])
 
         def record(pause: Pause) -> None:
@@ -185,7 +186,7 @@ class RecordedStep:
             results.append(self._record(bucket))
 
         # Between pieces others may use buffers: those of a step in pieces are its own.
-        with self._ops.steps.buffers.kept() as kept:
+        with buffers.repeated(noted) as kept:
             try:
                 pieces = record_pieces(device, record)
             finally:
