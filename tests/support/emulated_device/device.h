@@ -9,6 +9,7 @@ extern "C" {
 double exp(double) noexcept;
 float expf(float) noexcept;
 float fmaf(float, float, float) noexcept;
+float logf(float) noexcept;
 float rintf(float) noexcept;
 float sqrtf(float) noexcept;
 }
@@ -107,6 +108,7 @@ INLINE int round_to_int(float value) {
     return (int)rintf(value);
 }
 INLINE float exp_fast(float value) { return expf(value); }
+INLINE float log_fast(float value) { return logf(value); }
 INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return 1.0f / sqrtf(value); }
 INLINE float reciprocal(float value) { return 1.0f / value; }

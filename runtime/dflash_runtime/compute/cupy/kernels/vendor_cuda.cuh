@@ -73,6 +73,7 @@ INLINE u16 float_to_half(float value) {
 }
 INLINE int round_to_int(float value) { return __float2int_rn(value); }
 INLINE float exp_fast(float value) { return __expf(value); }
+INLINE float log_fast(float value) { return __logf(value); }
 INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
 INLINE float reciprocal(float value) { return __frcp_rn(value); }

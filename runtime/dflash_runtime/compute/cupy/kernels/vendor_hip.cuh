@@ -67,6 +67,7 @@ INLINE u16 float_to_half(float value) {
 }
 INLINE int round_to_int(float value) { return (int)__builtin_rintf(value); }
 INLINE float exp_fast(float value) { return __expf(value); }
+INLINE float log_fast(float value) { return __logf(value); }
 INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
 INLINE float reciprocal(float value) { return 1.0f / value; }

@@ -1,0 +1,356 @@
+"""Launch records of a Gated DeltaNet layer's own kernels: steps of a few tokens, and chunks.
+
+Knows nothing of what surrounds them: projections are made before, the output's after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_runtime.compute.cupy.decode_arrays import (
+    GRANULE,
+    ArrayChecker,
+    check_tokens,
+    int8_rows,
+    padded_columns,
+)
+from dflash_runtime.compute.cupy.decode_experts import Rows
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
+
+RING = 16
+"""Inputs that are kept: of the last positions."""
+_STEP_WARPS, _CHUNK_WARPS, _CHUNK_ROWS = 16, 4, 8
+
+
+class DeltaStepArgs(ctypes.Structure):
+    """Mirrors delta_step.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "gate", "taps")),
+        *((name, ctypes.c_void_p) for name in ("decay", "bias", "weight", "positions", "ring")),
+        *((name, ctypes.c_void_p) for name in ("state", "values", "quants", "meta")),
+        ("key_eps", ctypes.c_float),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+class DeltaInputsArgs(ctypes.Structure):
+    """Mirrors delta_chunk.cu, as do the next ones."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "taps", "decay")),
+        *((name, ctypes.c_void_p) for name in ("bias", "first_position", "ring", "mixed", "rates")),
+        ("num_tokens", ctypes.c_int),
+        ("key_eps", ctypes.c_float),
+    )
+
+
+class DeltaScanArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mixed", "rates", "first_position", "state")),
+        ("results", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class DeltaFinishArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "results", "gate", "weight")),
+        *((name, ctypes.c_void_p) for name in ("first_position", "ring", "out")),
+        ("num_tokens", ctypes.c_int),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """What kernels are compiled for."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    is_tiled: bool
+    """Value head h has key head ``h % num_key_heads``."""
+    finishes: bool
+    """Results are normalised, head by head, and gated."""
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.value_channels
+
+    @property
+    def value_channels(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Of a layer's state: before even and before odd positions."""
+        return 2, self.num_value_heads, self.value_dim, self.key_dim
+
+    @property
+    def ring_shape(self) -> tuple[int, int]:
+        return RING, self.channels
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "KEY_HEADS": self.num_key_heads,
+            "VALUE_HEADS": self.num_value_heads,
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "TAPS": self.num_taps,
+            "TILED": int(self.is_tiled),
+            "FINISH": int(self.finishes),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaInputs:
+    """What projections have given, and the gate.
+
+    Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
+    [T, value channels], if the shape finishes; all float32.
+    """
+
+    mixed: DeviceArray
+    alpha: DeviceArray
+    beta: DeviceArray
+    gate: DeviceArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """A layer's small weights.
+
+    Shapes: taps [channels, taps]; decay, bias [value heads]; norm [value dim], if the shape
+    finishes; all float32.
+    """
+
+    taps: DeviceArray
+    decay: DeviceArray
+    bias: DeviceArray
+    norm: DeviceArray | None
+    key_eps: float
+    norm_eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaState:
+    """A layer's state of one sequence; with anything in it, for a sequence that begins at 0.
+
+    Shapes: ring, state as the shape has them, float32.
+    """
+
+    ring: DeviceArray
+    state: DeviceArray
+
+
+class DeltaStep:
+    """A step of 1 to 8 tokens, in one launch without any work of the host."""
+
+    def __init__(self, device: KernelDevice, shape: DeltaShape, num_tokens: int) -> None:
+        check_tokens(num_tokens)
+        self.shape, self.num_tokens = shape, num_tokens
+        self._device, self._arrays = device, ArrayChecker(device)
+        self._warps = min(_STEP_WARPS, 1024 // device.lanes - 1)
+        self._has_quants = shape.value_dim % GRANULE == 0 and shape.value_channels % 32 == 0
+        padded = padded_columns(shape.value_channels) if self._has_quants else 0
+        defines = {**shape.defines(), "TOKENS": num_tokens, "WARPS": self._warps}
+        module = device.module("delta_step.cu", {**defines, "PADDED_COLUMNS": padded})
+        self._kernel = module.kernel("delta_step", DeltaStepArgs)
+
+    @property
+    def has_quants(self) -> bool:
+        """It writes int8 rows too."""
+        return self._has_quants
+
+    def launch(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        positions: DeviceArray,
+        out: Rows,
+    ) -> None:
+        """`positions` ascend by one, and are read before the preceding kernel has ended.
+
+        Shapes: positions [T] int32; out has values [T, value channels] or None, and int8 rows of
+        as many columns if `has_quants`.
+        Raises: ValueError for an array that is missing, or not of this shape, type or device.
+        """
+        shape, arrays, count = self.shape, self._arrays, self.num_tokens
+        args = DeltaStepArgs(
+            positions=arrays.address("positions", positions, np.int32, T=count),
+            **_inputs(arrays, shape, inputs, count),
+            **_weights(arrays, shape, weights),
+            **_state(arrays, shape, state),
+            values=arrays.optional(
+                "values", out.values, np.float32, T=count, columns=shape.value_channels
+            ),
+            key_eps=weights.key_eps,
+            norm_eps=weights.norm_eps,
+        )
+        if shape.finishes:
+            args.gate, args.weight = _finish(arrays, shape, inputs, weights, count)
+        if self._has_quants:
+            args.quants, args.meta = int8_rows(
+                arrays,
+                "",
+                quants=out.quants,
+                meta=out.meta,
+                rows=count,
+                columns=shape.value_channels,
+            )
+        block = self._warps * self._device.lanes
+        self._device.launch(self._kernel, (shape.num_value_heads, 1, 1), block, args)
+
+
+class DeltaChunk:
+    """A chunk of any number of tokens, in three launches."""
+
+    def __init__(self, device: KernelDevice, shape: DeltaShape) -> None:
+        self.shape = shape
+        self._device, self._arrays = device, ArrayChecker(device)
+        defines = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
+        module = device.module("delta_chunk.cu", defines)
+        self._inputs = module.kernel("delta_inputs", DeltaInputsArgs)
+        self._scan = module.kernel("delta_scan", DeltaScanArgs)
+        self._finish = module.kernel("delta_finish", DeltaFinishArgs)
+
+    def launch(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        first_position: DeviceArray,
+        out: DeviceArray,
+    ) -> None:
+        """Shapes: first_position [1] int32; out [T, value channels] float32.
+
+        Raises: ValueError for an array that is missing, or not of this shape, type or device;
+        DeviceOutOfMemory.
+        """
+        shape, arrays, device = self.shape, self._arrays, self._device
+        count = inputs.mixed.shape[0]
+        mixed = device.empty((count, shape.channels), np.float32)
+        rates = device.empty((count, shape.num_value_heads, 2), np.float32)
+        given = _inputs(arrays, shape, inputs, count)
+        small = _weights(arrays, shape, weights)
+        kept = _state(arrays, shape, state)
+        where = arrays.address("first_position", first_position, np.int32, one=1)
+        common = {"first_position": where, "num_tokens": count}
+        prepared = {
+            "mixed": arrays.address("mixed", mixed, np.float32, T=count, channels=shape.channels),
+            "rates": arrays.address(
+                "rates", rates, np.float32, T=count, heads=shape.num_value_heads, two=2
+            ),
+        }
+        results = arrays.address("out", out, np.float32, T=count, columns=shape.value_channels)
+        block = _CHUNK_WARPS * device.lanes
+        num_heads = 2 * shape.num_key_heads + shape.num_value_heads
+        device.launch(
+            self._inputs,
+            (count * -(-num_heads // _CHUNK_WARPS), 1, 1),
+            block,
+            DeltaInputsArgs(
+                **common,
+                **given,
+                **small,
+                **prepared,
+                ring=kept["ring"],
+                key_eps=weights.key_eps,
+            ),
+        )
+        device.launch(
+            self._scan,
+            (shape.num_value_heads, -(-shape.value_dim // (_CHUNK_WARPS * _CHUNK_ROWS)), 1),
+            block,
+            DeltaScanArgs(**common, **prepared, state=kept["state"], results=results),
+        )
+        finish = DeltaFinishArgs(
+            **common,
+            inputs=given["inputs"],
+            ring=kept["ring"],
+            results=results,
+            out=results,
+            norm_eps=weights.norm_eps,
+        )
+        if shape.finishes:
+            finish.gate, finish.weight = _finish(arrays, shape, inputs, weights, count)
+        blocks = count * -(-shape.num_value_heads // _CHUNK_WARPS)
+        device.launch(self._finish, (blocks, 1, 1), block, finish)
+
+
+def _inputs(
+    arrays: ArrayChecker, shape: DeltaShape, inputs: DeltaInputs, count: int
+) -> dict[str, int]:
+    heads = {"T": count, "heads": shape.num_value_heads}
+    return {
+        "inputs": arrays.address("mixed", inputs.mixed, np.float32, T=count, C=shape.channels),
+        "alpha": arrays.address("alpha", inputs.alpha, np.float32, **heads),
+        "beta": arrays.address("beta", inputs.beta, np.float32, **heads),
+    }
+
+
+def _weights(arrays: ArrayChecker, shape: DeltaShape, weights: DeltaWeights) -> dict[str, int]:
+    heads = shape.num_value_heads
+    return {
+        "taps": arrays.address(
+            "taps", weights.taps, np.float32, channels=shape.channels, taps=shape.num_taps
+        ),
+        "decay": arrays.address("decay", weights.decay, np.float32, heads=heads),
+        "bias": arrays.address("bias", weights.bias, np.float32, heads=heads),
+    }
+
+
+def _state(arrays: ArrayChecker, shape: DeltaShape, state: DeltaState) -> dict[str, int]:
+    slots, heads, rows, columns = shape.state_shape
+    return {
+        "ring": arrays.address("ring", state.ring, np.float32, ring=RING, channels=shape.channels),
+        "state": arrays.address(
+            "state", state.state, np.float32, two=slots, heads=heads, rows=rows, columns=columns
+        ),
+    }
+
+
+def _finish(
+    arrays: ArrayChecker,
+    shape: DeltaShape,
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    count: int,
+) -> tuple[int, int]:
+    """Addresses of gate and norm. Raises: ValueError if one is missing."""
+    if inputs.gate is None or weights.norm is None:
+        raise ValueError("no gate, or no norm, where results are to be finished")
+    return (
+        arrays.address("gate", inputs.gate, np.float32, T=count, columns=shape.value_channels),
+        arrays.address("norm", weights.norm, np.float32, rows=shape.value_dim),
+    )
+
+
+def _variants() -> tuple[KernelVariant, ...]:
+    variants = []
+    for shape in (
+        DeltaShape(2, 4, 128, 128, 4, is_tiled=True, finishes=True),
+        DeltaShape(2, 6, 40, 24, 3, is_tiled=False, finishes=False),
+    ):
+        padded = padded_columns(shape.value_channels) if shape.finishes else 0
+        step = {**shape.defines(), "TOKENS": 2, "PADDED_COLUMNS": padded}
+        chunk = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
+        variants += [
+            KernelVariant("delta_step.cu", {**step, "WARPS": _STEP_WARPS}, lanes=(32,)),
+            KernelVariant("delta_step.cu", {**step, "WARPS": _STEP_WARPS - 1}, lanes=(64,)),
+            KernelVariant("delta_chunk.cu", chunk),
+        ]
+    return tuple(variants)
+
+
+KERNEL_VARIANTS = _variants()

@@ -1,0 +1,215 @@
+"""Gated DeltaNet on a device, steps and chunks, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from dflash_protocol.ids import F32Array, F64Array
+from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
+from dflash_runtime.compute.cupy.decode_experts import Rows
+from dflash_runtime.compute.cupy.delta import (
+    DeltaChunk,
+    DeltaInputs,
+    DeltaShape,
+    DeltaState,
+    DeltaStep,
+    DeltaWeights,
+)
+from support.emulated_device import EmulatedDevice
+
+SHAPES = {
+    "tiled": DeltaShape(2, 4, 32, 48, 4, is_tiled=True, finishes=True),
+    "grouped, uneven": DeltaShape(2, 6, 40, 20, 3, is_tiled=False, finishes=True),
+    "bare": DeltaShape(3, 3, 16, 16, 4, is_tiled=True, finishes=False),
+}
+EPS = 1e-6
+
+
+@dataclass
+class Layer:
+    """Random weights and inputs of a sequence."""
+
+    shape: DeltaShape
+    mixed: F32Array
+    alpha: F32Array
+    beta: F32Array
+    gate: F32Array
+    taps: F32Array
+    decay: F32Array
+    bias: F32Array
+    norm: F32Array
+
+
+def random_layer(shape: DeltaShape, num_tokens: int) -> Layer:
+    rng = np.random.default_rng(7)
+
+    def normal(*sizes: int) -> F32Array:
+        return rng.standard_normal(sizes).astype(np.float32)
+
+    heads = shape.num_value_heads
+    return Layer(
+        shape,
+        mixed=normal(num_tokens, shape.channels),
+        alpha=normal(num_tokens, heads),
+        beta=normal(num_tokens, heads),
+        gate=normal(num_tokens, shape.value_channels),
+        taps=normal(shape.channels, shape.num_taps),
+        decay=-np.exp(normal(heads)),
+        bias=normal(heads),
+        norm=normal(shape.value_dim),
+    )
+
+
+def expected(layer: Layer) -> F64Array:
+    """Of the whole sequence, from the formulas. Shapes: result [T, value channels]."""
+    shape = layer.shape
+    wide = {name: getattr(layer, name).astype(np.float64) for name in ("mixed", "alpha", "beta")}
+    mixed = np.concatenate([np.zeros((shape.num_taps - 1, shape.channels)), wide["mixed"]])
+    num_tokens, heads = layer.alpha.shape
+    taps = layer.taps.astype(np.float64)
+    mixed = np.stack(
+        [mixed[tap : tap + num_tokens] * taps[:, tap] for tap in range(shape.num_taps)]
+    )
+    mixed = mixed.sum(axis=0)
+    mixed = mixed / (1 + np.exp(-mixed))
+    keys = shape.num_key_heads * shape.key_dim
+    q, k = (
+        part.reshape(num_tokens, shape.num_key_heads, shape.key_dim)
+        for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+    )
+    q, k = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + EPS) for x in (q, k))
+    q = q / np.sqrt(shape.key_dim)
+    v = mixed[:, 2 * keys :].reshape(num_tokens, heads, shape.value_dim)
+    kept = np.exp(layer.decay * np.logaddexp(0, wide["alpha"] + layer.bias))
+    written = 1 / (1 + np.exp(-wide["beta"]))
+    out = np.empty(v.shape)
+    for head in range(heads):
+        group = heads // shape.num_key_heads
+        key_head = head % shape.num_key_heads if shape.is_tiled else head // group
+        state = np.zeros((shape.value_dim, shape.key_dim))
+        for token in range(num_tokens):
+            state *= kept[token, head]
+            key = k[token, key_head]
+            change = written[token, head] * (v[token, head] - state @ key)
+            state += np.outer(change, key)
+            out[token, head] = state @ q[token, key_head]
+    if shape.finishes:
+        out /= np.sqrt(np.square(out).mean(-1, keepdims=True) + EPS)
+        gate = layer.gate.astype(np.float64).reshape(v.shape)
+        out = out * layer.norm * gate / (1 + np.exp(-gate))
+    return out.reshape(num_tokens, -1)
+
+
+class Sequence:
+    """A layer on a device, fed piece by piece."""
+
+    def __init__(self, device: EmulatedDevice, layer: Layer) -> None:
+        self.device, self.layer, self.shape = device, layer, layer.shape
+        has_norm = layer.shape.finishes
+        self.weights = DeltaWeights(
+            taps=device.upload(layer.taps),
+            decay=device.upload(layer.decay),
+            bias=device.upload(layer.bias),
+            norm=device.upload(layer.norm) if has_norm else None,
+            key_eps=EPS,
+            norm_eps=EPS,
+        )
+        self.state = DeltaState(
+            device.empty(self.shape.ring_shape, np.float32),
+            device.empty(self.shape.state_shape, np.float32),
+        )
+
+    def inputs(self, tokens: slice) -> DeltaInputs:
+        upload, layer = self.device.upload, self.layer
+        gate = upload(layer.gate[tokens]) if self.shape.finishes else None
+        return DeltaInputs(
+            upload(layer.mixed[tokens]),
+            upload(layer.alpha[tokens]),
+            upload(layer.beta[tokens]),
+            gate,
+        )
+
+    def step(self, first: int, count: int) -> F32Array:
+        step = DeltaStep(self.device, self.shape, count)
+        columns = self.shape.value_channels
+        empty = self.device.empty
+        values = empty((count, columns), np.float32)
+        quants = empty((count, padded_columns(columns)), np.int8)
+        meta = empty(meta_shape(count, columns), np.float32)
+        out = Rows(values=values)
+        if step.has_quants:
+            out = replace(out, quants=quants, meta=meta)
+        positions = self.device.upload(np.arange(first, first + count, dtype=np.int32))
+        step.launch(
+            self.inputs(slice(first, first + count)),
+            self.weights,
+            self.state,
+            positions=positions,
+            out=out,
+        )
+        found: F32Array = self.device.download(values)
+        if step.has_quants:
+            scales = self.device.download(meta)[:, : columns // 16, 0].repeat(16, axis=1)
+            restored = self.device.download(quants)[:, :columns] * scales
+            assert (np.abs(restored - found) <= 0.51 * scales).all()
+        return found
+
+    def chunk(self, first: int, count: int) -> F32Array:
+        out = self.device.empty((count, self.shape.value_channels), np.float32)
+        DeltaChunk(self.device, self.shape).launch(
+            self.inputs(slice(first, first + count)),
+            self.weights,
+            self.state,
+            first_position=self.device.upload(np.array([first], np.int32)),
+            out=out,
+        )
+        copy: F32Array = self.device.download(out)
+        return copy
+
+
+@pytest.fixture(params=[(32, False), (64, True)], ids=str)
+def device(request: pytest.FixtureRequest) -> EmulatedDevice:
+    lanes, runs_backward = request.param
+    return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_chunks_and_steps_of_any_size_follow_each_other(device: EmulatedDevice, name: str) -> None:
+    layer = random_layer(SHAPES[name], 34)
+    wanted = expected(layer)
+    sequence = Sequence(device, layer)
+    for _ in range(2):  # the second time over what the first has left
+        first, found = 0, []
+        for count, is_chunk in ((1, True), (18, True), (1, False), (3, False), (1, False)):
+            found.append((sequence.chunk if is_chunk else sequence.step)(first, count))
+            first += count
+        found += [sequence.chunk(first, 2), sequence.step(first + 2, 8)]
+        np.testing.assert_allclose(np.concatenate(found), wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_a_step_too_much_spoils_nothing(device: EmulatedDevice) -> None:
+    layer = random_layer(SHAPES["tiled"], 9)
+    sequence = Sequence(device, layer)
+    sequence.chunk(0, 6)
+    once = sequence.step(6, 1)
+    again = sequence.step(6, 1)
+    np.testing.assert_array_equal(once, again)
+    sequence.step(7, 1)
+    np.testing.assert_array_equal(sequence.step(7, 1), sequence.step(7, 1))
+    wanted = expected(layer)
+    np.testing.assert_allclose(sequence.step(8, 1), wanted[8:], rtol=2e-4, atol=2e-5)
+
+
+def test_arrays_that_do_not_fit_are_refused(device: EmulatedDevice) -> None:
+    layer = random_layer(SHAPES["tiled"], 2)
+    sequence = Sequence(device, layer)
+    sequence.weights = replace(sequence.weights, norm=None)
+    for run in (sequence.step, sequence.chunk):
+        with pytest.raises(ValueError, match="no gate, or no norm"):
+            run(0, 2)
+    sequence.state = replace(sequence.state, ring=device.empty((4, 2), np.float32))
+    with pytest.raises(ValueError, match="ring is float32"):
+        sequence.step(0, 1)
