@@ -1,4 +1,4 @@
-"""Random GGUF files in the shape of Qwen3-30B-A3B, for measurements of speed.
+"""Random GGUF files in the shapes of real models, for measurements of speed.
 
 Weights are random blocks whose scales keep activations in their usual range; only the number of
 layers differs from the real model (and, in the one-type files, the vocabulary). Text that such a
@@ -9,6 +9,9 @@ Files (build/bench-models/<name>.gguf):
   q8_0     everything Q8_0, 8 layers
   q4_0, q5_k, q6_k, iq4_xs, mxfp4, bf16
            experts of that type alone, the rest Q8_0 with a small vocabulary, 2 layers
+These are Qwen3-30B-A3B; of other models:
+  qwen35moe  Qwen3.6-35B-A3B, Q4_K_M, 8 layers
+  olmoe      OLMoE-1B-7B, Q4_K_M, all of its 16 layers
 
 Examples:
   python -m bench.random_moe q4_k_m
@@ -19,40 +22,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 from bench.machine import BUILD
+from bench.model_shapes import SHAPES, Mix, add_metadata, tensors
 from gguf import GGMLQuantizationType as Type
 
 from dflash_protocol.ids import AnyArray, U8Array
 
 MODELS = BUILD / "bench-models"
 
-HIDDEN, FFN = 2048, 768
-NUM_EXPERTS, NUM_USED = 128, 8
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 128
-VOCABULARY = 151_936
+HIDDEN, NUM_EXPERTS, NUM_USED = 2048, 128, 8
+"""Of Qwen3-30B-A3B."""
 _SMALL_VOCABULARY = 1024
 
 _WEIGHT_RMS = 0.022
-"""1 / sqrt(HIDDEN): a product with a normalised row has about its size."""
+"""1 / sqrt(2048): a product with a normalised row has about its size."""
 _PIECE_BYTES = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Types of one file. `more` is the type that Q4_K_M gives some layers' sensitive tensors."""
-
-    experts: Type
-    attention: Type
-    head: Type
-    num_layers: int
-    vocabulary: int = VOCABULARY
-    more: Type | None = None
 
 
 def _one_type(experts: Type) -> Mix:
@@ -68,6 +57,10 @@ MIXES: dict[str, Mix] = {
     "iq4_xs": _one_type(Type.IQ4_XS),
     "mxfp4": _one_type(Type.MXFP4),
     "bf16": _one_type(Type.BF16),
+    "qwen35moe": Mix(
+        Type.Q4_K, Type.Q4_K, Type.Q6_K, num_layers=8, more=Type.Q6_K, shape="qwen35moe"
+    ),
+    "olmoe": Mix(Type.Q4_K, Type.Q4_K, Type.Q6_K, num_layers=16, more=Type.Q6_K, shape="olmoe"),
 }
 
 
@@ -87,12 +80,13 @@ def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0)
     num_layers = num_layers or mix.num_layers
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    tensors = list(_tensors(mix, num_layers))
+    written = list(tensors(mix, num_layers))
     random = np.random.Generator(np.random.SFC64(seed))
-    writer = gguf.GGUFWriter(unfinished, "qwen3moe")
+    writer = gguf.GGUFWriter(unfinished, mix.shape)
     try:
-        _add_metadata(writer, mix, num_layers)
-        for name, tensor_type, shape in tensors:
+        add_metadata(writer, mix, num_layers)
+        _add_tokenizer(writer, mix.vocabulary or SHAPES[mix.shape].vocabulary)
+        for name, tensor_type, shape in written:
             byte_shape = gguf.quant_shape_to_byte_shape(shape, tensor_type)
             num_bytes = int(np.prod(byte_shape, dtype=np.int64))
             is_float = tensor_type is Type.F32
@@ -102,9 +96,9 @@ def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for number, (name, tensor_type, shape) in enumerate(tensors):
+        for number, (name, tensor_type, shape) in enumerate(written):
             writer.write_tensor_data(_values(random, name, tensor_type, shape))
-            print(f"\rwriting {path.name}: tensor {number + 1} of {len(tensors)}", end="")
+            print(f"\rwriting {path.name}: tensor {number + 1} of {len(written)}", end="")
         print(flush=True)
         writer.close()
         unfinished.rename(path)
@@ -112,62 +106,20 @@ def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0)
         unfinished.unlink(missing_ok=True)
 
 
-def _tensors(mix: Mix, num_layers: int) -> Iterator[tuple[str, Type, tuple[int, ...]]]:
-    """Name, type and row-major shape of every tensor, in file order."""
-    heads, kv_heads = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
-    yield "token_embd.weight", mix.attention, (mix.vocabulary, HIDDEN)
-    yield "output_norm.weight", Type.F32, (HIDDEN,)
-    yield "output.weight", mix.head, (mix.vocabulary, HIDDEN)
-    for layer in range(num_layers):
-        # Source: llama.cpp's rule of which layers get more bits (first, last, every third).
-        eighth = num_layers // 8
-        gets_more = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
-        more = mix.more if mix.more is not None and gets_more else None
-        place = f"blk.{layer}."
-        yield place + "attn_norm.weight", Type.F32, (HIDDEN,)
-        yield place + "attn_q_norm.weight", Type.F32, (HEAD_DIM,)
-        yield place + "attn_k_norm.weight", Type.F32, (HEAD_DIM,)
-        yield place + "attn_q.weight", mix.attention, (heads, HIDDEN)
-        yield place + "attn_k.weight", mix.attention, (kv_heads, HIDDEN)
-        yield place + "attn_v.weight", more or mix.attention, (kv_heads, HIDDEN)
-        yield place + "attn_output.weight", mix.attention, (HIDDEN, heads)
-        yield place + "ffn_norm.weight", Type.F32, (HIDDEN,)
-        yield place + "ffn_gate_inp.weight", Type.F32, (NUM_EXPERTS, HIDDEN)
-        yield place + "ffn_gate_exps.weight", mix.experts, (NUM_EXPERTS, FFN, HIDDEN)
-        yield place + "ffn_up_exps.weight", mix.experts, (NUM_EXPERTS, FFN, HIDDEN)
-        yield place + "ffn_down_exps.weight", more or mix.experts, (NUM_EXPERTS, HIDDEN, FFN)
-
-
-def _add_metadata(writer: gguf.GGUFWriter, mix: Mix, num_layers: int) -> None:
-    writer.add_type("model")
-    writer.add_name("random weights, shape of Qwen3-30B-A3B")
-    writer.add_quantization_version(2)
-    writer.add_block_count(num_layers)
-    writer.add_context_length(40960)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(6144)
-    writer.add_head_count(NUM_HEADS)
-    writer.add_head_count_kv(NUM_KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_rope_freq_base(1e6)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_expert_count(NUM_EXPERTS)
-    writer.add_expert_used_count(NUM_USED)
-    writer.add_expert_feed_forward_length(FFN)
+def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
     # Byte-level BPE (Source: Radford et al. 2019), then tokens that no text gives.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
-    tokens = [*letters, "he", *(f"[PAD{number}]" for number in range(257, mix.vocabulary))]
-    types = [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.UNUSED] * (mix.vocabulary - 257)
+    tokens = [*letters, "he", *(f"[PAD{number}]" for number in range(257, vocabulary))]
+    types = [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.UNUSED] * (vocabulary - 257)
     types[-1] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(mix.vocabulary - 1)
+    writer.add_eos_token_id(vocabulary - 1)
     writer.add_add_bos_token(False)
 
 
@@ -177,6 +129,12 @@ def _values(
     """A tensor as it is stored. Shapes: result `shape` float32, or [bytes] uint8."""
     if name.endswith("norm.weight"):
         return (1 + 0.1 * random.standard_normal(shape, np.float32)).astype(np.float32)
+    if name.endswith("ssm_a"):  # decays, from slow to fast
+        return -np.exp(random.uniform(-4, 1, shape)).astype(np.float32)
+    if name.endswith("ssm_dt.bias"):
+        return random.uniform(-3, 0, shape).astype(np.float32)
+    if name.endswith("ssm_conv1d.weight"):
+        return (0.5 * random.standard_normal(shape, np.float32)).astype(np.float32)
     if tensor_type is Type.F32:
         return (_WEIGHT_RMS * random.standard_normal(shape, np.float32)).astype(np.float32)
     elements, num_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
