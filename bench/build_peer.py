@@ -1,18 +1,28 @@
-"""Build llama.cpp, the program that the CPU benches compare with, from the llama-cpp-python sdist.
+"""Build llama.cpp, the program that benches compare with, from the llama-cpp-python sdist.
 
 Downloads the sdist through pip and compiles shared libraries into build/peer/<variant>/. CMake and
-Ninja come from pip where the system has none; a C++ compiler must be there.
+Ninja come from pip where the system has none; a C++ compiler must be there, for CUDA nvcc too.
 
 Variants:
-  native   for this machine (-march=native), as a user's own build
-  avx2     AVX2, FMA, F16C and no AVX512
-  avx512   AVX512 with VNNI, no AMX
-  amx      AVX512 with VNNI, VBMI and BF16, and AMX: for carrying to a machine that has it
+  native    for this machine (-march=native), as a user's own build
+  avx2      AVX2, FMA, F16C and no AVX512
+  avx512    AVX512 with VNNI, no AMX
+  amx       AVX512 with VNNI, VBMI and BF16, and AMX: for carrying to a machine that has it
+  cuda      native, with CUDA for one architecture, and with RPC
+  cuda-amx  amx, with CUDA and RPC: for carrying to a machine that has both
+
+A machine with a GPU may have no network. Either carry sources to it, some 3 MB, and build there
+(two to four minutes on 16 cores), or carry the finished folder build/peer/cuda-amx. The archive
+holds only those of llama.cpp's CUDA kernels that a Q4_K_M model with heads of 128 uses; a build
+from the sdist has them all.
 
 Examples:
   python -m bench.build_peer                  the native variant, if it is not there already
   python -m bench.build_peer native avx2      two variants
   python -m bench.build_peer amx --force      again, from the start
+  python -m bench.build_peer --pack build/carry/llama-cuda.tar.xz
+  python -m bench.build_peer cuda --archive build/carry/llama-cuda.tar.xz --work /dev/shm/peer
+  python -m bench.build_peer cuda-amx --architecture 90 --archive build/carry/llama-cuda.tar.xz
 """
 
 from __future__ import annotations
@@ -25,16 +35,22 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
-from bench.machine import BUILD, processor
-
-LLAMA_CPP_PYTHON = "0.3.36"
-"""The pinned version: its sdist holds the sources of one llama.cpp commit."""
-
-PEER = BUILD / "peer"
+from bench.cuda_toolkit import TOOLKIT, device_architecture, find_toolkit
+from bench.machine import processor
+from bench.peer_source import (
+    LLAMA_CPP_PYTHON,
+    PEER,
+    BuildError,
+    downloaded_source,
+    pack,
+    run,
+    source_facts,
+    unpacked_archive,
+)
 
 _SETS = ["AVX", "AVX2", "FMA", "F16C", "BMI2", "SSE42"]
 _SETS_512 = [*_SETS, "AVX512", "AVX512_VNNI"]
@@ -44,57 +60,70 @@ VARIANTS: dict[str, list[str] | None] = {
     "avx2": _SETS,
     "avx512": _SETS_512,
     "amx": _SETS_AMX,
+    "cuda": None,
+    "cuda-amx": _SETS_AMX,
 }
 """Instruction sets by variant; None = what this machine has."""
-
-LIBRARIES = ("libggml-base.so.0", "libggml-cpu.so.0", "libggml.so.0", "libllama.so.0")
-"""In an order in which each finds those it needs."""
-
-# GCC 12 drops the stores into the tile configuration that nothing but `ldtilecfg` reads, and the
-# instruction faults: https://github.com/ggml-org/llama.cpp/issues/20824
-_BARRIER_FILE = "ggml/src/ggml-cpu/amx/mmq.cpp"
-_BARRIER_BEFORE = "    _tile_loadconfig(&tc);\n"
-_BARRIER = '    __asm__ __volatile__("" : : "r"(&tc) : "memory");\n'
+WITH_CUDA = frozenset({"cuda", "cuda-amx"})
 
 
-class BuildError(RuntimeError):
-    """The peer could not be built; the text says what to do."""
+def libraries_of(variant: str) -> tuple[str, ...]:
+    """What lies in a variant's folder, in an order in which each finds those it needs."""
+    cuda = ("libggml-cuda.so.0", "libggml-rpc.so.0") if variant in WITH_CUDA else ()
+    return ("libggml-base.so.0", "libggml-cpu.so.0", *cuda, "libggml.so.0", "libllama.so.0")
 
 
-def build(variant: str, *, force: bool = False, jobs: int | None = None) -> Path:
+def build(
+    variant: str,
+    *,
+    force: bool = False,
+    jobs: int | None = None,
+    architecture: str | None = None,
+    archive: Path | None = None,
+    work: Path | None = None,
+) -> Path:
     """The folder of a variant's libraries, made if it is not there.
 
+    `architecture` is CUDA's, None for that of the first GPU; sources come out of the `archive`, or
+    are downloaded; in the folder `work` they are unpacked and compiled.
     Raises: BuildError.
     """
     folder = PEER / variant
-    if not force and _is_ready(folder, variant):
+    if not force and _is_ready(folder, variant, architecture):
         return folder
     if shutil.which("c++") is None:
         raise BuildError("no C++ compiler: install g++ (Debian: apt-get install g++)")
-    source = _unpacked_source()
-    cmake, ninja = _tool("cmake"), _tool("ninja")
-    objects = PEER / f"{variant}-objects"
+    objects = (work or PEER) / f"{variant}-objects"
     shutil.rmtree(objects, ignore_errors=True)
     objects.mkdir(parents=True)
+    source = downloaded_source() if archive is None else unpacked_archive(archive, objects)
+    cmake, ninja = _tool("cmake"), _tool("ninja")
     flags = [
         "-DCMAKE_BUILD_TYPE=Release",
         f"-DCMAKE_MAKE_PROGRAM={ninja}",
         "-DBUILD_SHARED_LIBS=ON",
         "-DGGML_OPENMP=ON",
         "-DLLAMA_BUILD_COMMON=OFF",
+        "-DLLAMA_BUILD_APP=OFF",
         "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
-        "-DCMAKE_INSTALL_RPATH=$ORIGIN",
         *_set_flags(variant),
     ]
+    cuda: dict[str, str] = {}
+    if variant in WITH_CUDA:
+        toolkit = find_toolkit()
+        architecture = architecture or device_architecture()
+        cuda = {"cuda": toolkit.version, "architecture": architecture}
+        flags += [*toolkit.flags, *_cuda_flags(architecture)]
+    flags.append(f"-DCMAKE_INSTALL_RPATH=$ORIGIN{f';{TOOLKIT}/lib64' if cuda else ''}")
     started_s = time.monotonic()
-    _run([cmake, "-G", "Ninja", "-S", str(source), "-B", str(objects), *flags], objects)
+    run([cmake, "-G", "Ninja", "-S", str(source), "-B", str(objects), *flags], objects)
     _build_with_progress(cmake, objects, jobs or os.cpu_count() or 1, variant)
-    _collect(objects, folder)
+    _collect(objects, folder, libraries_of(variant))
     record = {
         "variant": variant,
-        "llama_cpp_python": LLAMA_CPP_PYTHON,
-        **_source_versions(source),
-        "compiler": _run(["c++", "--version"], objects).splitlines()[0],
+        **source_facts(source),
+        **cuda,
+        "compiler": run(["c++", "--version"], objects).splitlines()[0],
         "processor": processor() if VARIANTS[variant] is None else "",
         "flags": [flag for flag in flags if flag.startswith("-DGGML")],
         "build_s": round(time.monotonic() - started_s),
@@ -104,13 +133,13 @@ def build(variant: str, *, force: bool = False, jobs: int | None = None) -> Path
     return folder
 
 
-def build_record(folder: Path) -> dict[str, object]:
+def build_record(folder: Path) -> dict[str, Any]:
     """What `build` wrote about a variant: versions, compiler, flags.
 
     Raises: BuildError if the folder holds no finished build.
     """
     try:
-        record: dict[str, object] = json.loads((folder / "build.json").read_text())
+        record: dict[str, Any] = json.loads((folder / "build.json").read_text())
     except FileNotFoundError:
         raise BuildError(
             f"{folder} holds no peer; run: python -m bench.build_peer {folder.name}"
@@ -118,12 +147,13 @@ def build_record(folder: Path) -> dict[str, object]:
     return record
 
 
-def _is_ready(folder: Path, variant: str) -> bool:
-    if not all((folder / name).exists() for name in (*LIBRARIES, "build.json")):
+def _is_ready(folder: Path, variant: str, architecture: str | None) -> bool:
+    if not all((folder / name).exists() for name in (*libraries_of(variant), "build.json")):
         return False
     record = build_record(folder)
     is_of_this_machine = VARIANTS[variant] is not None or record["processor"] == processor()
-    return record["llama_cpp_python"] == LLAMA_CPP_PYTHON and is_of_this_machine
+    is_for_it = architecture is None or record.get("architecture") == architecture
+    return record["llama_cpp_python"] == LLAMA_CPP_PYTHON and is_of_this_machine and is_for_it
 
 
 def _set_flags(variant: str) -> list[str]:
@@ -139,45 +169,15 @@ def _set_flags(variant: str) -> list[str]:
     ]
 
 
-def _unpacked_source() -> Path:
-    """llama.cpp's sources, downloaded and patched once."""
-    top = PEER / "source"
-    source = top / f"llama_cpp_python-{LLAMA_CPP_PYTHON}" / "vendor" / "llama.cpp"
-    if (top / "patched").exists() and source.is_dir():
-        return source
-    shutil.rmtree(top, ignore_errors=True)
-    top.mkdir(parents=True)
-    print(f"downloading the sources of llama-cpp-python {LLAMA_CPP_PYTHON} (77 MB)", flush=True)
-    requirement = f"llama-cpp-python=={LLAMA_CPP_PYTHON}"
-    options = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(top)]
-    quiet = ["--quiet", "--disable-pip-version-check"]
-    _run([sys.executable, "-m", "pip", "download", *quiet, *options, requirement], top)
-    archives = list(top.glob("*.tar.gz"))
-    if len(archives) != 1:
-        raise BuildError(f"pip left {[path.name for path in archives]} in {top}, not one sdist")
-    with tarfile.open(archives[0]) as archive:
-        archive.extractall(top, filter="data")
-    archives[0].unlink()
-    _add_barrier(source / _BARRIER_FILE)
-    (top / "patched").touch()
-    return source
-
-
-def _add_barrier(path: Path) -> None:
-    text = path.read_text()
-    if text.count(_BARRIER_BEFORE) != 1:
-        raise BuildError(f"{path}: the tile configuration is loaded elsewhere; see _BARRIER")
-    path.write_text(text.replace(_BARRIER_BEFORE, _BARRIER + _BARRIER_BEFORE))
-
-
-def _source_versions(source: Path) -> dict[str, str]:
-    """Versions as the sources tell them: llama.cpp's commit stands in the binding's changelog."""
-    changelog = (source.parent.parent / "CHANGELOG.md").read_text()
-    release = changelog.partition(f"## [{LLAMA_CPP_PYTHON}]")[2]
-    found = re.search(r"ggml-org/llama\.cpp@([0-9a-f]+)", release)
-    cmake = (source / "ggml" / "CMakeLists.txt").read_text()
-    parts = re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", cmake)
-    return {"llama_cpp": found.group(1) if found else "unknown", "ggml": ".".join(parts)}
+def _cuda_flags(architecture: str) -> list[str]:
+    """As few kernels as the pinned version can be told to compile."""
+    return [
+        "-DGGML_CUDA=ON",
+        "-DGGML_RPC=ON",
+        "-DGGML_CUDA_NCCL=OFF",
+        "-DGGML_CUDA_FA_QUANTS=f16-f16",
+        f"-DCMAKE_CUDA_ARCHITECTURES={architecture}-real",
+    ]
 
 
 def _tool(name: str) -> str:
@@ -189,8 +189,8 @@ def _tool(name: str) -> str:
     print(f"{name} is not installed; getting it through pip", flush=True)
     tools.parent.mkdir(parents=True, exist_ok=True)
     if not (tools / "bin" / "python").exists():
-        _run([sys.executable, "-m", "venv", str(tools)], PEER)
-    _run([str(tools / "bin" / "python"), "-m", "pip", "install", "--quiet", name], PEER)
+        run([sys.executable, "-m", "venv", str(tools)], PEER)
+    run([str(tools / "bin" / "python"), "-m", "pip", "install", "--quiet", name], PEER)
     return str(tools / "bin" / name)
 
 
@@ -212,25 +212,17 @@ def _build_with_progress(cmake: str, objects: Path, jobs: int, variant: str) -> 
         raise BuildError(f"compiling {variant} failed; the end of {log}:\n{tail}")
 
 
-def _collect(objects: Path, folder: Path) -> None:
+def _collect(objects: Path, folder: Path, libraries: tuple[str, ...]) -> None:
     """The libraries under the names that the loader looks for, stripped, and nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in LIBRARIES:
+    for name in libraries:
         shutil.copyfile((objects / "bin" / name).resolve(), folder / name)
         subprocess.run(["strip", "--strip-unneeded", str(folder / name)], check=True)
     # Carried along, so that another machine runs the same OpenMP.
-    openmp = Path(_run(["c++", "-print-file-name=libgomp.so.1"], objects).strip())
+    openmp = Path(run(["c++", "-print-file-name=libgomp.so.1"], objects).strip())
     if openmp.is_file():
         shutil.copyfile(openmp.resolve(), folder / "libgomp.so.1")
-
-
-def _run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise BuildError(f"{' '.join(command[:4])} … failed:\n{tail}")
-    return done.stdout
 
 
 def main() -> None:
@@ -242,12 +234,27 @@ def main() -> None:
     parser.add_argument("variant", nargs="*", default=["native"], help="default: native")
     parser.add_argument("--force", action="store_true", help="build again what is there")
     parser.add_argument("--jobs", type=int, help="compilers at once (default: the cores)")
+    parser.add_argument("--architecture", help="CUDA's, as 90 (default: of the first GPU)")
+    parser.add_argument("--archive", type=Path, help="take the sources out of it")
+    parser.add_argument("--work", type=Path, help="compile in this folder (default: build/peer)")
+    parser.add_argument("--pack", type=Path, metavar="ARCHIVE", help="only write the archive")
     options = parser.parse_args()
+    if options.pack:
+        pack(downloaded_source(), options.pack)
+        print(f"{options.pack}: {options.pack.stat().st_size / 1e6:.1f} MB")
+        return
     if unknown := set(options.variant) - set(VARIANTS):
         parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     for variant in options.variant:
         try:
-            folder = build(variant, force=options.force, jobs=options.jobs)
+            folder = build(
+                variant,
+                force=options.force,
+                jobs=options.jobs,
+                architecture=options.architecture,
+                archive=options.archive,
+                work=options.work,
+            )
         except BuildError as error:
             raise SystemExit(f"error: {error}") from None
         record = build_record(folder)

@@ -24,12 +24,13 @@ from typing import Any
 
 from bench import report
 from bench.bandwidth import STREAMS, Reader
-from bench.build_peer import BuildError, build, build_record
+from bench.build_peer import build, build_record
 from bench.expert_reference import expert_reference, relative_error
 from bench.options import add_pair_options
 from bench.our_layer import OurLayers
 from bench.pairs import Sample, Spread, interleave, ratio
 from bench.peer_layer import PeerLayers
+from bench.peer_source import BuildError
 from bench.random_moe import HIDDEN, MIXES, NUM_EXPERTS, NUM_USED, model_path
 from bench.sides import Side
 from bench.workload import Work, make_work

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 from bench import report
-from bench.build_peer import BuildError, build, build_record
+from bench.build_peer import build, build_record
 from bench.options import add_pair_options
 from bench.our_model import OurModel
 from bench.pairs import Rounds, Sample, Spread, interleave, ratio
 from bench.peer_model import PeerModel
+from bench.peer_source import BuildError
 from bench.random_moe import MIXES, model_path
 from bench.sides import Side
 

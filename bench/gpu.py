@@ -1,188 +1,215 @@
-"""The GPU backend on a whole model: checked, then timed, kernel by kernel.
+"""The GPU backend on a whole model: one run that measures everything, beside llama.cpp.
 
-A random model in the shape of Qwen3-30B-A3B, Q4_K_M, all experts on the device. Decode is a
-recorded step replayed without the host in between; a kernel's time is what a step gains when that
-kernel is left out of the recording, so that the times of a step add up to about the whole.
+A random model in the shape of Qwen3-30B-A3B, Q4_K_M, is written if no file is given. Every part is
+processes of its own and has a deadline: what fails or takes too long is said in the result, and the
+rest goes on, so that the whole ends within --limit seconds. Parts, in this order:
+
+  device       name, driver, multiprocessors; how fast memory is copied and read
+  resident     all experts on one GPU: decode at several contexts and whole prompts, our engine and
+               llama.cpp in turns; llama.cpp is left out where it is not built with CUDA
+  kernels      each kernel of a decode step: time, bytes of weights, GB/s, share of the copy; the
+               time of a token, put together
+  split-gpu    all routed experts in a daemon on a second GPU
+  split-half   half of them there
+  split-cpu    all of them in a daemon on the CPU
+  peer-gpu     llama.cpp in one process, its experts on the second GPU
+  peer-cpu     llama.cpp, its experts on the CPU
+  tests        the tests that need a GPU; only if asked for
+
+At the end every goal is printed with its figure. The exit status is 1 if a part failed, else 0
+whether goals are met or not; with --must it is 2 if one that was measured is missed.
 
 Examples:
-  python -m bench.gpu --layers 12 --save
-  python -m bench.gpu --model /dev/shm/whole.gguf --contexts 448 8192 32768
+  python -m bench.gpu --model /dev/shm/whole.gguf --save         everything, under 8 minutes
+  python -m bench.gpu --model /dev/shm/whole.gguf --quick        the figures of one GPU, 2 minutes
+  python -m bench.gpu --parts device kernels --kernel-contexts 448 32768
+  python -m bench.gpu --parts resident split-cpu --peer none
+  python -m bench.gpu --parts tests
+  python -m bench.gpu --layers 12 --contexts 448 --prompts 512 --peer none
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections import Counter
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from bench import random_moe, report
+from bench.build_peer import VARIANTS, build_record
+from bench.gpu_device import measure_device
+from bench.gpu_kernels import measure_kernels
+from bench.gpu_parts import Parts, Result, say
+from bench.gpu_peer import built_peer
+from bench.gpu_record import tables, verdicts
+from bench.gpu_resident import Work, measure_resident
+from bench.gpu_split import PEER_SPLITS, SPLITS, SplitWork, measure_peer_split, measure_split
+from bench.gpu_tests import measure_tests
+from bench.peer_source import BuildError
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.ops import KvType
-from dflash_adapters.registry import adapter_for
-from dflash_protocol.device import Device, parse_device
-from dflash_protocol.ids import Phase
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+LIMITS_S = {
+    "device": 45.0,
+    "resident": 210.0,
+    "kernels": 90.0,
+    "split-gpu": 80.0,
+    "split-half": 70.0,
+    "split-cpu": 110.0,
+    "peer-gpu": 60.0,
+    "peer-cpu": 60.0,
+    "tests": 240.0,
+}
+"""Longest time of each part."""
+_QUICK = ("device", "resident", "kernels")
+_USUAL = tuple(name for name in LIMITS_S if name != "tests")
+_NEED_A_SECOND = frozenset({"split-gpu", "split-half", "peer-gpu"})
 
-_ROUNDS = 7
-_STEPS = 64
-
-
-class Model:
-    """A file on a device, all of it."""
-
-    def __init__(self, path: Path, device: Device, *, context: int) -> None:
-        started_s = time.perf_counter()
-        self.backend = CupyBackend(device)
-        self.file = GgufFile.open(path)
-        adapter = adapter_for(self.file)
-        self.spec = adapter.read_spec(self.file)
-        backend = self.backend
-        self.model: Any = adapter.load(self.file, backend.ops)
-        self.banks = {
-            layer.layer_id: backend.load_experts(
-                self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
-            )
-            for layer in self.spec.moe.layers
-        }
-        backend.device.synchronize()
-        self.load_s = time.perf_counter() - started_s
-        self.cache = backend.ops.new_kv_cache(self.spec.kv_layers, context, KvType.F16)
-
-    def recorded(self) -> RecordedStep:
-        moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return RecordedStep(self.backend.ops, self.model, self.cache, moe=moe)
-
-    def prefill(self, num_tokens: int, first: int = 0) -> Any:
-        """Hidden states after a chunk of random tokens."""
-        ids = np.random.default_rng(first).integers(0, self.spec.vocab_size, num_tokens)
-        positions = np.arange(first, first + num_tokens, dtype=np.int32)
-        moe = self.backend.moe(self.banks, Phase.PREFILL, None)
-        return self.model.forward(ids.astype(np.int32), positions, self.cache, moe)
+Measure = Callable[[Result, float], None]
 
 
-def median_s(run: Callable[[], None], model: Model, *, rounds: int = _ROUNDS) -> float:
-    """Median time of a run until the device is done, after one that warms up."""
-    times = []
-    for _ in range(rounds + 1):
-        model.backend.device.synchronize()
-        started_s = time.perf_counter()
-        run()
-        model.backend.device.synchronize()
-        times.append(time.perf_counter() - started_s)
-    return statistics.median(times[1:])
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    """What was asked for, with defaults filled in."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda:0", help="the parent's (default cuda:0)")
+    parser.add_argument("--second", default="cuda:1", help="of GPU daemons (default cuda:1)")
+    parser.add_argument("--model", type=Path, help="a file of that shape; written if not given")
+    parser.add_argument("--layers", type=int, default=48, help="of a file that is written")
+    parser.add_argument("--parts", nargs="+", choices=list(LIMITS_S), help="default: all but tests")
+    parser.add_argument("--quick", action="store_true", help="few rounds of one GPU's figures")
+    parser.add_argument("--contexts", type=int, nargs="+", help="default 448 8192 32768")
+    parser.add_argument("--prompts", type=int, nargs="+", help="default 512 4096 8192 32768")
+    parser.add_argument("--kernel-contexts", type=int, nargs="+", help="default 448 32768")
+    parser.add_argument("--tokens", type=int, default=128, help="a sample of decode (default 128)")
+    parser.add_argument("--rounds", type=int, help="a row (default 5; fewer for long prompts)")
+    parser.add_argument(
+        "--peer",
+        choices=["auto", "none", *VARIANTS],
+        default="auto",
+        help="which build of llama.cpp (default: one with CUDA, if there is one)",
+    )
+    parser.add_argument("--only-peer", action="store_true", help="leave our side out of `resident`")
+    parser.add_argument("--limit", type=float, default=465, help="seconds in all (default 465)")
+    parser.add_argument("--must", action="store_true", help="exit status 2 if a goal is missed")
+    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
+    options = parser.parse_args(arguments)
+    is_quick = options.quick
+    options.parts = options.parts or list(_QUICK if is_quick else _USUAL)
+    options.contexts = options.contexts or ([448] if is_quick else [448, 8192, 32768])
+    options.prompts = options.prompts or ([4096] if is_quick else [512, 4096, 8192, 32768])
+    options.kernel_contexts = options.kernel_contexts or ([448] if is_quick else [448, 32768])
+    options.rounds = options.rounds or (3 if is_quick else 5)
+    return options
 
 
-def decode_s(model: Model, step: RecordedStep, context: int) -> float:
-    """Time of a step at this context, steps started one after the other."""
-
-    def run() -> None:
-        step.begin(1, context)
-        for _ in range(_STEPS):
-            step.start()
-
-    return median_s(run, model) / _STEPS
-
-
-class LeftOut:
-    """Leaves kernels of some names out of what is launched, and counts all."""
-
-    def __init__(self, model: Model) -> None:
-        device: Any = model.backend.device
-        self._device = device
-        self._launch = self._device.launch
-        self.names: frozenset[str] = frozenset()
-        self.counts: Counter[str] = Counter()
-        self._device.launch = self
-
-    def __call__(self, kernel: Any, grid: Any, block: int, args: Any, **options: Any) -> None:
-        label = f"{kernel.name} {grid[0]}x{grid[1]}x{grid[2]} of {block}"
-        self.counts[label] += 1
-        if label not in self.names:
-            self._launch(kernel, grid, block, args, **options)
-
-    def close(self) -> None:
-        del self._device.launch
-
-
-def kernel_times(model: Model, context: int, whole_s: float) -> list[list[str]]:
-    """What a step gains without each of its kernels."""
-    left_out = LeftOut(model)
+def peer_folder(options: argparse.Namespace) -> tuple[Path | None, str]:
+    """Where llama.cpp is built, or why it is left out."""
+    if options.peer == "none":
+        return None, ""
     try:
-        step = model.recorded()
-        step.begin(1, context)
-        step.start()
-        step.close()
-        labels = {label: count // 2 for label, count in left_out.counts.items()}
-        rows = []
-        total_s = 0.0
-        for label, count in labels.items():
-            left_out.names = frozenset([label])
-            step = model.recorded()
-            gained_s = whole_s - decode_s(model, step, context)
-            step.close()
-            total_s += gained_s
-            rows.append(
-                [label, str(count), f"{gained_s * 1e6:.0f}", f"{gained_s / count * 1e6:.2f}"]
-            )
-        rows.append(["sum", "", f"{total_s * 1e6:.0f}", ""])
-        rows.append(["whole step", "", f"{whole_s * 1e6:.0f}", ""])
-    finally:
-        left_out.close()
-    return rows
+        return built_peer(options.peer), ""
+    except BuildError as error:
+        return None, str(error)
+
+
+def measures(
+    options: argparse.Namespace, path: Path, peer: Path | None, parts: Parts
+) -> dict[str, Measure]:
+    """What each part does, by its name; parts that need what is not there are missing."""
+    num_decode = min(options.contexts)
+    work = SplitWork(
+        num_decode,
+        4096 if 4096 in options.prompts else min(options.prompts),
+        options.tokens,
+        min(3, options.rounds),
+    )
+
+    def split(name: str, result: Result, until_s: float) -> None:
+        text = parts.results.get("resident", {}).get("texts", {}).get(str(num_decode))
+        measure_split(
+            result,
+            until_s,
+            split=SPLITS[name],
+            path=path,
+            device=options.device,
+            second=options.second,
+            work=work,
+            text=text,
+        )
+
+    table: dict[str, Measure] = {
+        "device": partial(measure_device, device=options.device),
+        "resident": partial(
+            measure_resident,
+            path=path,
+            device=options.device,
+            peer=peer,
+            with_ours=not options.only_peer,
+            work=Work(options.contexts, options.prompts, options.tokens, options.rounds),
+        ),
+        "kernels": partial(
+            measure_kernels, path=path, device=options.device, contexts=options.kernel_contexts
+        ),
+        "tests": measure_tests,
+    }
+    table |= {name: partial(split, name) for name in SPLITS}
+    if peer is not None:
+        table |= {
+            name: partial(measure_peer_split, split=each, path=path, peer=peer, work=work)
+            for name, each in PEER_SPLITS.items()
+        }
+    return table
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, keep. Returns the exit status."""
+    parts = Parts(options.limit)
+    path = options.model or random_moe.MODELS / f"q4_k_m-{options.layers}.gguf"
+    if not path.exists():
+        say(f"writing {path}")
+        random_moe.write(path, random_moe.MIXES["q4_k_m"], num_layers=options.layers)
+    peer, why_no_peer = peer_folder(options)
+    if why_no_peer:
+        say(why_no_peer)
+    table = measures(options, path, peer, parts)
+    if "device" in options.parts or _NEED_A_SECOND & set(options.parts):
+        parts.run("device", LIMITS_S["device"], table["device"])
+    num_gpus = len(parts.results.get("device", {}).get("gpus", []))
+    for name in options.parts:
+        if name == "device" or name not in table:
+            continue
+        if name in _NEED_A_SECOND and num_gpus < 2:
+            say(f"{name}: there is no second GPU")
+            continue
+        parts.run(name, LIMITS_S[name], table[name])
+    results = parts.results
+    results.get("resident", {}).pop("texts", None)
+    shown = tables(results, [*SPLITS, *PEER_SPLITS])
+    record: dict[str, Any] = report.head(
+        "The GPU backend on a whole model",
+        peer=None if peer is None else build_record(peer),
+    )
+    record |= {
+        "cores": os.cpu_count(),
+        "model": {"name": path.name, "bytes": path.stat().st_size},
+        "llama.cpp": why_no_peer or (None if peer is None else build_record(peer)),
+        "parts": results,
+        "goals": verdicts(results),
+    }
+    print(f"\n{record['machine']}\n{shown}")
+    if options.save:
+        print(f"\nkept in {report.save('gpu', record, shown)}")
+    if parts.failed:
+        return 1
+    return 2 if options.must and any(each["met"] is False for each in record["goals"]) else 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--model", type=Path, help="a file of that shape; written if not given")
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[448])
-    parser.add_argument("--prefill", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--kernels", action="store_true", help="time of each kernel, too")
-    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
-    options = parser.parse_args()
-    path = options.model or random_moe.MODELS / f"q4_k_m-{options.layers}.gguf"
-    if not path.exists():
-        random_moe.write(path, random_moe.MIXES["q4_k_m"], num_layers=options.layers)
-    capacity = max(*options.contexts, *options.prefill) + 2 * _STEPS
-    model = Model(path, parse_device(options.device), context=capacity)
-    print(f"loaded in {model.load_s:.1f} s", flush=True)
-    step = model.recorded()
-    rows, record = [], {}
-    for context in options.contexts:
-        taken_s = decode_s(model, step, context)
-        record[f"decode at {context}"] = 1 / taken_s
-        rows.append([f"decode at {context}", f"{taken_s * 1e6:.0f} us", f"{1 / taken_s:.0f}"])
-        print(rows[-1], flush=True)
-    for num_tokens in options.prefill:
-        taken_s = median_s(lambda n=num_tokens: model.prefill(n), model, rounds=3)  # type: ignore[misc]
-        record[f"prefill {num_tokens}"] = num_tokens / taken_s
-        rows.append(
-            [f"prefill {num_tokens}", f"{taken_s * 1e3:.1f} ms", f"{num_tokens / taken_s:.0f}"]
-        )
-        print(rows[-1], flush=True)
-    table = report.table(["", "time", "tokens/s"], rows)
-    print(table)
-    if options.kernels:
-        context = options.contexts[0]
-        whole_s = decode_s(model, step, context)
-        kernels = report.table(
-            ["kernel", "a step", "us a step", "us each"], kernel_times(model, context, whole_s)
-        )
-        print(kernels)
-        table += "\n" + kernels
-    if options.save:
-        head = report.head("The GPU backend on a whole model")
-        print(report.save("gpu", {**head, "tokens_per_s": record}, table))
+    raise SystemExit(run(parsed()))
 
 
 if __name__ == "__main__":

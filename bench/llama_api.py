@@ -63,6 +63,13 @@ class ModelParams(ctypes.Structure):
     )
 
 
+class TensorPlace(ctypes.Structure):
+    """llama_model_tensor_buft_override: where tensors go whose names match. A list of them ends
+    with one of null pointers."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", P))
+
+
 _CONTEXT_BEGIN = (
     ("n_ctx", ctypes.c_uint32),
     ("n_batch", ctypes.c_uint32),
@@ -158,6 +165,7 @@ def llama_calls(context_params: type[ctypes.Structure]) -> Calls:
         "llama_get_memory": (P, [P]),
         "llama_init_from_model": (P, [P, context_params]),
         "llama_log_set": (None, [LOG_CALLBACK, P]),
+        "llama_max_devices": (SIZE, []),
         "llama_memory_clear": (None, [P, FLAG]),
         "llama_memory_seq_rm": (FLAG, [P, I32, I32, I32]),
         "llama_model_free": (None, [P]),
@@ -174,6 +182,17 @@ TENSOR_CALLS: Calls = {
     "ggml_nbytes": (SIZE, [P]),
 }
 """For what a callback is shown."""
+
+DEVICE_CALLS: Calls = {
+    "ggml_backend_dev_buffer_type": (P, [P]),
+    "ggml_backend_dev_name": (ctypes.c_char_p, [P]),
+}
+REGISTRY_CALLS: Calls = {
+    "ggml_backend_dev_by_name": (P, [ctypes.c_char_p]),
+    "ggml_backend_dev_count": (SIZE, []),
+    "ggml_backend_dev_get": (P, [SIZE]),
+}
+"""What a build can compute on, and where that keeps tensors."""
 
 
 def default_params(

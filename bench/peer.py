@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.build_peer import LIBRARIES, build_record
+from bench.build_peer import WITH_CUDA, build_record, libraries_of
+from bench.cuda_toolkit import load_runtime_libraries
 from bench.llama_api import (
+    DEVICE_CALLS,
     FLAG,
     I32,
     I64,
     LOG_CALLBACK,
+    REGISTRY_CALLS,
     SIZE,
     TENSOR_CALLS,
     Calls,
@@ -39,8 +43,16 @@ _OPENMP_VARIABLES = (
 )
 
 
+_ERROR_LEVEL = 4
+"""Of the log, as ggml numbers its levels."""
+_recent_errors: deque[str] = deque(maxlen=4)
+
+
 class PeerError(LlamaError):
-    """llama.cpp refused a request."""
+    """llama.cpp refused a request; the text ends with what it last logged as an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("; ".join([text, *_recent_errors]))
 
 
 class GgmlInitParams(ctypes.Structure):
@@ -51,6 +63,7 @@ class GgmlInitParams(ctypes.Structure):
 
 _GGML_BASE: Calls = {
     **TENSOR_CALLS,
+    **DEVICE_CALLS,
     "ggml_init": (P, [GgmlInitParams]),
     "ggml_free": (None, [P]),
     "ggml_tensor_overhead": (SIZE, []),
@@ -95,8 +108,10 @@ _GGML_CPU: Calls = {
 
 
 @LOG_CALLBACK  # type: ignore[untyped-decorator]
-def _drop_log(_level: int, _text: bytes, _user_data: object) -> None:
+def _keep_errors(level: int, text: bytes, _user_data: object) -> None:
     """ggml and llama.cpp print a line a tensor otherwise."""
+    if level == _ERROR_LEVEL:
+        _recent_errors.append(text.decode(errors="replace").strip())
 
 
 class Peer:
@@ -108,18 +123,34 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         """Raises: BuildError if `folder` holds no finished build, LlamaError if an unknown one."""
         self.record = build_record(folder)
+        variant = self.record["variant"]
+        self.has_cuda = variant in WITH_CUDA
+        if self.has_cuda:
+            load_runtime_libraries(self.record["cuda"].partition(".")[0])
         # The peer waits as it does by itself, whatever this process was told for others.
         for name in _OPENMP_VARIABLES:
             os.unsetenv(name)
-        libraries = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in LIBRARIES]
-        base, cpu, _ggml, self.llama = libraries
+        names = libraries_of(variant)
+        libraries = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in names]
+        base, cpu, *_, ggml, self.llama = libraries
         of_llama = llama_calls(type(default_context_params(self.llama)))
-        for library, calls in ((base, _GGML_BASE), (cpu, _GGML_CPU), (self.llama, of_llama)):
+        of_libraries = (
+            (base, _GGML_BASE),
+            (cpu, _GGML_CPU),
+            (ggml, REGISTRY_CALLS),
+            (self.llama, of_llama),
+        )
+        for library, calls in of_libraries:
             declare(library, calls)
             for name in calls:
                 setattr(self, name, getattr(library, name))
-        self.llama_log_set(_drop_log, None)
+        self.llama_log_set(_keep_errors, None)
         self.llama_backend_init()
+
+    def device_names(self) -> list[str]:
+        """What it can compute on, as it calls them: ``CUDA0``, ``CPU`` and the like."""
+        devices = [self.ggml_backend_dev_get(each) for each in range(self.ggml_backend_dev_count())]
+        return [self.ggml_backend_dev_name(device).decode() for device in devices]
 
     def __getattr__(self, name: str) -> Any:
         """Only for type checkers: every call is set in the constructor."""

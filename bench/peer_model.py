@@ -1,29 +1,165 @@
 """A whole model in llama.cpp: prefill and decode, timed without sampling.
 
-Settings are llama.cpp's own except threads, context and KV type: mapped file, flash attention auto,
-batches of 2048, micro-batches of 512. `repack` leaves on that some weights are kept in another
-order, which is llama.cpp's default; without it all are read where the file is mapped.
+Settings are llama.cpp's own except those that are named here: mapped file, batches of 2048,
+micro-batches of 512 unless told otherwise. Knows nothing of what it is compared with.
 """
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from bench.llama_api import Batch, default_context_params, default_model_params, fill_batch
+from bench.llama_api import (
+    Batch,
+    TensorPlace,
+    default_context_params,
+    default_model_params,
+    fill_batch,
+)
 from bench.peer import PeerError, open_peer
 
 from dflash_protocol.ids import F32Array
 
 _LOAD_MAPPED = 1
+_SPLIT_NONE, _SPLIT_BY_LAYER = 0, 1
 _KV_TYPES = {"f32": 0, "f16": 1}
 _BATCH = 2048
+_ALL_LAYERS = -1
+_EXPERT_TENSORS = rb"\.ffn_(up|down|gate)_exps"
+"""Names of routed experts, as llama.cpp's own option for experts on the CPU has them."""
 
 
-class PeerModel:
-    """One file with one sequence. Owns: model, context and batch, as long as the process lives."""
+class FlashAttention(enum.IntEnum):
+    """llama_flash_attn_type."""
+
+    AUTO = -1
+    ENABLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What computes a model: the CPU, or the first GPU, but routed experts where `experts_on` says,
+    if it does: a device as llama.cpp calls it."""
+
+    on_gpu: bool = False
+    experts_on: str = ""
+
+
+def load_model(
+    library: Any, path: Path, placement: Placement = Placement(), *, repack: bool = True
+) -> int:
+    """A model, for as long as the process lives.
+
+    `library` is a Peer, or has the functions of `llama_api.llama_calls` as one has. `repack` leaves
+    on that some weights on the CPU are kept in another order, which is llama.cpp's default; without
+    it all are read where the file is mapped.
+    Raises: PeerError if llama.cpp has no such device, or does not load the file.
+    """
+    params = default_model_params(getattr(library, "llama", library))
+    params.n_gpu_layers = _ALL_LAYERS if placement.on_gpu else 0
+    params.split_mode = _SPLIT_NONE
+    params.load_mode = _LOAD_MAPPED
+    params.use_extra_bufts = repack
+    if placement.experts_on:
+        device = library.ggml_backend_dev_by_name(placement.experts_on.encode())
+        if not device:
+            raise PeerError(f"llama.cpp has no device {placement.experts_on}")
+        buffer_type = library.ggml_backend_dev_buffer_type(device)
+        places = (TensorPlace * 2)(TensorPlace(_EXPERT_TENSORS, buffer_type), TensorPlace())
+        params.tensor_buft_overrides = ctypes.addressof(places)
+        # All GPUs take part, but nothing goes to another than the first by itself.
+        shares = (ctypes.c_float * library.llama_max_devices())(1.0)
+        params.split_mode = _SPLIT_BY_LAYER
+        params.tensor_split = ctypes.addressof(shares)
+    model = library.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        raise PeerError(f"llama.cpp does not load {path}")
+    return int(model)
+
+
+class PeerContext:
+    """One sequence of a loaded model. Owns: context and batches, as long as the process lives."""
+
+    def __init__(
+        self,
+        library: Any,
+        model: int,
+        *,
+        num_threads: int,
+        context: int,
+        kv_type: str,
+        micro_batch: int = 512,
+        flash_attention: FlashAttention = FlashAttention.AUTO,
+    ) -> None:
+        """Raises: PeerError if llama.cpp makes no context of this size."""
+        self._peer = library
+        params = default_context_params(getattr(library, "llama", library))
+        params.n_ctx = context
+        params.n_batch = max(_BATCH, micro_batch)
+        params.n_ubatch = micro_batch
+        params.n_threads = params.n_threads_batch = num_threads
+        params.type_k = params.type_v = _KV_TYPES[kv_type]
+        params.flash_attn_type = flash_attention
+        params.no_perf = True
+        self._context = library.llama_init_from_model(model, params)
+        if not self._context:
+            raise PeerError(f"llama.cpp makes no context of {context} positions")
+        self._memory = library.llama_get_memory(self._context)
+        self._batch_size = int(params.n_batch)
+        self._batches: list[Batch] = []
+
+    def logits(self, token_ids: Sequence[int], vocab_size: int) -> F32Array:
+        """Logits after the last token, from an empty state. Shapes: result [V] float32."""
+        self.fill(token_ids)
+        row = self._peer.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(row, (vocab_size,)).copy()
+
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """Tokens per second of one prompt from an empty state, with logits after its last token."""
+        return self.fill(token_ids)
+
+    def fill(self, token_ids: Sequence[int]) -> float:
+        """Make these tokens the whole state. Returns tokens per second."""
+        self._peer.llama_memory_clear(self._memory, False)
+        batches = self._filled(token_ids, 0)
+        started_s = time.perf_counter()
+        self._decode(batches)
+        return len(token_ids) / (time.perf_counter() - started_s)
+
+    def decode(self, position: int, token_ids: Sequence[int]) -> float:
+        """Tokens per second of tokens one by one from `position`; what stood there is dropped."""
+        if not self._peer.llama_memory_seq_rm(self._memory, 0, position, -1):
+            raise PeerError("llama.cpp does not drop positions")
+        started_s = time.perf_counter()
+        for index, token_id in enumerate(token_ids):
+            self._decode(self._filled([token_id], position + index))
+        return len(token_ids) / (time.perf_counter() - started_s)
+
+    def _filled(self, token_ids: Sequence[int], first_position: int) -> list[Batch]:
+        """Batches of these tokens, ready to be computed, logits wanted after the last of each."""
+        size = self._batch_size
+        pieces = [token_ids[first : first + size] for first in range(0, len(token_ids), size)]
+        while len(self._batches) < len(pieces):
+            self._batches.append(self._peer.llama_batch_init(size, 0, 1))
+        for index, (batch, piece) in enumerate(zip(self._batches, pieces, strict=False)):
+            fill_batch(batch, piece, first_position + index * size, all_logits=False)
+        return self._batches[: len(pieces)]
+
+    def _decode(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            if code := self._peer.llama_decode(self._context, batch):
+                raise PeerError(f"llama_decode: code {code}")
+        self._peer.llama_get_logits_ith(self._context, -1)  # waits until all is computed
+
+
+class PeerModel(PeerContext):
+    """One file with one sequence on the CPU."""
 
     def __init__(
         self,
@@ -35,57 +171,12 @@ class PeerModel:
         kv_type: str,
         repack: bool,
     ) -> None:
-        self._peer = peer = open_peer(folder)
-        model_params = default_model_params(peer.llama)
-        model_params.n_gpu_layers = 0
-        model_params.load_mode = _LOAD_MAPPED
-        model_params.use_extra_bufts = repack
-        self._model = peer.llama_model_load_from_file(str(path).encode(), model_params)
-        if not self._model:
-            raise PeerError(f"llama.cpp does not load {path}")
-        params = default_context_params(peer.llama)
-        params.n_ctx = context
-        params.n_threads = params.n_threads_batch = num_threads
-        params.type_k = params.type_v = _KV_TYPES[kv_type]
-        params.no_perf = True
-        self._context = peer.llama_init_from_model(self._model, params)
-        if not self._context:
-            raise PeerError("llama.cpp makes no context")
-        self._memory = peer.llama_get_memory(self._context)
-        self._batch: Batch = peer.llama_batch_init(_BATCH, 0, 1)
-
-    def logits(self, token_ids: Sequence[int], vocab_size: int) -> F32Array:
-        """Logits after the last token, from an empty state. Shapes: result [V] float32."""
-        self.fill(token_ids)
-        row = self._peer.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(row, (vocab_size,)).copy()
-
-    def prefill(self, token_ids: Sequence[int]) -> float:
-        """Tokens per second of one prompt from an empty state, with logits after its last token."""
-        self._peer.llama_memory_clear(self._memory, False)
-        started_s = time.perf_counter()
-        self._decode(token_ids, 0)
-        return len(token_ids) / (time.perf_counter() - started_s)
-
-    def fill(self, token_ids: Sequence[int]) -> float:
-        """Make these tokens the whole state. Returns tokens per second."""
-        self._peer.llama_memory_clear(self._memory, False)
-        started_s = time.perf_counter()
-        for first in range(0, len(token_ids), _BATCH):
-            self._decode(token_ids[first : first + _BATCH], first)
-        return len(token_ids) / (time.perf_counter() - started_s)
-
-    def decode(self, position: int, token_ids: Sequence[int]) -> float:
-        """Tokens per second of tokens one by one from `position`; what stood there is dropped."""
-        if not self._peer.llama_memory_seq_rm(self._memory, 0, position, -1):
-            raise PeerError("llama.cpp does not drop positions")
-        started_s = time.perf_counter()
-        for index, token_id in enumerate(token_ids):
-            self._decode([token_id], position + index)
-        return len(token_ids) / (time.perf_counter() - started_s)
-
-    def _decode(self, token_ids: Sequence[int], first_position: int) -> None:
-        fill_batch(self._batch, token_ids, first_position, all_logits=False)
-        if code := self._peer.llama_decode(self._context, self._batch):
-            raise PeerError(f"llama_decode: code {code}")
-        self._peer.llama_get_logits_ith(self._context, -1)  # waits until all is computed
+        """Raises: BuildError, PeerError."""
+        peer = open_peer(folder)
+        super().__init__(
+            peer,
+            load_model(peer, path, repack=repack),
+            num_threads=num_threads,
+            context=context,
+            kv_type=kv_type,
+        )

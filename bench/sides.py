@@ -7,9 +7,11 @@ Knows nothing of what the object does.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import resource
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +23,9 @@ import psutil
 from bench.cpu_time import family, others_s
 from bench.pairs import Sample
 
+_WHERE_ARE_YOU = signal.SIGUSR1
+_SAYING_S = 1.0
+
 
 class SideError(RuntimeError):
     """A side failed; the text is its traceback, or how its process ended."""
@@ -29,6 +34,7 @@ class SideError(RuntimeError):
 class Side:
     """An object made by ``factory(*args, **kwargs)`` in a new process.
 
+    A side that has not answered at `until_s` (of time.monotonic) is ended; None = it may take long.
     Owns: the process, ended by `close` or at the end of a ``with`` block.
     """
 
@@ -38,6 +44,7 @@ class Side:
         factory: Callable[..., object],
         *args: Any,
         realtime: bool = False,
+        until_s: float | None = None,
         **kwargs: Any,
     ) -> None:
         """Start the process; with `realtime` (root) nothing interrupts it during samples.
@@ -45,6 +52,7 @@ class Side:
         Raises: SideError if the object cannot be made.
         """
         self.name = name
+        self.until_s = until_s
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process = context.Process(
@@ -108,6 +116,11 @@ class Side:
         self.close()
 
     def _receive(self) -> Any:
+        if self.until_s is not None:
+            left_s = max(0.0, self.until_s - time.monotonic())
+            if not self._pipe.poll(left_s):
+                self._end_late()
+                raise SideError(f"{self.name} did not answer in time and was ended")
         try:
             is_result, value = self._pipe.recv()
         except EOFError:
@@ -115,6 +128,13 @@ class Side:
         if not is_result:
             raise SideError(f"{self.name} failed:\n{value}")
         return value
+
+    def _end_late(self) -> None:
+        """End a process that takes too long, having it say on stderr where it is."""
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, _WHERE_ARE_YOU)
+            self._process.join(_SAYING_S)
+        self._process.kill()
 
     def _exit_code(self) -> int | None:
         self._process.join(10)
@@ -128,6 +148,7 @@ def _serve(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    faulthandler.register(_WHERE_ARE_YOU)
     try:
         served = factory(*args, **kwargs)
     except Exception:

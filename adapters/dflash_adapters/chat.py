@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
 
-from jinja2 import Template
+from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from dflash_adapters.chat_budget import Budget
@@ -80,7 +80,14 @@ def _compile(template: str) -> CodeType:
         raise SecurityError(f"has more than {MAX_TEMPLATE_TOKENS} words and signs")
     meter = environment.extensions[Meter.identifier]
     assert isinstance(meter, Meter)
-    return environment.compile(meter.install(environment.parse(template)))
+    parsed = environment.parse(template)
+    for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends):
+        if (found := parsed.find(kind)) is not None:
+            raise SecurityError(
+                f"line {found.lineno}: it wants another file, and a model has only this one; "
+                "give the whole template"
+            )
+    return environment.compile(meter.install(parsed))
 
 
 def _budget(variables: Mapping[str, Any], deadline_s: float) -> Budget:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView
 from pathlib import Path
 from typing import NoReturn
 
@@ -139,6 +139,18 @@ class Metadata:
             self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
         return tuple(self.get_uint_array(key, maximum=maximum).tolist())
 
+    def get_bool_per_layer(self, key: str, num_layers: int) -> tuple[bool, ...]:
+        """One bool a layer: a single one counts for all, an array must have `num_layers` entries,
+        which may be integers."""
+        value = self._require(key)
+        if not value.is_array:
+            return (self.get_bool(key),) * num_layers
+        if value.value_type is not ValueType.BOOL:
+            return tuple(map(bool, self.get_uint_per_layer(key, num_layers, maximum=1)))
+        if value.count != num_layers:
+            self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
+        return tuple((self._read_array(key, value, num_layers).view(np.uint8) != 0).tolist())
+
     def get_float_array(
         self, key: str, *, finite: bool = True, max_length: int = MAX_ARRAY_LENGTH
     ) -> F32Array:
@@ -151,6 +163,22 @@ class Metadata:
         if finite and not np.isfinite(numbers).all():
             self._fail(key, value, "an element is not finite")
         return numbers
+
+    def is_array(self, key: str) -> bool:
+        """Whether the key is present and an array."""
+        return key in self._values and self._values[key].is_array
+
+    def get_bool_array(self, key: str, *, max_length: int = MAX_ARRAY_LENGTH) -> list[bool]:
+        """An array of bools."""
+        value = self._array(key)
+        if value.value_type is not ValueType.BOOL:
+            self._fail(key, value, "is not an array of bools")
+        return [bool(each) for each in self._read_array(key, value, max_length)]
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """From now on it is as if the file had not these keys."""
+        for key in keys:
+            self._values.pop(key, None)
 
     def strings(self, key: str) -> Iterator[bytes]:
         """The strings of an array, undecoded, read a window at a time."""

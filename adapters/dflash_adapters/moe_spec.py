@@ -57,6 +57,10 @@ class ExpertVector:
         """Bytes of one expert's vector."""
         return 4 * self.length
 
+    def place_of(self, global_expert_id: int) -> tuple[int, int]:
+        """Shard, and offset in it, of one expert's vector."""
+        return self.shard_index, self.offset_bytes + global_expert_id * self.stride_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertProjection:
@@ -64,7 +68,8 @@ class ExpertProjection:
 
     The matrix of expert ``e`` occupies ``num_bytes`` bytes of shard ``shard_index`` from
     ``offset_bytes + e * stride_bytes``: ``rows`` rows of ``columns`` values.
-    Merged gate/up stacks give two projections whose stride is the whole slab.
+    Merged gate/up stacks give two projections whose stride is the whole slab. Experts that are
+    tensors of their own lie at `places` instead, and the first one's is named here.
     """
 
     tensor_name: str
@@ -78,6 +83,14 @@ class ExpertProjection:
     """``rows`` values an expert."""
     scale: ExpertVector | None = None
     """One value an expert, as NVFP4 files have it."""
+    places: tuple[tuple[int, int], ...] | None = None
+    """Shard and offset of each expert."""
+
+    def place_of(self, global_expert_id: int) -> tuple[int, int]:
+        """Shard, and offset in it, of one expert's matrix."""
+        if self.places is not None:
+            return self.places[global_expert_id]
+        return self.shard_index, self.offset_bytes + global_expert_id * self.stride_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -126,8 +139,7 @@ class MoeLayer:
     def parts(self) -> tuple[ExpertProjection | ExpertVector, ...]:
         """Everything in the file that an expert consists of, each once: matrices, then vectors.
 
-        Each part's bytes of expert ``e`` are ``num_bytes`` from ``offset_bytes + e * stride_bytes``
-        of shard ``shard_index``.
+        Each part's bytes of expert ``e`` are ``num_bytes`` from ``place_of(e)``.
         """
         vectors = (v for p in self.projections for v in (p.bias, p.scale) if v is not None)
         # Projections of a merged stack share their scale.
@@ -164,12 +176,77 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Mask:
+    """Which positions j up to its own a token at position i sees; 0: no such limit."""
+
+    window: int = 0
+    """``i - j < window``: the last so many, its own among them."""
+    chunk: int = 0
+    """``j >= floor(i / chunk) * chunk``: those of its own chunk."""
+
+    def __post_init__(self) -> None:
+        assert self.window >= 0
+        assert self.chunk >= 0
+
+    @property
+    def span(self) -> int | None:
+        """The most positions that a token can see; None: all up to its own."""
+        return min((each for each in (self.window, self.chunk) if each), default=None)
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a token at this one sees."""
+        in_window = position - self.window + 1 if self.window else 0
+        in_chunk = position // self.chunk * self.chunk if self.chunk else 0
+        return max(0, in_window, in_chunk)
+
+
+CAUSAL = Mask()
+"""All positions up to its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayer:
-    """Key/value heads that one attention layer caches per position."""
+    """Key/value heads that one attention layer caches per position, and which of them it reads."""
 
     num_heads: int
     key_dim: int
     value_dim: int
+    mask: Mask = CAUSAL
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads of a gated delta rule. Several value heads share a key head, whose number divides
+    theirs."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    is_tiled: bool = True
+    """Value head h uses key head ``h % num_key_heads``; else ``h // (value heads / key heads)``."""
+
+    @property
+    def num_channels(self) -> int:
+        """Columns of a token's queries, keys and values, one after another."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """State of one layer of a sequence that is as large after one token as after many: the last
+    ``conv_kernel - 1`` inputs of a convolution, and a matrix for each value head of what follows.
+    """
+
+    conv_kernel: int
+    delta: DeltaShape
+
+    @property
+    def state_bytes(self) -> int:
+        """In float32."""
+        delta = self.delta
+        matrices = delta.num_value_heads * delta.key_dim * delta.value_dim
+        return 4 * (matrices + (self.conv_kernel - 1) * delta.num_channels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +262,12 @@ class ModelSpec:
     kv_layers: tuple[KvLayer, ...]
     all_matrices_f32: bool
     moe: MoeSpec
+    recurrent_layers: tuple[RecurrentLayer, ...] = ()
+
+    @property
+    def can_be_cut(self) -> bool:
+        """A sequence can be gone on from any of its positions: each has rows of its own, for good.
+
+        Else that is so only where its state was kept.
+        """
+        return not self.recurrent_layers and all(kv.mask.span is None for kv in self.kv_layers)

@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, ModelSpec
+from dflash_adapters.moe_spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
 from dflash_adapters.rope import RopeTable
-from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
 
 A = TypeVar("A")
 
@@ -34,19 +34,58 @@ class Gating(StrEnum):
     """How router logits become scores."""
 
     SOFTMAX = "softmax"
+    """Over all experts."""
+    SIGMOID = "sigmoid"
+    SOFTMAX_WEIGHT = "softmax-weight"
+    """Scores are the logits; weights are the softmax of those that are chosen."""
+    SQRT_SOFTPLUS = "sqrt-softplus"
+    """``sqrt(ln(1 + exp(logit)))``."""
+
+
+class Gate(StrEnum):
+    """What is made of a gate's values before they are multiplied with."""
+
+    SIGMOID = "sigmoid"
+    """``1 / (1 + exp(-g))``."""
+    SILU = "silu"
+    """``g / (1 + exp(-g))``."""
+    SOFTPLUS = "softplus"
+    """``ln(1 + exp(g))``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
     """How K experts and their weights follow from a token's router logits.
 
-    Source: reference table of routed MoE blocks; top-k of the scores, weights are the scores of the
-    chosen, divided by ``max(sum, smallest normal half)`` if ``normalise``.
+    Scores follow from logits by `gating`. Experts are chosen by score + bias, or with
+    `selects_by_logits` by logit + bias: the K highest, of equal ones those of lower ids. With
+    `num_groups` > 1 they are chosen from the best groups of neighbours: a group's worth is the sum
+    of its two highest. Weights are the scores of the chosen, divided by
+    ``max(sum, smallest normal half)`` if `normalise`, times `scale`.
+
+    Source: reference table of routed MoE blocks; DeepSeek-V3 (arXiv 2412.19437) for bias and
+    groups.
     """
 
     num_experts_used: int
     gating: Gating
     normalise: bool
+    scale: float = 1.0
+    selects_by_logits: bool = False
+    num_groups: int = 1
+    num_groups_used: int = 1
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.num_groups_used <= self.num_groups
+
+    def check(self, num_experts: int) -> None:
+        """Raises: ValueError if there are no such groups, or too few experts to choose from."""
+        per_group, rest = divmod(num_experts, self.num_groups)
+        if rest or not 0 < self.num_experts_used <= per_group * self.num_groups_used:
+            raise ValueError(
+                f"{self.num_experts_used} experts used of {num_experts} in {self.num_groups} "
+                f"groups, {self.num_groups_used} of them used"
+            )
 
 
 class Matrix(Protocol):
@@ -59,12 +98,47 @@ class Matrix(Protocol):
     def columns(self) -> int: ...
 
 
+class Snapshot(Protocol):
+    """The state of a sequence's recurrent layers after some positions, as a cache has kept it."""
+
+    @property
+    def num_positions(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+
+
 class KvCache(Protocol):
-    """Keys and values of every attention layer for one sequence. Opaque to adapters."""
+    """What all layers keep of one sequence: keys and values of each position, and the state of
+    recurrent layers after the last one. Opaque to adapters."""
 
     @property
     def capacity(self) -> int:
         """Positions that fit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes when it is full."""
+
+    def can_resume(self, num_positions: int) -> bool:
+        """Whether the next token may be the one after so many positions, as things are."""
+
+    def snapshot(self, num_positions: int, instead_of: Snapshot | None = None) -> Snapshot:
+        """Keep the state after so many positions, in the memory of a snapshot of this cache that
+        nobody wants any more, if one is given. Rows of keys and values stay where they are.
+
+        Raises: StateNotKept if a layer's state is another one.
+        """
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot of this cache; rows from its position on may be overwritten."""
+
+    def truncate(self, num_positions: int) -> None:
+        """Forget what is after so many positions; what has no positions begins anew with 0.
+
+        Raises: StateNotKept if there is a state of more positions than that.
+        """
 
 
 class Ops(Protocol[A]):
@@ -74,10 +148,16 @@ class Ops(Protocol[A]):
         """A one-dimensional weight, converted to float32."""
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> Matrix:
-        """A two-dimensional weight, kept in the file's own format."""
+        """A two-dimensional weight, or a vector as its only row, kept in the file's own format."""
 
-    def new_kv_cache(self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType) -> KvCache:
-        """An empty cache of `capacity` positions."""
+    def new_kv_cache(
+        self,
+        layers: tuple[KvLayer, ...],
+        capacity: int,
+        kv_type: KvType,
+        recurrent: tuple[RecurrentLayer, ...] = (),
+    ) -> KvCache:
+        """An empty cache of `capacity` positions; states of recurrent layers are float32."""
 
     def embed(self, table: Matrix, token_ids: I32Array, out: A | None = None) -> A:
         """Rows of the embedding table. Shapes: token_ids [T] int32; result [T, H]."""
@@ -110,9 +190,12 @@ class Ops(Protocol[A]):
         q_weight: A | None = None,
         k_weight: A | None = None,
         eps: float = 0.0,
+        norms_after: bool = False,
     ) -> None:
         """In place: RMS norm of each head where there is a weight, then rotate pairs by position.
 
+        With `norms_after` heads are rotated first, then divided by ``sqrt(mean(x²) + eps)``; there
+        are no weights.
         Shapes: q [T, heads, D]; k [T, kv_heads, D]; positions [T] int32; weights [D].
         Source: Su et al. 2021 (arXiv 2104.09864).
         """
@@ -127,18 +210,98 @@ class Ops(Protocol[A]):
         positions: I32Array,
         scale: float,
         out: A | None = None,
+        *,
+        sinks: A | None = None,
     ) -> A:
-        """Write k and v at `positions`, then attend with q over all positions up to its own.
+        """Write k and v at `positions`, then attend with q over what the layer's mask lets it see.
 
         Positions ascend by one. Query head h reads key/value head ``h // (heads / kv_heads)``.
-        Shapes: q [T, heads, D]; k, v [T, kv_heads, D]; result [T, heads, D].
+        A sink is a score without a value: it has its share in the softmax, and nothing else.
+        Shapes: q [T, heads, D]; k, v [T, kv_heads, D]; sinks [heads]; result [T, heads, D].
         """
 
-    def route(self, logits: A, rule: RoutingRule) -> tuple[A, A]:
-        """Choose experts. Shapes: logits [T, E]; result ids [T, K] int32, weights [T, K]."""
+    def route(self, logits: A, rule: RoutingRule, *, bias: A | None = None) -> tuple[A, A]:
+        """Choose experts; `bias` is added for the choice alone.
+
+        Shapes: logits [T, E]; bias [E]; result ids [T, K] int32, weights [T, K].
+        """
 
     def add(self, x: A, y: A, out: A | None = None) -> A:
         """``x + y``."""
+
+    def add_bias(self, x: A, bias: A, out: A | None = None) -> A:
+        """``x + bias`` for every row. `out` may be `x`. Shapes: x, result [T, C]; bias [C]."""
+
+    def scale_rows(self, x: A, factors: A | F32Array | float, out: A | None = None) -> A:
+        """Every row times its factor, or all times one number. `out` may be `x`.
+
+        Shapes: x, result [T, C] or [T, heads, D]; factors [T, 1] on the device, or [T] on the host.
+        """
+
+    def gated(self, x: A, gate: A, kind: Gate, out: A | None = None) -> A:
+        """``x * f(gate)``, with `kind` as f. `out` may be `x`.
+
+        n divides C: each value of a gate stands for C / n neighbouring columns, which are the
+        whole row (n = 1), a head (n = heads), or one.
+        Shapes: x, result [T, C]; gate [T, n].
+        """
+
+    def swiglu(self, gate: A, up: A, out: A | None = None) -> A:
+        """``silu(gate) * up``, what a dense FFN has before its down projection. `out` may be `up`.
+
+        Source: Shazeer 2020 (arXiv 2002.05202).
+        Shapes: gate, up, result [T, F].
+        """
+
+    def columns(self, x: A, first: int, last: int) -> A:
+        """``x[..., first:last]``: some columns of rows, or of every head, to be used on their own.
+
+        Whether they are a view or a copy is the backend's choice: nobody writes to `x` afterwards.
+        Shapes: x [T, C] or [T, heads, C]; result [T, last - first] or [T, heads, last - first].
+        """
+
+    def causal_conv(
+        self,
+        x: A,
+        weight: A,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        out: A | None = None,
+    ) -> A:
+        """``silu(sum_i weight[:, i] * x[t - K + 1 + i])``: each channel convolved on its own.
+
+        `layer` counts the cache's recurrent layers; rows before the first of `positions` are those
+        that it keeps, at position 0 zeros. Positions ascend by one.
+        Shapes: x, result [T, C]; weight [C, K].
+        Raises: StateNotKept if the layer's state is not that before the first position.
+        """
+
+    def delta_rule(
+        self,
+        mixed: A,
+        alpha: A,
+        beta: A,
+        shape: DeltaShape,
+        *,
+        a: A,
+        dt_bias: A,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        eps: float,
+        out: A | None = None,
+    ) -> A:
+        """Gated DeltaNet: every value head h reads and writes a matrix M, at position 0 zeros.
+
+        ``M *= exp(g)``; ``M += b (v - M k) kᵀ``; result ``M q``, with g = a * softplus(alpha +
+        dt_bias), b = sigmoid(beta), queries and keys divided by ``sqrt(sum x² + eps)`` and queries
+        by sqrt(key_dim). A row of `mixed` is q, k, v, each head after head.
+        `layer`, positions and errors as for `causal_conv`.
+        Shapes: mixed [T, channels]; alpha, beta [T, heads]; a, dt_bias [heads]; result
+        [T, heads, value_dim], where heads are value heads.
+        Source: Yang et al. 2024 (arXiv 2412.06464).
+        """
 
 
 class MoeBlock(Protocol[A]):
@@ -167,6 +330,7 @@ class Model(Protocol[A]):
 
 
 __all__ = [
+    "Gate",
     "Gating",
     "KvCache",
     "KvType",
@@ -176,4 +340,5 @@ __all__ = [
     "Ops",
     "Phase",
     "RoutingRule",
+    "Snapshot",
 ]

@@ -15,7 +15,7 @@ from dflash_protocol.errors import UnsupportedModel
 
 A = TypeVar("A")
 
-ARCHITECTURES = ("qwen3moe",)
+ARCHITECTURES = ("qwen3moe", "qwen35moe", "olmoe", "qwen2moe", "llama", "laguna", "llama4")
 """Every architecture that has an adapter here."""
 
 
@@ -35,12 +35,13 @@ def adapter_for(file: GgufFile) -> Adapter:
     Raises: UnsupportedModel if there is none, saying so if the model is a dense one.
     """
     architecture = file.architecture
-    if architecture in ARCHITECTURES:
+    is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0
+    if architecture in ARCHITECTURES and not is_dense:
         return cast(Adapter, importlib.import_module(f"dflash_adapters.{architecture}"))
-    if file.get_uint(f"{architecture}.expert_count", 0) == 0:
+    if is_dense:
         reason = (
             f"{architecture!r} is a dense model: it has no experts to compute elsewhere; "
-            "use an ordinary runtime for it"
+            f"use an ordinary runtime for it (supported: {', '.join(ARCHITECTURES)})"
         )
     else:
         reason = f"unknown architecture {architecture!r}; supported: {', '.join(ARCHITECTURES)}"

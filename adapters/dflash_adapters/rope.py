@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import F32Array, F64Array
 
 
 class RopePairing(StrEnum):
@@ -39,12 +39,17 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN as llama.cpp reads it: fixed betas, cos/sin scaled by ``1 + 0.1 ln(factor)``."""
+    """YaRN; the betas' defaults are what llama.cpp computes with whatever a file says.
+
+    cos and sin are scaled by ``1 + 0.1 ln(factor)``, with a log multiplier m by
+    ``(1 + 0.1 ln(factor)) / (1 + 0.1 m ln(factor))``.
+    """
 
     factor: float
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    log_multiplier: float = 0.0
 
 
 def rope_table(
@@ -54,13 +59,18 @@ def rope_table(
     *,
     linear_factor: float = 1.0,
     yarn: YarnScaling | None = None,
+    factors: F32Array | None = None,
 ) -> RopeTable:
     """Frequencies of every pair. `linear_factor` and `yarn` exclude each other.
 
+    `factors` divide every pair's angles besides, as those of llama 3 do.
+    Shapes: factors [num_rotated / 2].
     Source: Su et al. 2021 (arXiv 2104.09864); Peng et al. 2023 (arXiv 2309.00071) for YaRN.
     """
     pair = np.arange(num_rotated // 2, dtype=np.float64)
     inv_freq = freq_base ** (-2.0 * pair / num_rotated)
+    if factors is not None:
+        inv_freq = inv_freq / factors.astype(np.float64)
     if yarn is None:
         return RopeTable(pairing, num_rotated, inv_freq / linear_factor, 1.0)
 
@@ -72,4 +82,6 @@ def rope_table(
     high = min(num_rotated - 1.0, math.ceil(correction_dim(yarn.beta_slow)))
     ramp = 1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0)
     scaled = inv_freq / yarn.factor * (1.0 - ramp) + inv_freq * ramp
-    return RopeTable(pairing, num_rotated, scaled, 1.0 + 0.1 * math.log(yarn.factor))
+    per_log = 0.1 * math.log(yarn.factor)
+    scale = (1.0 + per_log) / (1.0 + yarn.log_multiplier * per_log)
+    return RopeTable(pairing, num_rotated, scaled, scale)

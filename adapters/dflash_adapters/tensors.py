@@ -6,7 +6,7 @@ Knows nothing of any architecture: it compares what the file says with what an a
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from dflash_adapters.gguf_file import GgufFile, TensorInfo
@@ -29,6 +29,68 @@ def expect_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorIn
             f"weights of type {tensor.tensor_type.name}", path=file.path, field=name
         )
     return tensor
+
+
+class Tensors:
+    """The tensors of a file, checked as they are asked for; at the end none must be left."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self._known: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def num_rows(self, name: str) -> int:
+        """Of a tensor that must be there. Raises: ModelFileError."""
+        return self.file.tensor(name).num_rows
+
+    def expect(self, name: str, *shape: int) -> TensorInfo:
+        """Raises: as expect_tensor."""
+        self._known.add(name)
+        return expect_tensor(self.file, name, shape)
+
+    def expect_vectors(self, prefix: str, **sizes: int) -> None:
+        """Weights of one dimension, by name without prefix and suffix, of these sizes.
+
+        Raises: as expect_tensor.
+        """
+        for name, size in sizes.items():
+            self.expect(f"{prefix}{name}.weight", size)
+
+    def optional(self, name: str, *shape: int) -> str | None:
+        """Its name, if it is there. Raises: as expect_tensor."""
+        if not self.has(name):
+            return None
+        self.expect(name, *shape)
+        return name
+
+    def optional_f32(self, name: str, *shape: int) -> str | None:
+        """Its name, if it is there.
+
+        Raises: as expect_tensor; UnsupportedModel if it is not F32.
+        """
+        if self.optional(name, *shape) is None:
+            return None
+        _require_f32(self.file, name)
+        return name
+
+    def optional_scale(self, name: str, *shape: int) -> str | None:
+        """Name of what products with the weight of that name, without its suffix, are multiplied
+        by, if it is there. Some programs have put it after the suffix.
+
+        Raises: as optional_f32.
+        """
+        scale = self.optional_f32(f"{name}.scale", *shape)
+        return scale or self.optional_f32(f"{name}.weight.scale", *shape)
+
+    def leave_out(self, prefix: str) -> None:
+        """Tensors whose names begin so are not computed with, on purpose."""
+        self._known |= {name for name in self.file.tensors if name.startswith(prefix)}
+
+    def refuse_others(self) -> None:
+        """Raises: UnsupportedModel naming the first tensor that nobody has asked for."""
+        refuse_other_tensors(self.file, self._known)
 
 
 def stacked_experts(
@@ -85,7 +147,43 @@ def merged_experts(
         bias=bias,
         scale=scale,
     )
-    return _rows_of(both, 0, rows), _rows_of(both, rows, rows)
+    return halves(both)
+
+
+def separate_experts(
+    file: GgufFile, names: Sequence[str], *, rows: int, columns: int
+) -> ExpertProjection:
+    """One projection of all experts of a layer, stored as a tensor [rows, columns] of each.
+
+    Raises: ModelFileError, UnsupportedModel as `expect_tensor`; UnsupportedModel if their types
+    differ.
+    """
+    experts = [expect_tensor(file, name, (rows, columns)) for name in names]
+    first = experts[0]
+    for each in experts:
+        if each.tensor_type is not first.tensor_type:
+            raise UnsupportedModel(
+                f"type {each.tensor_type.name}, but {first.tensor_type.name} of {first.name}: "
+                "experts of a layer must have one type",
+                path=file.path,
+                field=each.name,
+            )
+    return ExpertProjection(
+        tensor_name=first.name,
+        tensor_type=first.tensor_type,
+        rows=rows,
+        columns=columns,
+        shard_index=first.shard_index,
+        offset_bytes=first.offset_bytes,
+        stride_bytes=0,
+        places=tuple((each.shard_index, each.offset_bytes) for each in experts),
+    )
+
+
+def halves(stack: ExpertProjection) -> tuple[ExpertProjection, ExpertProjection]:
+    """The first and the last half of every expert's rows, as projections of their own."""
+    rows = stack.rows // 2
+    return _rows_of(stack, 0, rows), _rows_of(stack, rows, rows)
 
 
 def _rows_of(stack: ExpertProjection, first_row: int, rows: int) -> ExpertProjection:
@@ -107,12 +205,7 @@ def _expert_vector(file: GgufFile, name: str, shape: tuple[int, ...]) -> ExpertV
     Raises: UnsupportedModel if it is not F32.
     """
     tensor = expect_tensor(file, name, shape)
-    if tensor.tensor_type is not TensorType.F32:
-        raise UnsupportedModel(
-            f"type {tensor.tensor_type.name}, only F32 is known",
-            path=file.path,
-            field=name,
-        )
+    _require_f32(file, name)
     length = math.prod(shape[1:])
     return ExpertVector(
         tensor_name=name,
@@ -121,6 +214,15 @@ def _expert_vector(file: GgufFile, name: str, shape: tuple[int, ...]) -> ExpertV
         stride_bytes=4 * length,
         length=length,
     )
+
+
+def _require_f32(file: GgufFile, name: str) -> None:
+    """Raises: UnsupportedModel if a tensor is not F32."""
+    tensor_type = file.tensor(name).tensor_type
+    if tensor_type is not TensorType.F32:
+        raise UnsupportedModel(
+            f"type {tensor_type.name}, only F32 is known", path=file.path, field=name
+        )
 
 
 def refuse_other_tensors(file: GgufFile, known: Set[str]) -> None:

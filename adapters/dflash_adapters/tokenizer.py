@@ -1,33 +1,49 @@
 """Text to token ids and back, with the vocabulary a model file brings.
 
-Byte-level BPE: special tokens are cut out of the text, the rest is split into words by a pattern,
-and the bytes of each word are merged pair by pair. Gives llama.cpp's ids, so text is not normalised
-first. Knows nothing of chat templates' meaning, nor of the model that reads the ids.
+Special tokens are cut out of the text; what is left, byte-level BPE or scored pieces encode. Gives
+llama.cpp's ids, so text is not normalised first. Knows nothing of chat templates' meaning, nor of
+the model that reads the ids.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.tokenizer_byte_level import BYTE_OF, ByteLevelBpe
+from dflash_adapters.tokenizer_pieces import ScoredPieces
+from dflash_adapters.tokenizer_words import DIALECTS
 from dflash_adapters.vocabulary import (
-    BYTE_OF,
+    BYTE_OF_TOKEN,
+    BYTES_OF_UTF8,
     CONTROL_TYPES,
-    DIALECTS,
-    Dialect,
+    TOKENS,
     TokenType,
     Vocabulary,
     malformed,
+    named_token,
+    read_merges,
+    read_scores,
     unsupported,
 )
-
-if TYPE_CHECKING:
-    import tokenizers
+from dflash_adapters.vocabulary_markers import correct_markers, is_answer_tag
 
 MAX_TEMPLATE_BYTES = 1 << 20  # published: < 64 KiB
+MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; each is looked for in every text
+_CUT_OUT = (*CONTROL_TYPES, TokenType.USER_DEFINED)
+
+
+class TextModel(Protocol):
+    """What encodes a text without special tokens, and says what a normal token stands for."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+
+    def spelled(self, text: str) -> bytes:
+        """What a normal token of this spelling stands for."""
 
 
 def load_tokenizer(file: GgufFile) -> Tokenizer | None:
@@ -36,39 +52,78 @@ def load_tokenizer(file: GgufFile) -> Tokenizer | None:
     Raises: UnsupportedModel if it is of a kind we do not have; ModelFileError if it contradicts
     itself.
     """
-    model = file.get_str("tokenizer.ggml.model", "none", max_bytes=64)
-    if model == "none":
-        return None
-    if model != "gpt2":
-        raise unsupported(file, "tokenizer.ggml.model", f"tokenizer model {shown(model)}")
-    pre = file.get_str("tokenizer.ggml.pre", "default", max_bytes=64)
+    match file.get_str("tokenizer.ggml.model", "none", max_bytes=64):
+        case "none" | "no_vocab":
+            return None
+        case "gpt2":
+            return _load_byte_level(file)
+        case "llama":
+            return _load_scored_pieces(file)
+        case model:
+            raise unsupported(file, "tokenizer.ggml.model", f"tokenizer model {shown(model)}")
+
+
+def _load_byte_level(file: GgufFile) -> Tokenizer:
+    pre = file.get_str("tokenizer.ggml.pre", "", max_bytes=64) or "default"
     dialect = DIALECTS.get(pre)
     if dialect is None:
         raise unsupported(file, "tokenizer.ggml.pre", f"pre-tokenizer {shown(pre)}")
-    return Tokenizer(file, dialect)
+    vocabulary = Vocabulary.read(file, has_byte_tokens=False)
+    for character, byte in BYTE_OF.items():
+        if character not in vocabulary.ids and byte in BYTES_OF_UTF8:
+            raise malformed(file, TOKENS, f"no token for the byte {byte:#04x}")
+    model = ByteLevelBpe(vocabulary.ids, read_merges(file, vocabulary.ids), dialect)
+    return Tokenizer(file, vocabulary, model, adds_bos=dialect.adds_bos)
+
+
+def _load_scored_pieces(file: GgufFile) -> Tokenizer:
+    vocabulary = Vocabulary.read(file, has_byte_tokens=True)
+    ids = vocabulary.ids
+    for text, byte in BYTE_OF_TOKEN.items():
+        if text not in ids and byte in BYTES_OF_UTF8 and not (byte < 0x80 and chr(byte) in ids):
+            raise malformed(file, TOKENS, f"no token for the byte {byte:#04x}")
+    return Tokenizer(
+        file,
+        vocabulary,
+        ScoredPieces(ids, read_scores(file, len(ids))),
+        adds_bos=True,
+        adds_space=file.get_bool("tokenizer.ggml.add_space_prefix", True),
+        # What SentencePiece calls them unless told otherwise, and llama.cpp.
+        default_bos_id=1,
+        default_eos_id=2,
+    )
 
 
 class Tokenizer:
     """Encodes and decodes with one file's vocabulary. May be used from several threads.
 
     ``bos_id``, ``eos_id`` are None where the file names none; ``stop_ids`` end a text;
-    ``chat_template`` is the file's Jinja text, if it has one.
+    ``chat_template`` is the file's Jinja text, if it has one. With ``adds_space`` a text, and what
+    follows a special token, is encoded as if a space stood before it.
     """
 
-    def __init__(self, file: GgufFile, dialect: Dialect) -> None:
-        """Read the vocabulary; use `load_tokenizer`."""
-        vocabulary = Vocabulary.read(file, dialect)
+    def __init__(
+        self,
+        file: GgufFile,
+        vocabulary: Vocabulary,
+        model: TextModel,
+        *,
+        adds_bos: bool,
+        adds_space: bool = False,
+        default_bos_id: int | None = None,
+        default_eos_id: int | None = None,
+    ) -> None:
+        """Take the vocabulary over; use `load_tokenizer`."""
+        self._model = model
+        self.adds_space = adds_space
+        self.vocab_size = len(vocabulary.texts)
+        self.bos_id = self._special_id(file, "bos", default_bos_id)
+        self.eos_id = self._special_id(file, "eos", default_eos_id)
+        self.adds_bos = _adds(file, "bos", self.bos_id, adds_bos)
+        self.adds_eos = _adds(file, "eos", self.eos_id, False)
+        self.stop_ids = correct_markers(file, vocabulary, self.eos_id)
         self._texts, self._types = vocabulary.texts, vocabulary.types
-        self._bpe = _build_bpe(vocabulary, dialect)
-        self._special = _special_tokens(vocabulary)
-        self.vocab_size = len(self._texts)
-        self.bos_id = _special_id(file, "bos", self.vocab_size)
-        self.eos_id = _special_id(file, "eos", self.vocab_size)
-        self.adds_bos = _adds(file, "bos", self.bos_id)
-        self.adds_eos = _adds(file, "eos", self.eos_id)
-        named = (self.eos_id, *(_special_id(file, end, self.vocab_size) for end in ("eot", "eom")))
-        known = (vocabulary.ids.get(text) for text in dialect.stop_texts)
-        self.stop_ids = frozenset(i for i in (*named, *known) if i is not None)
+        self._special = _special_tokens(file, vocabulary)
         self.chat_template = (
             file.get_str("tokenizer.chat_template", "", max_bytes=MAX_TEMPLATE_BYTES) or None
         )
@@ -95,11 +150,14 @@ class Tokenizer:
         ids: list[int] = []
         if add_special and self.adds_bos and self.bos_id is not None:
             ids.append(self.bos_id)
+        space = " " if self.adds_space else ""
         for piece in self._cut(_well_formed(text), parse_special):
             if isinstance(piece, int):
                 ids.append(piece)
+                space = " " if self.adds_space else ""
             else:
-                ids += self._bpe.encode(piece, add_special_tokens=False).ids
+                ids += self._model.encode(space + piece)
+                space = ""
         if add_special and self.adds_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
@@ -107,13 +165,16 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], *, keep_special: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
 
-        Without `keep_special`, control and unknown tokens give nothing.
+        The space that `encode` puts before a text is taken off. Without `keep_special`, control and
+        unknown tokens give nothing, but for those around reasoning and calls.
         """
         data = b"".join(self._bytes_of(i, keep_special) for i in token_ids)
+        if self.adds_space:
+            data = data.removeprefix(b" ")
         return data.decode(errors="replace")
 
     def stream(self, *, keep_special: bool = True) -> StreamDecoder:
-        """A decoder for tokens as they come."""
+        """A decoder for tokens as they come, after others: their text may begin with a space."""
         return StreamDecoder(self, keep_special)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -126,44 +187,58 @@ class Tokenizer:
         text = self._texts[token_id]
         match self._types[token_id]:
             case TokenType.NORMAL:
-                try:
-                    return bytes([BYTE_OF[character] for character in text])
-                except KeyError:
-                    # Not in the byte alphabet, so it was added as plain text.
-                    return text.encode()
+                return self._model.spelled(text)
             case TokenType.UNUSED:
                 return b""
+            case TokenType.BYTE:
+                return bytes([BYTE_OF_TOKEN[text]])
             case _:
                 return text.encode()
 
     def _bytes_of(self, token_id: int, keep_special: bool) -> bytes:
         data = self.token_bytes(token_id)
-        hidden = not keep_special and self._types[token_id] in CONTROL_TYPES
-        return b"" if hidden else data
+        if keep_special or self._types[token_id] not in CONTROL_TYPES:
+            return data
+        is_shown = token_id not in self.stop_ids and is_answer_tag(self._texts[token_id])
+        return data if is_shown else b""
+
+    def _special_id(self, file: GgufFile, name: str, default: int | None) -> int | None:
+        token_id = named_token(file, name, self.vocab_size)
+        if token_id is None and default is not None and default < self.vocab_size:
+            return default
+        return token_id
 
     def _cut(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Cut special tokens out of a text, longest spelling first over the whole of it."""
-        pieces: list[str | int] = [text]
+        taken = bytearray(len(text))
+        found = []
         for spelling, token_id, is_control in self._special:
-            if spelling not in text or (is_control and not parse_special):
+            if is_control and not parse_special:
                 continue
-            cut: list[str | int] = []
-            for piece in pieces:
-                if isinstance(piece, int):
-                    cut.append(piece)
-                    continue
-                for index, part in enumerate(piece.split(spelling)):
-                    if index:
-                        cut.append(token_id)
-                    cut.append(part)
-            pieces = cut
-        return (piece for piece in pieces if piece != "")
+            begin = text.find(spelling)
+            while begin >= 0:
+                end = begin + len(spelling)
+                last_taken = taken.rfind(1, begin, end)
+                if last_taken < 0:
+                    found.append((begin, end, token_id))
+                    taken[begin:end] = bytes([1]) * len(spelling)
+                    last_taken = end - 1
+                begin = text.find(spelling, last_taken + 1)
+        place = 0
+        for begin, end, token_id in sorted(found):
+            if place < begin:
+                yield text[place:begin]
+            yield token_id
+            place = end
+        if place < len(text):
+            yield text[place:]
 
 
 class StreamDecoder:
     """Decodes tokens one by one; holds back the bytes of a character until it is whole.
 
-    The pieces joined, with `flush` last, are what `Tokenizer.decode` gives for all tokens.
+    The pieces joined, with `flush` last, are what `Tokenizer.decode` gives for all tokens, and the
+    space before them if they begin with one that it takes off.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
@@ -190,41 +265,24 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _build_bpe(vocabulary: Vocabulary, dialect: Dialect) -> tokenizers.Tokenizer:
-    # Here, not at the top: commands that never see text do not pay for the import.
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    bpe = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(dialect.word_pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return bpe
-
-
-def _special_tokens(vocabulary: Vocabulary) -> list[tuple[str, int, bool]]:
+def _special_tokens(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, int, bool]]:
     """(spelling, id, is control) of all tokens that are cut out of a text, longest first."""
-    cut_out = (*CONTROL_TYPES, TokenType.USER_DEFINED)
     special = [
         (text, token_id, token_type in CONTROL_TYPES)
         for token_id, (text, token_type) in enumerate(
             zip(vocabulary.texts, vocabulary.types, strict=True)
         )
-        if token_type in cut_out
+        if token_type in _CUT_OUT
     ]
+    if len(special) > MAX_SPECIAL_TOKENS:
+        reason = f"{len(special)} special tokens; at most {MAX_SPECIAL_TOKENS} are read"
+        raise malformed(file, "tokenizer.ggml.token_type", reason)
     return sorted(special, key=lambda token: -len(token[0].encode()))
 
 
-def _special_id(file: GgufFile, name: str, vocab_size: int) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    return file.get_uint(key, maximum=vocab_size - 1) if file.has(key) else None
-
-
-def _adds(file: GgufFile, name: str, token_id: int | None) -> bool:
+def _adds(file: GgufFile, name: str, token_id: int | None, default: bool) -> bool:
     key = f"tokenizer.ggml.add_{name}_token"
-    adds = file.get_bool(key, False)
+    adds = file.get_bool(key, default and token_id is not None)
     if adds and token_id is None:
         raise malformed(file, key, f"is true but there is no {name} token")
     return adds

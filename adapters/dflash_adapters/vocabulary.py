@@ -1,4 +1,4 @@
-"""What a model file says of its tokens, read and checked: spellings, kinds, merges.
+"""What a model file says of its tokens, read and checked: spellings, kinds, merges, scores.
 
 Knows nothing of how a text is cut into tokens.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+
 from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_file import GgufFile
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from dflash_protocol.ids import F32Array
 
+TOKENS = "tokenizer.ggml.tokens"
 MAX_TOKENS = 1 << 20  # published: 262144
 MAX_MERGES = 1 << 21  # published: 514906
 MAX_TOKEN_BYTES = 4096  # published: 512, a run of spaces
@@ -25,134 +29,80 @@ class TokenType(IntEnum):
     CONTROL = 3
     USER_DEFINED = 4
     UNUSED = 5
+    BYTE = 6
 
 
 CONTROL_TYPES = frozenset({TokenType.CONTROL, TokenType.UNKNOWN})
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """What one ``tokenizer.ggml.pre`` stands for.
-
-    Files often call their markers user-defined, or name only one that ends a text; llama.cpp knows
-    them by their spelling, and so do we: ``control_texts`` are control tokens whatever the file
-    says, and ``stop_texts``, control tokens too, end a text.
-    """
-
-    word_pattern: str
-    stop_texts: frozenset[str]
-    control_texts: frozenset[str]
-
-
-_QWEN_STOPS = frozenset(
-    {"<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}
-)
-
-DIALECTS = {
-    "qwen2": Dialect(
-        # Contractions; letters after at most one other character; single digits; the rest after at
-        # most one space; newlines with the space before them; space up to the next word; space.
-        word_pattern=(
-            r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-            r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-            r"|\p{N}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-            r"|\s*[\r\n]+"
-            r"|\s+(?!\S)"
-            r"|\s+"
-        ),
-        stop_texts=_QWEN_STOPS,
-        control_texts=_QWEN_STOPS | {"<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"},
-    ),
-}
+BYTE_OF_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(256)}
+BYTES_OF_UTF8 = frozenset(range(0xF5)) - {0xC0, 0xC1}
+"""Other bytes occur in no text, and need no token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """The tokens of one file by id, their ids by spelling, and the pairs to merge, first first."""
+    """The tokens of one file: spellings and kinds by id, ids by spelling."""
 
     texts: list[str]
     types: list[TokenType]
     ids: dict[str, int]
-    merges: list[tuple[str, str]]
 
     @classmethod
-    def read(cls, file: GgufFile, dialect: Dialect) -> Vocabulary:
-        """Read a file's byte-level vocabulary.
+    def read(cls, file: GgufFile, *, has_byte_tokens: bool) -> Vocabulary:
+        """Read a file's tokens. Only with `has_byte_tokens` may some stand for a byte (``<0x0A>``).
 
-        Raises: ModelFileError if it contradicts itself.
+        Raises: ModelFileError if they contradict themselves.
         """
         texts = _read_tokens(file)
-        ids = _ids_by_text(file, texts)
-        return cls(texts, _read_types(file, texts, ids, dialect), ids, _read_merges(file, ids))
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
-
-    Source: Radford et al. 2019 (GPT-2): bytes that print in Latin-1 stand for themselves, the
-    others, in order, for the characters from U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
-
-
-BYTE_OF = {character: byte for byte, character in enumerate(_byte_alphabet())}
-# Bytes that occur in no UTF-8 text need no token.
-_BYTES_OF_UTF8 = frozenset(range(0xF5)) - {0xC0, 0xC1}
+        ids = {text: token_id for token_id, text in enumerate(texts)}
+        if len(ids) != len(texts):
+            first = next(i for i, text in enumerate(texts) if ids[text] != i)
+            raise malformed(file, TOKENS, f"tokens {first} and {ids[texts[first]]} are the same")
+        return cls(texts, _read_types(file, texts, has_byte_tokens), ids)
 
 
 def _read_tokens(file: GgufFile) -> list[str]:
-    key = "tokenizer.ggml.tokens"
-    if not 0 < (count := file.array_length(key)) <= MAX_TOKENS:
-        raise malformed(file, key, f"{count} tokens; 1 to {MAX_TOKENS} are read")
+    if not 0 < (count := file.array_length(TOKENS)) <= MAX_TOKENS:
+        raise malformed(file, TOKENS, f"{count} tokens; 1 to {MAX_TOKENS} are read")
     texts = []
-    for index, data in enumerate(file.strings(key)):
+    for index, data in enumerate(file.strings(TOKENS)):
         if not 0 < len(data) <= MAX_TOKEN_BYTES:
-            raise malformed(file, key, f"token {index} has {len(data)} bytes")
+            raise malformed(file, TOKENS, f"token {index} has {len(data)} bytes")
         try:
             texts.append(data.decode())
         except UnicodeDecodeError:
-            raise malformed(file, key, f"token {index} is not valid UTF-8") from None
+            raise malformed(file, TOKENS, f"token {index} is not valid UTF-8") from None
     return texts
 
 
-def _ids_by_text(file: GgufFile, texts: list[str]) -> dict[str, int]:
-    key = "tokenizer.ggml.tokens"
-    ids = {text: token_id for token_id, text in enumerate(texts)}
-    if len(ids) != len(texts):
-        first = next(i for i, text in enumerate(texts) if ids[text] != i)
-        raise malformed(file, key, f"tokens {first} and {ids[texts[first]]} are the same")
-    for character, byte in BYTE_OF.items():
-        if character not in ids and byte in _BYTES_OF_UTF8:
-            raise malformed(file, key, f"no token for the byte {byte:#04x}")
-    return ids
-
-
-def _read_types(
-    file: GgufFile, texts: list[str], ids: dict[str, int], dialect: Dialect
-) -> list[TokenType]:
+def _read_types(file: GgufFile, texts: list[str], has_byte_tokens: bool) -> list[TokenType]:
     key = "tokenizer.ggml.token_type"
-    types = [TokenType.NORMAL] * len(texts)
-    if file.has(key):
-        by_number = dict(enumerate((None, *TokenType)))
-        numbers = file.get_uint_array(key, max_length=MAX_TOKENS).tolist()
-        if len(numbers) != len(texts):
-            raise malformed(file, key, f"{len(numbers)} types for {len(texts)} tokens")
-        for index, number in enumerate(numbers):
-            token_type = by_number.get(number)
-            if token_type is None:
-                raise unsupported(file, key, f"token {index} of type {number}")
-            types[index] = token_type
-    for text in dialect.control_texts:
-        if text in ids:
-            types[ids[text]] = TokenType.CONTROL
+    if not file.has(key):
+        return [TokenType.NORMAL] * len(texts)
+    numbers = file.get_uint_array(key, max_length=MAX_TOKENS).tolist()
+    if len(numbers) != len(texts):
+        raise malformed(file, key, f"{len(numbers)} types for {len(texts)} tokens")
+    by_number = {
+        int(token_type): token_type
+        for token_type in TokenType
+        if has_byte_tokens or token_type is not TokenType.BYTE
+    }
+    types = []
+    for index, number in enumerate(numbers):
+        token_type = by_number.get(number)
+        if token_type is None:
+            raise unsupported(file, key, f"token {index} of type {number}")
+        if token_type is TokenType.BYTE and texts[index] not in BYTE_OF_TOKEN:
+            text = shown(texts[index][:64])
+            raise malformed(file, key, f"token {index} is of type byte, but spelled {text}")
+        types.append(token_type)
     return types
 
 
-def _read_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs in order of precedence."""
+def read_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Pairs in order of precedence.
+
+    Raises: ModelFileError if one is not two tokens, or does not make one.
+    """
     key = "tokenizer.ggml.merges"
     if (count := file.array_length(key)) > MAX_MERGES:
         raise malformed(file, key, f"{count} merges; at most {MAX_MERGES} are read")
@@ -175,6 +125,29 @@ def _read_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
                 )
         merges[left, right] = None
     return list(merges)
+
+
+def read_scores(file: GgufFile, num_tokens: int) -> F32Array:
+    """Scores of all tokens, 0 in a file that gives none. Shapes: [num_tokens] float32, finite.
+
+    Raises: ModelFileError if there are more or fewer.
+    """
+    key = "tokenizer.ggml.scores"
+    if not file.has(key):
+        return np.zeros(num_tokens, np.float32)
+    scores = file.get_float_array(key, max_length=MAX_TOKENS)
+    if scores.size != num_tokens:
+        raise malformed(file, key, f"{scores.size} scores for {num_tokens} tokens")
+    return scores
+
+
+def named_token(file: GgufFile, name: str, vocab_size: int) -> int | None:
+    """The token that ``tokenizer.ggml.NAME_token_id`` names.
+
+    Raises: ModelFileError if there is no such token.
+    """
+    key = f"tokenizer.ggml.{name}_token_id"
+    return file.get_uint(key, maximum=vocab_size - 1) if file.has(key) else None
 
 
 def malformed(file: GgufFile, key: str, reason: str) -> ModelFileError:

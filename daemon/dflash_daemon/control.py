@@ -23,8 +23,14 @@ from dflash_adapters.gguf_file import FileChange
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol import version1
+from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.endpoint import is_ipv6
-from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused, ProtocolError
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DeviceUnavailable,
+    HandshakeRefused,
+    ProtocolError,
+)
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
@@ -43,8 +49,8 @@ from dflash_protocol.messages import (
 )
 from dflash_protocol.payloads import NEGOTIABLE, PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import open_segment
+from dflash_protocol.ring import MOVED_FACTOR, RingShape
+from dflash_protocol.ring_segment import Segment, open_segment
 from dflash_protocol.transport import LinkLimits
 from dflash_runtime.experts.held_placements import HeldPlacement
 
@@ -158,7 +164,8 @@ class ControlServer:
         limits = self._service.limits_of(attach.link_id)
         if limits is None or self._shared_folder is None:
             raise ProtocolError("no memory is shared on this link", code="transport")
-        if attach.max_tokens > limits.max_tokens:
+        moves = attach.moves and self._mover_of(limits) is not None
+        if attach.max_tokens > limits.max_tokens * (MOVED_FACTOR if moves else 1):
             raise ProtocolError("memory for more tokens than were agreed on", code="transport")
         if attach.max_pairs > attach.max_tokens * limits.max_experts_used:
             raise ProtocolError("memory for more pairs than there can be", code="transport")
@@ -176,8 +183,30 @@ class ControlServer:
             segment.close()
             raise ProtocolError("the memory is not the parent's", code="transport")
         nonce = segment.write_nonce(is_client=False)
+        if moves:
+            moves = await self._has_window(segment, limits)
         self._service.attach(attach.link_id, segment)
-        await self._send(routing_id, Attached(attach.link_id, nonce.hex()))
+        await self._send(routing_id, Attached(attach.link_id, nonce.hex(), moves))
+
+    def _mover_of(self, limits: LinkLimits) -> DeviceMover | None:
+        """What moves the payload of such a link, if something can."""
+        can_share = limits.version > 1 and self._shared_folder is not None
+        is_wide = limits.payload is PayloadType.F32
+        return self._host.backend.mover if can_share and is_wide else None
+
+    async def _has_window(self, segment: Segment, limits: LinkLimits) -> bool:
+        """Whether our device sees a segment now. Locking its pages takes a while."""
+        mover = self._mover_of(limits)
+        assert mover is not None
+        try:
+            await asyncio.to_thread(segment.open_window, mover)
+        except DeviceUnavailable as error:
+            _LOG.warning("the CPU copies what a parent sends: %s", str(error))
+            return False
+        except BaseException:
+            segment.close()
+            raise
+        return True
 
     def _start_hello(self, routing_id: bytes, hello: Hello, placement: bytes) -> None:
         if len(self._hellos) >= _MAX_LINKS or routing_id in self._hellos:
@@ -234,6 +263,7 @@ class ControlServer:
             generation=limits.generation,
             payload=limits.payload.value,
             can_share=version > 1 and self._shared_folder is not None,
+            can_move=self._mover_of(limits) is not None,
         )
         await self._send(routing_id, welcome)
 

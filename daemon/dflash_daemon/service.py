@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias
 
-import numpy as np
 import zmq
 
 from dflash_protocol.errors import ProtocolError
@@ -22,6 +21,7 @@ from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCoun
 from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.transports.zmq_stream import StreamServer
 from dflash_runtime.compute import ExpertBank
+from dflash_runtime.compute.backend import sums_of
 
 Banks: TypeAlias = Mapping[int, ExpertBank]
 """By layer id."""
@@ -251,8 +251,7 @@ class ComputeService:
                     f"no experts of layer {request.header.layer_id} here", code="not_owned"
                 )
             request.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
-            sums = np.zeros(batch.hidden.shape, dtype=np.float64)
-            bank.accumulate(batch, sums)
+            sums = sums_of(bank, batch)
         except ProtocolError as error:
             server.fail(request.link_id, request.header.sequence, error)
         except Exception:

@@ -5,6 +5,7 @@
     DflashError
     ├── SettingsError           a flag, variable or argument is wrong: change it
     │   └── ContextExceeded     the prompt does not fit: shorten it, or open a larger context
+    ├── StateNotKept            a sequence cannot go on from there: begin it anew
     ├── ModelFileError          the file is damaged or lies about itself: get another file
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
     ├── ProtocolError           the peer said something it must not: report it
@@ -50,6 +51,17 @@ class ContextExceeded(SettingsError):
         )
         self.num_tokens = num_tokens
         self.num_positions = num_positions
+
+
+class StateNotKept(DflashError):
+    """A layer's state stands for other positions than those that are to be gone on from."""
+
+    def __init__(self, wanted: int, kept: int) -> None:
+        super().__init__(
+            f"the sequence's state is that of {kept} positions: it cannot go on after {wanted}"
+        )
+        self.wanted = wanted
+        self.kept = kept
 
 
 class ModelFileError(DflashError):

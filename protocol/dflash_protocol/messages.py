@@ -15,8 +15,9 @@ data, v. 1  ComputeBatch → ComputeStatus: `version1`
 
 Hello and Welcome are how versions are agreed upon, so both sides read them before they know what
 the other one is: fields they do not know are passed over, and later fields have defaults. So it is
-with Pong, in which a daemon may come to say more. A later field at its default is not sent, so that
-a peer which knows no such field, and is strict about it, reads the rest.
+with Pong, in which a daemon may come to say more, and with Attach and Attached. A later field at
+its default is not sent, so that a peer which knows no such field, and is strict about it, reads the
+rest.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Welcome(Message):
     ``data_port`` is 0 for ipc endpoints, whose data socket lies beside the control socket.
     ``pairs_per_second`` was measured while warming up. Every message of the link carries
     ``generation``; no other link has it. ``payload`` is the wished type if the daemon knows it.
-    ``can_share``: the parent may offer memory to share, see Attach.
+    ``can_share``: the parent may offer memory to share, see Attach. ``can_move``: a device here can
+    read and write that by itself.
     """
 
     TYPE: ClassVar[str] = "welcome"
@@ -99,6 +101,7 @@ class Welcome(Message):
     generation: int = 0
     payload: str = "f32"
     can_share: bool = False
+    can_move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Attach(Message):
 
     Its shape is `ring.RingShape` of these counts and the model's width. ``nonce``: what is written
     in it, as hexadecimal digits, so that the daemon can see that it has the same memory.
+    ``moves``: a device of the parent will move payload; one of the daemon is to do so too.
     """
 
     TYPE: ClassVar[str] = "attach"
@@ -116,15 +120,18 @@ class Attach(Message):
     max_tokens: int
     max_pairs: int
     nonce: str
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Attached(Message):
-    """Daemon → parent: requests may come through that memory now. ``nonce``: our answer in it."""
+    """Daemon → parent: requests may come through that memory now. ``nonce``: our answer in it.
+    ``moves``: as Attach says, and as it was wished."""
 
     TYPE: ClassVar[str] = "attached"
     link_id: str
     nonce: str
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +233,7 @@ _RECORDS: dict[str, type[Message]] = {
         ComputeBatch, ComputeStatus,
     )
 }  # fmt: skip
-_EXTENSIBLE = (Hello, Welcome, Pong)
+_EXTENSIBLE = (Hello, Welcome, Attach, Attached, Pong)
 
 
 def _is_int(value: object) -> bool:

@@ -32,12 +32,18 @@ Offsets are written here once; Python and compiled code take them from here.
     9     deadline_ms float64  compute_s float64    0
     10    sent_s float64       queue_s float64      0
     11    payload bytes        payload bytes        bytes of text
+    12    moved: 0 or 1        moved: 0 or 1        0
+    13    digest of hidden     digest of sums       0
     15    checksum of words 0 … 14 and the arrays, in all three
 
     request arrays: hidden [T, H] in the payload type, expert_ids [G] int32, group_starts [G+1]
                     int32, token_indices [P] int32, weights [P] float32
     reply arrays:   sums [T, H] in the payload type
     failure:        the error's code, a zero byte, its reason, zero bytes to a multiple of 4; UTF-8
+
+    moved: hidden, or sums, were written by a device and are read by one, both of which have mapped
+    the segment. The checksum leaves them out and the digest is theirs (device_payload.digest_of),
+    else 0. They are float32, or float64, and a reply is moved if and only if its request was.
 
 Slot i of the requests and slot i of the replies belong together: writing a request reserves the
 slot of its reply. Sequences of slot i are congruent to i modulo N and grow, so one is never used
@@ -57,6 +63,11 @@ Why this is right, also where memory is weakly ordered:
   copied out once, and only the copy is checked and used; how much is read follows from the copy and
   from negotiated limits that lie outside the segment; the checksum is taken of the bytes that were
   copied, not of the segment.
+* What a device writes into a slot has been waited for before the header is written, and its reading
+  of one before the slot is answered or used again: to the other side it is part of what the host
+  of that device does. How much a device reads follows, like all reading, from the copy of the
+  header that was checked; it is started only then, and the digest is taken of the words that it
+  read, in the pass that reads them. Whether both sides move payload so is agreed on at attach.
 * The slot of a request that nobody waits for any more is used again only after its reply was
   published, which is the last that an honest server does with it. Until then it is lost, and with
   the last slot the link: it gets a new segment of another generation.
@@ -90,7 +101,7 @@ HEADER_FORMAT = "<9q2d5q"
     SEQUENCE, GENERATION, KIND, LAYER, TOKENS, GROUPS, PAIRS, PHASE, PAYLOAD, TIME, OTHER_TIME,
     PAYLOAD_BYTES,
 ) = range(12)  # fmt: skip
-CHECKSUM = 15
+MOVED, DIGEST, CHECKSUM = 12, 13, 15
 
 KIND_REQUEST, KIND_REPLY, KIND_FAILURE = 1, 2, 3
 PAYLOAD_F32, PAYLOAD_F16, PAYLOAD_BF16, PAYLOAD_F64 = range(4)
@@ -99,6 +110,10 @@ FAILURE_LIMIT_BYTES = 1536
 """Longest text of a failure."""
 
 SEQUENCE_LIMIT = 1 << 62
+
+MOVED_FACTOR = 2
+"""A link whose payload is moved by devices carries requests of so many times the tokens that were
+agreed on: experts of a GPU are the faster the more tokens each has, and nobody copies them."""
 
 _LARGEST_SEGMENT_BYTES = 1 << 40
 

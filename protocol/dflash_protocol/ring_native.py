@@ -1,9 +1,9 @@
 """Compiled code of the ring: publish, take, copy with checksum and conversion, spin, sleep flags.
 
 Numba compiles it once per machine and keeps the result on disk where that is possible. No call
-holds the GIL. The code itself is in `ring_native_kernels`, made of what `ring_native_emit` defines;
-those two alone import numba, and only when `kernels()` is called. The layout and the argument why
-its order is right are in `ring`.
+holds the GIL. The code itself is in `ring_native_client` and `ring_native_server`, made of what
+`ring_native_kernels` and `ring_native_emit` define; these alone import numba, and only when
+`kernels()` is called. The layout and the argument why its order is right are in `ring`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _LOG = logging.getLogger(__name__)
     GENERATION, NUM_SLOTS, SLOT_IDX, MAX_TOKENS, HIDDEN_SIZE, MAX_PAIRS, MAX_EXPERTS_USED, NARROW,
     LAST, REFUSED, BUSY,
     HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
-    LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES,
-) = range(28)  # fmt: skip
+    LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES, MOVES,
+) = range(29)  # fmt: skip
 ROUTING_BOUND, WAITED, HEADER, STATE = 30, 31, 32, 48
 PORT_WORDS = 80
 """NARROW: the payload type that is allowed besides the wide one. LAST: the sequence that was taken
 last. REFUSED: a word that was refused, so that it is counted once. BUSY: 1 while a request that was
 taken is not answered. BELL: the other side's. ENTRIES, of a client: address of what it polls.
+MOVES: 1 if requests may come whose rows were moved by a device; these are left where they are.
 ROUTING_BOUND: for how many experts at least the routing of the taken request is sound, 0 if for
 none. WAITED: float64, how long that request had been waiting. From HEADER on, the copy of the
 slot's header; from STATE on, the checksum's lanes.
@@ -96,8 +97,13 @@ class Kernels(NamedTuple):
     """(port, sequence, layer_id, phase, payload, deadline_ms, hidden [T, H] float32,
     expert_ids [G], group_starts [G+1], token_indices [P] int32, weights [P] float32): payload
     bytes; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a narrow type, and nothing was published."""
+    send_moved_request: Callable[..., int]
+    """(port, sequence, layer_id, phase, deadline_ms, T, digest, expert_ids, group_starts,
+    token_indices, weights): as send_request, of rows that a device has moved into the slot."""
     send_reply: Callable[..., int]
     """(port, sequence, payload, compute_s, queue_s, sums [T, H] float64): as send_request."""
+    send_moved_reply: Callable[..., int]
+    """(port, sequence, compute_s, queue_s, T, digest): the same of sums that a device has moved."""
     send_failure: Callable[..., int]
     """(port, sequence, text [n] uint8, n a multiple of 4): as send_request."""
     next_request: Callable[..., int]
@@ -109,6 +115,8 @@ class Kernels(NamedTuple):
     """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes; or NOTHING; or
     FAILURE, whose text is in the private array; or FAILURE - violation. Spins, then sleeps; returns
     early if the link is lost, or a signal came."""
+    receive_moved_reply: Callable[..., int]
+    """(port, sequence, spin_ns, wait_ns, T): the same; the sums are left in the slot."""
     load_word: Callable[..., int]
     """(address), sequentially consistent."""
     checksum: Callable[..., int]
@@ -149,7 +157,10 @@ def kernels() -> Kernels:
     """
     numba: Any = importlib.import_module("numba")
     types = numba.types
-    code = importlib.import_module("dflash_protocol.ring_native_kernels")
+    client, server, both = (
+        importlib.import_module(f"dflash_protocol.ring_native_{name}")
+        for name in ("client", "server", "kernels")
+    )
 
     def array(element: Any, num_dimensions: int) -> Any:
         """Read-only, so that arrays of both kinds are taken."""
@@ -158,26 +169,31 @@ def kernels() -> Kernels:
     i64, f64 = types.int64, types.float64
     indices, floats = array(types.int32, 1), array(types.float32, 1)
     signatures = {
-        "send_request": (
+        client.send_request: (
             *(i64,) * 5, f64, array(types.float32, 2), indices, indices, indices, floats,
         ),
-        "send_reply": (i64, i64, i64, f64, f64, array(f64, 2)),
-        "send_failure": (i64, i64, array(types.uint8, 1)),
-        "next_request": (i64,) * 5,
-        "receive_reply": (i64, i64, i64, i64, types.Array(f64, 2, "C")),
-        "load_word": (i64,),
-        "checksum": (i64,) * 5,
+        client.send_moved_request: (
+            *(i64,) * 4, f64, i64, i64, indices, indices, indices, floats,
+        ),
+        server.send_reply: (i64, i64, i64, f64, f64, array(f64, 2)),
+        server.send_moved_reply: (i64, i64, f64, f64, i64, i64),
+        server.send_failure: (i64, i64, array(types.uint8, 1)),
+        server.next_request: (i64,) * 5,
+        client.receive_reply: (i64, i64, i64, i64, types.Array(f64, 2, "C")),
+        client.receive_moved_reply: (i64,) * 5,
+        both.load_word: (i64,),
+        both.checksum: (i64,) * 5,
     }  # fmt: skip
     compiled = {}
-    for name, signature in signatures.items():
-        kernel = numba.njit(nogil=True, error_model="numpy")(getattr(code, name))
+    for code, signature in signatures.items():
+        kernel = numba.njit(nogil=True, error_model="numpy")(code)
         if folder := _cache_folder():
             kernel._cache = _cache_of(kernel.py_func, folder)
         kernel.compile(signature)
         kernel.disable_compile()
         # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
         # elements is still checked, and that rows have no gaps; who calls sees to its dimensions.
-        compiled[name] = kernel.overloads[signature].entry_point
+        compiled[code.__name__] = kernel.overloads[signature].entry_point
     return Kernels(**compiled)
 
 

@@ -33,12 +33,14 @@ _WORD = struct.Struct("<q")
 
 class Ports:
     """All of a segment's slots, for one side. `narrow` is the payload type that may come besides
-    the wide one."""
+    the wide one; with a window, rows may also have been moved by a device."""
 
     def __init__(
         self, segment: Segment, *, is_client: bool, narrow: int, limits: LinkLimits
     ) -> None:
         shape, base = segment.shape, segment.address
+        moves = segment.window is not None
+        max_tokens = shape.max_tokens if moves else min(shape.max_tokens, limits.max_tokens)
         words = np.zeros(shape.num_slots * PORT_WORDS + _LINE_WORDS, np.int64)
         first = -words.ctypes.data // 8 % _LINE_WORDS
         words = words[first : first + shape.num_slots * PORT_WORDS]
@@ -59,12 +61,13 @@ class Ports:
                 ring_native.GENERATION: segment.generation,
                 ring_native.NUM_SLOTS: shape.num_slots,
                 ring_native.SLOT_IDX: slot_idx,
-                ring_native.MAX_TOKENS: min(shape.max_tokens, limits.max_tokens),
+                ring_native.MAX_TOKENS: max_tokens,
                 ring_native.HIDDEN_SIZE: shape.hidden_size,
                 ring_native.MAX_PAIRS: shape.max_pairs,
                 ring_native.MAX_EXPERTS_USED: limits.max_experts_used,
                 ring_native.NARROW: narrow,
                 ring_native.BELL: peer_bell,
+                ring_native.MOVES: int(moves),
             }
             for field, value in facts.items():
                 self.words[slot_idx, field] = value

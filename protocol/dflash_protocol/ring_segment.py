@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_protocol import ring
+from dflash_protocol.device_payload import DeviceMover, DeviceWindow
 from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ring import RingShape
 
@@ -45,7 +46,7 @@ _DRAIN_BYTES = 1 << 12
 class Segment:
     """Memory that two processes share. Made by `create_segment` or `open_segment`.
 
-    Owns: the mapping, both bells' descriptors and, while they are there, the names.
+    Owns: the mapping, both bells' descriptors and, while they are there, the window and the names.
     """
 
     def __init__(
@@ -64,6 +65,10 @@ class Segment:
         self.name = name
         """What to tell the other side, to be opened in the folder we share."""
         self.client_bell, self.server_bell = bells
+        self.window: DeviceWindow | None = None
+        """The memory as a device of ours sees it, if one does."""
+        self.peer_moves = False
+        """A device of the other side sees it."""
         self._memory = memory
         self._folder_fd = folder_fd
         self._lock_fd = lock_fd
@@ -93,10 +98,17 @@ class Segment:
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    def open_window(self, mover: DeviceMover) -> None:
+        """Have a device see the memory too. Raises: DeviceUnavailable if it cannot."""
+        self.window = mover.open(self.address, self.shape.segment_bytes)
+
     def close(self) -> None:
         """Let go of everything; nothing may use the address any more."""
         if self._memory.closed:
             return
+        if self.window is not None:
+            self.window.close()
+            self.window = None
         self.unlink()
         self._memory.close()
         os.close(self.client_bell)

@@ -33,6 +33,7 @@ MAX_THREADS = 1024
 """Most compute threads a process may be asked to use."""
 
 AUTO_TIER = "auto"
+YARN_READINGS = ("file", "llama.cpp")
 CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "generic")
 """Instruction sets that the CPU's kernels may be built from; ``auto`` is the best that works."""
 
@@ -85,6 +86,8 @@ class Settings:
     """Daemons that a parent starts on this machine keep to cores of their own."""
     cpu_tier: str = AUTO_TIER
     """Instruction set of the CPU's kernels, one of CPU_TIERS."""
+    yarn: str = YARN_READINGS[0]
+    """Whose numbers YaRN is computed with, one of YARN_READINGS."""
     run_dir: str = ""
     """Folder of sockets and locks; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in the temp dir."""
     cache_dir: str = ""
@@ -209,7 +212,7 @@ KNOBS = (
     ),
     Knob(
         "IPC_BATCH_CAPACITY", "batch_capacity", Whole(1, 4096), Reader.BOTH,
-        "Most tokens in one request; the smaller of both sides' values holds.",
+        "Most tokens in one request; the smaller of both sides' holds, twice that between GPUs.",
     ),
     Knob(
         "BATCH", "stream_batch", Whole(1, 4096), Reader.PARENT,
@@ -271,6 +274,10 @@ KNOBS = (
     Knob(
         "CPU_TIER", "cpu_tier", OneOf(*CPU_TIERS), Reader.BOTH,
         "Instruction set of the CPU's kernels.",
+    ),
+    Knob(
+        "YARN", "yarn", OneOf(*YARN_READINGS), Reader.PARENT,
+        "YaRN with the file's betas, or as llama.cpp does whatever the file says.",
     ),
     Knob(
         "IPC_WORK_DIR", "run_dir", PathText("DIR"), Reader.BOTH,

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dflash_protocol.device_payload import DeviceSums
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.messages import ExpertRequest
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.routed_batch import RoutedBatch, Sums
 
 _WINDOW_S = 10.0
 
@@ -28,6 +29,34 @@ class Reply:
     compute_s: float
     """NaN if the daemon does not say."""
     queue_s: float = 0.0
+
+    @property
+    def placed(self) -> Sums:
+        """The sums, wherever they are. Shapes: [T, H]."""
+        return self.sums
+
+
+class DeviceReply(Reply):
+    """A reply whose sums are on a device: `sums` is a copy of them, made for whoever asks."""
+
+    __slots__ = ("_placed",)
+
+    def __init__(self, placed: DeviceSums, compute_s: float, queue_s: float = 0.0) -> None:
+        self._placed = placed
+        self.compute_s = compute_s
+        self.queue_s = queue_s
+
+    @property
+    def sums(self) -> F64Array:
+        return self._placed.to_host()
+
+    @sums.setter
+    def sums(self, sums: F64Array) -> None:
+        raise AttributeError("the sums of this reply are on a device")
+
+    @property
+    def placed(self) -> Sums:
+        return self._placed
 
 
 @dataclass(slots=True)
@@ -149,7 +178,8 @@ class ReceivedRequest:
 
         Raises: ProtocolError naming the first array that is wrong.
         """
-        if not 0 < self.routing_bound <= num_experts or self.batch.hidden.shape[1] != hidden_size:
+        is_sound = 0 < self.routing_bound <= num_experts
+        if not is_sound or self.batch.hidden_shape[1] != hidden_size:
             self.batch.check(hidden_size=hidden_size, num_experts=num_experts)
 
     @property

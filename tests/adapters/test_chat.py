@@ -11,10 +11,10 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflash_adapters.chat import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_TOKENS, render_chat
 from dflash_protocol.errors import SettingsError, UnsupportedModel
+from support.plain_jinja import plain_jinja
 
 # In the manner of Qwen3's: tools, thinking that is dropped from earlier turns, tool results.
 CHATML = r"""
@@ -127,13 +127,6 @@ def render(template: str, **variables: Any) -> str:
     return render_chat(template, MESSAGES, extra=variables)
 
 
-def plain_jinja(template: str, messages: list[dict[str, Any]]) -> str:
-    """The same template without our bounds."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(template).render(messages=messages, add_generation_prompt=True)
-
-
 # What is rendered.
 
 
@@ -157,7 +150,7 @@ def test_the_generation_prompt_and_extras_reach_the_template() -> None:
 def test_a_long_conversation_renders_as_plain_jinja_does() -> None:
     turn = [dict(message, content=message["content"] * 40) for message in MESSAGES[1:]]
     messages = MESSAGES[:1] + turn * 300
-    assert render_chat(CHATML, messages) == plain_jinja(CHATML, messages)
+    assert render_chat(CHATML, messages) == plain_jinja(CHATML, messages, datetime.now(), {})
 
 
 @pytest.mark.parametrize(
@@ -246,7 +239,8 @@ def test_messages_nested_too_deeply_are_the_callers_to_change() -> None:
         ("{{ x | nosuch }}", "No filter named 'nosuch'"),
         ("{{ messages[99].content }}", "no element 99"),
         ("{{ nothing.more }}", "'nothing' is undefined"),
-        ("{% include 'other' %}", "TypeError"),
+        ("a\n{% include 'other' %}", "line 2: it wants another file"),
+        ("{% from 'other' import m %}", "line 1: it wants another file"),
         ("{{ 1 + 'a' }}", "TypeError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),

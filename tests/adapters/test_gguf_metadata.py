@@ -139,6 +139,29 @@ def test_per_layer_values_are_a_scalar_or_one_a_layer(tmp_path: Path) -> None:
             file.get_uint_per_layer("one", 2, maximum=7)
 
 
+def test_flags_are_one_a_layer_or_one_for_all(tmp_path: Path) -> None:
+    with metadata_file(
+        tmp_path,
+        one=raw.scalar(raw.BOOL, True),
+        many=raw.array(raw.BOOL, [True, False]),
+        numbers=raw.array(raw.INT32, [0, 1]),
+        others=raw.array(raw.UINT8, [0, 2]),
+        words=raw.strings(["no", "yes"]),
+    ) as file:
+        assert file.get_bool_per_layer("one", 3) == (True, True, True)
+        assert file.get_bool_per_layer("many", 2) == (True, False)
+        assert file.get_bool_per_layer("numbers", 2) == (False, True)
+        for key, num_layers, reason in (
+            ("many", 3, "2 entries for 3 layers"),
+            ("numbers", 1, "2 entries for 1 layers"),
+            ("others", 2, "outside 0 … 1"),
+            ("words", 2, "not an array of integers"),
+            ("no", 2, "missing"),
+        ):
+            with pytest.raises(ModelFileError, match=reason):
+                file.get_bool_per_layer(key, num_layers)
+
+
 @pytest.mark.parametrize("lengths", [[0] * 40_000, [300_000, 0, 262_130, 5, 262_144, 1 << 20]])
 def test_strings_of_any_length_are_read_one_after_another(
     tmp_path: Path, lengths: list[int]

@@ -7,10 +7,7 @@ import os
 import subprocess
 import sys
 import time
-import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,47 +17,19 @@ from tokenizers import Tokenizer as TrainedTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
-from dflash_adapters.vocabulary import DIALECTS
+from dflash_adapters.tokenizer import load_tokenizer
 from support import gguf_builder as raw
+from support.compared_tokenizers import Compared, compared, load
 from support.examples import examples
-from support.llama_tokenizer import LlamaTokenizer
 from support.random_models import byte_characters, write_sparse_30b
+from support.texts import CORPUS
 from support.vocabularies import (
-    CONTROL,
     NORMAL,
-    UNKNOWN,
+    SPECIAL,
     UNUSED,
-    USER_DEFINED,
     RawVocabulary,
     small,
 )
-
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog; don't tell him, he'll know it's you've 1234.",
-    "def tokenize(text: str) -> list[int]:\n    return [ord(c) for c in text]\n\n\n",
-    "Größe, naïve café, façade. Привет, мир! Это проверка.",
-    "你好\uff0c世界。今天天气很好。こんにちは世界",
-    "1 22 333 4444 55555 3.14159 0x7fff 10^-3 ½ ٣٤ 五  \t\t tabs\r\nand   many    spaces     ",
-    "😀😃 👩‍👩‍👧 flags 🇩🇪🇫🇷 e\u0301 combining \u200b zero\u00a0width \ufeff",
-] * 8
-
-SPECIAL = {
-    "<|endoftext|>": CONTROL,
-    "<|im_start|>": CONTROL,
-    "<|im_end|>": CONTROL,
-    # As converters write them: the first as user-defined although it is a marker.
-    "<|fim_prefix|>": USER_DEFINED,
-    "<|file_sep|>": USER_DEFINED,
-    "<think>": USER_DEFINED,
-    "</think>": USER_DEFINED,
-    "<tool_call>": USER_DEFINED,
-    "<tool_call>\n": USER_DEFINED,
-    "k>": USER_DEFINED,
-    "<unk>": UNKNOWN,
-    "[PAD1]": UNUSED,
-    "[PAD2]": UNUSED,
-}
 
 TEXTS = [
     "",
@@ -99,7 +68,7 @@ def trained_vocabulary() -> RawVocabulary:
     trainer = trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=byte_characters(), show_progress=False
     )
-    trained.train_from_iterator(CORPUS, trainer)
+    trained.train_from_iterator(CORPUS * 8, trainer)
     model = json.loads(trained.to_str())["model"]
     normal = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [" ".join(merge) for merge in model["merges"]]
@@ -118,78 +87,20 @@ def trained_vocabulary() -> RawVocabulary:
     )
 
 
-def boundary_vocabulary() -> RawVocabulary:
-    """Merges over every place where a word could end, so that ids tell where words ended.
-
-    In ``e?e??1??1 ?`` with any character for ``?``: its first byte joins an ``e`` or the last byte
-    of a character before it, its last byte joins an ``e`` after it.
-    """
-    alphabet = byte_characters()
-    ascii_bytes, last = alphabet[:0x80], alphabet[0x80:0xC0]
-    first = alphabet[0xC2:0xF5]
-    pairs = [
-        *((byte, "e") for byte in (*last, *ascii_bytes)),
-        *(("e", byte) for byte in (*first, *ascii_bytes)),
-        *product(last, first),
-        *product(ascii_bytes, ascii_bytes),
-    ]
-    pairs = list(dict.fromkeys(pairs))
-    made = dict.fromkeys("".join(pair) for pair in pairs)
-    merges = [" ".join(pair) for pair in pairs]
-    tokens = [*alphabet, *made]
-    return RawVocabulary(list(tokens), [NORMAL] * len(tokens), list(merges))
-
-
-def around(character: str) -> str:
-    return f"e{character}e{character}{character}1{character}{character}1 {character}\n"
-
-
-def load(vocabulary: RawVocabulary, folder: Path) -> Tokenizer:
-    with GgufFile.open(vocabulary.write(folder / "m.gguf")) as file:
-        tokenizer = load_tokenizer(file)
-    assert tokenizer is not None
-    return tokenizer
-
-
-@dataclass
-class Pair:
-    """One file in our tokenizer and in llama.cpp's."""
-
-    ours: Tokenizer
-    theirs: LlamaTokenizer
-
-    def check(self, text: str) -> None:
-        for parse_special in (True, False):
-            expected = self.theirs.tokenize(text, parse_special=parse_special)
-            assert self.ours.encode(text, parse_special=parse_special) == expected
-            assert self.ours.decode(expected) == text
-
-
-def pair(vocabulary: RawVocabulary, folder: Path) -> Iterator[Pair]:
-    ours = load(vocabulary, folder)
-    with LlamaTokenizer(folder / "m.gguf") as theirs:
-        yield Pair(ours, theirs)
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield from pair(trained_vocabulary(), tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(scope="module")
-def boundary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield from pair(boundary_vocabulary(), tmp_path_factory.mktemp("boundary"))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compared]:
+    yield from compared(trained_vocabulary(), tmp_path_factory.mktemp("trained"))
 
 
 # The oracle.
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_ids_are_llama_cpps(trained: Pair, text: str) -> None:
+def test_ids_are_llama_cpps(trained: Compared, text: str) -> None:
     trained.check(text)
 
 
-def test_the_texts_use_merges_and_every_special_token(trained: Pair) -> None:
+def test_the_texts_use_merges_and_every_special_token(trained: Compared) -> None:
     used = {token_id for text in TEXTS for token_id in trained.ours.encode(text)}
     special = {trained.ours.encode(t)[0] for t, kind in SPECIAL.items() if kind != UNUSED}
     assert len(special) == len(SPECIAL) - 2
@@ -198,45 +109,19 @@ def test_the_texts_use_merges_and_every_special_token(trained: Pair) -> None:
     assert sum(len(trained.ours.token_bytes(token_id)) > 2 for token_id in used) >= 20
 
 
-# Characters that our word splitter knows, and Python: both know Unicode up to some version below
-# the newest, llama.cpp the newest.
-_known = st.characters(exclude_categories=("Cs", "Cn", "Co"))
+_any = st.characters(codec="utf-8")
 _words = st.sampled_from([*SPECIAL, *"\n\r\t  '", "'s", "'LL", " the", "don't", "12", "\r\n", "<|"])
 
 
 @examples(300)
-@given(st.lists(_words | _known | st.text(_known, max_size=8), max_size=30).map("".join))
-def test_ids_are_llama_cpps_for_any_text(trained: Pair, text: str) -> None:
+@given(st.lists(_words | _any | st.text(_any, max_size=8), max_size=30).map("".join))
+def test_ids_are_llama_cpps_for_any_text(trained: Compared, text: str) -> None:
     trained.check(text)
 
 
-def test_words_end_where_llama_cpp_ends_them(boundary: Pair) -> None:
-    assert boundary.ours.encode("e1e") != boundary.ours.encode("eee")
-    characters = [chr(code) for code in (*range(1, 0x3100), *range(0xFE00, 0x10000))]
-    known = [c for c in characters if unicodedata.category(c) not in ("Cs", "Cn")]
-    for start in range(0, len(known), 64):
-        boundary.check("".join(around(c) for c in known[start : start + 64]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plane", [0, 1, 2, 3, 14])
-def test_words_end_where_llama_cpp_ends_them_for_every_character(
-    boundary: Pair, plane: int
-) -> None:
-    characters = map(chr, range(max(1, plane << 16), plane + 1 << 16))
-    known = [c for c in characters if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
-    assert known
-    for start in range(0, len(known), 64):
-        boundary.check("".join(around(c) for c in known[start : start + 64]))
-
-
-def test_token_bytes_and_stop_ids_are_llama_cpps(trained: Pair) -> None:
-    ours, theirs = trained.ours, trained.theirs
-    assert ours.vocab_size == theirs.vocab_size
-    for token_id in range(ours.vocab_size):
-        assert ours.token_bytes(token_id) == theirs.token_bytes(token_id)
-    assert ours.stop_ids == theirs.stop_ids()
-    assert {ours.decode([i]) for i in ours.stop_ids} == {
+def test_what_every_token_stands_for_is_llama_cpps(trained: Compared) -> None:
+    trained.check_all_tokens()
+    assert {trained.ours.decode([i]) for i in trained.ours.stop_ids} == {
         *("<|im_end|>", "<|endoftext|>", "<|file_sep|>")
     }
 
@@ -245,7 +130,7 @@ def test_token_bytes_and_stop_ids_are_llama_cpps(trained: Pair) -> None:
 
 
 @given(st.lists(st.integers(0, 511), max_size=40))
-def test_a_stream_gives_what_decode_gives(trained: Pair, numbers: list[int]) -> None:
+def test_a_stream_gives_what_decode_gives(trained: Compared, numbers: list[int]) -> None:
     # Half of them special tokens or words, half of them bytes.
     token_ids = [n if n < 256 else trained.ours.vocab_size - 1 - n % 256 for n in numbers]
     for keep_special in (True, False):
@@ -273,7 +158,7 @@ def test_a_stream_replaces_invalid_bytes_as_soon_as_that_is_certain(tmp_path: Pa
     assert stream.push(ord("y")) == "y"
 
 
-def test_control_tokens_can_be_left_out_of_the_text(trained: Pair) -> None:
+def test_control_tokens_can_be_left_out_of_the_text(trained: Compared) -> None:
     ids = trained.ours.encode("<|im_start|>a<think>b<unk><|im_end|>")
     assert trained.ours.decode(ids) == "<|im_start|>a<think>b<unk><|im_end|>"
     assert trained.ours.decode(ids, keep_special=False) == "a<think>b"
@@ -319,7 +204,9 @@ def test_special_tokens_are_added_only_when_asked(tmp_path: Path) -> None:
     assert load(small(), tmp_path).encode("x", add_special=True) == [ord("x")]
 
 
-def test_what_the_file_says_of_its_special_tokens_is_kept(trained: Pair, tmp_path: Path) -> None:
+def test_what_the_file_says_of_its_special_tokens_is_kept(
+    trained: Compared, tmp_path: Path
+) -> None:
     assert trained.ours.bos_text == "<|endoftext|>"
     assert trained.ours.eos_text == "<|im_end|>"
     assert trained.ours.chat_template == "{{ messages }}"
@@ -346,9 +233,9 @@ def test_a_merge_that_occurs_twice_keeps_its_first_rank(tmp_path: Path) -> None:
     assert vocabulary.types is not None
     vocabulary.types += [NORMAL]
     vocabulary.merges = ["h e", "e l", "he l", "h e"]
-    for ours_and_theirs in pair(vocabulary, tmp_path):
-        assert ours_and_theirs.ours.encode("hel") == [257]
-        ours_and_theirs.check("hel")
+    for both in compared(vocabulary, tmp_path):
+        assert both.ours.encode("hel") == [257]
+        both.check("hel")
 
 
 # Cost.
@@ -363,7 +250,7 @@ def test_a_vocabulary_of_152k_loads_in_a_few_seconds(tmp_path: Path) -> None:
         assert tokenizer.vocab_size == 151_936
 
 
-def test_long_texts_without_a_break_take_linear_time(trained: Pair) -> None:
+def test_long_texts_without_a_break_take_linear_time(trained: Compared) -> None:
     start = time.process_time()
     for text in ("a" * 100_000, " " * 100_000, "\n" * 100_000, "!" * 100_000, " \n" * 50_000):
         assert trained.ours.decode(trained.ours.encode(text)) == text
@@ -372,8 +259,7 @@ def test_long_texts_without_a_break_take_linear_time(trained: Pair) -> None:
 
 def test_the_library_is_imported_only_when_a_tokenizer_is_loaded() -> None:
     code = (
-        "import sys, dflash_adapters.tokenizer as t; "
-        "print('tokenizers' in sys.modules, 'gguf' in sys.modules, *t.DIALECTS)"
+        "import sys, dflash_adapters.tokenizer; print(*({'tokenizers', 'gguf'} & {*sys.modules}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -382,4 +268,4 @@ def test_the_library_is_imported_only_when_a_tokenizer_is_loaded() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["False", "False", *DIALECTS]
+    assert done.stdout == "\n"

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.tokenizer import load_tokenizer
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from support import gguf_builder as raw
+from support.examples import examples
 from support.gguf_builder import GgufBuilder
 from support.random_models import byte_characters
 from support.vocabularies import (
+    CONTROL,
     NORMAL,
     RawVocabulary,
     small,
+    small_pieces,
 )
 
 
@@ -25,6 +30,7 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     for builder in (
         GgufBuilder(),
         GgufBuilder().add("tokenizer.ggml.model", raw.string("none")),
+        GgufBuilder().add("tokenizer.ggml.model", raw.string("no_vocab")),
     ):
         with GgufFile.open(builder.write(tmp_path / "m.gguf")) as file:
             assert load_tokenizer(file) is None
@@ -33,8 +39,7 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "pre", "words"),
     [
-        ("llama", None, "tokenizer model llama"),
-        ("gpt2", None, "pre-tokenizer default"),
+        ("bert", None, "tokenizer model bert"),
         ("gpt2", "deepseek-v3", "pre-tokenizer deepseek-v3"),
         ("gpt2", "a\nb", "pre-tokenizer 'a\\nb'"),
     ],
@@ -70,6 +75,11 @@ def with_token(text: str | bytes, token_type: int = NORMAL) -> _Change:
 
 def with_key(key: str, value: bytes) -> _Change:
     return lambda vocabulary: vocabulary.extra.update({f"tokenizer.{key}": value})
+
+
+def without_a_byte(pieces: RawVocabulary) -> None:
+    assert pieces.types is not None
+    pieces.tokens[3 + 0x80], pieces.types[3 + 0x80] = "first", NORMAL
 
 
 CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
@@ -117,10 +127,59 @@ CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_vocabulary_that_contradicts_itself_is_refused(tmp_path: Path, case: str) -> None:
-    change, key, reason = CONTRADICTIONS[case]
-    vocabulary = small()
+PIECE_CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
+    "no tokens": (changed(tokens=[]), "tokens", "0 tokens"),
+    "a byte without piece": (without_a_byte, "tokens", "no token for the byte 0x80"),
+    "the same piece twice": (with_token("<s>"), "tokens", "tokens 1 and 260 are the same"),
+    "an empty piece": (with_token(""), "tokens", "token 260 has 0 bytes"),
+    "a byte spelled otherwise": (
+        with_token("<0x0a>", 6),
+        "token_type",
+        "token 260 is of type byte, but spelled <0x0a>",
+    ),
+    "a byte over two lines": (with_token("\n", 6), "token_type", "but spelled '\\n'"),
+    "type zero": (changed(types=[0] * 260), "token_type", "token 0 of type 0"),
+    "type seven": (with_token("x", 7), "token_type", "token 260 of type 7"),
+    "type of 32 bits": (with_token("x", 2**31 - 1), "token_type", "token 260 of type 2147483647"),
+    "negative type": (changed(types=[-1] * 260), "token_type", "outside"),
+    "too many types": (changed(types=[NORMAL] * 261), "token_type", "261 types for 260 tokens"),
+    "too few scores": (changed(scores=[0.0] * 259), "scores", "259 scores for 260 tokens"),
+    "too many scores": (changed(scores=[0.0] * 261), "scores", "261 scores for 260 tokens"),
+    "a score that is none": (changed(scores=[float("nan")] * 260), "scores", "not finite"),
+    "an endless score": (changed(scores=[float("inf")] * 260), "scores", "not finite"),
+    "a space prefix of another type": (
+        with_key("ggml.add_space_prefix", raw.scalar(raw.UINT32, 1)),
+        "add_space_prefix",
+        "is not a bool",
+    ),
+    "eos beyond the end": (
+        with_key("ggml.eos_token_id", raw.scalar(raw.UINT32, 260)),
+        "eos_token_id",
+        "260 is outside 0 … 259",
+    ),
+    "fim_pad beyond the end": (
+        with_key("ggml.fim_pad_token_id", raw.scalar(raw.UINT32, 2**32 - 1)),
+        "fim_pad_token_id",
+        "4294967295 is outside 0 … 259",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "case", "contradictions"),
+    [
+        *((small, case, CONTRADICTIONS) for case in CONTRADICTIONS),
+        *((small_pieces, case, PIECE_CONTRADICTIONS) for case in PIECE_CONTRADICTIONS),
+    ],
+)
+def test_a_vocabulary_that_contradicts_itself_is_refused(
+    tmp_path: Path,
+    make: Callable[[], RawVocabulary],
+    case: str,
+    contradictions: dict[str, tuple[_Change, str, str]],
+) -> None:
+    change, key, reason = contradictions[case]
+    vocabulary = make()
     change(vocabulary)
     with (
         GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
@@ -131,8 +190,22 @@ def test_a_vocabulary_that_contradicts_itself_is_refused(tmp_path: Path, case: s
     assert caught.value.field.removeprefix("tokenizer.").removeprefix("ggml.") == key
     assert reason in caught.value.reason
     assert "\n" not in str(caught.value)
-    with GgufFile.open(small().write(tmp_path / "m.gguf")) as file:
+    with GgufFile.open(make().write(tmp_path / "m.gguf")) as file:
         assert load_tokenizer(file) is not None
+
+
+def test_a_flood_of_special_tokens_is_refused(tmp_path: Path) -> None:
+    vocabulary = small_pieces()
+    assert vocabulary.types is not None
+    count = 1 << 16
+    vocabulary.tokens += [f"<{index}>" for index in range(count)]
+    vocabulary.types += [CONTROL] * count
+    vocabulary.scores = None
+    with (
+        GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
+        pytest.raises(ModelFileError, match=r"token_type: 65539 special tokens; at most 65536"),
+    ):
+        load_tokenizer(file)
 
 
 def test_a_vocabulary_without_merges_key_is_refused(tmp_path: Path) -> None:
@@ -144,3 +217,35 @@ def test_a_vocabulary_without_merges_key_is_refused(tmp_path: Path) -> None:
         pytest.raises(ModelFileError, match="merges: required key is missing"),
     ):
         load_tokenizer(file)
+
+
+# Any damage.
+
+
+@pytest.fixture(scope="module", params=[small, small_pieces])
+def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make: Callable[[], RawVocabulary] = request.param
+    return make().write(tmp_path_factory.mktemp("damage") / "sound.gguf")
+
+
+@examples(300)
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8)), max_size=3))
+def test_a_damaged_vocabulary_is_refused_or_works(
+    sound: Path, damage: list[tuple[int, bytes]]
+) -> None:
+    data = bytearray(sound.read_bytes())
+    for place, replacement in damage:
+        start = place % (len(data) - len(replacement))
+        data[start : start + len(replacement)] = replacement
+    path = sound.with_name("damaged.gguf")
+    path.write_bytes(data)
+    try:
+        with GgufFile.open(path) as file:
+            tokenizer = load_tokenizer(file)
+    except ModelFileError:
+        return
+    if tokenizer is not None:
+        for text in ("hello a\U0001f680 <|im_end|></s>", "<s>" * 9):
+            ids = tokenizer.encode(text, add_special=True)
+            assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
+            assert isinstance(tokenizer.decode(ids), str)

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.messages import Attached, Bye, Refused, Welcome, encode_header
-from dflash_protocol.transport import Reply
+from dflash_protocol.ring import MOVED_FACTOR
+from dflash_protocol.routed_batch import group_by_expert
+from dflash_protocol.transport import DeviceReply, Reply
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.experts.sharing import Offer, OfferFailed, SharingPlan, make_offer
-from support.control_rig import CAPACITY, OWNED, PATIENCE_S, SHAPE, Daemon
+from support.control_rig import CAPACITY, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend
+from support.host_mover import HostMover, HostRows
 from support.routed_batches import batch_of
 from support.version1_peer import Version1Parent
 
@@ -95,10 +98,88 @@ async def test_a_link_computes_through_shared_memory(daemon: Daemon, run_dir: Pa
     assert not (await parent.ping(welcome.link_id)).known
 
 
+async def test_devices_of_both_sides_move_what_is_sent(
+    daemon: Daemon, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = HostMover(), HostMover()
+    monkeypatch.setattr(GateBackend, "mover", theirs)
+    parent = daemon.parent()
+    welcome = await parent.hello()
+    assert welcome.can_move
+    offer = make_offer(run_dir, welcome, replace(PLAN, moves=True))
+    assert offer.message.max_tokens == MOVED_FACTOR * CAPACITY
+    await parent.say(encode_header(offer.message))
+    segment = offer.accepted(await parent.expect(Attached))
+    assert segment.peer_moves
+    assert theirs.num_open == 1
+    segment.open_window(ours)
+    lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+    client = SharedClient(segment, lost_fd=lost_fd, lost_reason=lambda: "lost")
+    num_tokens = MOVED_FACTOR * CAPACITY
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    hidden = np.random.default_rng(0).standard_normal((num_tokens, SHAPE.hidden_size), np.float32)
+    try:
+        found = []
+        for rows in (HostRows(hidden), hidden):
+            batch = group_by_expert(
+                rows,
+                tokens,
+                tokens % 2,
+                weights=np.ones(num_tokens, np.float32),
+                phase=Phase.PREFILL,
+            )
+            sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
+            reply = await asyncio.to_thread(client.wait, sequence, deadline_s=PATIENCE_S)
+            assert isinstance(reply, DeviceReply) == (rows is not hidden)
+            found.append(reply.sums)
+        assert found[0].tobytes() == found[1].tobytes()
+        assert np.abs(found[0]).max() > 0
+    finally:
+        client.close()
+        os.close(lost_fd)
+    assert ours.num_open == 0
+    await parent.say(encode_header(Bye(welcome.link_id)))
+    assert not (await parent.ping(welcome.link_id)).known
+    while theirs.num_open:  # the compute thread lets go when it looks next
+        await asyncio.sleep(0.01)
+
+
+async def test_a_device_that_cannot_see_the_memory_moves_nothing(
+    daemon: Daemon, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = HostMover()
+    monkeypatch.setattr(GateBackend, "mover", mover)
+    parent = daemon.parent()
+    welcome = await parent.hello()
+    mover.has_failed = True
+    offer = make_offer(run_dir, welcome, replace(PLAN, moves=True))
+    await parent.say(encode_header(offer.message))
+    segment = offer.accepted(await parent.expect(Attached))
+    assert not segment.peer_moves
+    segment.close()
+
+
+async def test_nothing_is_moved_for_who_does_not_ask_or_rounds(
+    daemon: Daemon, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not (await daemon.parent().hello()).can_move
+    mover = HostMover()
+    monkeypatch.setattr(GateBackend, "mover", mover)
+    assert not (await daemon.parent().hello(payload="bf16")).can_move
+    parent = daemon.parent()
+    offer = offer_for(await parent.hello(), run_dir)
+    await parent.say(encode_header(offer.message))
+    segment = offer.accepted(await parent.expect(Attached))
+    assert not segment.peer_moves
+    assert not mover.num_open
+    segment.close()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"link_id": "00"},
+        {"moves": True, "max_tokens": MOVED_FACTOR * CAPACITY},
         {"name": "ring-1-1-" + 32 * "0"},
         {"name": "../model.gguf"},
         {"name": ""},
@@ -135,9 +216,13 @@ async def test_an_answer_from_other_memory_is_not_believed(daemon: Daemon, run_d
     try:
         await parent.say(encode_header(offer.message))
         answer = await parent.expect(Attached)
-        for changed in ({"nonce": 32 * "0"}, {"nonce": "é"}, {"link_id": "00"}):
+        for changed in (
+            replace(answer, nonce=32 * "0"),
+            replace(answer, nonce="é"),
+            replace(answer, link_id="00"),
+        ):
             with pytest.raises(OfferFailed, match="other memory"):
-                offer.accepted(replace(answer, **changed))
+                offer.accepted(changed)
     finally:
         offer.withdraw()
 

@@ -18,7 +18,9 @@ COMPILED = ("runtime/dflash_runtime/compute/cpu/", "protocol/dflash_protocol/rin
 """Compiled functions, and what emits their code: they know no keywords."""
 BY_PLACE = {
     # Operands of an operation, as in its formula.
-    "rms_norm", "norm_and_rotate", "attention", "forward",
+    "rms_norm", "norm_and_rotate", "attention", "gated", "causal_conv", "delta_rule", "forward",
+    # What belongs to a cache, in the order of its own arguments.
+    "new_kv_cache",
     # Of the operation that a model calls without knowing whose it is.
     "MoeExpertComputeRuntime.compute", "MoeExpertComputeRuntime.start", "OtherExperts.start",
     # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads

@@ -21,6 +21,7 @@ from dflash_protocol.errors import (
     ModelFileError,
     ProtocolError,
     SettingsError,
+    StateNotKept,
     UnsupportedModel,
 )
 
@@ -28,6 +29,7 @@ SAMPLES: dict[type[DflashError], DflashError] = {
     DflashError: DflashError("something"),
     SettingsError: SettingsError("threads=0: must be 1 or more"),
     ContextExceeded: ContextExceeded(300, 256),
+    StateNotKept: StateNotKept(wanted=7, kept=12),
     ModelFileError: ModelFileError("damaged", path="m.gguf", field="a.key", offset_bytes=24),
     UnsupportedModel: UnsupportedModel("unknown architecture", path=Path("m.gguf")),
     ProtocolError: ProtocolError("malformed"),

@@ -38,6 +38,7 @@ WORDS = [
     ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "shared", "stream")),
     ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
     ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),
+    ("YARN", "yarn", "file", ("file", "llama.cpp")),
 ]
 SWITCHES = [
     ("IPC_REQUIRED", "ipc_required"),

@@ -84,7 +84,9 @@ def outcome(pair: Pair, sequence: int) -> str:
         (ring.OTHER_TIME, 0x7FF8 << 48, "malformed"),
         (ring.CHECKSUM, 0, "checksum"),
         (ring.LAYER, 2, "checksum"),
-        (12, 1, "checksum"),
+        (ring.MOVED, 1, "malformed"),
+        (ring.DIGEST, 1, "checksum"),
+        (14, 1, "checksum"),
     ],
 )
 def test_a_header_that_is_wrong_is_answered_with_the_reason_and_counted(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, rope_table
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
@@ -39,6 +39,7 @@ class LayerCase:
     pairing: RopePairing = RopePairing.HALF_SPLIT
     num_rotated: int = 64
     has_norm: bool = True
+    mask: Mask = CAUSAL
     capacity: int = 192
     lanes: int = 32
     runs_backward: bool = False
@@ -46,7 +47,7 @@ class LayerCase:
 
     @property
     def kv(self) -> KvLayer:
-        return KvLayer(self.num_kv_heads, self.key_dim, self.value_dim)
+        return KvLayer(self.num_kv_heads, self.key_dim, self.value_dim, self.mask)
 
     @property
     def shape(self) -> AttentionShape:
@@ -146,7 +147,7 @@ class AttentionRig:
         """By the formula, from what lies in the cache."""
         positions: I32Array = np.arange(first, first + count, dtype=np.int32)
         queries = self.rotated(0, first, count) * self.scale
-        return attended(queries, *self.cached(), positions)
+        return attended(queries, *self.cached(), positions, mask=self.case.mask)
 
     def decode(self, first: int, count: int, *, bucket: int | None = None) -> AnyArray:
         """A step of `count` tokens."""

@@ -1,4 +1,5 @@
-"""``cuda:N`` without a GPU: opening one gives the backend on an emulated device."""
+"""``cuda:N`` without a GPU: opening one gives the backend on an emulated device. And the same GPU
+with little memory for work, where there is one."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import pytest
 from dflash_protocol.device import Device, DeviceKind
 from dflash_runtime.compute import ComputeBackend, devices, open_backend
 from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.devices import DeviceMemory
+from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from dflash_runtime.compute.cupy.devices import VENDORS, DeviceMemory, memory_of
+from dflash_runtime.compute.cupy.driver import open_driver
 from support.emulated_device import EmulatedDevice
+from support.gpu_devices import first_gpu
 from support.random_models import Qwen3MoeShape
 
 TINY = Qwen3MoeShape(
@@ -32,6 +36,10 @@ SCRATCH_BYTES = 1 << 20
 class EmulatedGpus:
     """Every backend that is opened computes on a device of its own, kept here in order."""
 
+    device = Device(DeviceKind.CUDA, 0)
+    kernel_device = EmulatedDevice
+    """What such a device is, for tests that have some of it fail."""
+
     def __init__(self) -> None:
         self.free_bytes = 1 << 40
         self.opened: list[EmulatedDevice] = []
@@ -47,8 +55,29 @@ class EmulatedGpus:
         """The backend of ``cuda:0``, opened as everybody does."""
         return open_backend(Device(DeviceKind.CUDA, 0))
 
+    def used_bytes(self) -> int:
+        """Of all devices together."""
+        return sum(each.num_bytes for each in self.opened)
+
     def _memory(self) -> DeviceMemory:
         return DeviceMemory(self.free_bytes, 1 << 40, is_shared_with_host=False)
+
+
+class RealGpu:
+    """One device, for tests that have the same of EmulatedGpus."""
+
+    kernel_device = CupyDevice
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def open(self, device: Device) -> CupyBackend:
+        return CupyBackend(device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES)
+
+    def used_bytes(self) -> int:
+        """As the driver counts, whoever uses it."""
+        memory = memory_of(open_driver(VENDORS[self.device.kind]), self.device.index)
+        return memory.total_bytes - memory.free_bytes
 
 
 def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
@@ -57,3 +86,10 @@ def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
     monkeypatch.setitem(devices._LOADERS, DeviceKind.CUDA, gpus.open)
     return gpus
+
+
+def install_real_gpu(monkeypatch: pytest.MonkeyPatch) -> RealGpu:
+    """Have `open_backend` open this one; skips the test if there is none."""
+    gpu = RealGpu(first_gpu())
+    monkeypatch.setitem(devices._LOADERS, gpu.device.kind, gpu.open)
+    return gpu

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from dflash_adapters.moe_spec import CAUSAL, Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.ids import AnyArray, F64Array, I32Array
@@ -44,7 +47,8 @@ def cached_numbers(rows: CachedRows, dim: int) -> F64Array:
 def fill(rows: CachedRows, numbers: AnyArray, kv_type: KvType) -> None:
     """Store rows in an emulated cache from position 0 on. Shapes: numbers [kv_heads, n, dim]."""
     num_heads, count, dim = numbers.shape
-    elements, scales = np.asarray(rows.elements), rows.scales
+    elements: Any = rows.elements  # numpy's, or written as these are
+    scales: Any = rows.scales
     padded = np.zeros((num_heads, count, elements.shape[2]), np.float32)
     padded[..., :dim] = numbers
     if kv_type is not KvType.Q8_0:
@@ -52,21 +56,37 @@ def fill(rows: CachedRows, numbers: AnyArray, kv_type: KvType) -> None:
         return
     blocks = padded.reshape(num_heads, count, padded.shape[2] // 32, 32)
     largest = np.abs(blocks).max(axis=-1) / 127
-    np.asarray(scales)[:, :count] = largest
+    scales[:, :count] = largest
     bytes_ = np.rint(blocks / np.where(largest, largest, 1)[..., None])
     elements[:, :count] = bytes_.reshape(padded.shape)
 
 
-def attended(queries: F64Array, keys: F64Array, values: F64Array, positions: I32Array) -> F64Array:
-    """Softmax over all positions up to each token's own; queries are scaled.
+def attended(
+    queries: F64Array,
+    keys: AnyArray,
+    values: AnyArray,
+    positions: I32Array,
+    *,
+    mask: Mask = CAUSAL,
+    sinks: AnyArray | None = None,
+) -> F64Array:
+    """Softmax over the positions that each token sees; queries are scaled.
 
-    Shapes: queries [T, heads, D]; keys, values [kv_heads, N, …]; result [T, heads, V].
+    Shapes: queries [T, heads, D]; keys, values [kv_heads, N, …]; sinks [heads]; result
+    [T, heads, V].
     """
+    keys, values = keys.astype(np.float64), values.astype(np.float64)
     group = queries.shape[1] // keys.shape[0]
     out = np.empty((*queries.shape[:2], values.shape[2]))
-    for token, position in enumerate(positions):
+    for token, position in enumerate(positions.tolist()):
+        first = max(position - mask.window + 1 if mask.window else 0, 0)
+        if mask.chunk:
+            first = max(first, position // mask.chunk * mask.chunk)
+        seen = slice(first, position + 1)
         for head in range(queries.shape[1]):
-            scores = keys[head // group, : position + 1] @ queries[token, head]
-            weights = np.exp(scores - scores.max())
-            out[token, head] = weights @ values[head // group, : position + 1] / weights.sum()
+            scores = keys[head // group, seen] @ queries[token, head]
+            highest = scores.max() if sinks is None else max(scores.max(), sinks[head])
+            weights = np.exp(scores - highest)
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - highest))
+            out[token, head] = weights @ values[head // group, seen] / total
     return out

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DflashError
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from dflash_runtime.compute.cupy.device import KernelDevice
+from support.emulated_device import EmulatedDevice
+
+EMULATED = "emulated"
+EMULATED_AND_GPU = (EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
+"""Parameters of a test that runs here in the emulation, and with `-m gpu` on a device."""
 
 
 def first_gpu() -> Device:
@@ -21,3 +30,16 @@ def first_gpu() -> Device:
         else:
             return device
     pytest.skip("; ".join(reasons))
+
+
+@contextmanager
+def opened_device(which: str) -> Iterator[KernelDevice]:
+    """One of EMULATED_AND_GPU."""
+    if which == EMULATED:
+        yield EmulatedDevice()
+        return
+    device = CupyDevice(first_gpu())
+    try:
+        yield device
+    finally:
+        device.close()

@@ -16,14 +16,16 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from support.poison import Poison
 
 
 class GpuModel:
-    """A file with all its experts on one device."""
+    """A file with all its experts on one device, whose results are spoilt before each run."""
 
     def __init__(
         self, path: Path, device: KernelDevice, *, kv_type: KvType, capacity: int = 96
     ) -> None:
+        self.poison = Poison(device)
         self.backend = CupyBackend(device, max_chunk=64, scratch_bytes=16 << 20)
         self.file = GgufFile.open(path)
         adapter = adapter_for(self.file)
@@ -35,7 +37,10 @@ class GpuModel:
             )
             for layer in self.spec.moe.layers
         }
-        self.cache = self.backend.ops.new_kv_cache(self.spec.kv_layers, capacity, kv_type)
+        self.cache = self.backend.ops.new_kv_cache(
+            self.spec.kv_layers, capacity, kv_type, self.spec.recurrent_layers
+        )
+        self.poison.begin()
 
     def logits(self, ids: I32Array, chunks: Sequence[int]) -> F32Array:
         """Logits of every position, computed in chunks. Shapes: ids [T]; result [T, V]."""
@@ -44,6 +49,7 @@ class GpuModel:
             positions = np.arange(first, first + size, dtype=np.int32)
             phase = Phase.DECODE if size == 1 else Phase.PREFILL
             moe = self.backend.moe(self.banks, phase, None)
+            self.poison.again()
             hidden = self.model.forward(ids[first : first + size], positions, self.cache, moe)
             rows.append(self.backend.to_host(self.model.head(hidden)))
             first += size
@@ -55,6 +61,7 @@ class GpuModel:
         return RecordedStep(self.backend.ops, self.model, self.cache, moe=moe)
 
     def close(self) -> None:
+        self.poison.close()
         self.backend.close()
         self.file.close()
 

@@ -96,11 +96,13 @@ class LlamaOracle:
         threads: int = 1,
         max_batch: int | None = None,
         vocab_only: bool = False,
+        yarn_beta_fast: float | None = None,
     ) -> None:
         """Load `path`, or the first shard of it.
 
         `max_batch` limits the tokens of one decode call (default: `context_length`);
-        `vocab_only` reads no weights, for `tokenize` alone.
+        `vocab_only` reads no weights, for `tokenize` alone; `yarn_beta_fast` is what llama.cpp
+        computes with instead of 32, whatever the file says.
         Raises: OracleError if llama.cpp does not load the file.
         """
         self._context: int | None = None
@@ -111,6 +113,7 @@ class LlamaOracle:
         self._kv_type_id = _KV_TYPE_IDS[kv_type]
         self._threads = threads
         self._vocab_only = vocab_only
+        self._yarn_beta_fast = yarn_beta_fast
         params = default_model_params(self._library)
         params.n_gpu_layers = 0
         params.use_extra_bufts = False
@@ -191,12 +194,14 @@ class LlamaOracle:
             raise OracleError(f"the graph has no tensor named {', '.join(missing)}")
         return found
 
-    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`, without a token for the beginning of the sequence."""
+    def tokenize(
+        self, text: str, *, parse_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        """Token ids of `text`; with `add_special`, those that begin and end a sequence too."""
         encoded = text.encode()
         buffer = (ctypes.c_int32 * (len(encoded) + 8))()
         count = self._library.llama_tokenize(
-            self._vocab, encoded, len(encoded), buffer, len(buffer), False, parse_special
+            self._vocab, encoded, len(encoded), buffer, len(buffer), add_special, parse_special
         )
         if count < 0:
             raise OracleError(f"llama.cpp does not tokenise {text!r}: code {count}")
@@ -212,6 +217,8 @@ class LlamaOracle:
         params.flash_attn_type = _FLASH_ATTENTION_DISABLED
         params.type_k = params.type_v = self._kv_type_id
         params.no_perf = True
+        if self._yarn_beta_fast is not None:
+            params.yarn_beta_fast = self._yarn_beta_fast
         if on_tensor is not None:
             params.cb_eval = ctypes.cast(on_tensor, ctypes.c_void_p)  # type: ignore[arg-type]
         _recent_errors.clear()

@@ -17,7 +17,9 @@ from unittest import mock
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-_SOURCE_ROOTS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime")]
+_SOURCE_ROOTS = [
+    str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime", "tests")
+]
 START_S = 30.0
 """Longest a program may take to start on a busy machine with cold kernel caches."""
 
@@ -87,10 +89,15 @@ def cli_command() -> list[str]:
 
 @contextlib.contextmanager
 def running_daemon(
-    model: Path, listen: str, arguments: Sequence[str] = (), **extra: str
+    model: Path,
+    listen: str,
+    arguments: Sequence[str] = (),
+    *,
+    module: str = "dflash_daemon",
+    **extra: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """A daemon that is listening; ended with SIGTERM if the test has not ended it itself."""
-    command = [sys.executable, "-m", "dflash_daemon", str(model), "--listen", listen, *arguments]
+    command = [sys.executable, "-m", module, str(model), "--listen", listen, *arguments]
     with subprocess.Popen(
         command, env=environment(**extra), stderr=subprocess.PIPE, text=True
     ) as process:

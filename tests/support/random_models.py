@@ -1,44 +1,49 @@
-"""GGUF files with random weights: small ones that compute something, and one that is only large.
+"""Random qwen3moe models: small ones that compute something, and one that is only large.
 
-Every value follows from the seed and the tensor's name, so files of one seed that differ in
-types, shards or tokenizer hold the same model. Knows nothing of the packages under test.
+Knows nothing of the packages under test.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
-from zlib import crc32
+from typing import Any, TypeAlias
 
 import gguf
 import numpy as np
 
-from dflash_protocol.ids import F32Array, I32Array, U8Array
-from support.llama_oracle import quantise
+from dflash_protocol.ids import I32Array
+from support.random_gguf import (
+    END_OF_TEXT,
+    END_OF_TEXT_ID,
+    LinearRope,
+    TensorTypes,
+    YarnRope,
+    byte_characters,
+    kind_of,
+    random_tensors,
+    write_model,
+)
 
-TensorTypes: TypeAlias = str | Mapping[str, str] | Callable[[str], str]
-"""One type name for all matrices; type names by tensor ("attn_q"); or a function of full names."""
-
-END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass(frozen=True, slots=True)
-class LinearRope:
-    """Positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class YarnRope:
-    """YaRN from `original_context` positions to `factor` times as many."""
-
-    factor: float
-    original_context: int
+__all__ = [
+    "BLOCK_32_SHAPE",
+    "BLOCK_256_SHAPE",
+    "CHAT_TEMPLATE",
+    "END_OF_TEXT",
+    "END_OF_TEXT_ID",
+    "ODD_SHAPES",
+    "LinearRope",
+    "Qwen3MoeShape",
+    "TensorTypes",
+    "YarnRope",
+    "byte_characters",
+    "random_tensors",
+    "tensor_shapes",
+    "write_qwen3moe",
+    "write_sparse_30b",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,53 @@ class Qwen3MoeShape:
     rms_eps: float = 1e-6
     tied_output: bool = False
     rope_scaling: LinearRope | YarnRope | None = None
+    architecture: str = "qwen3moe"
+
+    def keys(self) -> dict[str, Any]:
+        """See random_gguf.RandomShape."""
+        scaling = {} if self.rope_scaling is None else self.rope_scaling.keys()
+        return {
+            "block_count": self.num_layers,
+            "context_length": self.context_length,
+            "embedding_length": self.hidden_size,
+            "feed_forward_length": self.ffn_size * self.num_experts_used,
+            "attention.head_count": self.num_heads,
+            "attention.head_count_kv": self.num_kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "rope.freq_base": self.rope_freq_base,
+            "attention.layer_norm_rms_epsilon": self.rms_eps,
+            "expert_count": self.num_experts,
+            "expert_used_count": self.num_experts_used,
+            "expert_feed_forward_length": self.ffn_size,
+            **scaling,
+        }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """See random_gguf.RandomShape."""
+        hidden, experts = self.hidden_size, self.num_experts
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm": (hidden,),
+            "attn_q": (q_width, hidden),
+            "attn_k": (kv_width, hidden),
+            "attn_v": (kv_width, hidden),
+            "attn_q_norm": (self.head_dim,),
+            "attn_k_norm": (self.head_dim,),
+            "attn_output": (hidden, q_width),
+            "ffn_norm": (hidden,),
+            "ffn_gate_inp": (experts, hidden),
+            "ffn_gate_exps": (experts, self.ffn_size, hidden),
+            "ffn_up_exps": (experts, self.ffn_size, hidden),
+            "ffn_down_exps": (experts, hidden, self.ffn_size),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
+        for layer_id in range(self.num_layers):
+            shapes |= {f"blk.{layer_id}.{kind}.weight": dims for kind, dims in layer.items()}
+        shapes["output_norm.weight"] = (hidden,)
+        if not self.tied_output:
+            shapes["output.weight"] = (self.vocab_size, hidden)
+        return shapes
 
 
 ODD_SHAPES: tuple[Qwen3MoeShape, ...] = (
@@ -117,179 +169,10 @@ BLOCK_256_SHAPE = Qwen3MoeShape(
 
 def tensor_shapes(shape: Qwen3MoeShape) -> dict[str, tuple[int, ...]]:
     """Row-major shapes by tensor name, in file order."""
-    hidden, experts = shape.hidden_size, shape.num_experts
-    q_width = shape.num_heads * shape.head_dim
-    kv_width = shape.num_kv_heads * shape.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (hidden,),
-        "attn_q": (q_width, hidden),
-        "attn_k": (kv_width, hidden),
-        "attn_v": (kv_width, hidden),
-        "attn_q_norm": (shape.head_dim,),
-        "attn_k_norm": (shape.head_dim,),
-        "attn_output": (hidden, q_width),
-        "ffn_norm": (hidden,),
-        "ffn_gate_inp": (experts, hidden),
-        "ffn_gate_exps": (experts, shape.ffn_size, hidden),
-        "ffn_up_exps": (experts, shape.ffn_size, hidden),
-        "ffn_down_exps": (experts, hidden, shape.ffn_size),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, hidden)}
-    for layer_id in range(shape.num_layers):
-        shapes |= {f"blk.{layer_id}.{kind}.weight": dims for kind, dims in layer.items()}
-    shapes["output_norm.weight"] = (hidden,)
-    if not shape.tied_output:
-        shapes["output.weight"] = (shape.vocab_size, hidden)
-    return shapes
+    return shape.tensors()
 
 
-def random_tensors(shape: Qwen3MoeShape, *, seed: int) -> dict[str, F32Array]:
-    """Weights by tensor name, before any quantisation.
-
-    Scales keep every layer's share of the hidden state of the same order, spread the router's
-    scores over the experts, and give logits of about 5.
-    """
-    gains = {"ffn_gate_inp": 2.0, "ffn_down_exps": 2.0, "attn_output": 2.0, "output": 1.7}
-    gains["token_embd"] = gains["output"] if shape.tied_output else math.sqrt(shape.hidden_size)
-    tensors: dict[str, F32Array] = {}
-    for name, dims in tensor_shapes(shape).items():
-        random = np.random.default_rng([seed, crc32(name.encode())])
-        if len(dims) == 1:
-            tensors[name] = random.uniform(0.6, 1.5, dims).astype(np.float32)
-        else:
-            deviation = gains.get(_kind(name), 1.2) / math.sqrt(dims[-1])
-            tensors[name] = random.standard_normal(dims, dtype=np.float32) * np.float32(deviation)
-    return tensors
-
-
-def write_qwen3moe(
-    path: Path,
-    shape: Qwen3MoeShape,
-    *,
-    seed: int,
-    tensor_type: TensorTypes = "F32",
-    dequantised: bool = False,
-    tokenizer: Literal["none", "bytes"] = "none",
-    split_into: int = 1,
-) -> Path:
-    """Write a random model; gives the path to open, which for shards is the first one's.
-
-    `tensor_type` names GGML types. A plain name is for all matrices except the router's, a
-    mapping's missing tensors are F32, a function decides for every matrix; norms are F32 always.
-    `dequantised` stores as F32 the values that the types leave, for exact comparisons.
-    `split_into` shards are named as llama.cpp wants them: ``<stem>-00001-of-0000N.gguf``.
-    """
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    _add_metadata(writer, shape)
-    if tokenizer == "bytes":
-        _add_byte_tokenizer(writer, shape.vocab_size)
-    else:
-        writer.add_tokenizer_model("none")
-        writer.add_vocab_size(shape.vocab_size)
-    tensors = random_tensors(shape, seed=seed)
-    if not 1 <= split_into <= len(tensors):
-        raise ValueError(f"{len(tensors)} tensors cannot fill {split_into} shards")
-    first_of_shard = {len(tensors) * shard // split_into for shard in range(1, split_into)}
-    for index, (name, values) in enumerate(tensors.items()):
-        if index in first_of_shard:
-            writer.tensors.append({})
-        type_name = "F32" if values.ndim == 1 else _type_name(tensor_type, name)
-        stored = values if type_name == "F32" else _quantise_stack(values, type_name)
-        ggml_type = gguf.GGMLQuantizationType[type_name]
-        if dequantised and type_name != "F32":
-            stored, ggml_type = gguf.dequantize(stored, ggml_type), gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, stored, raw_dtype=ggml_type)
-    files = writer.format_shard_names(path)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return files[0]
-
-
-def _kind(name: str) -> str:
-    """``attn_q`` of ``blk.3.attn_q.weight``."""
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _type_name(tensor_type: TensorTypes, name: str) -> str:
-    if callable(tensor_type):
-        return tensor_type(name)
-    if isinstance(tensor_type, str):
-        return "F32" if _kind(name) == "ffn_gate_inp" else tensor_type
-    return tensor_type.get(_kind(name), "F32")
-
-
-def _quantise_stack(values: F32Array, type_name: str) -> U8Array:
-    """Shapes: values [..., columns]; result [..., row_bytes] uint8."""
-    rows = quantise(values.reshape(-1, values.shape[-1]), type_name)
-    return rows.reshape(*values.shape[:-1], -1)
-
-
-def _add_metadata(writer: gguf.GGUFWriter, shape: Qwen3MoeShape) -> None:
-    writer.add_type("model")
-    writer.add_name(f"random qwen3moe, {shape.name}")
-    writer.add_quantization_version(2)
-    writer.add_block_count(shape.num_layers)
-    writer.add_context_length(shape.context_length)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_feed_forward_length(shape.ffn_size * shape.num_experts_used)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_freq_base)
-    writer.add_layer_norm_rms_eps(shape.rms_eps)
-    writer.add_expert_count(shape.num_experts)
-    writer.add_expert_used_count(shape.num_experts_used)
-    writer.add_expert_feed_forward_length(shape.ffn_size)
-    match shape.rope_scaling:
-        case LinearRope(factor):
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(factor)
-        case YarnRope(factor, original_context):
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(factor)
-            writer.add_rope_scaling_orig_ctx_len(original_context)
-
-
-def byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level BPE, by byte value.
-
-    Source: Radford et al. 2019 (GPT-2): printable bytes stand for themselves, the rest follow 255.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [
-        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
-    ]
-
-
-BYTE_MERGES = ("Ġ t", "h e", "Ġt he", "i n", "Ġ a", "e r", "Ġa n", "Ġan d")
-"""Merges of the byte tokenizer; each gives one token after the 256 bytes."""
-
-END_OF_TEXT_ID = 256 + len(BYTE_MERGES)
-"""Id of `END_OF_TEXT` in the byte tokenizer."""
-
-
-def _add_byte_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """Ids in order: 256 bytes, the merges' tokens, the end of text, unused padding."""
-    normal = byte_characters() + [merge.replace(" ", "") for merge in BYTE_MERGES]
-    num_unused = vocab_size - len(normal) - 1
-    if num_unused < 0:
-        raise ValueError(f"the byte tokenizer needs a vocabulary of {len(normal) + 1} or more")
-    padding = [f"[PAD{vocab_size - num_unused + index}]" for index in range(num_unused)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*normal, END_OF_TEXT, *padding])
-    writer.add_token_types(
-        [gguf.TokenType.NORMAL] * len(normal)
-        + [gguf.TokenType.CONTROL]
-        + [gguf.TokenType.UNUSED] * num_unused
-    )
-    writer.add_token_merges(BYTE_MERGES)
-    writer.add_eos_token_id(END_OF_TEXT_ID)
-    writer.add_add_bos_token(False)
+write_qwen3moe = write_model
 
 
 CHAT_TEMPLATE = """\
@@ -381,7 +264,7 @@ def write_sparse_30b(path: Path) -> Path:
 
 def _q4_k_m_type(name: str, num_layers: int) -> str:
     """Source: llama-quantize, the rule that gives some layers more bits."""
-    kind = _kind(name)
+    kind = kind_of(name)
     if kind.endswith("_norm") or kind == "ffn_gate_inp":
         return "F32"
     if kind == "output":

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment, open_segment
+from dflash_protocol.routed_batch import Sums
 from dflash_protocol.testing import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
@@ -32,13 +34,29 @@ class Pair:
     """Implements testing.TransportPair, with the segment's bytes at hand."""
 
     def __init__(
-        self, folder: Path, *, payload: PayloadType = PayloadType.F32, spin_s: float = 0.0
+        self,
+        folder: Path,
+        *,
+        shape: RingShape = SHAPE,
+        payload: PayloadType = PayloadType.F32,
+        spin_s: float = 0.0,
+        movers: tuple[DeviceMover | None, DeviceMover | None] = (None, None),
     ) -> None:
+        """`movers` are devices of the client and of the server that move payload."""
+        self.shape = shape
         self.client_counters, self.server_counters = TransportCounters(), TransportCounters()
         self._undo = ExitStack()
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._undo.callback(os.close, self.lost_fd)
-        self.segment = create_segment(folder, SHAPE, generation=3)
+        self.segment = create_segment(folder, shape, generation=3)
+        undo = self._undo.enter_context(ExitStack())
+        undo.callback(self.segment.close)
+        opened = open_segment(folder, self.segment.name, shape, generation=3)
+        undo.callback(opened.close)
+        for segment, mover in zip((self.segment, opened), movers, strict=True):
+            if mover is not None:
+                segment.open_window(mover)
+        undo.pop_all()
         self.server = SharedServer(counters=self.server_counters)
         self._undo.callback(self.server.close)
         self.client = SharedClient(
@@ -50,26 +68,24 @@ class Pair:
             counters=self.client_counters,
         )
         self._undo.callback(self.client.close)
-        limits = LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED, payload=payload)
-        self.server.add_link(
-            "ab", open_segment(folder, self.segment.name, SHAPE, generation=3), limits
-        )
+        limits = LinkLimits(shape.hidden_size, MAX_TOKENS, MAX_EXPERTS_USED, payload=payload)
+        self.server.add_link("ab", opened, limits)
         self.segment.unlink()
 
     @property
     def memory(self) -> U8Array:
         """All bytes of the segment; not to be kept."""
-        kind = ctypes.c_ubyte * SHAPE.segment_bytes
+        kind = ctypes.c_ubyte * self.shape.segment_bytes
         return np.ctypeslib.as_array(kind.from_address(self.segment.address))
 
     @property
     def words(self) -> AnyArray:
-        return self.memory[: SHAPE.segment_bytes // 8 * 8].view(np.int64)
+        return self.memory[: self.shape.segment_bytes // 8 * 8].view(np.int64)
 
     def receive(self) -> ReceivedRequest | None:
         return self.server.try_receive(spin_s=0.05)
 
-    def reply(self, request: ReceivedRequest, sums: AnyArray, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         self.server.reply(request, sums, compute_s)
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:

@@ -25,6 +25,7 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import PayloadType, pack_hidden
+from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_native import FAILURE, NOTHING, OUT_OF_RANGE
 from dflash_protocol.ring_ports import (
     HEADER_AT,
@@ -36,8 +37,8 @@ from dflash_protocol.ring_ports import (
     violation_error,
 )
 from dflash_protocol.ring_segment import Segment
-from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
+from dflash_protocol.routed_batch import DeviceBatch, RoutedBatch
+from dflash_protocol.transport import DeviceReply, LinkLimits, Reply, TransportCounters
 from dflash_protocol.transports.shared_server import SharedServer as SharedServer
 
 _SPIN_S, _LONG_SPIN_S = 50e-6, 1e-3
@@ -63,10 +64,25 @@ def spin_window_s() -> float:
 class _Slot:
     """A slot at the parent."""
 
-    __slots__ = ("index", "port", "taken", "text")
+    __slots__ = (
+        "index",
+        "is_moved",
+        "num_tokens",
+        "port",
+        "reply_at",
+        "request_at",
+        "taken",
+        "text",
+    )
 
-    def __init__(self, ports: Ports, index: int) -> None:
+    def __init__(self, ports: Ports, shape: RingShape, index: int) -> None:
         self.index = index
+        self.num_tokens = 0
+        """Of the request that it holds."""
+        self.is_moved = False
+        """That request's rows were moved by a device, and so will the sums be."""
+        self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
+        self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
         self.port = ports.address(index)
         self.taken = ports.taken(index)
         self.text = np.zeros(ring.FAILURE_LIMIT_BYTES, np.uint8)
@@ -108,9 +124,10 @@ class SharedClient:
         self._ports = Ports(segment, is_client=True, narrow=narrow, limits=limits)
         self._num_slots = shape.num_slots
         self._hidden_size = shape.hidden_size
+        self._window = segment.window if payload is PayloadType.F32 else None
         # The slot that was free last is used first: it is still in the caches of both.
-        self._free = [_Slot(self._ports, index) for index in reversed(range(shape.num_slots))]
-        self._pending: dict[int, tuple[_Slot, int]] = {}
+        self._free = [_Slot(self._ports, shape, i) for i in reversed(range(shape.num_slots))]
+        self._pending: dict[int, _Slot] = {}
         self._abandoned: dict[int, _Slot] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
         self._sequence = 0
@@ -120,6 +137,8 @@ class SharedClient:
         self._poller.register(lost_fd, select.POLLIN)
         kernels = ring_native.kernels()
         self._send, self._receive = kernels.send_request, kernels.receive_reply
+        self._send_moved = kernels.send_moved_request
+        self._receive_moved = kernels.receive_moved_reply
         self._load_word = kernels.load_word
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
@@ -129,8 +148,8 @@ class SharedClient:
         DaemonUnavailable if no slot gets free, or none will, since all belong to requests that were
         given up: the link needs a new segment then.
         """
-        hidden, free = batch.hidden, self._free
-        num_tokens, _ = hidden.shape
+        free = self._free
+        num_tokens, _ = batch.hidden_shape
         slot = free.pop() if free else self._free_slot(deadline_s)
         last = self._sequence
         # The next of those that belong to this slot.
@@ -139,37 +158,41 @@ class SharedClient:
         phase = batch.phase
         phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
         deadline_ms = deadline_s * 1e3
+        head = (slot.port, sequence, layer_id, phase_code)
         try:
-            status = self._send(
-                slot.port,
-                sequence,
-                layer_id,
-                phase_code,
-                self._payload_code,
-                deadline_ms,
-                hidden,
-                batch.expert_ids,
-                batch.group_starts,
-                batch.token_indices,
-                batch.weights,
-            )
-            if status < 0:
-                head = (slot.port, sequence, layer_id, phase_code)
-                status = self._send_otherwise(head, deadline_ms, batch, status)
+            slot.is_moved = False
+            if self._window is not None and isinstance(batch, DeviceBatch):
+                status = self._move_rows(slot, head, deadline_ms, batch)
+                slot.is_moved = True
+            else:
+                status = self._send(
+                    *head,
+                    self._payload_code,
+                    deadline_ms,
+                    batch.hidden,
+                    batch.expert_ids,
+                    batch.group_starts,
+                    batch.token_indices,
+                    batch.weights,
+                )
+                if status < 0:
+                    status = self._send_otherwise(head, deadline_ms, batch, status)
         except BaseException:
             free.append(slot)
             raise
-        self._pending[sequence] = slot, num_tokens
+        slot.num_tokens = num_tokens
+        self._pending[sequence] = slot
         self.bytes_sent += status
         return sequence
 
     def wait(self, sequence: int, *, deadline_s: float) -> Reply:
-        pending = self._pending.get(sequence)
-        if pending is None:
+        slot = self._pending.get(sequence)
+        if slot is None:
             return self._take_arrived(sequence)
-        slot, num_tokens = pending
+        if slot.is_moved:
+            return self._wait_for_moved(sequence, slot, deadline_s)
         # Whatever can be made before the reply is there costs nothing.
-        sums = np.empty((num_tokens, self._hidden_size))
+        sums = np.empty((slot.num_tokens, self._hidden_size))
         reply = Reply(sums, 0.0)
         spin_ns = self._spin_ns if self._is_quick else 0
         if deadline_s < self._spin_s:
@@ -177,7 +200,7 @@ class SharedClient:
         status = self._receive(slot.port, sequence, spin_ns, 0, sums)
         if status == NOTHING:
             self._before_sleep()
-            status = self._wait_for_reply(slot, sequence, sums, deadline_s)
+            status = self._wait_for_reply(self._receive, (slot.port, sequence), sums, deadline_s)
         if status < 0:
             raise self._failure(sequence, slot, status)
         self._complete(sequence, slot, status, reply)
@@ -185,11 +208,12 @@ class SharedClient:
 
     def forget(self, sequence: int) -> None:
         self._arrived.pop(sequence, None)
-        pending = self._pending.pop(sequence, None)
-        if pending is not None:
-            self._abandoned[sequence] = pending[0]
+        slot = self._pending.pop(sequence, None)
+        if slot is not None:
+            self._abandoned[sequence] = slot
 
     def close(self) -> None:
+        self._window = None
         self._segment.close()
 
     def _send_otherwise(
@@ -213,12 +237,60 @@ class SharedClient:
             self._counters.widened += 1
         if status >= 0:
             return status
+        raise self._over_capacity(batch)
+
+    def _move_rows(
+        self, slot: _Slot, head: tuple[int, ...], deadline_ms: float, batch: DeviceBatch
+    ) -> int:
+        """Send rows that a device writes into the slot. Raises: ProtocolError; DeviceUnavailable.
+
+        What does not fit is refused before anything is written.
+        """
+        num_tokens, width = batch.hidden_shape
         shape = self._segment.shape
-        raise ProtocolError(
-            f"{batch.num_tokens} tokens, {batch.num_pairs} pairs, rows of {batch.hidden.shape[1:]} "
+        is_legal = num_tokens <= shape.max_tokens and batch.num_pairs <= shape.max_pairs
+        if self._window is None or width != shape.hidden_size or not is_legal:
+            raise self._over_capacity(batch)
+        arrived = self._window.write_rows(slot.request_at, batch.rows)
+        # Grouped, if it is not yet, while the device is at work.
+        routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
+        status = self._send_moved(*head, deadline_ms, num_tokens, arrived(), *routing)
+        if status < 0:
+            raise self._over_capacity(batch)
+        return status
+
+    def _over_capacity(self, batch: RoutedBatch) -> ProtocolError:
+        shape = self._segment.shape
+        return ProtocolError(
+            f"{batch.num_tokens} tokens, {batch.num_pairs} pairs, rows of {batch.hidden_shape[1:]} "
             f"exceed the capacity of {shape.max_tokens}, {shape.max_pairs}, {shape.hidden_size}",
             code="capacity",
         )
+
+    def _wait_for_moved(self, sequence: int, slot: _Slot, deadline_s: float) -> Reply:
+        """As `wait`, of sums that stay on the device."""
+        receive, head, num_tokens = self._receive_moved, (slot.port, sequence), slot.num_tokens
+        spin_s = min(self._spin_s, max(deadline_s, 0.0))
+        status = receive(*head, int(spin_s * 1e9), 0, num_tokens)
+        if status == NOTHING:
+            self._before_sleep()
+            status = self._wait_for_reply(receive, head, num_tokens, deadline_s)
+        if status < 0:
+            raise self._failure(sequence, slot, status)
+        return self._read_moved(sequence, slot, status)
+
+    def _read_moved(self, sequence: int, slot: _Slot, num_bytes: int) -> Reply:
+        """Have the device read sums whose header was received, and free the slot.
+
+        Raises: ProtocolError if these are not the sums that were sent; DeviceUnavailable.
+        """
+        assert self._window is not None
+        sums, digest = self._window.read_sums(slot.reply_at, (slot.num_tokens, self._hidden_size))
+        if digest != header_word(slot.taken, ring.DIGEST):
+            raise self._failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
+        reply = DeviceReply(sums, 0.0)
+        self._complete(sequence, slot, num_bytes, reply)
+        return reply
 
     def _take_arrived(self, sequence: int) -> Reply:
         outcome = self._arrived.pop(sequence, None)
@@ -270,25 +342,46 @@ class SharedClient:
             if not self._pending:
                 raise DaemonUnavailable("all slots belong to requests that were given up")
             remaining_s = end_s - time.monotonic()
-            for sequence, (slot, num_tokens) in list(self._pending.items()):
-                sums = np.empty((num_tokens, self._hidden_size))
+            for sequence, slot in list(self._pending.items()):
                 # Replies come in any order, most often in that of the requests.
                 wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_LOOK_S)
-                status = self._receive(slot.port, sequence, 0, int(wait_s * 1e9), sums)
-                if status >= 0:
-                    reply = self._arrived[sequence] = Reply(sums, 0.0)
-                    self._complete(sequence, slot, status, reply)
-                elif status != NOTHING:
-                    self._arrived[sequence] = self._failure(sequence, slot, status)
+                self._keep_reply(sequence, slot, int(wait_s * 1e9))
             if not self._free:
                 self._check_patience(remaining_s, deadline_s, "free slot")
 
-    def _wait_for_reply(self, slot: _Slot, sequence: int, sums: F64Array, deadline_s: float) -> int:
+    def _keep_reply(self, sequence: int, slot: _Slot, wait_ns: int) -> None:
+        """Free the slot if its reply has come or comes meanwhile, which is kept for its wait."""
+        head = (slot.port, sequence, 0, wait_ns)
+        sums = np.empty((0 if slot.is_moved else slot.num_tokens, self._hidden_size))
+        if slot.is_moved:
+            status = self._receive_moved(*head, slot.num_tokens)
+        else:
+            status = self._receive(*head, sums)
+        if status == NOTHING:
+            return
+        if status < 0:
+            self._arrived[sequence] = self._failure(sequence, slot, status)
+        elif slot.is_moved:
+            try:
+                self._arrived[sequence] = self._read_moved(sequence, slot, status)
+            except ProtocolError as error:
+                self._arrived[sequence] = error
+        else:
+            reply = self._arrived[sequence] = Reply(sums, 0.0)
+            self._complete(sequence, slot, status, reply)
+
+    def _wait_for_reply(
+        self,
+        receive: Callable[..., int],
+        head: tuple[int, int],
+        place: F64Array | int,
+        deadline_s: float,
+    ) -> int:
         """Status of what comes. Raises: DeadlineExceeded; DaemonUnavailable if the link is lost."""
         remaining_s, end_s = deadline_s, time.monotonic() + deadline_s
         while True:
             wait_ns = int(min(max(remaining_s, 0.0), _LONGEST_WAIT_S) * 1e9)
-            status = self._receive(slot.port, sequence, 0, wait_ns, sums)
+            status = receive(*head, 0, wait_ns, place)
             if status != NOTHING:
                 return status
             remaining_s = end_s - time.monotonic()

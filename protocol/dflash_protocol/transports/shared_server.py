@@ -6,17 +6,20 @@ of handshakes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import struct
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dflash_protocol import ring, ring_native
-from dflash_protocol.errors import ProtocolError
-from dflash_protocol.ids import F32Array, F64Array, I64Array
+from dflash_protocol.device_payload import DeviceWindow, ReadRows
+from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
+from dflash_protocol.ids import F32Array, I64Array
 from dflash_protocol.messages import ExpertRequest
 from dflash_protocol.payloads import PayloadType, pack_sums
 from dflash_protocol.ring_native import OUT_OF_RANGE
@@ -30,7 +33,7 @@ from dflash_protocol.ring_ports import (
     violation_error,
 )
 from dflash_protocol.ring_segment import Segment, silence_bell
-from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.routed_batch import DeviceBatch, RoutedBatch, Sums
 from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
 
 # ROUTING_BOUND, WAITED, then of the header: sequence, layer, everything from T to the payload
@@ -46,6 +49,8 @@ class _RingRequest(ReceivedRequest):
     """A request that remembers its slot."""
 
     slot: _Slot | None = None
+    moved: ReadRows | None = None
+    """The rows, if they were moved by a device."""
 
 
 class _Slot:
@@ -58,6 +63,8 @@ class _Slot:
         self.request: _RingRequest | None = None
         """What was taken and is not answered."""
         shape = link.segment.shape
+        self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
+        self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
         # Memory that no request ever needed is never touched.
         self._hidden: F32Array = np.empty(shape.max_tokens * shape.hidden_size, np.float32)
         self._indices = [np.empty(shape.max_pairs + extra, np.int32) for extra in (0, 1, 0)]
@@ -91,6 +98,9 @@ class _Slot:
         header.sequence, header.layer_id = sequence, layer_id
         header.deadline_ms, header.sent_s = deadline_ms, sent_s
         request.waited_s, request.routing_bound = waited_s, bound
+        window = self.link.segment.window
+        if window is not None and header_word(self.bytes, ring.MOVED):
+            request = _moved(request, window, self.request_at)
         self.request = request
         return request
 
@@ -120,6 +130,22 @@ class _Slot:
             generation=segment.generation,
         )
         return _RingRequest(self.link.link_id, header, batch, slot=self)
+
+
+def _moved(request: _RingRequest, window: DeviceWindow, at: int) -> _RingRequest:
+    """The same request with rows that lie in its slot."""
+    batch = request.batch
+    num_tokens, hidden_size = batch.hidden_shape
+    rows = window.read_rows(at, (num_tokens, hidden_size))
+    of_device = DeviceBatch(
+        batch.phase,
+        rows,
+        expert_ids=batch.expert_ids,
+        group_starts=batch.group_starts,
+        token_indices=batch.token_indices,
+        weights=batch.weights,
+    )
+    return replace(request, batch=of_device, moved=rows)
 
 
 class _Link:
@@ -156,6 +182,7 @@ class SharedServer:
         kernels = ring_native.kernels()
         self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
         self._send_failure = kernels.send_failure
+        self._send_moved_reply = kernels.send_moved_reply
         self._links: dict[str, _Link] = {}
         self._slots: list[_Slot] = []
         self._changes: deque[tuple[str, Segment | None, LinkLimits | None]] = deque()
@@ -219,18 +246,22 @@ class SharedServer:
             return None
         return slot.take()
 
-    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
-        """Answer a request, unless its link is gone. Shapes: sums [T, H] float64.
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+        """Answer a request, unless its link is gone. Shapes: sums [T, H] float64, on the device
+        that has moved the rows if one has, which is waited for.
 
-        Raises: ValueError if the sums are of another shape.
+        Raises: ValueError if the sums are of another shape, or elsewhere; DeviceUnavailable.
         """
         assert isinstance(request, _RingRequest)
         slot = request.slot
         if slot is None or slot.request is not request:
             return
         link, sequence, waited_s = slot.link, request.header.sequence, request.waited_s
-        if sums.ndim != 2:
-            raise ValueError(f"sums of shape {sums.shape}")
+        if request.moved is not None:
+            self._move_reply(slot, request, request.moved, sums, compute_s)
+            return
+        if not isinstance(sums, np.ndarray) or sums.ndim != 2:
+            raise ValueError(f"sums of shape {sums.shape}, of a {type(sums).__name__}")
         status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
         if status == OUT_OF_RANGE:
             wide, _ = pack_sums(sums, link.payload)
@@ -242,6 +273,33 @@ class SharedServer:
             raise ValueError(
                 f"sums of shape {sums.shape}, or with gaps, for a link of {link.segment.shape}"
             )
+        slot.request = None
+
+    def _move_reply(
+        self, slot: _Slot, request: _RingRequest, rows: ReadRows, sums: Sums, compute_s: float
+    ) -> None:
+        """Have the device write sums into the slot, and publish them if the rows were good."""
+        window, sequence = slot.link.segment.window, request.header.sequence
+        if window is None or sums.shape != rows.shape:
+            raise ValueError(f"sums of shape {sums.shape} for rows of {rows.shape}")
+        started_s = time.monotonic()
+        try:
+            if isinstance(sums, np.ndarray):
+                on_device = rows.new_sums()
+                on_device.add(sums)
+                sums = on_device
+            digest = window.write_sums(slot.reply_at, sums)
+            is_whole = rows.digest() == header_word(slot.bytes, ring.DIGEST)
+        except DeviceUnavailable as error:
+            self._fail(slot, sequence, ProtocolError(one_line(str(error)), code="internal"))
+            return
+        if not is_whole:
+            self._refuse(slot, ring_native.WRONG_CHECKSUM)
+            return
+        compute_s += time.monotonic() - started_s  # until now nobody had waited for the device
+        self._send_moved_reply(
+            slot.port, sequence, compute_s, request.waited_s, rows.shape[0], digest
+        )
         slot.request = None
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
@@ -299,6 +357,9 @@ class SharedServer:
             self._fail(slot, slot.sequence, error)
 
     def _fail(self, slot: _Slot, sequence: int, error: ProtocolError) -> None:
+        if slot.request is not None and slot.request.moved is not None:
+            with contextlib.suppress(DeviceUnavailable):
+                slot.request.moved.abandon()
         slot.request = None
         text = f"{error.code}\0{str(error)[:1000]}".encode(errors="replace")
         text = text[: ring.FAILURE_LIMIT_BYTES]

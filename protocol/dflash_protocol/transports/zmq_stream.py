@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import zmq
 
 from dflash_protocol import requests, version1
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
-from dflash_protocol.ids import F64Array, I32Array
+from dflash_protocol.ids import I32Array
 from dflash_protocol.messages import Frames
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.requests import largest_frame_bytes as largest_frame_bytes
-from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.routed_batch import RoutedBatch, Sums
 from dflash_protocol.transport import LinkLimits as LinkLimits
 from dflash_protocol.transport import ReceivedRequest, Reply, TransportCounters
 
@@ -272,8 +273,10 @@ class StreamServer:
         waited_s = limits.arrivals.waited_s(header.sent_s, time.monotonic())
         return ReceivedRequest(link_id, header, batch, waited_s)
 
-    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         """Answer a request. Shapes: sums [T, H] float64."""
+        if not isinstance(sums, np.ndarray):
+            sums = sums.to_host()
         limits = self._limits_of(request.link_id)
         if limits is None:
             return  # its parent has said goodbye meanwhile

@@ -13,7 +13,7 @@ import click
 
 if TYPE_CHECKING:
     from dflash_adapters.gguf_file import GgufFile
-    from dflash_adapters.moe_spec import ModelSpec, MoeLayer
+    from dflash_adapters.moe_spec import KvLayer, ModelSpec, MoeLayer
 
 _EPILOG = """\b
 Examples:
@@ -55,6 +55,17 @@ def _record(file: GgufFile, spec: ModelSpec) -> dict[str, object]:
         "tensors": len(file.tensors),
         "tensor_types": dict(Counter(t.tensor_type.name for t in file.tensors.values())),
         "expert_bytes_total": spec.moe.expert_bytes_total,
+        "kv_layers": [
+            {
+                "layers": count,
+                "heads": kv.num_heads,
+                "key": kv.key_dim,
+                "value": kv.value_dim,
+                "window": kv.mask.window,
+                "chunk": kv.mask.chunk,
+            }
+            for kv, count in Counter(spec.kv_layers).items()
+        ],
         "moe_layers": [
             {
                 "layer": layer.layer_id,
@@ -95,6 +106,7 @@ def _lines(file: GgufFile, spec: ModelSpec) -> list[str]:
         f"file          {file.path} ({len(file.shard_paths)} file(s), {_mib(file.size_bytes)})",
         f"identity      {file.identity()}",
         f"layers        {spec.num_layers}, of which {len(moe.layers)} with experts",
+        f"attention     {_attention(spec)}",
         f"hidden        {spec.hidden_size}",
         f"vocabulary    {spec.vocab_size}",
         f"context       {spec.context_length}",
@@ -107,19 +119,35 @@ def _lines(file: GgufFile, spec: ModelSpec) -> list[str]:
         f"{'layers':>10s} {'experts':>8s} {'used':>5s} {'ffn':>6s} {'gate':>8s} {'up':>8s} "
         f"{'down':>8s} {'bytes/expert':>13s} {'a token':>11s}",
     ]
-    for first, last, layer in _runs(spec):
+    for layer_ids, layer in _runs(spec):
         gate, up, down = (projection.tensor_type.name for projection in layer.projections)
-        span = f"{first}" if first == last else f"{first}-{last}"
         lines.append(
-            f"{span:>10s} {layer.num_experts:8d} {layer.num_experts_used:5d} {layer.ffn_size:6d} "
-            f"{gate:>8s} {up:>8s} {down:>8s} {layer.expert_bytes:13,d} "
+            f"{_span(layer_ids):>10s} {layer.num_experts:8d} {layer.num_experts_used:5d} "
+            f"{layer.ffn_size:6d} {gate:>8s} {up:>8s} {down:>8s} {layer.expert_bytes:13,d} "
             f"{_mib(layer.expert_bytes * layer.num_experts_used):>11s}"
         )
     return lines
 
 
-def _runs(spec: ModelSpec) -> Iterator[tuple[int, int, MoeLayer]]:
-    """Consecutive layers whose experts are alike: first id, last id, one of them."""
+def _attention(spec: ModelSpec) -> str:
+    """Layers by what they keep of a position, and how far back they see."""
+
+    def shown(kv: KvLayer, count: int) -> str:
+        sizes = f"{kv.key_dim}" if kv.key_dim == kv.value_dim else f"{kv.key_dim}/{kv.value_dim}"
+        window = f" in windows of {kv.mask.window}" if kv.mask.window else ""
+        chunk = f" in chunks of {kv.mask.chunk}" if kv.mask.chunk else ""
+        heads = "head" if kv.num_heads == 1 else "heads"
+        return f"{count} with {kv.num_heads} key/value {heads} of {sizes}{window}{chunk}"
+
+    parts = [shown(*each) for each in Counter(spec.kv_layers).items()]
+    if spec.recurrent_layers:
+        parts.append(f"{len(spec.recurrent_layers)} recurrent")
+    return ", ".join(parts)
+
+
+def _runs(spec: ModelSpec) -> Iterator[tuple[range, MoeLayer]]:
+    """Layers that follow each other at even distances and whose experts are alike: their ids, and
+    one of them."""
 
     def alike(layer: MoeLayer) -> tuple[object, ...]:
         types = tuple(projection.tensor_type for projection in layer.projections)
@@ -127,7 +155,20 @@ def _runs(spec: ModelSpec) -> Iterator[tuple[int, int, MoeLayer]]:
 
     for _, group in groupby(spec.moe.layers, key=alike):
         layers = list(group)
-        yield layers[0].layer_id, layers[-1].layer_id, layers[0]
+        while layers:
+            ids = [layer.layer_id for layer in layers]
+            step, count = (ids[1] - ids[0] if len(ids) > 1 else 1), 1
+            while count < len(ids) and ids[count] - ids[count - 1] == step:
+                count += 1
+            yield range(ids[0], ids[count - 1] + 1, step), layers[0]
+            layers = layers[count:]
+
+
+def _span(layer_ids: range) -> str:
+    first, last, step = layer_ids[0], layer_ids[-1], layer_ids.step
+    if first == last:
+        return f"{first}"
+    return f"{first}-{last}" if step == 1 else f"{first}-{last}/{step}"
 
 
 def _mib(num_bytes: int) -> str:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, MoeLayer
+from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.device_payload import DeviceMover, DeviceSums
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.routed_batch import DeviceBatch, Hidden, RoutedBatch, Sums
 
 MEMORY_ADVICE = (
     "keep fewer experts there (--local-experts, --placement), or ask for a smaller --context"
@@ -44,6 +45,23 @@ class ExpertBank(Protocol):
         float64. Expert ids of the batch are local ids.
         Shapes: batch.hidden [T, H] float32; out [T, H] float64, added to in place.
         """
+
+
+@runtime_checkable
+class DeviceBank(ExpertBank, Protocol):
+    """A bank on a device, where rows may lie already."""
+
+    def sums_of(self, batch: DeviceBatch) -> DeviceSums:
+        """As `accumulate`, of rows that a device has, to sums that begin as zero."""
+
+
+def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
+    """What a bank computes of a batch: on its device if the rows are there. Shapes: [T, H]."""
+    if isinstance(batch, DeviceBatch) and isinstance(bank, DeviceBank):
+        return bank.sums_of(batch)
+    sums = np.zeros(batch.hidden_shape)
+    bank.accumulate(batch, sums)
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +99,7 @@ class OtherExperts(Protocol):
     def start(
         self,
         layer_id: int,
-        hidden: F32Array,
+        hidden: Hidden,
         topk_ids: I32Array,
         topk_weights: F32Array,
         *,
@@ -92,8 +110,9 @@ class OtherExperts(Protocol):
         Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; ids are global.
         """
 
-    def finish(self, started: Any) -> F64Array:
-        """Wait for it. Shapes: result [T, H]: weighted sums, not rounded.
+    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
+        """Wait for it. Shapes: result [T, H]: weighted sums, not rounded, where the rows were; in
+        `out` if that is given, for rows of the host.
 
         Raises: DaemonUnavailable if nobody can compute it.
         """
@@ -102,11 +121,23 @@ class OtherExperts(Protocol):
         """Nobody will finish it."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """How a token is drawn from logits, as engine.sampling.SamplingOptions has it."""
+
+    temperature: float
+    """Above 0."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class RecordedStep(Protocol):
     """Decode steps of one sequence that cost the host next to nothing.
 
-    A step computes the likeliest token, which is the next step's at the next position: several can
-    be started without waiting for any.
+    A step chooses the token that is the next step's at the next position: several can be started
+    without waiting for any.
     """
 
     @property
@@ -116,6 +147,15 @@ class RecordedStep(Protocol):
 
     def prepare(self) -> None:
         """Have everything compiled and recorded; nothing in the cache may be wanted any more."""
+
+    def choose_by(self, options: DrawOptions | None) -> None:
+        """From the next `begin` on tokens are drawn so; None, as at first: the likeliest ones."""
+
+    def expect(self, first_position: int, numbers: F64Array) -> None:
+        """What tokens of these positions are drawn with, before a step that does is started.
+
+        Shapes: numbers [N], from 0 to below 1.
+        """
 
     def begin(self, token_id: int, position: int) -> None:
         """The next step computes this token at this position.
@@ -129,8 +169,10 @@ class RecordedStep(Protocol):
         Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
         """
 
-    def token(self, position: int) -> int:
+    def token(self, position: int) -> int | None:
         """The token that a step has chosen for this position, once it has.
+
+        None: the caller is to draw it from the step's logits, and to begin anew with it.
 
         Raises: DeviceUnavailable if the device has failed.
         """
@@ -168,6 +210,11 @@ class ComputeBackend(Protocol):
         """
 
     @property
+    def mover(self) -> DeviceMover | None:
+        """What brings its rows into memory that is shared with others, if it does not lie in the
+        host's memory."""
+
+    @property
     def trial_batches(self) -> tuple[tuple[Phase, int], ...]:
         """Phases and numbers of tokens: when a bank has computed such batches, all its kernels are
         compiled and have run. The first is one token of a decode step."""
@@ -181,11 +228,13 @@ class ComputeBackend(Protocol):
         experts: Iterable[tuple[MoeLayer, int]],
         *,
         kv_layers: tuple[KvLayer, ...] = (),
+        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
     ) -> None:
         """Look, before anything is loaded, whether so many experts of these layers fit a device;
-        and with `kv_layers` a whole model with a cache of that many positions.
+        and with `kv_layers` a whole model with a cache of that many positions, and the states of
+        its recurrent layers.
 
         Raises: DeviceOutOfMemory with the amounts, and what to do.
         """
@@ -212,6 +261,10 @@ class ComputeBackend(Protocol):
         """A step of a model whose experts are in `banks` or `elsewhere`, as with `moe`; None if
         there is nothing to record."""
 
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+        """How often experts were chosen since the last call, by layer id, in those layers whose
+        choice the host does not see. Shapes: each [E]."""
+
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> ExpertBank:
@@ -231,9 +284,11 @@ class ComputeBackend(Protocol):
         tensor_types: Iterable[TensorType],
         *,
         kv_type: KvType | None = None,
+        is_recurrent: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Have every kernel ready that experts of these types need; with `kv_type` a whole model.
+        """Have every kernel ready that experts of these types need; with `kv_type` a whole model,
+        with recurrent layers or without.
 
         `on_progress` is called with the number of steps that are done, and of all.
         """

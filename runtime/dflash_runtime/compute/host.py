@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 import psutil
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, MoeLayer
+from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model
-from dflash_protocol.ids import AnyArray, F32Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
 
 PREFILL_CHUNK = 512
@@ -24,6 +24,7 @@ class HostBackend:
     """The part of backend.ComputeBackend that says that there is no device."""
 
     is_host = True
+    mover = None
     chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1)
     trial_batches = ONE_TOKEN
 
@@ -36,6 +37,7 @@ class HostBackend:
         experts: Iterable[tuple[MoeLayer, int]],
         *,
         kv_layers: tuple[KvLayer, ...] = (),
+        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
     ) -> None:
@@ -58,3 +60,7 @@ class HostBackend:
         elsewhere: OtherExperts,
     ) -> None:
         """None: there is nothing to record for."""
+
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+        """None: the host sees what is chosen."""
+        return {}

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.backend import RecordedStep
-from dflash_runtime.engine.sampling import TokenLogprobs
+from dflash_runtime.engine.sampling import Sampler, TokenLogprobs
 from dflash_runtime.engine.steps import Steps
 
 Choose: TypeAlias = Callable[[F32Array], tuple[int, TokenLogprobs | None]]
@@ -21,6 +21,12 @@ Choose: TypeAlias = Callable[[F32Array], tuple[int, TokenLogprobs | None]]
 _AHEAD = 2
 """Steps that are started before a token is read: one that computes, and one that waits for it while
 the host is busy with other things. When a stop token comes, they were in vain."""
+
+_ALONE = 16
+"""Tokens for which no step is started ahead, after one that the device has left to the host."""
+
+_NUMBERS = 1024
+"""What so many tokens are drawn with is given to the device at once."""
 
 
 class Decoding(Protocol):
@@ -34,18 +40,18 @@ class Decoding(Protocol):
 
 
 def decoding_of(
-    steps: Steps, run: int, choose: Choose, *, is_greedy: bool, end_position: int
+    steps: Steps, run: int, choose: Choose, *, sampler: Sampler | None, end_position: int
 ) -> Decoding:
     """How a run goes on; no token from `end_position` on is ever computed.
 
-    `is_greedy`: all that `choose` does is to take the likeliest token.
+    `sampler`: all that `choose` does is to ask it.
     """
     recorded = steps.recorded(run)
     if recorded is None:
         return _StepByStep(steps, run, choose)
-    if is_greedy and not recorded.needs_host:
-        return _RunningAhead(steps, run, recorded, end_position)
-    return _Recorded(steps, run, recorded, choose=choose, is_greedy=is_greedy)
+    if sampler is None:
+        return _FromLogits(steps, run, recorded, choose)
+    return _OnDevice(steps, run, recorded, sampler=sampler, end_position=end_position)
 
 
 class _StepByStep:
@@ -61,23 +67,15 @@ class _StepByStep:
         return self._choose(self._steps.head(hidden)[0])
 
 
-class _Recorded:
-    """One recorded step after the other: the host reads a token, or chooses it from the logits."""
+class _FromLogits:
+    """One recorded step after the other, and the host chooses from the logits of each."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        run: int,
-        recorded: RecordedStep,
-        *,
-        choose: Choose,
-        is_greedy: bool,
-    ) -> None:
+    def __init__(self, steps: Steps, run: int, recorded: RecordedStep, choose: Choose) -> None:
         self._steps = steps
         self._run = run
         self._recorded = recorded
         self._choose = choose
-        self._is_greedy = is_greedy
+        recorded.choose_by(None)
 
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
         self._steps.check(self._run)
@@ -86,29 +84,68 @@ class _Recorded:
         recorded.start()
         if not recorded.needs_host:
             self._steps.count()
-        if self._is_greedy:
-            return recorded.token(position + 1), None
         return self._choose(recorded.logits())
 
 
-class _RunningAhead:
-    """The device takes the likeliest token itself, and goes on while the host reads it."""
+class _OnDevice:
+    """The device takes or draws the tokens itself, and goes on while the host reads them.
 
-    def __init__(self, steps: Steps, run: int, recorded: RecordedStep, end_position: int) -> None:
+    What it is not sure of, the host draws from the logits. Where there is one such token there may
+    be more: for a while no step is started that could be in vain.
+    """
+
+    def __init__(
+        self, steps: Steps, run: int, recorded: RecordedStep, *, sampler: Sampler, end_position: int
+    ) -> None:
         self._steps = steps
         self._run = run
         self._recorded = recorded
+        self._sampler = sampler
         self._end_position = end_position
-        self._num_started = -1
+        self._num_started: int | None = None
+        self._num_alone = 0
+        self._numbers: list[float] = []
+        self._first_drawn = 0
+        recorded.choose_by(sampler.draw_options)
 
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
         self._steps.check(self._run)
-        if self._num_started < 0:
-            self._recorded.begin(token_id, position)
+        recorded = self._recorded
+        if self._num_started is None:
+            recorded.begin(token_id, position)
             self._num_started = position
-        while self._num_started < min(position + 1 + _AHEAD, self._end_position):
-            self._recorded.start()
+        ahead = 0 if recorded.needs_host or self._num_alone else _AHEAD
+        while self._num_started < min(position + 1 + ahead, self._end_position):
             self._num_started += 1
-        next_id = self._recorded.token(position + 1)
-        self._steps.count()
+            self._expect(self._num_started)
+            recorded.start()
+        next_id = recorded.token(position + 1)
+        self._num_alone = max(0, self._num_alone - 1)
+        if next_id is None:
+            next_id = self._drawn(token_id, position)
+        if not recorded.needs_host:
+            self._steps.count()
         return next_id, None
+
+    def _expect(self, position: int) -> None:
+        """Have the device know what the token of this position is drawn with."""
+        if self._sampler.is_greedy:
+            return
+        if not self._numbers:
+            self._first_drawn = position
+        if position < self._first_drawn + len(self._numbers):
+            return
+        numbers = self._sampler.numbers(min(_NUMBERS, self._end_position + 1 - position))
+        self._recorded.expect(position, numbers)
+        self._numbers += numbers.tolist()
+
+    def _drawn(self, token_id: int, position: int) -> int:
+        """The token that follows, drawn here; the next step begins with it."""
+        recorded = self._recorded
+        if self._num_started != position + 1:  # the last logits are another step's
+            recorded.begin(token_id, position)
+            recorded.start()
+        self._num_started = None
+        self._num_alone = _ALONE
+        number = self._numbers[position + 1 - self._first_drawn]
+        return self._sampler.drawn(recorded.logits(), number)

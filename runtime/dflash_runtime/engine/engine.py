@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.chat import render_chat
 from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import SettingsError
@@ -31,6 +30,7 @@ from dflash_runtime.engine.opening import (
     advice_if_out_of_memory,
     open_model,
 )
+from dflash_runtime.engine.prompts import chat_ids, text_ids
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
@@ -61,7 +61,9 @@ class Engine:
         self._steps = Steps(
             opened.file,
             opened.model,
-            opened.backend.ops.new_kv_cache(self.spec.kv_layers, self.num_positions, self.kv_type),
+            opened.backend.ops.new_kv_cache(
+                self.spec.kv_layers, self.num_positions, self.kv_type, self.spec.recurrent_layers
+            ),
             backend=opened.backend,
             runtime=opened.owners.runtime,
             local_banks=opened.owners.local_banks,
@@ -164,12 +166,9 @@ class Engine:
 
         Raises: SettingsError if the file has no tokenizer, or no chat template.
         """
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise SettingsError("this file has no tokenizer; give token ids instead of text")
-        if not chat:
-            return tokenizer.encode(text, add_special=True)
-        return self.encode_chat([{"role": "user", "content": text}])
+        if chat:
+            return self.encode_chat([{"role": "user", "content": text}])
+        return text_ids(self.tokenizer, text)
 
     def encode_chat(
         self,
@@ -184,21 +183,9 @@ class Engine:
         Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
         UnsupportedModel if it fails.
         """
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise SettingsError("this file has no tokenizer; give token ids instead of text")
-        template = template or tokenizer.chat_template
-        if template is None:
-            raise SettingsError("this model has no chat template; give a plain prompt")
-        rendered = render_chat(
-            template,
-            messages,
-            bos_token=tokenizer.bos_text,
-            eos_token=tokenizer.eos_text,
-            extra=extra,
-            path=self._file.path,
+        return chat_ids(
+            self.tokenizer, messages, template=template, extra=extra, path=self._file.path
         )
-        return tokenizer.encode(rendered)
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None
@@ -214,6 +201,7 @@ class Engine:
         for first, last in self._steps.chunks(ids.size, chunk):
             hidden = self._steps.forward(run, ids[first:last], first)
             self._steps.all_logits(hidden, out[first:last])
+        self._steps.settle()
         return out
 
     def generate(
@@ -265,6 +253,28 @@ class Engine:
             )
         )
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Iterator[GeneratedToken]:
+        """Yield up to `max_tokens` tokens of the answer to a conversation, as `generate` does.
+
+        A message is a dict of ``role`` and ``content``, and what else the model's template reads.
+        `template` stands in place of the file's; it is given the `tools` that may be called, and
+        `extra`, such as ``enable_thinking``. `options` are those of `generate`. Reasoning and calls
+        of tools stand in the text as the model writes them, with their tags.
+        Raises: as `encode_chat` and `generate`.
+        """
+        variables = {**(extra or {}), **({"tools": list(tools)} if tools else {})}
+        prompt = self.encode_chat(messages, template=template, extra=variables)
+        return self.generate(prompt, max_tokens, **options)
+
     def stats(self) -> EngineStats:
         """Counters since opening."""
         runtime = self._owners.runtime
@@ -281,8 +291,10 @@ class Engine:
             yield from generated_tokens(
                 self._steps, run, request, tokenizer=self.tokenizer, stats=stats
             )
+            self._steps.settle()
         except Cancelled:
             self.last_generation.finish_reason = "cancelled"
+            self._steps.settle()
         finally:
             if self._profile is not None:
                 owners = self._owners.runtime.stats()

@@ -39,11 +39,6 @@ class GenerationRequest:
     is_cancelled: Callable[[], bool] | None
     on_prefill: Callable[[int, int], None]
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether nothing of the logits is wanted but which is the largest."""
-        return self.sampler.is_greedy and self.top_logprobs is None
-
     def choose(self, logits: F32Array) -> tuple[int, TokenLogprobs | None]:
         """The next token, with its log-probabilities if they are wanted. Shapes: logits [V]."""
         token_id = self.sampler(logits)
@@ -70,12 +65,15 @@ def generated_tokens(
     if tokenizer is not None and not request.ignore_eos:
         stop_ids = tokenizer.stop_ids
     started_s = time.perf_counter()
+    boundary = steps.boundary(prompt, tokenizer.stop_ids if tokenizer is not None else ())
     reused = 0
     if request.reuse_prefix:
-        stats.num_reused_tokens = reused = steps.num_reusable(prompt)
-    for first, last in steps.chunks(prompt.size - reused):
-        request.on_prefill(reused + first, prompt.size)
-        hidden = steps.forward(run, prompt[reused + first : reused + last], reused + first)
+        stats.num_reused_tokens = reused = steps.num_reusable(prompt, boundary)
+    for first, last in steps.prompt_chunks(prompt.size, boundary=boundary, first=reused):
+        request.on_prefill(first, prompt.size)
+        hidden = steps.forward(run, prompt[first:last], first)
+        if request.reuse_prefix and last in (boundary, prompt.size):
+            steps.keep(last)
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
     del hidden  # of a device, where it may be large
     num_positions = prompt.size
@@ -99,7 +97,7 @@ def generated_tokens(
                 steps,
                 run,
                 request.choose,
-                is_greedy=request.is_greedy,
+                sampler=request.sampler if request.top_logprobs is None else None,
                 end_position=min(prompt.size + request.max_tokens - 1, steps.num_positions),
             )
         token_id, logprobs = decoding.next(token_id, num_positions)

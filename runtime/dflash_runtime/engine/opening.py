@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.keys import YARN_KEYS
 from dflash_adapters.moe_spec import ModelSpec, MoeLayer
 from dflash_adapters.ops import KvType, Model
 from dflash_adapters.registry import adapter_for
@@ -32,8 +33,10 @@ from dflash_runtime.compute import (
     make_backend,
     open_backend,
 )
+from dflash_runtime.compute.rings import num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.engine.kept_states import MOST_KEPT
 from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
 from dflash_runtime.engine.owners import Owners
 from dflash_runtime.experts.store import expert_tensor_types
@@ -107,6 +110,8 @@ def open_model(
     undo.enter_context(cache_of(settings))
     file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
     adapter = adapter_for(file)
+    if settings.yarn == "llama.cpp":
+        file.ignore(f"{file.architecture}.{key}" for key in YARN_KEYS)
     spec = adapter.read_spec(file)
     if asked.context is not None and asked.context > spec.context_length:
         raise SettingsError(
@@ -123,12 +128,13 @@ def open_model(
     if choose_device(asked.device).kind is DeviceKind.CPU:  # others look into their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = asked.threads or settings.threads or None
-    backend = open_backend(
-        asked.device,
-        backend=asked.backend,
-        num_threads=num_threads,
-        cpu_tier=settings.cpu_tier,
-    )
+    with advice_if_out_of_memory():
+        backend = open_backend(
+            asked.device,
+            backend=asked.backend,
+            num_threads=num_threads,
+            cpu_tier=settings.cpu_tier,
+        )
     undo.callback(backend.close)
     report = on_progress or _nobody_watches
     report("parent", "compile", 0, 1)
@@ -136,12 +142,14 @@ def open_model(
     backend.warm_up(
         (each for each in types if not each.is_integer),
         kv_type=kv_type,
+        is_recurrent=bool(spec.recurrent_layers),
         on_progress=partial(report, "parent", "compile"),
     )
     backend.require_room(
         file,
         _local_experts(spec, placement),
         kv_layers=spec.kv_layers,
+        recurrent=spec.recurrent_layers,
         num_positions=num_positions,
         kv_type=kv_type,
     )
@@ -228,9 +236,13 @@ def advice_if_out_of_memory() -> Iterator[None]:
 
 
 def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
-    """Raises: SettingsError if the key/value cache would be larger than this machine's memory."""
-    values = sum(kv.num_heads * (kv.key_dim + kv.value_dim) for kv in spec.kv_layers)
-    num_bytes = num_positions * values * _BYTES_PER_VALUE[kv_type]
+    """Raises: SettingsError if all that layers keep would be larger than this machine's memory."""
+    values = sum(
+        num_rows(kv.mask, num_positions) * kv.num_heads * (kv.key_dim + kv.value_dim)
+        for kv in spec.kv_layers
+    )
+    states = sum(layer.state_bytes for layer in spec.recurrent_layers)
+    num_bytes = values * _BYTES_PER_VALUE[kv_type] + (1 + MOST_KEPT) * states
     if num_bytes > psutil.virtual_memory().total:
         raise SettingsError(
             f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "

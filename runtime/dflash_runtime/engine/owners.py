@@ -106,7 +106,7 @@ class Owners:
                         numeric_class=backend.numeric_class,
                         max_tokens=settings.batch_capacity,
                         payload=PayloadType(settings.ipc_dtype),
-                        sharing=_sharing_plan(spec, settings),
+                        sharing=_sharing_plan(spec, settings, backend),
                         is_sharing_required=settings.ipc_transport == "shared",
                     ),
                     patience=Patience(
@@ -131,6 +131,7 @@ class Owners:
                             stream_tokens=settings.stream_batch,
                             spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
                             before_sleep=backend.rest,
+                            mover=backend.mover,
                         )
                     )
                 else:
@@ -236,7 +237,9 @@ class Owners:
         return links
 
 
-def _sharing_plan(spec: ModelSpec, settings: Settings) -> SharingPlan | None:
+def _sharing_plan(
+    spec: ModelSpec, settings: Settings, backend: ComputeBackend
+) -> SharingPlan | None:
     """How memory is to be shared; compiles what that takes, before anybody waits for us."""
     if settings.ipc_transport == "stream":
         return None
@@ -246,6 +249,7 @@ def _sharing_plan(spec: ModelSpec, settings: Settings) -> SharingPlan | None:
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),
         max_bytes=settings.ipc_shared_bytes,
+        moves=backend.mover is not None,
     )
 
 

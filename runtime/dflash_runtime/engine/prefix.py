@@ -50,20 +50,28 @@ class CachedPrefix:
             first_position = 0
         self._bounds.append((first_position, last))
 
-    def num_reusable(self, prompt: I32Array, chunks: Iterable[tuple[int, int]]) -> int:
-        """How many of a prompt's first positions can stay; at least one is left to compute, and as
-        many as are needed for the same bits.
+    def reusable(
+        self, prompt: I32Array, chunks: Iterable[tuple[int, int]], *, boundary: int = 0
+    ) -> list[range]:
+        """Of a prompt's first positions, how many can stay: ascending ranges of numbers, the first
+        of which begins with 0. At least one position is left to compute, and as many as are needed
+        for the same bits.
 
-        `chunks` are those that the prompt would be computed in without a cache. Shapes: prompt [T].
+        `chunks` are those that the prompt would be computed in without a cache; none of them
+        crosses `boundary`. Shapes: prompt [T].
         """
         num_known = min(self.num_cached, prompt.size)
         differs = np.flatnonzero(self._token_ids[:num_known] != prompt[:num_known])
         num_same = int(differs[0]) if differs.size else num_known
         if self._invariant_from is not None:
-            return max(0, min(num_same, prompt.size - self._invariant_from))
-        num_reusable = 0
+            ranges = [range(1)]
+            for first, end in ((0, boundary), (boundary, prompt.size)):
+                last = min(num_same, end - self._invariant_from)
+                ranges.append(range(first, last + 1))
+            return [each for each in ranges if each]
+        ranges = [range(1)]
         for computed, wanted in zip(self._bounds, chunks, strict=False):
             if computed != wanted or not wanted[1] <= min(num_same, prompt.size - 1):
                 break
-            num_reusable = wanted[1]
-        return num_reusable
+            ranges.append(range(wanted[1], wanted[1] + 1))
+        return ranges

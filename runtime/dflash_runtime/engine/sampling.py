@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, F64Array
+from dflash_runtime.compute.backend import DrawOptions
+
+_FIRST_BLOCK, _GROWTH = 1024, 16
+"""Tokens that are looked at to find a share of the probability; so many times as many next."""
+_ROUNDING = 1e-9
+"""More than sums of the probabilities of all tokens are rounded by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,10 @@ def token_logprobs(logits: F32Array, token_id: int, num_top: int) -> TokenLogpro
 
 
 class Sampler:
-    """Draws tokens; two samplers with the same options and seed draw the same ones."""
+    """Draws tokens; two samplers with the same options and seed draw the same ones.
+
+    Each token that is drawn takes one number of the generator's, whoever draws it.
+    """
 
     def __init__(self, options: SamplingOptions) -> None:
         self._options = options
@@ -83,24 +92,67 @@ class Sampler:
         """It takes the most likely token, the first of equals."""
         return self._options.temperature == 0.0
 
+    @property
+    def draw_options(self) -> DrawOptions | None:
+        """The same for a device that draws; None if it is to take the likeliest."""
+        if self.is_greedy:
+            return None
+        options = self._options
+        return DrawOptions(options.temperature, options.top_k, options.top_p, options.min_p)
+
     def __call__(self, logits: F32Array) -> int:
         """Token id. Shapes: logits [V]."""
-        options = self._options
-        if options.temperature == 0.0:
+        if self.is_greedy:
             return int(np.argmax(logits))
-        # Float64, and candidates in a fixed order, so that a seed means the same text everywhere.
-        order = np.argsort(-logits, kind="stable")
-        if options.top_k:
-            order = order[: options.top_k]
-        below_peak = logits[order].astype(np.float64) - np.float64(logits[order[0]])
-        with np.errstate(over="ignore"):  # a tiny temperature takes all but the peak to nothing
-            probabilities = np.exp(below_peak / options.temperature)
-        probabilities /= probabilities.sum()
+        return self.drawn(logits, self._random.random())
+
+    def numbers(self, count: int) -> F64Array:
+        """What the next tokens are drawn with: from 0 to below 1. Shapes: result [count]."""
+        return self._random.random(count)
+
+    def drawn(self, logits: F32Array, number: float) -> int:
+        """Token id, drawn with that number. Shapes: logits [V].
+
+        Tokens stand in order of their logits, equal ones in order of their ids, and the one is
+        taken that `number` of all that the filters leave falls on. Where there is no such order or
+        no distribution, since a logit is NaN or the largest one infinite, it is what a greedy
+        sampler takes.
+        """
+        options, size = self._options, logits.size
+        # All that counts is how large the first, second, … logit is: sorting these is ten times as
+        # quick as sorting ids.
+        descending = np.negative(logits)
+        if 0 < options.top_k < size:
+            descending = np.partition(descending, options.top_k - 1)[: options.top_k]
+        descending.sort()
+        # Float64, and sums in a fixed order, so that a seed means the same text everywhere.
+        probabilities = descending.astype(np.float64)
+        # A tiny temperature takes all but the peak to nothing; infinite peaks are seen below.
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.subtract(probabilities[0], probabilities, out=probabilities)
+            probabilities /= options.temperature
+        np.exp(probabilities, out=probabilities)
+        total = probabilities.sum()
+        if np.isnan(total):
+            return int(np.argmax(logits))
+        probabilities /= total
         if options.top_p < 1.0:
-            before = np.cumsum(probabilities) - probabilities
-            probabilities = probabilities[before < options.top_p]
+            probabilities = _reaching(probabilities, options.top_p)
         if options.min_p > 0.0:
             probabilities = probabilities[probabilities >= options.min_p * probabilities[0]]
-        cumulative = np.cumsum(probabilities)
-        drawn = self._random.random() * cumulative[-1]
-        return int(order[np.searchsorted(cumulative, drawn, side="right")])
+        cumulative = np.cumsum(probabilities, out=probabilities)
+        place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+        equals = np.flatnonzero(logits == -descending[place])
+        return int(equals[place - np.searchsorted(descending, descending[place])])
+
+
+def _reaching(probabilities: F64Array, share: float) -> F64Array:
+    """Those of descending probabilities before which there is less than `share`. Shapes: [N]."""
+    num_seen = _FIRST_BLOCK
+    while True:
+        seen = probabilities[:num_seen]
+        before = np.cumsum(seen) - seen
+        # Further on there is more before all of them, even as sums are rounded.
+        if num_seen >= probabilities.size or before[-1] > share + _ROUNDING:
+            return seen[before < share]
+        num_seen *= _GROWTH

@@ -45,6 +45,7 @@ class EngineStats:
     events: list[Event]
     selections: dict[int, list[int]]
     """How often each expert was chosen: by layer id, then by global expert id. Layers that a device
-    computes whole, without the host knowing what was chosen, are not counted."""
+    computes whole are counted there, which comes here when a generation ends, and with the one or
+    two steps that were begun after its last."""
     hits: HitCounts = field(default_factory=HitCounts)
     """How much of what was chosen lay where the parent computes."""

@@ -5,7 +5,7 @@ Knows nothing of text or sampling; hands every layer's routing to whoever comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.ops import KvCache, Model, MoeBlock
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import RecordedStep
 from dflash_runtime.engine.arguments import chunk_bounds
+from dflash_runtime.engine.kept_states import KeptStates
 from dflash_runtime.engine.prefix import CachedPrefix
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 
@@ -58,6 +60,7 @@ class Steps:
         self._local_banks = local_banks
         self._chunking = backend.chunking
         self._prefix = CachedPrefix(num_positions, invariant_from=self._chunking.invariant_from)
+        self._kept = KeptStates(cache)
         self._moes: dict[Phase, MoeBlock[AnyArray]] = {}
         self._recorded = backend.recorded_step(model, cache, local_banks, elsewhere=runtime)
         layers = model.spec.moe.layers
@@ -83,6 +86,17 @@ class Steps:
             self.head(hidden[-1:])
         if self._recorded is not None:
             self._recorded.prepare()
+        self._backend.take_selections(self._local_banks)  # nobody's
+
+    def settle(self) -> None:
+        """Count what was chosen on a device, where the host did not see it.
+
+        Steps that were started in vain are among it. Raises: DeviceUnavailable.
+        """
+        if self._num_runs < 0:
+            return
+        for layer_id, counts in self._backend.take_selections(self._local_banks).items():
+            self._runtime.add_selections(layer_id, counts)
 
     def begin(self, is_cancelled: Callable[[], bool] | None = None) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
@@ -105,6 +119,7 @@ class Steps:
             if self._recorded is not None:
                 self._recorded.close()
             del self._model, self._cache, self._backend, self._local_banks, self._recorded
+            del self._kept
             self._moes.clear()
 
     def chunks(
@@ -125,20 +140,54 @@ class Steps:
             largest=chunking.largest,
         )
 
-    def num_reusable(self, prompt: I32Array) -> int:
-        """How many of a prompt's first positions are in the cache already. Shapes: prompt [T]."""
-        return self._prefix.num_reusable(prompt, self.chunks(prompt.size))
+    def boundary(self, prompt: I32Array, stop_ids: Collection[int]) -> int:
+        """Where a prompt's last turn begins, as a place to go on from if another takes its place;
+        0 if there is none, or any place is as good. Shapes: prompt [T]."""
+        if self._model.spec.can_be_cut:
+            return 0
+        smallest = self._chunking.smallest
+        ends = np.flatnonzero(np.isin(prompt, list(stop_ids)))
+        place = min(int(ends[-1]) + 1 if ends.size else 0, prompt.size - smallest)
+        return place if place >= smallest else 0
+
+    def prompt_chunks(
+        self, num_tokens: int, *, boundary: int = 0, first: int = 0
+    ) -> Iterable[tuple[int, int]]:
+        """As `chunks`, of what is left of a prompt from `first` on; none crosses `boundary`."""
+        middle = max(first, boundary)
+        for begin, end in ((first, middle), (middle, num_tokens)):
+            for chunk_first, chunk_last in self.chunks(end - begin):
+                yield begin + chunk_first, begin + chunk_last
+
+    def num_reusable(self, prompt: I32Array, boundary: int = 0) -> int:
+        """How many of a prompt's first positions need not be computed again: what they have left is
+        in the cache, or was kept. Shapes: prompt [T]."""
+        chunks = self.prompt_chunks(prompt.size, boundary=boundary)
+        ranges = self._prefix.reusable(prompt, chunks, boundary=boundary)
+        places = {each[-1] for each in ranges} | {self._prefix.num_cached}
+        places = {each for each in places if self._cache.can_resume(each)}
+        places |= {*self._kept.positions}
+        return max(place for place in (0, *places) if any(place in each for each in ranges))
+
+    def keep(self, num_positions: int) -> None:
+        """The state after the last `forward`, which has computed so many positions, may be gone on
+        from in later runs."""
+        if not self._model.spec.can_be_cut:
+            self._kept.keep(num_positions)
 
     def forward(self, run: int, token_ids: I32Array, first_position: int) -> AnyArray:
         """One chunk of a run through all layers. Shapes: token_ids [T]; result [T, H].
 
+        It goes on from `first_position`, if that is where the last one ended, or 0, or reusable.
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
-        Cancelled, before the first layer that nobody wants any more.
+        Cancelled, before the first layer that nobody wants any more; StateNotKept.
         """
         self._require_current(run)
         moe = self._moe(_phase_of(token_ids.size))
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
         self._prefix.cut(first_position)
+        self._kept.cut(first_position)
+        self._kept.take_up(first_position)
         if self._is_cancelled is not None:
             moe = self._cancellable(moe)
         hidden = self._model.forward(token_ids, positions, self._cache, moe)
@@ -228,11 +277,11 @@ class _NobodyElse:
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
-    def start(self, layer_id: int, hidden: F32Array, *choice: AnyArray, phase: Phase) -> F64Array:
-        return np.zeros(hidden.shape)
+    def start(self, layer_id: int, hidden: Hidden, *choice: AnyArray, phase: Phase) -> Sums:
+        return zero_sums(hidden)
 
-    def finish(self, started: Any) -> F64Array:
-        sums: F64Array = started
+    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
+        sums: Sums = started
         return sums
 
     def abandon(self, started: Any) -> None:

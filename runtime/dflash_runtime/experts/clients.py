@@ -6,27 +6,34 @@ Knows nothing of what is sent.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.device_payload import DeviceMover
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring_segment import Segment
 from dflash_protocol.transport import ClientTransport, TransportCounters
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
 from dflash_runtime.experts.link import DaemonLink, Session
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
     """Whoever has it owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` those of
-    a request."""
+    a request. Of requests that devices move, at most `moved_window` should be in flight; 0 if the
+    CPU copies what is sent."""
 
     client: ClientTransport
     transport: str
     max_tokens: int
+    moved_window: int = 0
 
 
 def open_data_path(
@@ -39,9 +46,11 @@ def open_data_path(
     spin_s: float | None,
     before_sleep: Callable[[], object],
     counters: TransportCounters,
+    mover: DeviceMover | None = None,
 ) -> DataPath:
     """To be called, like all of the client, by the data thread.
 
+    `mover` is the device on which rows lie that are sent, if there is one that can move them.
     Raises: DaemonUnavailable if the session is over, or there is no way to send, for lack of
     descriptors perhaps.
     """
@@ -53,6 +62,7 @@ def open_data_path(
             undo.callback(segment.close)
         try:
             if segment is not None:
+                moves = payload is PayloadType.F32 and _has_window(link, segment, mover)
                 shared = SharedClient(
                     segment,
                     lost_fd=link.lost_fd,
@@ -63,7 +73,11 @@ def open_data_path(
                     before_sleep=before_sleep,
                 )
                 undo.pop_all()
-                return DataPath(shared, "shared", segment.shape.max_tokens)
+                max_tokens = segment.shape.max_tokens
+                if not segment.peer_moves:
+                    max_tokens = min(max_tokens, welcome.max_tokens)
+                window = segment.shape.num_slots if moves else 0
+                return DataPath(shared, "shared", max_tokens, window)
             stream = StreamClient(
                 context,
                 session.data_address,
@@ -89,3 +103,15 @@ def open_data_path(
             raise DaemonUnavailable(
                 f"daemon {link.name}: no way to send requests: {error.strerror}"
             ) from error
+
+
+def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -> bool:
+    """Whether a device on each side sees the memory; ours is made to, if the other side's does."""
+    if mover is None or not segment.peer_moves:
+        return False
+    try:
+        segment.open_window(mover)
+    except DeviceUnavailable as error:
+        _LOG.warning("daemon %s: the CPU copies what is sent: %s", link.name, str(error))
+        return False
+    return True

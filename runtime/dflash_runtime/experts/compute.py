@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol
 
-from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch
+import numpy as np
+
+from dflash_protocol.ids import Phase
+from dflash_protocol.routed_batch import RoutedBatch, Sums
 from dflash_runtime.compute import ExpertBank
+from dflash_runtime.compute.backend import sums_of
 from dflash_runtime.experts.telemetry import PhaseStats
 
 
@@ -121,8 +124,9 @@ class ExpertCompute(Protocol):
         Raises: DaemonUnavailable if the owner cannot take work now.
         """
 
-    def collect(self, ticket: Ticket, out: F64Array) -> None:
-        """Wait for a ticket and add its weighted sums to `out` [T, H] float64.
+    def collect(self, ticket: Ticket, out: Sums) -> None:
+        """Wait for a ticket and add its weighted sums to `out` [T, H] float64, which are on a
+        device if the batch's rows are.
 
         Raises: DaemonUnavailable if the owner was lost or late; `out` is then unchanged.
         """
@@ -144,10 +148,13 @@ class LocalExpertCompute:
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
         return Ticket(layer_id, batch)
 
-    def collect(self, ticket: Ticket, out: F64Array) -> None:
-        batch = ticket.batch
+    def collect(self, ticket: Ticket, out: Sums) -> None:
+        batch, bank = ticket.batch, self._banks[ticket.layer_id]
         started_s = time.perf_counter()
-        self._banks[ticket.layer_id].accumulate(batch, out)
+        if isinstance(out, np.ndarray):
+            bank.accumulate(batch, out)
+        else:
+            out.add(sums_of(bank, batch))
         phase = self.stats.of_phase(batch.phase)
         phase.compute_s += time.perf_counter() - started_s
         for counted in (self.stats, phase):

@@ -14,17 +14,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import zmq
 
+from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     DflashError,
     ProtocolError,
 )
-from dflash_protocol.ids import F64Array, I32Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch, compact_tokens, tail_tokens
+from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.routed_batch import (
+    DeviceBatch,
+    RoutedBatch,
+    Sums,
+    add_sums,
+    compact_tokens,
+    tail_tokens,
+)
 from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
@@ -95,9 +102,13 @@ class RemoteExpertCompute:
         stream_tokens: int = STREAM_TOKENS,
         spin_s: float | None = None,
         before_sleep: Callable[[], object] = lambda: None,
+        mover: DeviceMover | None = None,
     ) -> None:
-        """`before_sleep` is called before this thread sleeps until a daemon has answered."""
+        """`before_sleep` is called before this thread sleeps until a daemon has answered; `mover`
+        is the device on which rows lie, if it can move them."""
         self._link = link
+        self._mover = mover
+        self._moved_window = 0
         self._context = context
         self._hidden_size = hidden_size
         self._num_experts_used = num_experts_used
@@ -175,7 +186,7 @@ class RemoteExpertCompute:
         ticket.counted.pairs += batch.num_pairs
         return ticket
 
-    def collect(self, ticket: Ticket, out: F64Array) -> None:
+    def collect(self, ticket: Ticket, out: Sums) -> None:
         assert isinstance(ticket, _RemoteTicket)
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
@@ -183,7 +194,7 @@ class RemoteExpertCompute:
             if ticket is self._probe:
                 self._note_failure(error_of_session, cost_s=0.0, is_probe=True)
             raise error_of_session
-        replies: list[tuple[_Sent, F64Array]] = []
+        replies: list[tuple[_Sent, Sums]] = []
         collecting_s = time.perf_counter()
         try:
             while ticket.in_flight:
@@ -206,10 +217,7 @@ class RemoteExpertCompute:
         # Only now, with every piece at hand, so that a failure leaves `out` as it was.
         started_s = time.perf_counter()
         for sent, sums in replies:
-            if sent.rows is None:
-                np.add(out, sums, out=out)
-            else:
-                out[sent.rows] += sums
+            add_sums(out, sums, sent.rows)
         ended_s = time.perf_counter()
         ticket.counted.combine_s += ended_s - started_s
         if ticket.chooser is not None and ticket.batch.num_pairs:
@@ -228,6 +236,7 @@ class RemoteExpertCompute:
 
     def close(self) -> None:
         self._drop_client()
+        self._mover = None  # it holds memory of a device, which is given back
 
     def _forget(self, ticket: _RemoteTicket) -> None:
         """What is in flight of a ticket is not waited for."""
@@ -246,10 +255,14 @@ class RemoteExpertCompute:
     ) -> _RemoteTicket:
         """A ticket of which nothing is sent yet."""
         mode, chooser = self._mode, None
-        window = _WINDOW
+        is_moved = self._moved_window > 0 and isinstance(compacted, DeviceBatch)
+        # What has no slot yet is sent while replies are awaited.
+        window = self._moved_window if is_moved else _WINDOW
         if mode is ExecutionMode.AUTO:
             mode = ExecutionMode.BATCHED
-            if compacted.num_tokens > self._stream_tokens and self._version > 1:
+            is_small = compacted.num_tokens <= self._stream_tokens
+            # What devices move and compute is the faster the more there is of it.
+            if not is_moved and not is_small and self._version > 1:
                 kind = (batch.phase, compacted.num_tokens.bit_length())
                 chooser = self._choosers.setdefault(kind, ModeChooser())
                 mode = chooser.next_mode()
@@ -332,7 +345,7 @@ class RemoteExpertCompute:
 
     def _wait(
         self, client: ClientTransport, sent: _Sent, phase: Phase, counted: PhaseStats
-    ) -> F64Array:
+    ) -> Sums:
         bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
         started_s = time.monotonic()
         # The deadline runs from the sending: the daemon has been at work since then.
@@ -363,7 +376,7 @@ class RemoteExpertCompute:
             known = self._s_per_pair(phase)
             measured = compute_s / sent.num_pairs
             self._measured_s_per_pair[phase] = known + _RATE_WEIGHT * (measured - known)
-        return reply.sums
+        return reply.placed
 
     def _failed(
         self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
@@ -431,8 +444,10 @@ class RemoteExpertCompute:
                 spin_s=self._spin_s,
                 before_sleep=self._before_sleep,
                 counters=self._counters,
+                mover=self._mover,
             )
             self._client, self._max_tokens = path.client, path.max_tokens
+            self._moved_window = path.moved_window
             self._stats.transport = path.transport
             self._client_generation = session.generation
             self._version = session.welcome.version

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from dflash_protocol.errors import DaemonUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import Placement
-from dflash_protocol.routed_batch import group_by_expert
+from dflash_protocol.routed_batch import Hidden, Sums, group_by_expert, zero_sums
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.pairs import Pairs, concatenated, split_by_owner
 from dflash_runtime.experts.selections import HitCounts, SelectionCounts
@@ -37,7 +38,7 @@ class StartedLayer:
     """A layer's pairs, or some of them, while they are computed."""
 
     layer_id: int
-    hidden: F32Array
+    hidden: Hidden
     phase: Phase
     is_hot_only: bool = True
     in_flight: list[_InFlight] = field(default_factory=list)
@@ -90,7 +91,9 @@ class MoeExpertComputeRuntime:
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
         started = self.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
-        return self.finish(started).astype(np.float32)
+        sums = self.finish(started)
+        assert isinstance(sums, np.ndarray)  # as the rows were
+        return sums.astype(np.float32)
 
     def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
         """As OtherExperts.experts_here."""
@@ -117,10 +120,14 @@ class MoeExpertComputeRuntime:
         """As OtherExperts.count_selections."""
         self._selections.add(layer_id, topk_ids.reshape(-1))
 
+    def add_selections(self, layer_id: int, counts: I64Array) -> None:
+        """What a device has counted, whose choice was not seen here. Shapes: counts [E]."""
+        self._selections.add_counts(layer_id, counts)
+
     def start(
         self,
         layer_id: int,
-        hidden: F32Array,
+        hidden: Hidden,
         topk_ids: I32Array,
         topk_weights: F32Array,
         *,
@@ -131,23 +138,30 @@ class MoeExpertComputeRuntime:
         Shapes and errors as `compute`.
         """
         num_tokens, num_used = topk_ids.shape
+        global_expert_ids = topk_ids.reshape(-1)
         if num_tokens == 1:
-            token_indices = np.zeros(num_used, dtype=np.int32)
+            token_indices = _first_token(num_used)
         else:
             token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
-        pairs = Pairs(token_indices, topk_ids.reshape(-1), topk_weights.reshape(-1))
-        self._selections.add(layer_id, pairs.global_expert_ids)
-        self.hits.layers += 1
+        pairs = Pairs(token_indices, global_expert_ids, topk_weights.reshape(-1))
         if self._device_owner is not None:
             pairs = self._without_device(layer_id, pairs, phase)
         started = StartedLayer(layer_id, hidden, phase)
         if pairs.num_pairs:
             self._submit(started, pairs)
+        # While others are at work.
+        self._selections.add(layer_id, global_expert_ids)
+        self.hits.layers += 1
         return started
 
-    def finish(self, started: StartedLayer) -> F64Array:
+    def finish(self, started: StartedLayer, out: F64Array | None = None) -> Sums:
         """As OtherExperts.finish: collect, and have what was lost computed by others."""
-        sums = np.zeros(started.hidden.shape, dtype=np.float64)
+        sums: Sums
+        if out is None:
+            sums = zero_sums(started.hidden)
+        else:
+            out.fill(0.0)
+            sums = out
         while True:
             self._collect(started, sums)
             orphans = started.orphans
@@ -206,7 +220,8 @@ class MoeExpertComputeRuntime:
         others = owner_of_pair != self._device_owner
         num_others = int(others.sum())
         if num_others < pairs.num_pairs:
-            num_tokens = np.unique(pairs.token_indices[~others]).size
+            tokens = pairs.token_indices[np.flatnonzero(~others)]  # in order, as they all are
+            num_tokens = 1 + int(np.count_nonzero(tokens[1:] != tokens[:-1]))
             self._count_on_device(
                 phase, num_tokens=num_tokens, num_pairs=pairs.num_pairs - num_others
             )
@@ -256,11 +271,12 @@ class MoeExpertComputeRuntime:
         except BaseException:
             self.abandon(started)
             raise
-        # What is computed in this process is computed in `collect`: it is popped first, while
-        # the daemons are at work.
-        started.in_flight.sort(key=self._is_computed_here)
+        if len(started.in_flight) > 1:
+            # What is computed in this process is computed in `collect`: it is popped first, while
+            # the daemons are at work.
+            started.in_flight.sort(key=self._is_computed_here)
 
-    def _collect(self, started: StartedLayer, sums: F64Array) -> None:
+    def _collect(self, started: StartedLayer, sums: Sums) -> None:
         """Add what was submitted to `sums`; pairs of owners that are lost by now are orphans."""
         in_flight = started.in_flight
         try:
@@ -286,3 +302,11 @@ class MoeExpertComputeRuntime:
             self.hits.hot += entry.pairs.num_pairs
             return
         started.is_hot_only = False
+
+
+@cache
+def _first_token(num_pairs: int) -> I32Array:
+    """The token of each pair, where there is only one. Shapes: result [P], not to be written to."""
+    indices = np.zeros(num_pairs, np.int32)
+    indices.flags.writeable = False
+    return indices

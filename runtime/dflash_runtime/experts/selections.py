@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import I32Array, I64Array
 
 _FEW_PAIRS = 64
 """Up to so many are counted one by one: a decode step has a handful, and calls into numpy cost more
@@ -57,6 +57,12 @@ class SelectionCounts:
             return
         for global_expert_id, num_new in enumerate(np.bincount(global_expert_ids).tolist()):
             counts[global_expert_id] += num_new
+
+    def add_counts(self, layer_id: int, counts: I64Array) -> None:
+        """Add what somebody else has counted. Shapes: counts [E]."""
+        ours = self._by_layer[layer_id]
+        for global_expert_id, num_new in enumerate(counts.tolist()):
+            ours[global_expert_id] += num_new
 
     def snapshot(self) -> dict[int, list[int]]:
         """A copy by layer id, each list by global expert id. From any thread, without waiting.

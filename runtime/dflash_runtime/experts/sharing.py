@@ -12,7 +12,7 @@ from pathlib import Path
 from dflash_protocol import ring_native
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.messages import Attach, Attached, Welcome
-from dflash_protocol.ring import MAX_SLOTS, RingShape
+from dflash_protocol.ring import MAX_SLOTS, MOVED_FACTOR, RingShape
 from dflash_protocol.ring_segment import Segment, create_segment
 
 _DEFAULT_BYTES = 128 << 20
@@ -22,11 +22,13 @@ _FEWEST_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class SharingPlan:
-    """What segments are made for. One takes up to 128 MiB, or `max_bytes` if that is more."""
+    """What segments are made for. One takes up to 128 MiB, or `max_bytes` if that is more; all of
+    it is locked for devices where both sides move payload by them, which `moves` says of ours."""
 
     hidden_size: int
     num_experts_used: int
     max_bytes: int
+    moves: bool = False
 
     def shape(self, max_tokens: int) -> RingShape | None:
         """Of a segment for requests of up to `max_tokens`, or of fewer if there is not the room.
@@ -54,9 +56,10 @@ class Offer:
     Owns: the segment, until `accepted` gives it away or `withdraw` closes it.
     """
 
-    def __init__(self, segment: Segment, link_id: str) -> None:
+    def __init__(self, segment: Segment, link_id: str, *, moves: bool = False) -> None:
         self._segment = segment
         self._link_id = link_id
+        self._moves = moves
         self._nonce = segment.write_nonce(is_client=True)
 
     @property
@@ -70,6 +73,7 @@ class Offer:
             max_tokens=shape.max_tokens,
             max_pairs=shape.max_pairs,
             nonce=self._nonce.hex(),
+            moves=self._moves,
         )
 
     def accepted(self, answer: Attached) -> Segment:
@@ -81,6 +85,7 @@ class Offer:
         is_same = hmac.compare_digest(answer.nonce.encode(), written)
         if answer.link_id != self._link_id or not is_same:
             raise OfferFailed("the daemon has other memory than we")
+        self._segment.peer_moves = self._moves and answer.moves
         self._segment.unlink()
         return self._segment
 
@@ -91,14 +96,15 @@ class Offer:
 
 def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
     """Raises: OfferFailed if no memory can be had."""
-    shape = plan.shape(welcome.max_tokens)
+    moves = plan.moves and welcome.can_move
+    shape = plan.shape(welcome.max_tokens * (MOVED_FACTOR if moves else 1))
     if shape is None:
         raise OfferFailed(f"{plan.max_bytes} bytes do not hold a single token")
     try:
         segment = create_segment(folder, shape, generation=welcome.generation)
     except DaemonUnavailable as error:
         raise OfferFailed(str(error)) from error
-    return Offer(segment, welcome.link_id)
+    return Offer(segment, welcome.link_id, moves=moves)
 
 
 def why_not_shared(welcome: Welcome, folder: Path | None) -> str:

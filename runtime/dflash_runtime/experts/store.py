@@ -177,11 +177,7 @@ def read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -
 def byte_ranges(layer: MoeLayer, global_expert_ids: I32Array) -> list[tuple[int, int, int]]:
     """Shard, offset and bytes of every part of these experts."""
     return [
-        (
-            part.shard_index,
-            part.offset_bytes + int(global_expert_id) * part.stride_bytes,
-            part.num_bytes,
-        )
+        (*part.place_of(int(global_expert_id)), part.num_bytes)
         for part in layer.parts
         for global_expert_id in global_expert_ids
     ]

@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.selections import HitCounts
 from dflash_runtime.experts.telemetry import LatencyHistogram
 
 NAMESPACE = "dflash_moe"
@@ -68,6 +69,16 @@ _PHASE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "owner_phase_queue_seconds": ("queue_s", "Time requests waited at a daemon, as it said."),
     "owner_phase_compute_seconds": ("compute_s", "Time an owner computed, as it said."),
 }
+
+
+_LAYER_COUNTERS: Mapping[str, tuple[str, str]] = {
+    # metric: field of HitCounts, what it counts
+    "layers": ("layers", "Layers of experts, once for each step and chunk."),
+    "layers_hot_only": ("layers_hot_only", "Those that needed nobody but the parent's own device."),
+}
+
+_PLACES = ("hot", "remote", "cold")
+"""Fields of HitCounts: who computes what was selected."""
 
 
 class Metrics:
@@ -136,7 +147,7 @@ class Metrics:
 
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
         """Have what owners did among the metrics."""
-        self.registry.register(_OwnerCollector(stats))
+        self.registry.register(_EngineCollector(stats))
 
     def count_generation(self, reason: str, stats: GenerationStats) -> None:
         """A generation ended."""
@@ -161,8 +172,8 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _OwnerCollector(Collector):
-    """The counters that owners keep, whenever they are asked for."""
+class _EngineCollector(Collector):
+    """The counters that an engine and its owners keep, whenever they are asked for."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
@@ -172,37 +183,55 @@ class _OwnerCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        owners = self._stats().owners
-        for metric, (field, text) in _OWNER_COUNTERS.items():
-            family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=["owner", "kind"])
-            for name, owner in owners.items():
-                family.add_metric([name, owner.kind.value], getattr(owner, field))
-            yield family
-        labels = ["owner", "phase"]
-        phases = [
-            ([name, phase.value], stats)
-            for name, owner in owners.items()
-            for phase, stats in dict(owner.phases).items()
-        ]
-        for metric, (field, text) in _PHASE_COUNTERS.items():
-            family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=labels)
-            for values, stats in phases:
-                family.add_metric(values, getattr(stats, field))
-            yield family
-        round_trips = HistogramMetricFamily(
-            f"{NAMESPACE}_owner_round_trip_seconds",
-            "Time from before a request is packed until its reply is at hand.",
-            labels=labels,
-        )
+        stats = self._stats()
+        yield from _hits(stats.hits)
+        yield from _owners(stats.owners)
+
+
+def _hits(hits: HitCounts) -> Iterator[Metric]:
+    for metric, (field, text) in _LAYER_COUNTERS.items():
+        yield CounterMetricFamily(f"{NAMESPACE}_{metric}", text, value=getattr(hits, field))
+    selections = CounterMetricFamily(
+        f"{NAMESPACE}_selections",
+        "Experts that were chosen, by who computes them.",
+        labels=["place"],
+    )
+    for place in _PLACES:
+        selections.add_metric([place], getattr(hits, place))
+    yield selections
+
+
+def _owners(owners: Mapping[str, OwnerStats]) -> Iterator[Metric]:
+    for metric, (field, text) in _OWNER_COUNTERS.items():
+        family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=["owner", "kind"])
+        for name, owner in owners.items():
+            family.add_metric([name, owner.kind.value], getattr(owner, field))
+        yield family
+    labels = ["owner", "phase"]
+    phases = [
+        ([name, phase.value], stats)
+        for name, owner in owners.items()
+        for phase, stats in dict(owner.phases).items()
+    ]
+    for metric, (field, text) in _PHASE_COUNTERS.items():
+        family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=labels)
         for values, stats in phases:
-            if stats.round_trips.num_samples:
-                round_trips.add_metric(values, *_buckets_and_sum(stats.round_trips))
-        yield round_trips
-        for metric, text, value_of in _OWNER_GAUGES:
-            gauge = GaugeMetricFamily(f"{NAMESPACE}_{metric}", text, labels=["owner", "kind"])
-            for name, owner in owners.items():
-                gauge.add_metric([name, owner.kind.value], value_of(owner))
-            yield gauge
+            family.add_metric(values, getattr(stats, field))
+        yield family
+    round_trips = HistogramMetricFamily(
+        f"{NAMESPACE}_owner_round_trip_seconds",
+        "Time from before a request is packed until its reply is at hand.",
+        labels=labels,
+    )
+    for values, stats in phases:
+        if stats.round_trips.num_samples:
+            round_trips.add_metric(values, *_buckets_and_sum(stats.round_trips))
+    yield round_trips
+    for metric, text, value_of in _OWNER_GAUGES:
+        gauge = GaugeMetricFamily(f"{NAMESPACE}_{metric}", text, labels=["owner", "kind"])
+        for name, owner in owners.items():
+            gauge.add_metric([name, owner.kind.value], value_of(owner))
+        yield gauge
 
 
 def _buckets_and_sum(times: LatencyHistogram) -> tuple[list[tuple[str, float]], float]:

@@ -82,6 +82,26 @@ def test_recorded_steps_say_what_steps_one_by_one_say(
         assert engine.stats().owners["local"].phases[Phase.DECODE].pairs == decoded
 
 
+def test_what_was_chosen_is_counted_where_it_is_chosen(tmp_path: Path, gpus: EmulatedGpus) -> None:
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4)
+    ids = prompt_of(40)
+    with Engine.open(path, backend="reference", context=CONTEXT) as engine:
+        engine.logits(ids)
+        expected = engine.stats().selections
+    with opened(path) as engine:
+        assert not any(map(any, engine.stats().selections.values()))  # nothing of its trial
+        engine.logits(ids)
+        assert engine.stats().selections == expected
+        generated(engine, ids[:10], 4)
+        num_tokens = len(ids) + 10 + 3
+        for counts in engine.stats().selections.values():
+            assert sum(counts) == num_tokens * TINY.num_experts_used
+        asked = iter([False] * 8 + [True] * 99)
+        generated(engine, ids[:2], 9, is_cancelled=lambda: next(asked))
+        for counts in engine.stats().selections.values():
+            assert num_tokens + 2 <= sum(counts) / TINY.num_experts_used <= num_tokens + 10
+
+
 def test_a_generation_ends_where_it_is_to(model: Path, gpus: EmulatedGpus) -> None:
     with opened(model, context=32) as engine:
         prompt = prompt_of(20)

@@ -133,7 +133,10 @@ def test_what_is_kept_is_what_would_be_computed_again(
         size = data.draw(st.integers(1, 40))
         prompt = np.array(data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
         wanted = list(chunk_bounds(size, None, CHUNK))
-        reused = prefix.num_reusable(prompt.astype(np.int32), wanted)
+        boundary = data.draw(st.sampled_from([0, *(last for _, last in wanted[:-1])]))
+        ranges = prefix.reusable(prompt.astype(np.int32), wanted, boundary=boundary)
+        assert ranges[0][0] == 0
+        reused = data.draw(st.sampled_from([place for each in ranges for place in each]))
         assert 0 <= reused < size
         chunk_of = {p: bounds for bounds in wanted for p in range(*bounds)}
         for position in range(reused):
@@ -143,7 +146,8 @@ def test_what_is_kept_is_what_would_be_computed_again(
                 assert bounds == chunk_of[position]
             else:
                 assert bounds[1] - bounds[0] >= invariant_from
-                assert size - reused >= invariant_from
+        if invariant_from is not None and reused:
+            assert (boundary if reused < boundary else size) - reused >= invariant_from
         for first, last in chunk_bounds(size - reused, None, CHUNK):
             first, last = reused + first, reused + last
             prefix.cut(first)
@@ -162,7 +166,7 @@ def test_tokens_one_by_one_do_not_make_it_grow() -> None:
         prefix.add(position, ids(position))
     assert prefix.num_cached == 1000
     assert len(prefix._bounds) == 1
-    assert prefix.num_reusable(np.arange(1000, dtype=np.int32), []) == 999
+    assert prefix.reusable(np.arange(1000, dtype=np.int32), [])[-1][-1] == 999
 
 
 @given(

@@ -1,4 +1,5 @@
-"""Sampling against a naive implementation that works on lists of probabilities."""
+"""Sampling against a naive implementation that works on lists of probabilities, and against another
+that sorts all tokens."""
 
 from __future__ import annotations
 
@@ -41,6 +42,23 @@ def naive_distribution(values: list[float], options: SamplingOptions) -> dict[in
     return {token_id: probability / sum(kept.values()) for token_id, probability in kept.items()}
 
 
+def plainly_drawn(logits: F32Array, options: SamplingOptions, number: float) -> int:
+    """The token that a number falls on, with every token sorted and every probability computed."""
+    order = np.argsort(-logits, kind="stable")
+    if options.top_k:
+        order = order[: options.top_k]
+    below_peak = logits[order].astype(np.float64) - np.float64(logits[order[0]])
+    probabilities = np.exp(below_peak / options.temperature)
+    probabilities /= probabilities.sum()
+    if options.top_p < 1.0:
+        before = np.cumsum(probabilities) - probabilities
+        probabilities = probabilities[before < options.top_p]
+    if options.min_p > 0.0:
+        probabilities = probabilities[probabilities >= options.min_p * probabilities[0]]
+    cumulative = np.cumsum(probabilities)
+    return int(order[np.searchsorted(cumulative, number * cumulative[-1], side="right")])
+
+
 def draw(values: list[float], options: SamplingOptions, count: int) -> list[int]:
     sampler = Sampler(options)
     return [sampler(row(values)) for _ in range(count)]
@@ -68,6 +86,81 @@ def test_only_what_the_filters_leave_is_drawn(
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=3)
     allowed = naive_distribution(values, options)
     assert set(draw(values, options, 30)) <= set(allowed)
+
+
+LARGE = st.tuples(
+    st.integers(1, 5000),
+    st.sampled_from([0.01, 0.5, 3.0, 30.0]),
+    st.sampled_from([None, 0.05, 1.0]),
+    st.integers(0, 1 << 32),
+)
+"""Tokens, how far apart their logits are, to what these are rounded, and where it begins."""
+
+
+def large_row(size: int, scale: float, step: float | None, seed: int) -> F32Array:
+    """Many logits: all different, or many alike; some of tokens that cannot be."""
+    random = np.random.default_rng(seed)
+    logits = (random.standard_normal(size) * scale).astype(np.float32)
+    if step is not None:
+        logits = (np.round(logits / step) * step).astype(np.float32)  # of both signs of zero
+    logits[random.random(size) < 0.1] = -np.inf
+    logits[random.integers(size)] = scale
+    return logits
+
+
+@examples(120)
+@given(
+    st.one_of(LOGITS.map(row), LARGE.map(lambda large: large_row(*large))),
+    st.sampled_from([0.01, 0.7, 1.0, 40.0]),
+    st.sampled_from([0, 1, 2, 3, 40, 1500, 1 << 40]),
+    st.sampled_from([1e-9, 0.25, 0.5, 0.9, 0.99999, 1 - 1e-12, 1.0]),
+    st.sampled_from([0.0, 1e-12, 0.05, 0.5, 1.0]),
+)
+def test_tokens_are_those_of_the_plain_formula(
+    logits: F32Array, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    options = SamplingOptions(temperature, top_k, top_p, min_p, seed=11)
+    numbers = np.random.default_rng(11)
+    expected = [plainly_drawn(logits, options, numbers.random()) for _ in range(20)]
+    sampler, ahead = Sampler(options), Sampler(options)
+    assert [sampler(logits) for _ in range(20)] == expected
+    assert [ahead.drawn(logits, number) for number in ahead.numbers(20)] == expected
+
+
+def test_numbers_that_are_drawn_ahead_are_those_of_the_tokens() -> None:
+    logits = large_row(3000, 0.5, None, 1)
+    sampler, ahead = (Sampler(SamplingOptions(2.0, seed=9)) for _ in range(2))
+    expected = [sampler(logits) for _ in range(12)]
+    drawn = [ahead(logits)]
+    drawn += [ahead.drawn(logits, number) for number in ahead.numbers(4)]
+    drawn += [ahead(logits)]
+    drawn += [ahead.drawn(logits, number) for number in ahead.numbers(6)]
+    assert drawn == expected
+    assert len(set(expected)) > 5
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, math.nan, 3.0, math.nan], 1),
+        ([1.0, math.inf, 3.0, math.inf], 1),
+        ([-math.inf, -math.inf], 0),
+        ([-math.inf, math.nan], 1),
+    ],
+)
+def test_without_a_distribution_the_token_is_the_greedy_one(
+    values: list[float], expected: int
+) -> None:
+    assert draw(values, SamplingOptions(), 1) == [expected]
+    for top_k in (0, 4):
+        for top_p, min_p in ((1.0, 0.0), (0.5, 0.0), (1.0, 0.5)):
+            options = SamplingOptions(0.7, top_k, top_p, min_p, seed=1)
+            assert draw(values, options, 3) == [expected] * 3
+
+
+def test_what_top_k_leaves_out_need_not_be_a_number() -> None:
+    values = [1.0, math.nan, 3.0, 2.0]
+    assert set(draw(values, SamplingOptions(1.0, top_k=2, seed=1), 100)) == {2, 3}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_adapters.qwen3moe import read_spec
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_protocol.routed_batch import RoutedBatch
+from dflash_protocol.routed_batch import RoutedBatch, Sums
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.experts.compute import (
     ExpertCompute,
@@ -76,7 +76,8 @@ class FakeCompute:
         self.batches.append(batch)
         return Ticket(layer_id, batch)
 
-    def collect(self, ticket: Ticket, out: F64Array) -> None:
+    def collect(self, ticket: Ticket, out: Sums) -> None:
+        assert isinstance(out, np.ndarray)
         self.log.append(f"collect {self.name}")
         if self.fails == "interrupt":
             raise KeyboardInterrupt

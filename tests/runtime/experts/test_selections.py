@@ -19,18 +19,24 @@ EXPERTS_PER_LAYER = {1: 5, 4: 3}
             st.sampled_from(sorted(EXPERTS_PER_LAYER)),
             st.integers(0, 300),
             st.integers(0, 2**32 - 1),
+            st.booleans(),
         ),
         max_size=6,
     )
 )
-def test_every_selection_is_counted_where_it_belongs(batches: list[tuple[int, int, int]]) -> None:
+def test_every_selection_is_counted_where_it_belongs(
+    batches: list[tuple[int, int, int, bool]],
+) -> None:
     counts = SelectionCounts(EXPERTS_PER_LAYER)
     expected = {layer: np.zeros(num, np.int64) for layer, num in EXPERTS_PER_LAYER.items()}
-    for layer_id, num_pairs, seed in batches:
+    for layer_id, num_pairs, seed, is_counted in batches:
         random = np.random.default_rng(seed)
         ids = random.integers(0, EXPERTS_PER_LAYER[layer_id], num_pairs).astype(np.int32)
-        counts.add(layer_id, ids)
         np.add.at(expected[layer_id], ids, 1)
+        if is_counted:
+            counts.add_counts(layer_id, np.bincount(ids, minlength=EXPERTS_PER_LAYER[layer_id]))
+        else:
+            counts.add(layer_id, ids)
     assert counts.snapshot() == {layer: each.tolist() for layer, each in expected.items()}
 
 

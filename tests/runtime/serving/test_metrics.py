@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats
+from dflash_runtime.experts.selections import HitCounts
 from dflash_runtime.serving.metrics import Metrics
 
 TIMES_S = {Phase.PREFILL: [0.002, 0.9], Phase.DECODE: [5e-6, 20e-6, 21e-6, 100e-6, 50.0]}
@@ -77,6 +78,20 @@ def test_what_daemons_say_of_waiting_and_computing_is_counted_by_phase() -> None
             phase.value: getattr(stats, field) for phase, stats in owner.phases.items()
         }
         assert all(values.values())
+
+
+def test_hits_are_counted_by_who_computes_them() -> None:
+    hits = HitCounts(layers=9, layers_hot_only=4, hot=50, remote=20, cold=2)
+    metrics = Metrics()
+    metrics.watch_engine(lambda: EngineStats(owners={}, events=[], selections={}, hits=hits))
+    lines = metrics.text().decode().splitlines()
+    assert "dflash_moe_layers_total 9.0" in lines
+    assert "dflash_moe_layers_hot_only_total 4.0" in lines
+    for place, value in (("hot", 50), ("remote", 20), ("cold", 2)):
+        assert f'dflash_moe_selections_total{{place="{place}"}} {value}.0' in lines
+    assert "# TYPE dflash_moe_selections_total counter" in lines
+    hits.hot += 8
+    assert 'dflash_moe_selections_total{place="hot"} 58.0' in metrics.text().decode().splitlines()
 
 
 def test_an_owner_that_was_asked_nothing_has_counters_and_no_round_trips() -> None:

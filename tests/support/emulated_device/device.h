@@ -8,6 +8,7 @@
 extern "C" {
 double exp(double) noexcept;
 float expf(float) noexcept;
+float exp2f(float) noexcept;
 float fmaf(float, float, float) noexcept;
 float logf(float) noexcept;
 float rintf(float) noexcept;
@@ -108,6 +109,7 @@ INLINE int round_to_int(float value) {
     return (int)rintf(value);
 }
 INLINE float exp_fast(float value) { return expf(value); }
+INLINE float exp2_fast(float value) { return exp2f(value); }
 INLINE float log_fast(float value) { return logf(value); }
 INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return 1.0f / sqrtf(value); }

@@ -213,6 +213,13 @@ class EmulatedDevice:
         assert isinstance(array, np.ndarray)
         return array.copy()
 
+    def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
+        """As KernelDevice.copy."""
+        self._must_not_record("copy")
+        assert isinstance(destination, np.ndarray)
+        assert isinstance(source, np.ndarray)
+        destination.reshape(-1).view(np.uint8)[:] = source.reshape(-1).view(np.uint8)
+
     def module(self, file: str | Path, defines: Defines) -> EmulatedModule:
         """As KernelDevice.module; `file` may also be the path of a test's own."""
         self._must_not_record("compile")

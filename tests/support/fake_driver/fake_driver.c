@@ -66,6 +66,11 @@ int cuDeviceGetPCIBusId(char *name, int size, int device) {
     snprintf(name, size, "0000:%02x:00.0", device);
     return note("pci_bus_id");
 }
+int hipGetDevicePropertiesR0600(char *properties, int device) {
+    snprintf(properties, 256, "gfx%d beside others", device);
+    snprintf(properties + 1160, 256, "gfx1030:sramecc+:xnack-");
+    return note("device_properties of %d", device);
+}
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     switch (attribute) {
         case 16: case 63: *value = 7; break;

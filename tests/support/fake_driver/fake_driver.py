@@ -79,8 +79,14 @@ class FakeOutOfMemory(Exception):
     """cupy.cuda.memory.OutOfMemoryError."""
 
 
+def _memory(num_bytes: int) -> SimpleNamespace:
+    """cupy.cuda.Memory: the host's."""
+    buffer = np.full(max(num_bytes, 1), 0xFF, np.uint8)
+    return SimpleNamespace(ptr=buffer.ctypes.data, buffer=buffer)
+
+
 class _Pool:
-    """cupy.cuda.MemoryPool of so many bytes; its memory is the host's."""
+    """cupy.cuda.MemoryPool of so many bytes."""
 
     limit_bytes = 1 << 20
 
@@ -90,8 +96,7 @@ class _Pool:
     def malloc(self, num_bytes: int) -> SimpleNamespace:
         if num_bytes > self.limit_bytes:
             raise FakeOutOfMemory
-        buffer = np.full(max(num_bytes, 1), 0xFF, np.uint8)
-        return SimpleNamespace(ptr=buffer.ctypes.data, buffer=buffer)
+        return _memory(num_bytes)
 
     def free_all_blocks(self) -> None:
         self.num_freed += 1
@@ -107,6 +112,21 @@ class _Array:
 
     def get(self) -> Any:
         return self._host.copy()
+
+    def reshape(self, *shape: Any) -> _Array:
+        return self._part(self._host.reshape(*shape))
+
+    def view(self, dtype: Any) -> _Array:
+        return self._part(self._host.view(dtype))
+
+    def __getitem__(self, key: Any) -> _Array:
+        return self._part(self._host[key])
+
+    @staticmethod
+    def _part(host: Any) -> _Array:
+        part = object.__new__(_Array)
+        part._host, part.data = host, SimpleNamespace(ptr=host.ctypes.data)
+        return part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._host, name)
@@ -127,14 +147,12 @@ class _Device:
 
 def fake_cupy(*, is_hip: bool = False) -> ModuleType:
     """What ``import cupy`` gives."""
-    runtime = SimpleNamespace(
-        is_hip=is_hip,
-        getDeviceProperties=lambda index: {"gcnArchName": f"gfx1030:xnack-{index}".encode()},
-    )
     cuda = SimpleNamespace(
-        runtime=runtime,
+        runtime=SimpleNamespace(is_hip=is_hip),
         memory=SimpleNamespace(OutOfMemoryError=FakeOutOfMemory),
         MemoryPool=_Pool,
+        Memory=_memory,
+        MemoryPointer=lambda memory, offset_bytes: memory,
         Device=_Device,
     )
     module = ModuleType("cupy")

@@ -17,7 +17,7 @@ from dflash_runtime.compute.cpu.attention_elements import element_functions
 from dflash_runtime.compute.cpu.attention_split import SPLIT, partial_bytes, scratch_bytes
 from dflash_runtime.compute.cpu.attention_tasks import attend_task, attention_kernel, store_task
 from dflash_runtime.compute.cpu.attention_tiles import BLOCK
-from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache, LayerCache
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 
@@ -31,6 +31,8 @@ _TILE_ROWS = 128
 """Rows for which keys and values are expanded once; more would leave the second-level cache."""
 
 _MOST_PARTIAL_BYTES = 32 << 20
+
+_NO_SINKS = np.empty(0, np.float32)
 
 
 class Attention:
@@ -55,11 +57,14 @@ class Attention:
         positions: I32Array,
         scale: float,
         out: F32Array | None = None,
+        sinks: F32Array | None = None,
     ) -> F32Array:
-        """Write k and v to the cache at `positions`, then let every token see all up to its own.
+        """Write k and v to the cache at `positions`, then let every token see what it may.
 
-        Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; result [T, heads, V].
-        Raises: ContextExceeded if the chunk does not fit the cache.
+        Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; sinks [heads]; result
+        [T, heads, V].
+        Raises: ContextExceeded if the chunk does not fit the cache; StateNotKept if rows that it
+        sees have been overwritten.
         """
         layer = cache.layers[cache_layer]
         kv = layer.kv
@@ -76,18 +81,50 @@ class Attention:
             out = np.empty(shape, np.float32)
         elif out.shape != shape:
             raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
+        if sinks is None:
+            sinks = _NO_SINKS
+        elif sinks.shape != (num_heads,):
+            raise ValueError(f"sinks are {sinks.shape} for {num_heads} heads")
         if num_tokens == 0:
             return out
         first_position = _first_position(positions, num_tokens, cache.capacity)
+        for part in layer.ring.parts(first_position, num_tokens):
+            self._compute(
+                (q[part], k[part], v[part]),
+                sinks,
+                layer,
+                _functions(cache.kv_type),
+                first_position=first_position + part.start,
+                scale=scale,
+                out=out[part],
+            )
+        return out
+
+    def _compute(
+        self,
+        new: tuple[F32Array, F32Array, F32Array],
+        sinks: F32Array,
+        layer: LayerCache,
+        functions: I64Array,
+        *,
+        first_position: int,
+        scale: float,
+        out: F32Array,
+    ) -> None:
+        """New rows that there is room for beside all that they see. Shapes: as above."""
+        q, k, v = new
+        kv, (num_tokens, num_heads, _) = layer.kv, q.shape
         group = num_heads // kv.num_heads
         num_visible = first_position + num_tokens
+        base_split = kv.mask.first_visible(first_position) // SPLIT
         # A power of two that divides BLOCK: no tile crosses the border of a block.
         tile_tokens = min(BLOCK, 1 << max(0, (_TILE_ROWS // group).bit_length() - 1))
         one_partial = partial_bytes(tile_tokens * group, kv.value_dim)
         num_tiles = (num_visible - 1) // tile_tokens - first_position // tile_tokens + 1
-        num_pairs, num_splits = num_tiles * kv.num_heads, -(-num_visible // SPLIT)
+        num_pairs, num_splits = num_tiles * kv.num_heads, -(-num_visible // SPLIT) - base_split
         num_threads = self._workers.num_threads
-        num_products = num_tokens * num_heads * num_visible * (kv.key_dim + kv.value_dim)
+        num_seen = min(num_visible, kv.mask.span or num_visible)
+        num_products = num_tokens * num_heads * num_seen * (kv.key_dim + kv.value_dim)
         is_shared = num_threads > 1 and num_products >= _PARALLEL_PRODUCTS
         items_a_pair, all_partials = 1, num_pairs * num_splits * one_partial
         if not is_shared or num_pairs >= 4 * num_threads or all_partials > _MOST_PARTIAL_BYTES:
@@ -102,9 +139,10 @@ class Attention:
                 q,
                 k,
                 v,
+                sinks,
                 out,
                 layer.words,
-                _functions(cache.kv_type),
+                functions,
                 first_position,
                 scale,
                 tile_tokens,
@@ -120,7 +158,6 @@ class Attention:
                 self._workers.address if k.size + v.size >= _PARALLEL_VALUES else 0,
                 self._workers.address if is_shared else 0,
             )
-        return out
 
 
 @cache

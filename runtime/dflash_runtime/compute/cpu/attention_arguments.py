@@ -5,9 +5,6 @@ Addresses, except where the unit or letter says otherwise. Knows nothing of what
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu.compiling import helper
-from dflash_runtime.compute.cpu.vector import atomics
-
 (
     # Of a layer's cache.
     KEYS,
@@ -19,6 +16,9 @@ from dflash_runtime.compute.cpu.vector import atomics
     KEY_BLOCK_BYTES,
     VALUE_HEAD_BYTES,
     VALUE_ROW_BYTES,
+    RING_ROWS,  # position j is row j % RING_ROWS
+    WINDOW,  # 0: none
+    CHUNK,  # 0: none
     # Of a call and the memory it works in.
     SCRATCH,
     SCRATCH_BYTES,
@@ -27,6 +27,7 @@ from dflash_runtime.compute.cpu.vector import atomics
     QUERIES,
     NEW_KEYS,
     NEW_VALUES,
+    SINKS,  # or 0
     OUT,
     FIRST_POSITION,
     NUM_TOKENS,
@@ -46,18 +47,8 @@ from dflash_runtime.compute.cpu.vector import atomics
     MIX_EXPANDED,
     STORE_TASK,
     ATTEND_TASK,
-) = range(34)
+) = range(38)
 
-NUM_ARGUMENTS = 34
+NUM_ARGUMENTS = 38
 NUM_OF_LAYER = SCRATCH
 NUM_OF_FUNCTIONS = NUM_ARGUMENTS - FETCH_SCORE
-
-
-@helper
-def argument(args: int, index: int) -> int:
-    return atomics.relaxed_load(args + 8 * index)  # type: ignore[no-any-return]
-
-
-@helper
-def set_argument(args: int, index: int, value: int) -> None:
-    atomics.relaxed_store(args + 8 * index, value)

@@ -12,7 +12,6 @@ from functools import cache
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import attention_tiles as tiles
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.attention_arguments import (
     ATTEND_TASK,
@@ -35,9 +34,11 @@ from dflash_runtime.compute.cpu.attention_arguments import (
     PARTIAL_BYTES,
     PARTIALS,
     QUERIES,
+    RING_ROWS,
     SCALE_BITS,
     SCRATCH,
     SCRATCH_BYTES,
+    SINKS,
     STORE_KEY,
     STORE_TASK,
     STORE_VALUES,
@@ -46,8 +47,6 @@ from dflash_runtime.compute.cpu.attention_arguments import (
     VALUE_HEAD_BYTES,
     VALUE_ROW_BYTES,
     VALUES,
-    argument,
-    set_argument,
 )
 from dflash_runtime.compute.cpu.attention_elements import (
     call_store,
@@ -56,6 +55,8 @@ from dflash_runtime.compute.cpu.attention_split import (
     SPLIT,
     attend_split,
     blocks_of,
+    first_visible,
+    in_vectors,
     merge,
 )
 from dflash_runtime.compute.cpu.compiling import (
@@ -68,14 +69,15 @@ from dflash_runtime.compute.cpu.compiling import (
 from dflash_runtime.compute.cpu.parallel import claim, run_on
 from dflash_runtime.compute.cpu.untyped import types
 from dflash_runtime.compute.cpu.vector import atomics
+from dflash_runtime.compute.cpu.words import set_word, word
 
 
 def _store(args: int, counter: int, worker_idx: int) -> None:
     """Each item is up to 32 positions, those of one block of keys, of one head."""
-    first_position, kv_heads = argument(args, FIRST_POSITION), argument(args, KV_HEADS)
-    end_position = first_position + argument(args, NUM_TOKENS)
-    key_dim, value_dim = argument(args, KEY_DIM), argument(args, VALUE_DIM)
-    row_bytes = argument(args, VALUE_ROW_BYTES)
+    first_position, kv_heads = word(args, FIRST_POSITION), word(args, KV_HEADS)
+    end_position = first_position + word(args, NUM_TOKENS)
+    key_dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
+    row_bytes, ring_rows = word(args, VALUE_ROW_BYTES), word(args, RING_ROWS)
     first_block = first_position // 32
     num_items = kv_heads * ((end_position + 31) // 32 - first_block)
     while True:
@@ -83,25 +85,27 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
         if item >= num_items:
             return
         block, kv_head = first_block + item // kv_heads, item % kv_heads
-        keys = argument(args, KEYS) + kv_head * argument(args, KEY_HEAD_BYTES)
-        keys += block * argument(args, KEY_BLOCK_BYTES)
-        values = argument(args, VALUES) + kv_head * argument(args, VALUE_HEAD_BYTES)
+        keys = word(args, KEYS) + kv_head * word(args, KEY_HEAD_BYTES)
+        first_row = 32 * block % ring_rows
+        keys += first_row // 32 * word(args, KEY_BLOCK_BYTES)
+        values = word(args, VALUES) + kv_head * word(args, VALUE_HEAD_BYTES)
         for position in range(max(first_position, 32 * block), min(end_position, 32 * block + 32)):
             row = (position - first_position) * kv_heads + kv_head
-            source = argument(args, NEW_KEYS) + 4 * key_dim * row
-            call_store(argument(args, STORE_KEY), 0, source, key_dim, keys, position % 32)
-            source = argument(args, NEW_VALUES) + 4 * value_dim * row
-            target, block_bytes = values + position * row_bytes, row_bytes // blocks_of(value_dim)
-            call_store(argument(args, STORE_VALUES), 0, source, value_dim, target, block_bytes)
+            source = word(args, NEW_KEYS) + 4 * key_dim * row
+            call_store(word(args, STORE_KEY), 0, source, key_dim, keys, position % 32)
+            source = word(args, NEW_VALUES) + 4 * value_dim * row
+            target = values + (first_row + position % 32) * row_bytes
+            block_bytes = row_bytes // blocks_of(value_dim)
+            call_store(word(args, STORE_VALUES), 0, source, value_dim, target, block_bytes)
 
 
 @helper
 def _copy_queries(args: int, first_token: int, num_tokens: int, kv_head: int, target: int) -> None:
     """A tile's rows one after another, scaled."""
-    dim, num_heads = argument(args, KEY_DIM), argument(args, NUM_HEADS)
-    group = num_heads // argument(args, KV_HEADS)
-    scale = v.float_from_bits(argument(args, SCALE_BITS))
-    source = argument(args, QUERIES) + 4 * dim * (first_token * num_heads + kv_head * group)
+    dim, num_heads = word(args, KEY_DIM), word(args, NUM_HEADS)
+    group = num_heads // word(args, KV_HEADS)
+    scale = v.float_from_bits(word(args, SCALE_BITS))
+    source = word(args, QUERIES) + 4 * dim * (first_token * num_heads + kv_head * group)
     for _ in range(num_tokens):
         for _ in range(group):
             for d in range(0, dim - 31, 32):
@@ -117,17 +121,25 @@ def _copy_queries(args: int, first_token: int, num_tokens: int, kv_head: int, ta
 def _finish(
     args: int, result: int, first_token: int, num_tokens: int, kv_head: int, tile_rows: int
 ) -> None:
-    """Divide by the totals, into the rows of OUT."""
-    value_dim, num_heads = argument(args, VALUE_DIM), argument(args, NUM_HEADS)
+    """Divide by the totals, of which sinks have their share, into the rows of OUT."""
+    value_dim, num_heads = word(args, VALUE_DIM), word(args, NUM_HEADS)
     value_padded = (value_dim + 31) // 32 * 32
-    group = num_heads // argument(args, KV_HEADS)
+    group = num_heads // word(args, KV_HEADS)
     totals = result + 4 * tile_rows * value_padded
-    target = argument(args, OUT) + 4 * value_dim * (first_token * num_heads + kv_head * group)
+    maxima, sinks = totals + in_vectors(tile_rows), word(args, SINKS)
+    target = word(args, OUT) + 4 * value_dim * (first_token * num_heads + kv_head * group)
     for _ in range(num_tokens):
-        for _ in range(group):
-            total = v.splat(v.load_float(totals))
+        for head in range(group):
+            total_one, factor = v.load_float(totals), np.float32(1)
+            if sinks != 0:
+                sink = v.load_float(sinks + 4 * (kv_head * group + head))
+                highest = max(v.load_float(maxima), sink)
+                factor = v.exp_scalar(v.load_float(maxima) - highest)
+                total_one = total_one * factor + v.exp_scalar(sink - highest)
+                maxima += 4
+            total = v.splat(total_one)
             for lane in range(0, value_dim, 32):
-                lanes = v.load_floats(result + 4 * lane) / total
+                lanes = v.load_floats(result + 4 * lane) * v.splat(factor) / total
                 if lane + 32 <= value_dim:
                     v.store_floats(target + 4 * lane, lanes)
                 else:
@@ -145,20 +157,20 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
     [rows][32]; factors [rows]; counts [rows] int64; keys [D][32]; values [BLOCK][32 of V]; a
     partial; a result.
     """
-    kv_heads, tile_tokens = argument(args, KV_HEADS), argument(args, TILE_TOKENS)
-    group = argument(args, NUM_HEADS) // kv_heads
+    kv_heads, tile_tokens = word(args, KV_HEADS), word(args, TILE_TOKENS)
+    group = word(args, NUM_HEADS) // kv_heads
     tile_rows = tile_tokens * group
-    chunk_start = argument(args, FIRST_POSITION)
-    chunk_end = chunk_start + argument(args, NUM_TOKENS)
-    first_tile = chunk_start // tile_tokens
+    chunk_start = word(args, FIRST_POSITION)
+    chunk_end = chunk_start + word(args, NUM_TOKENS)
+    first_tile, base_split = chunk_start // tile_tokens, first_visible(args, chunk_start) // SPLIT
     num_tiles = (chunk_end - 1) // tile_tokens - first_tile + 1
-    value_padded = (argument(args, VALUE_DIM) + 31) // 32 * 32
-    partials, one_partial = argument(args, PARTIALS), argument(args, PARTIAL_BYTES)
-    items_a_pair = argument(args, ITEMS_A_PAIR)
+    value_padded = (word(args, VALUE_DIM) + 31) // 32 * 32
+    partials, one_partial = word(args, PARTIALS), word(args, PARTIAL_BYTES)
+    items_a_pair = word(args, ITEMS_A_PAIR)
     is_streaming = items_a_pair == 1
-    scratch = argument(args, SCRATCH) + worker_idx * argument(args, SCRATCH_BYTES)
+    scratch = word(args, SCRATCH) + worker_idx * word(args, SCRATCH_BYTES)
     queries = scratch + 64
-    result = scratch + argument(args, SCRATCH_BYTES) - one_partial
+    result = scratch + word(args, SCRATCH_BYTES) - one_partial
     v.store_float(scratch, np.float32(1))
     while True:
         item = claim(counter)
@@ -169,27 +181,29 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
         tile, kv_head = first_tile + num_tiles - 1 - pair // kv_heads, pair % kv_heads
         start = max(chunk_start, tile * tile_tokens)
         end = min(chunk_end, (tile + 1) * tile_tokens)
-        num_rows, num_splits = (end - start) * group, (end - 1) // SPLIT + 1
-        first_split = item % items_a_pair
-        if first_split >= num_splits:
+        num_rows, end_split = (end - start) * group, (end - 1) // SPLIT + 1
+        tile_split = first_visible(args, start) // SPLIT
+        first_split = tile_split if is_streaming else base_split + item % items_a_pair
+        if not tile_split <= first_split < end_split:
             continue
         _copy_queries(args, start - chunk_start, end - start, kv_head, queries)
         if is_streaming:
-            first_partial, step, end_split = result - one_partial, 0, num_splits
+            for split in range(tile_split, end_split):
+                partial = result - one_partial
+                attend_split(args, kv_head, start, end, split, scratch, queries, partial, tile_rows)
+                merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
         else:
-            first_partial, step = partials + pair * items_a_pair * one_partial, one_partial
-            end_split = first_split + 1
-        for split in range(first_split, end_split):
-            partial = first_partial + split * step
-            attend_split(args, kv_head, start, end, split, scratch, queries, partial, tile_rows)
-            if is_streaming:
-                merge(result, partial, num_rows, tile_rows, value_padded, split == 0)
-        if not is_streaming:
-            if atomics.atomic_add(argument(args, DONE) + 8 * pair, 1) < num_splits - 1:
+            of_pair = partials + (pair * items_a_pair - base_split) * one_partial
+            partial = of_pair + first_split * one_partial
+            attend_split(
+                args, kv_head, start, end, first_split, scratch, queries, partial, tile_rows
+            )
+            num_splits = end_split - tile_split
+            if atomics.atomic_add(word(args, DONE) + 8 * pair, 1) < num_splits - 1:
                 continue
-            for split in range(num_splits):
-                partial = first_partial + split * step
-                merge(result, partial, num_rows, tile_rows, value_padded, split == 0)
+            for split in range(tile_split, end_split):
+                partial = of_pair + split * one_partial
+                merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
         _finish(args, result, start - chunk_start, end - start, kv_head, tile_rows)
 
 
@@ -197,6 +211,7 @@ def _attention(
     q: F32Array,
     k: F32Array,
     v_new: F32Array,
+    sinks: F32Array,
     out: F32Array,
     layer: I64Array,
     functions: I64Array,
@@ -217,39 +232,42 @@ def _attention(
 ) -> None:
     """Every new row is stored before any is read: a token sees those of the same chunk.
 
+    Sinks are [heads], or [0] for none.
     A pair is a tile and a key/value head. `layer` and `functions` are copied to `args`, which has
     room for NUM_ARGUMENTS words; the names of the others are those of words.
     """
-    for word in range(NUM_OF_LAYER):
-        set_argument(args, word, layer[word])
-    for word in range(NUM_OF_FUNCTIONS):
-        set_argument(args, FETCH_SCORE + word, functions[word])
-    set_argument(args, QUERIES, v.address_of(q))
-    set_argument(args, NEW_KEYS, v.address_of(k))
-    set_argument(args, NEW_VALUES, v.address_of(v_new))
-    set_argument(args, OUT, v.address_of(out))
-    set_argument(args, NUM_TOKENS, q.shape[0])
-    set_argument(args, NUM_HEADS, q.shape[1])
-    set_argument(args, FIRST_POSITION, first_position)
-    set_argument(args, SCALE_BITS, tiles.bits_of_float(scale))
-    set_argument(args, TILE_TOKENS, tile_tokens)
-    set_argument(args, ITEMS_A_PAIR, items_a_pair)
-    set_argument(args, PARTIAL_BYTES, one_partial)
-    set_argument(args, SCRATCH_BYTES, one_scratch)
-    set_argument(args, SCRATCH, scratch)
-    set_argument(args, PARTIALS, partials)
-    set_argument(args, DONE, done)
+    for index in range(NUM_OF_LAYER):
+        set_word(args, index, layer[index])
+    for index in range(NUM_OF_FUNCTIONS):
+        set_word(args, FETCH_SCORE + index, functions[index])
+    set_word(args, QUERIES, v.address_of(q))
+    set_word(args, NEW_KEYS, v.address_of(k))
+    set_word(args, NEW_VALUES, v.address_of(v_new))
+    set_word(args, SINKS, v.address_of(sinks) if sinks.size else 0)
+    set_word(args, OUT, v.address_of(out))
+    set_word(args, NUM_TOKENS, q.shape[0])
+    set_word(args, NUM_HEADS, q.shape[1])
+    set_word(args, FIRST_POSITION, first_position)
+    set_word(args, SCALE_BITS, v.bits_of_float(scale))
+    set_word(args, TILE_TOKENS, tile_tokens)
+    set_word(args, ITEMS_A_PAIR, items_a_pair)
+    set_word(args, PARTIAL_BYTES, one_partial)
+    set_word(args, SCRATCH_BYTES, one_scratch)
+    set_word(args, SCRATCH, scratch)
+    set_word(args, PARTIALS, partials)
+    set_word(args, DONE, done)
     if items_a_pair > 1:
         for pair in range(num_pairs):
             atomics.relaxed_store(done + 8 * pair, 0)
-    run_on(store_pool, argument(args, STORE_TASK), args, counter)
-    run_on(attend_pool, argument(args, ATTEND_TASK), args, counter)
+    run_on(store_pool, word(args, STORE_TASK), args, counter)
+    run_on(attend_pool, word(args, ATTEND_TASK), args, counter)
 
 
 @cache
 def attention_kernel() -> Kernel:
-    new, words = types.Array(v.f32, 3, "C", readonly=True), v.i64[::1]
-    arrays = [new, new, new, v.f32[:, :, ::1], words, words]
+    new, vector = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (3, 1))
+    words = v.i64[::1]
+    arrays = [new, new, new, vector, v.f32[:, :, ::1], words, words]
     return compile_kernel(_attention, *arrays, v.i64, v.f32, *[v.i64] * 12)
 
 

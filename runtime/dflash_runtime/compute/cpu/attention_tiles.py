@@ -32,7 +32,6 @@ from dflash_runtime.compute.cpu.vector.types import (
     LANES,
     emit_constant,
     emit_splat,
-    f32,
     floats,
     i64,
     lanes_of,
@@ -292,16 +291,19 @@ def value_lanes(typing_context: Any, element: Any, block: Any) -> Any:
     return floats(element, i64), emit
 
 
-@primitive(i64, f32)
-def bits_of_float(builder: Any, value: Any) -> Any:
-    return builder.zext(builder.bitcast(value, I32), I64)
-
-
 @primitive(floats, floats, i64)
 def keep_first(builder: Any, lanes: Any, count: Any) -> Any:
     """The first `count` lanes; -inf in the others, which may be all or none."""
     numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
     is_kept = builder.icmp_signed("<", numbers, emit_splat(builder, count))
+    return builder.select(is_kept, lanes, emit_constant(lanes_of(FLOAT), float("-inf")))
+
+
+@primitive(floats, floats, i64)
+def drop_first(builder: Any, lanes: Any, count: Any) -> Any:
+    """-inf in the first `count` lanes, which may be all or none; the others."""
+    numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
+    is_kept = builder.icmp_signed(">=", numbers, emit_splat(builder, count))
     return builder.select(is_kept, lanes, emit_constant(lanes_of(FLOAT), float("-inf")))
 
 

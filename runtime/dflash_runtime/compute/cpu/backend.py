@@ -63,9 +63,10 @@ class CpuBackend(HostBackend):
         tensor_types: Iterable[TensorType],
         *,
         kv_type: KvType | None = None,
+        is_recurrent: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
-        jobs = jobs_for(tensor_types, kv_type)
+        jobs = jobs_for(tensor_types, kv_type, is_recurrent=is_recurrent)
         compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
         for job in jobs:
             run_job(job)

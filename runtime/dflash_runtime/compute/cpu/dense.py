@@ -1,4 +1,4 @@
-"""Launches RMS norm, rotary embedding and routing: guards and buffers around dense_tasks.
+"""Launches RMS norm, rotary embedding, routing and gates: guards and buffers around tasks.
 
 Dtypes and layouts are checked by the kernels' own signatures, which accept C-contiguous arrays of
 one element type and rank only. Knows nothing of the mathematics.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.ops import Gate, RoutingRule
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu import dense_tasks as tasks
+from dflash_runtime.compute.cpu import gate_tasks, route_tasks
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 
 PARALLEL_VALUES = 1 << 15
 """Values below which waking other threads costs more than it saves."""
 
-_NO_WEIGHT = np.empty(0, np.float32)
+_NOTHING = np.empty(0, np.float32)
 
 
 class Dense:
@@ -32,7 +33,8 @@ class Dense:
     def compile(self) -> None:
         tasks.norm_kernel()
         tasks.rope_kernel()
-        tasks.route_kernel()
+        route_tasks.route_kernel()
+        gate_tasks.gate_kernel()
 
     def rms_norm(
         self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
@@ -65,8 +67,10 @@ class Dense:
         q_weight: F32Array | None = None,
         k_weight: F32Array | None = None,
         eps: float = 0.0,
+        norms_after: bool = False,
     ) -> None:
-        """In place: RMS norm of each head where there is a weight, then rotate by the position.
+        """In place: RMS norm of each head where there is a weight, then rotate by the position,
+        then with `norms_after` divide by the root mean square.
 
         Shapes: q [T, heads, D]; k [T, kv_heads, D]; positions [T]; weights [D].
         """
@@ -86,52 +90,94 @@ class Dense:
             kernel(
                 q,
                 k,
-                _NO_WEIGHT if q_weight is None else q_weight,
-                _NO_WEIGHT if k_weight is None else k_weight,
+                _NOTHING if q_weight is None else q_weight,
+                _NOTHING if k_weight is None else k_weight,
                 eps,
                 cos,
                 sin,
                 table.pairing is RopePairing.INTERLEAVED,
+                norms_after,
                 args,
                 counter,
                 self._pool_for(q.size + k.size),
                 task.address,
             )
 
-    def route(self, logits: F32Array, rule: RoutingRule) -> tuple[I32Array, F32Array]:
-        """Shapes: logits [T, E]; results [T, K]."""
+    def route(
+        self, logits: F32Array, rule: RoutingRule, bias: F32Array | None = None
+    ) -> tuple[I32Array, F32Array]:
+        """Shapes: logits [T, E]; bias [E]; results [T, K]."""
         num_tokens, num_experts = logits.shape
-        num_used = rule.num_experts_used
-        assert rule.gating is Gating.SOFTMAX
-        if not 0 < num_used <= num_experts:
-            raise ValueError(f"{num_used} experts used of {num_experts}")
-        ids = np.empty((num_tokens, num_used), np.int32)
-        weights = np.empty((num_tokens, num_used), np.float32)
-        kernel, task = tasks.route_kernel()
-        pool = self._pool_for(num_used * logits.size)
-        scratch_bytes = self._workers.num_threads * 8 * (num_experts + 31)
-        with self._scratch.take(8 * tasks.NUM_WORDS, scratch_bytes) as (args, scratch, counter):
-            kernel(logits, rule.normalise, ids, weights, scratch, args, counter, pool, task.address)
+        rule.check(num_experts)
+        if bias is not None and bias.shape != (num_experts,):
+            raise ValueError(f"bias is {bias.shape} for {num_experts} experts")
+        ids = np.empty((num_tokens, rule.num_experts_used), np.int32)
+        weights = np.empty((num_tokens, rule.num_experts_used), np.float32)
+        kernel, task = route_tasks.route_kernel()
+        scratch_bytes = self._workers.num_threads * route_tasks.scratch_bytes(num_experts)
+        with self._scratch.take(8 * route_tasks.NUM_WORDS, scratch_bytes) as (
+            args,
+            scratch,
+            counter,
+        ):
+            kernel(
+                logits,
+                _NOTHING if bias is None else bias,
+                ids,
+                weights,
+                route_tasks.GATINGS[rule.gating],
+                rule.selects_by_logits,
+                rule.num_groups,
+                rule.num_groups_used,
+                rule.normalise,
+                rule.scale,
+                scratch,
+                args,
+                counter,
+                self._pool_for(rule.num_experts_used * logits.size),
+                task.address,
+            )
         return ids, weights
+
+    def gated(
+        self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
+    ) -> F32Array:
+        """``x * f(gate)``. `out` may be `x`. Shapes: x [T, C]; gate [T, n], where n divides C."""
+        num_tokens, columns = x.shape
+        num_gates = gate.shape[-1]
+        if gate.shape != (num_tokens, num_gates) or not num_gates or columns % num_gates:
+            raise ValueError(f"gates are {gate.shape} for rows {x.shape}")
+        if out is None:
+            out = np.empty(x.shape, np.float32)
+        elif out.shape != x.shape:
+            raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
+        kernel, task = gate_tasks.gate_kernel()
+        with self._scratch.take(8 * gate_tasks.NUM_WORDS) as (args, counter):
+            number, pool = gate_tasks.KINDS[kind], self._pool_for(x.size)
+            kernel(x, gate, number, out, args, counter, pool, task.address)
+        return out
 
     def _pool_for(self, num_values: int) -> int:
         return self._workers.address if num_values >= PARALLEL_VALUES else 0
 
 
 class _AngleCache:
-    """Cosines and sines of one step: every layer of a step asks for the same positions."""
+    """Cosines and sines of one step: layers of one kind ask for the same positions."""
 
     def __init__(self) -> None:
-        self._last: tuple[RopeTable, bytes, F32Array, F32Array] | None = None
+        # Replaced in one piece: another thread may be looking at it.
+        self._last: tuple[bytes, list[tuple[RopeTable, F32Array, F32Array]]] = b"", []
 
     def get(self, table: RopeTable, positions: I32Array) -> tuple[F32Array, F32Array]:
         """Shapes: positions [T]; results [T, num_rotated / 2]."""
-        key = positions.tobytes()
-        last = self._last
-        if last is not None and last[0] is table and last[1] == key:
-            return last[2], last[3]
+        key, last = positions.tobytes(), self._last
+        if last[0] != key:
+            self._last = last = key, []
+        for each, cos, sin in last[1]:
+            if each is table:
+                return cos, sin
         angles = positions.astype(np.float64)[:, None] * table.inv_freq
         cos = (np.cos(angles) * table.scale).astype(np.float32)
         sin = (np.sin(angles) * table.scale).astype(np.float32)
-        self._last = (table, key, cos, sin)
+        last[1].append((table, cos, sin))
         return cos, sin

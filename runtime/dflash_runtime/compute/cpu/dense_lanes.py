@@ -14,6 +14,7 @@ from dflash_runtime.compute.cpu.vector.types import (
     I32,
     I64,
     LANES,
+    emit_constant,
     emit_shuffle,
     emit_splat,
     f32,
@@ -40,18 +41,29 @@ zip_low = _shuffled([lane + part for lane in range(LANES // 2) for part in (0, L
 zip_high = _shuffled([lane + part for lane in range(LANES // 2, LANES) for part in (0, LANES)])
 
 
-@primitive(floats, floats, f32)
-def without_nan(builder: Any, lanes: Any, instead: Any) -> Any:
-    is_number = builder.fcmp_ordered("==", lanes, lanes)
-    return builder.select(is_number, lanes, emit_splat(builder, instead))
-
-
 @primitive(floats, floats, i64, f32)
 def pad(builder: Any, lanes: Any, count: Any, padding: Any) -> Any:
     """The first `count` lanes, which may be more than there are; `padding` in the others."""
     numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
     is_kept = builder.icmp_signed("<", numbers, emit_splat(builder, count))
     return builder.select(is_kept, lanes, emit_splat(builder, padding))
+
+
+@primitive(floats, floats, i64)
+def with_one(builder: Any, lanes: Any, index: Any) -> Any:
+    """The same lanes, but 1 in the one of that index."""
+    numbers = ir.Constant(lanes_of(I32), list(range(LANES)))
+    is_it = builder.icmp_signed("==", numbers, emit_splat(builder, builder.trunc(index, I32)))
+    return builder.select(is_it, emit_constant(lanes.type, 1.0), lanes)
+
+
+@primitive(floats, floats, f32)
+def without_traces(builder: Any, lanes: Any, smallest: Any) -> Any:
+    """0 for what is nearer to it than `smallest`. A NaN stays."""
+    limit = emit_splat(builder, smallest)
+    is_below = builder.fcmp_ordered("<", lanes, limit)
+    is_above = builder.fcmp_ordered(">", lanes, builder.fneg(limit))
+    return builder.select(builder.and_(is_below, is_above), emit_constant(lanes.type, 0.0), lanes)
 
 
 @primitive(i64, floats, f32)

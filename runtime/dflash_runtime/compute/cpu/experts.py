@@ -46,10 +46,8 @@ class CpuExpertBank:
         self._layouts = np.zeros((3, NUM_FIELDS), np.int64)
         self._data: list[U8Array] = []
         for index, projection in enumerate(layer.projections):
-            data, offsets = _in_place(file, projection, ids)
-            self._addresses[:, index] = data.ctypes.data + offsets
+            self._addresses[:, index] = self._in_place(file, projection, ids)
             self._layouts[index] = row_layout(projection.tensor_type, projection.columns)
-            self._data.append(data)
         self._scales = _scales(file, layer, ids)
         self._biases = self._bias_addresses(file, ids)
         self._activation = np.array(
@@ -123,25 +121,23 @@ class CpuExpertBank:
         addresses = np.zeros((self.num_experts, 3), np.int64)
         for index, bias in enumerate(biases):
             if bias is not None:
-                data, offsets = _in_place(file, bias, global_expert_ids)
-                addresses[:, index] = data.ctypes.data + offsets
-                self._data.append(data)
+                addresses[:, index] = self._in_place(file, bias, global_expert_ids)
         return addresses
 
-
-def _in_place(
-    file: GgufFile, part: ExpertProjection | ExpertVector, global_expert_ids: I64Array
-) -> tuple[U8Array, I64Array]:
-    """The part of the mapping that holds these experts, and where in it each one begins."""
-    if not global_expert_ids.size:
-        return np.empty(0, np.uint8), np.empty(0, np.int64)
-    first, last = int(global_expert_ids.min()), int(global_expert_ids.max())
-    data = file.region(
-        part.shard_index,
-        part.offset_bytes + first * part.stride_bytes,
-        (last - first) * part.stride_bytes + part.num_bytes,
-    )
-    return data, (global_expert_ids - first) * part.stride_bytes
+    def _in_place(
+        self, file: GgufFile, part: ExpertProjection | ExpertVector, global_expert_ids: I64Array
+    ) -> I64Array:
+        """Where in the mapping each of these experts begins. Shapes: result [E]."""
+        addresses = np.empty(global_expert_ids.size, np.int64)
+        bases: dict[int, int] = {}
+        for local_expert_id, global_expert_id in enumerate(global_expert_ids.tolist()):
+            shard_index, offset_bytes = part.place_of(global_expert_id)
+            data = file.region(shard_index, offset_bytes, part.num_bytes)
+            if shard_index not in bases:  # looking an address up costs more than all the rest
+                bases[shard_index] = data.ctypes.data - offset_bytes
+                self._data.append(data)
+            addresses[local_expert_id] = bases[shard_index] + offset_bytes
+        return addresses
 
 
 def _scales(file: GgufFile, layer: MoeLayer, global_expert_ids: I64Array) -> F32Array:
@@ -155,7 +151,7 @@ def _scales(file: GgufFile, layer: MoeLayer, global_expert_ids: I64Array) -> F32
     values = np.ones((global_expert_ids.size, 3), np.float32)
     for index, scale in enumerate(scales):
         if scale is not None:
-            data, offsets = _in_place(file, scale, global_expert_ids)
-            for local_expert_id, offset in enumerate(offsets):
-                values[local_expert_id, index] = data[offset : offset + 4].view("<f4")[0]
+            for local_expert_id, global_expert_id in enumerate(global_expert_ids.tolist()):
+                stored = file.region(*scale.place_of(global_expert_id), scale.num_bytes)
+                values[local_expert_id, index] = stored.view("<f4")[0]
     return values

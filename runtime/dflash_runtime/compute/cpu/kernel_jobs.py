@@ -11,10 +11,15 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu import (
     attention_tasks,
+    conv_tasks,
+    delta_tasks,
     dense_tasks,
     experts_kernel,
+    gate_tasks,
     linear_kernel,
     parallel,
+    recurrent_tiles,
+    route_tasks,
 )
 from dflash_runtime.compute.cpu.attention_elements import element_functions
 from dflash_runtime.compute.cpu.matrix import row_layout
@@ -36,21 +41,30 @@ _OF_EXPERTS: dict[str, Callable[[], object]] = {
 }
 _OF_DENSE: dict[str, Callable[[], object]] = {
     "attend": attention_tasks.attend_task,
-    "route": dense_tasks.route_kernel,
+    "route": route_tasks.route_kernel,
     "attention": attention_tasks.attention_kernel,
     "store": attention_tasks.store_task,
     "norm": dense_tasks.norm_kernel,
     "rope": dense_tasks.rope_kernel,
+    "gate": gate_tasks.gate_kernel,
     "linear_tasks": linear_kernel.linear_tasks,
     "linear_kernel": linear_kernel.linear_kernel,
     "embed": linear_kernel.embed_kernel,
 }
+_OF_RECURRENT: dict[str, Callable[[], object]] = {
+    "delta": delta_tasks.delta_kernel,
+    "conv": conv_tasks.conv_kernel,
+    "products": recurrent_tiles.products_function,
+}
 
 
-def jobs_for(tensor_types: Iterable[TensorType], kv_type: KvType | None) -> list[str]:
+def jobs_for(
+    tensor_types: Iterable[TensorType], kv_type: KvType | None, *, is_recurrent: bool = False
+) -> list[str]:
     """For experts of these types; with a `kv_type`, for a whole model."""
     types = sorted(tensor_types)
     jobs = [*_OF_DENSE] if kv_type is not None else []
+    jobs += _OF_RECURRENT if is_recurrent else ()
     jobs += [f"rows.{each.name}" for each in types]
     jobs += _OF_EXPERTS
     if kv_type is not None:
@@ -68,4 +82,4 @@ def run_job(job: str) -> None:
     elif kind in _OF_CACHES:
         _OF_CACHES[kind](KvType(what))
     else:
-        (_OF_DENSE | _OF_EXPERTS)[kind]()
+        (_OF_DENSE | _OF_RECURRENT | _OF_EXPERTS)[kind]()

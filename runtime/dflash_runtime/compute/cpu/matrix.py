@@ -44,14 +44,14 @@ class CpuMatrix:
 
 
 def load_matrix(file: GgufFile, tensor_name: str) -> CpuMatrix:
-    """A two-dimensional tensor of the file.
+    """A two-dimensional tensor of the file, or a vector as a matrix of one row.
 
-    Raises: ValueError if it is not two-dimensional or its rows are not whole blocks.
+    Raises: ValueError if it has more dimensions or its rows are not whole blocks.
     """
     tensor = file.tensor(tensor_name)
-    if len(tensor.shape) != 2:
+    if len(tensor.shape) > 2:
         raise ValueError(f"{tensor_name} is {tensor.shape}, not a matrix")
-    rows, columns = tensor.shape
+    rows, columns = tensor.num_rows, tensor.columns
     return as_matrix(file.tensor_bytes(tensor_name), tensor.tensor_type, rows, columns)
 
 

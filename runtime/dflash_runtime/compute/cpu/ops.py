@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer
-from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.moe_spec import DeltaShape, KvLayer, RecurrentLayer
+from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopeTable
 from dflash_protocol.ids import F32Array, I32Array
@@ -21,6 +21,8 @@ from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.linear import Linear
 from dflash_runtime.compute.cpu.linear_kernel import embed_kernel
 from dflash_runtime.compute.cpu.matrix import ROW_BYTES, CpuMatrix, load_matrix
+from dflash_runtime.compute.cpu.recurrent import Recurrent
+from dflash_runtime.compute.cpu.results import result_array
 from dflash_runtime.compute.cpu.rows import expand_function
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
@@ -33,6 +35,7 @@ class CpuOps:
         self._linear = Linear(workers, scratch)
         self._attention = Attention(workers, scratch)
         self._dense = Dense(workers, scratch)
+        self._recurrent = Recurrent(workers, scratch)
         self._embed = embed_kernel()
         self._dense.compile()
 
@@ -45,14 +48,20 @@ class CpuOps:
         return load_matrix(file, tensor_name)
 
     def new_kv_cache(
-        self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
+        self,
+        layers: tuple[KvLayer, ...],
+        capacity: int,
+        kv_type: KvType,
+        recurrent: tuple[RecurrentLayer, ...] = (),
     ) -> CpuKvCache:
         self._attention.compile(kv_type)
-        return CpuKvCache(layers, capacity, kv_type)
+        if recurrent:
+            self._recurrent.compile()
+        return CpuKvCache(layers, capacity, kv_type, recurrent)
 
     def embed(self, table: Matrix, token_ids: I32Array, out: F32Array | None = None) -> F32Array:
         assert isinstance(table, CpuMatrix)
-        out = _result((token_ids.shape[0], table.columns), out)
+        out = result_array((token_ids.shape[0], table.columns), out)
         expand = expand_function(table.tensor_type).address
         row_bytes = int(table.layout[ROW_BYTES])
         bad = self._embed(token_ids, table.address, expand, row_bytes, table.rows, out)
@@ -75,7 +84,7 @@ class CpuOps:
     ) -> F32Array:
         assert isinstance(matrix, CpuMatrix)
         shape = x.shape[0], matrix.rows
-        out = _result(shape, out)
+        out = result_array(shape, out)
         if add is None:
             self._linear(x, (matrix,), out.reshape(-1))
         else:
@@ -113,9 +122,17 @@ class CpuOps:
         q_weight: F32Array | None = None,
         k_weight: F32Array | None = None,
         eps: float = 0.0,
+        norms_after: bool = False,
     ) -> None:
         self._dense.norm_and_rotate(
-            q, k, positions, table, q_weight=q_weight, k_weight=k_weight, eps=eps
+            q,
+            k,
+            positions,
+            table,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            norms_after=norms_after,
         )
 
     def attention(
@@ -128,23 +145,86 @@ class CpuOps:
         positions: I32Array,
         scale: float,
         out: F32Array | None = None,
+        *,
+        sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        return self._attention(q, k, v, cache, cache_layer, positions, scale, out)
+        return self._attention(q, k, v, cache, cache_layer, positions, scale, out, sinks)
 
-    def route(self, logits: F32Array, rule: RoutingRule) -> tuple[I32Array, F32Array]:
-        return self._dense.route(logits, rule)
+    def route(
+        self, logits: F32Array, rule: RoutingRule, *, bias: F32Array | None = None
+    ) -> tuple[I32Array, F32Array]:
+        return self._dense.route(logits, rule, bias)
 
     def add(self, x: F32Array, y: F32Array, out: F32Array | None = None) -> F32Array:
         if x.shape != y.shape:
             raise ValueError(f"cannot add {x.shape} and {y.shape}")
         return np.add(x, y, out=out)
 
+    def add_bias(self, x: F32Array, bias: F32Array, out: F32Array | None = None) -> F32Array:
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"cannot add {bias.shape} to rows {x.shape}")
+        return np.add(x, bias, out=out)
 
-def _result(shape: tuple[int, ...], out: F32Array | None) -> F32Array:
-    """A new array, or `out` after a look at it."""
-    if out is None:
-        return np.empty(shape, np.float32)
-    if out.shape != shape or not out.flags.c_contiguous:
-        raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
-    return out
+    def scale_rows(
+        self, x: F32Array, factors: F32Array | float, out: F32Array | None = None
+    ) -> F32Array:
+        if isinstance(factors, float):
+            return np.multiply(x, np.float32(factors), out=out)
+        if factors.size != x.shape[0]:
+            raise ValueError(f"factors are {factors.shape} for rows {x.shape}")
+        return np.multiply(x, factors.reshape(-1, *[1] * (x.ndim - 1)), out=out)
+
+    def gated(
+        self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
+    ) -> F32Array:
+        return self._dense.gated(x, gate, kind, out)
+
+    def swiglu(self, gate: F32Array, up: F32Array, out: F32Array | None = None) -> F32Array:
+        return self._dense.gated(up, gate, Gate.SILU, out)
+
+    def columns(self, x: F32Array, first: int, last: int) -> F32Array:
+        if not 0 <= first <= last <= x.shape[-1]:
+            raise ValueError(f"columns {first}..{last} of {x.shape}")
+        return np.ascontiguousarray(x[..., first:last])
+
+    def causal_conv(
+        self,
+        x: F32Array,
+        weight: F32Array,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, CpuKvCache)
+        return self._recurrent.causal_conv(x, weight, cache.states[layer], positions, out)
+
+    def delta_rule(
+        self,
+        mixed: F32Array,
+        alpha: F32Array,
+        beta: F32Array,
+        shape: DeltaShape,
+        *,
+        a: F32Array,
+        dt_bias: F32Array,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        eps: float,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, CpuKvCache)
+        return self._recurrent.delta_rule(
+            mixed,
+            alpha,
+            beta,
+            shape,
+            a=a,
+            dt_bias=dt_bias,
+            state=cache.states[layer],
+            positions=positions,
+            eps=eps,
+            out=out,
+        )

@@ -70,3 +70,11 @@ class _Taken:
     def __exit__(self, *error: object) -> None:
         if self._is_shared:
             self._scratch.lock.release()
+
+
+def zeros_on_lines(*shape: int) -> U8Array:
+    """Bytes that begin with a cache line; memory is taken when it is first written."""
+    num_bytes = int(np.prod(shape, dtype=np.int64))
+    room = np.zeros(num_bytes + _LINE, np.uint8)
+    first = -room.ctypes.data % _LINE
+    return room[first : first + num_bytes].reshape(shape)

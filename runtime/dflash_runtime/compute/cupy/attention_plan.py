@@ -112,6 +112,8 @@ class AttentionShape:
             "INTERLEAVED": int(self.pairing is RopePairing.INTERLEAVED),
             "KV_TYPE": _KV_TYPE_NUMBERS[self.kv_type],
             "USE_MMA": int(self.use_mma),
+            "WINDOW": self.kv.mask.window,
+            "CHUNK": self.kv.mask.chunk,
         }
 
 
@@ -186,7 +188,15 @@ class DecodePlan:
         }
 
     def merge_defines(self) -> dict[str, int]:
-        names = ("NUM_HEADS", "VALUE_DIM", "VALUE_ROW", "SPLIT_KEYS", "NUM_SPLITS")
+        names = (
+            "NUM_HEADS",
+            "VALUE_DIM",
+            "VALUE_ROW",
+            "SPLIT_KEYS",
+            "NUM_SPLITS",
+            "WINDOW",
+            "CHUNK",
+        )
         defines = self.defines()
         columns = self.shape.num_heads * self.shape.kv.value_dim
         return {name: defines[name] for name in names} | {"PADDED_COLUMNS": padded_columns(columns)}

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, MoeLayer
+from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model
 from dflash_adapters.quant import TensorType
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
@@ -24,8 +24,10 @@ from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.matrix import Uploader
 from dflash_runtime.compute.cupy.moe import DeviceMoe
 from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.payload import PayloadMover
 from dflash_runtime.compute.cupy.recorded_experts import STEP_SIZES, RecordedExperts
 from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from dflash_runtime.compute.cupy.recurrent_state import state_bytes
 from dflash_runtime.compute.cupy.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.cupy.room import (
     Room,
@@ -90,8 +92,19 @@ class CupyBackend:
         self._scratch_bytes = scratch_bytes
         self._lock = threading.RLock()
         self._uploader = Uploader(device)
-        self.ops = CupyOps(device, self._uploader, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+        self.ops = CupyOps(
+            device,
+            self._uploader,
+            max_chunk=max_chunk,
+            scratch_bytes=scratch_bytes,
+            lock=self._lock,
+        )
         self._recorded_experts = RecordedExperts(self.ops)
+
+    @property
+    def mover(self) -> PayloadMover:
+        """As backend.ComputeBackend.mover: there always is one."""
+        return self.ops.payload
 
     def free_memory_bytes(self) -> int:
         """As backend.ComputeBackend; what is not known is 0."""
@@ -103,6 +116,7 @@ class CupyBackend:
         experts: Iterable[tuple[MoeLayer, int]],
         *,
         kv_layers: tuple[KvLayer, ...] = (),
+        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
     ) -> None:
@@ -119,7 +133,7 @@ class CupyBackend:
         room = Room(
             experts_bytes(file, given),
             weights=weights_bytes(file, layers) if kv_layers else 0,
-            cache=cache_bytes(kv_layers, num_positions, kv_type),
+            cache=cache_bytes(kv_layers, num_positions, kv_type) + state_bytes(recurrent),
             scratch=work,
         )
         if self._memory is not None:
@@ -178,6 +192,16 @@ class CupyBackend:
             moe = SharedMoe(self.ops, resident, elsewhere)
         return RecordedStep(self.ops, model, cache, moe=moe)
 
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+        """As backend.ComputeBackend.take_selections."""
+        taken: dict[int, I64Array] = {}
+        for layer_id, bank in banks.items():
+            assert isinstance(bank, CupyExpertBank)
+            counts = bank.by_global.take_selections(self.device)
+            if counts is not None:
+                taken[layer_id] = counts
+        return taken
+
     def _resident(
         self, banks: Mapping[int, ExpertBank], elsewhere: OtherExperts | None
     ) -> dict[int, ResidentLayer]:
@@ -197,6 +221,7 @@ class CupyBackend:
         tensor_types: Iterable[TensorType],
         *,
         kv_type: KvType | None = None,
+        is_recurrent: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Nothing: kernels are compiled for a model's shapes, when it is first tried."""

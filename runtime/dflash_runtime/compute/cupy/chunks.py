@@ -15,8 +15,9 @@ from dflash_adapters.ops import RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cupy.buffers import Buffer
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.device import DeviceArray, address
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
+from dflash_runtime.compute.cupy.payload import PayloadMover
 from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.cupy.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
@@ -43,8 +44,11 @@ class _Columns:
 class Chunks:
     """Launches of chunks. One serves a whole model."""
 
-    def __init__(self, device: KernelDevice, *, max_chunk: int, scratch_bytes: int) -> None:
+    def __init__(self, payload: PayloadMover, *, max_chunk: int, scratch_bytes: int) -> None:
+        """`payload` brings rows of batches to its device, which is the one."""
+        device = payload.device
         self.max_chunk = max_chunk
+        self._payload = payload
         self._device = device
         self._products = products_of(device)
         self._scratch_bytes = scratch_bytes
@@ -106,12 +110,14 @@ class Chunks:
             add_to.version += 1
         return outs
 
-    def route(self, logits: Rows, rule: RoutingRule) -> tuple[Chosen, Chosen]:
+    def route(
+        self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None = None
+    ) -> tuple[Chosen, Chosen]:
         """Experts chosen from logits."""
         shape = logits.num_tokens, rule.num_experts_used
         ids = Buffer(self._device.empty(shape, np.int32))
         weights = Buffer(self._device.empty(shape, np.float32))
-        self._choose.launch(rule, logits.array, ids=ids.array, weights=weights.array)
+        self._choose.launch(rule, logits.array, bias=bias, ids=ids.array, weights=weights.array)
         return Chosen(ids), Chosen(weights)
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
@@ -130,10 +136,10 @@ class Chunks:
 
         Shapes: result [T, H] float64. Raises: SettingsError if there is no room for it.
         """
-        hidden = Rows(self._device.upload(batch.hidden))
         groups = self._groups_of(resident)
-        groups.load(batch)
-        out = self._device.empty(batch.hidden.shape, np.float64)
+        groups.load(batch)  # which waits for the device, and so comes before the rows
+        hidden = Rows(self._payload.array_of(batch.rows))
+        out = self._device.empty(batch.hidden_shape, np.float64)
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
         return out
 
@@ -148,6 +154,7 @@ class Chunks:
             sums.topk_weights.array,
             slot_of_expert=resident.decode.slot_of_expert,
             num_resident=resident.num_resident,
+            selections=resident.selections,
         )
         self._experts_of(resident).run(prepared, groups, resident.prefill, **places)
 

@@ -122,11 +122,7 @@ class CupyDevice:
         count = driver.device_count()
         if device.index >= count:
             raise DeviceUnavailable(f"{device}: the driver sees {count} devices of this kind")
-        architecture = ""
-        if driver.vendor is Vendor.HIP:
-            properties = self._cupy.cuda.runtime.getDeviceProperties(device.index)
-            architecture = _text(properties["gcnArchName"])
-        self.capabilities = capabilities_of(driver, device.index, hip_architecture=architecture)
+        self.capabilities = capabilities_of(driver, device.index)
         self.lanes = self.capabilities.lanes if lanes is None else lanes
         self.num_multiprocessors = self._attribute(DeviceAttribute.MULTIPROCESSORS)
         self.max_shared_bytes = self._attribute(DeviceAttribute.MAX_SHARED_BYTES)
@@ -154,8 +150,9 @@ class CupyDevice:
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """As KernelDevice.empty."""
-        self._begin("allocate")
-        num_bytes = prod((shape,) if isinstance(shape, int) else shape) * np.dtype(dtype).itemsize
+        sizes = (shape,) if isinstance(shape, int) else shape
+        self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
+        num_bytes = prod(sizes) * np.dtype(dtype).itemsize
         try:
             with self._cupy.cuda.Device(self._index):
                 memory = self._pool.malloc(num_bytes)
@@ -205,9 +202,19 @@ class CupyDevice:
             copy: AnyArray = given.get()
         return copy
 
+    def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
+        """As KernelDevice.copy."""
+        self._begin("copy")
+        if source.nbytes != destination.nbytes:
+            raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
+        if source.nbytes:
+            self._driver.copy(
+                address(destination), address(source), source.nbytes, stream=self.stream
+            )
+
     def module(self, file: str, defines: Defines) -> CupyModule:
         """As KernelDevice.module."""
-        self._begin("load a module")
+        self._begin(f"load {file}")
         key = file, define_options(defines)
         if key not in self._modules:
             binary = self._compiler.binary(file, defines)
@@ -329,7 +336,3 @@ def _import_cupy(device: Device) -> Any:
     if is_hip != (VENDORS[device.kind] is Vendor.HIP):
         raise DeviceUnavailable(f"{device}: the CuPy that is installed is for another vendor")
     return cupy
-
-
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -50,6 +50,7 @@ class Choices(ctypes.Structure):
         ("topk_ids", ctypes.c_void_p),
         ("topk_weights", ctypes.c_void_p),
         ("pair_slots", ctypes.c_void_p),
+        ("selections", ctypes.c_void_p),
         ("num_slots", ctypes.c_int),
     )
 
@@ -117,12 +118,15 @@ class ResidentExperts:
 class Choice:
     """What was chosen; or logits, if the shape has a rule: ids and weights are written then.
 
-    Shapes: topk_ids [T, K] int32, negative for none; topk_weights [T, K] float32; logits [T, E].
+    With `selections` it is added to them, once.
+    Shapes: topk_ids [T, K] int32, negative for none; topk_weights [T, K] float32; logits [T, E];
+    selections [E] uint32.
     """
 
     topk_ids: DeviceArray
     topk_weights: DeviceArray
     logits: DeviceArray | None = None
+    selections: DeviceArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +302,7 @@ class DecodeExperts:
             topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
             pair_slots=arrays.address("pair_slots", self._pair_slots, np.int32, P=shape.num_pairs),
+            selections=arrays.optional("selections", choice.selections, np.uint32, E=num_experts),
             num_slots=self._num_slots(experts, *names),
         )
         if shape.rule is not None:

@@ -41,6 +41,8 @@ class LinearDecodeArgs(ctypes.Structure):
         ("quants", ctypes.c_void_p),
         ("meta", ctypes.c_void_p),
         ("norm_weight", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
         ("side_values", ctypes.c_void_p),
         ("side_quants", ctypes.c_void_p),
         ("side_meta", ctypes.c_void_p),
@@ -51,10 +53,11 @@ class LinearDecodeArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LinearInputs:
-    """What is multiplied: `x`, with `norm_weight` and `eps` for NORM; or `quants` and `meta`.
+    """What is multiplied: `x`, with `norm_weight` and `eps` for NORM, with `up` for SWIGLU; or
+    `quants` and `meta`. `gate`, if the shape is gated.
 
-    Shapes: x [T, H] float32; norm_weight [H] float32; quants [T, padded_columns] int8;
-    meta `meta_shape` float32.
+    Shapes: x, up [T, H] float32; norm_weight [H] float32; quants [T, padded_columns] int8;
+    meta `meta_shape` float32; gate [T, 1] float32.
     """
 
     x: DeviceArray | None = None
@@ -62,6 +65,8 @@ class LinearInputs:
     eps: float = 0.0
     quants: DeviceArray | None = None
     meta: DeviceArray | None = None
+    up: DeviceArray | None = None
+    gate: DeviceArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,10 @@ class DecodeLinear:
     def _fill_inputs(self, args: LinearDecodeArgs, inputs: LinearInputs) -> None:
         shape, arrays = self.shape, self._arrays
         tokens, columns = shape.num_tokens, shape.columns
+        if shape.is_gated:
+            args.gate = arrays.address(
+                "gate", given("gate", inputs.gate), np.float32, T=tokens, one=1
+            )
         if shape.input is LinearInput.QUANTISED:
             args.quants, args.meta = int8_rows(
                 arrays, "", quants=inputs.quants, meta=inputs.meta, rows=tokens, columns=columns
@@ -158,6 +167,8 @@ class DecodeLinear:
         if shape.input is LinearInput.NORM:
             weight = given("norm_weight", inputs.norm_weight)
             args.norm_weight = arrays.address("norm_weight", weight, np.float32, H=columns)
+        elif shape.input is LinearInput.SWIGLU:
+            args.up = arrays.address("up", given("up", inputs.up), np.float32, T=tokens, H=columns)
 
     def _fill_outputs(self, args: LinearDecodeArgs, outputs: LinearOutputs) -> None:
         shape, arrays, tokens = self.shape, self._arrays, self.shape.num_tokens

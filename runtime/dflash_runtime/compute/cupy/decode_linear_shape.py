@@ -30,6 +30,8 @@ class LinearInput(IntEnum):
     """Float32 rows."""
     QUANTISED = 2
     """Int8 rows with their scales."""
+    SWIGLU = 3
+    """Float32 rows of a gate and of what it opens, of which each block makes those to multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class LinearShape:
     input: LinearInput
     adds: bool = False
     """The products are added to `out`, a residual."""
+    is_gated: bool = False
+    """They are multiplied by the sigmoid of each token's gate before that."""
     has_side: bool = False
     """The rows that are multiplied are written too, for experts."""
     has_argmax: bool = False
@@ -143,6 +147,7 @@ def linear_defines(shape: LinearShape, tuning: LinearTuning) -> dict[str, int | 
         "TOKENS": shape.num_tokens,
         "INPUT": int(shape.input),
         "ADD": int(shape.adds),
+        "GATED": int(shape.is_gated),
         "SIDE": int(shape.has_side),
         "ARGMAX": int(shape.has_argmax),
         "WARPS": tuning.warps,
@@ -174,6 +179,7 @@ def _variants() -> tuple[KernelVariant, ...]:
         LinearShape(512, 1, ((q4, 64), (q4, 16), (q6, 16)), LinearInput.NORM),
         LinearShape(512, 8, ((q4, 64),), LinearInput.QUANTISED, adds=True),
         LinearShape(512, 3, ((q6, 100),), LinearInput.NORM, has_argmax=True),
+        LinearShape(512, 2, ((q6, 64),), LinearInput.SWIGLU, adds=True, is_gated=True),
         LinearShape(512, 2, ((f32, 8),), LinearInput.NORM, has_side=True),
         *(
             LinearShape(512, 1, tuple((kind, 16) for kind in kinds[i : i + 4]), LinearInput.PLAIN)

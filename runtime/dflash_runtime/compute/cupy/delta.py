@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_adapters.moe_spec import DeltaShape
 from dflash_runtime.compute.cupy.decode_arrays import (
     GRANULE,
     ArrayChecker,
@@ -23,6 +24,8 @@ from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 
 RING = 16
 """Inputs that are kept: of the last positions."""
+PLACES = 4
+"""States that are kept: before the last positions."""
 _STEP_WARPS, _CHUNK_WARPS, _CHUNK_ROWS = 16, 4, 8
 
 
@@ -67,44 +70,45 @@ class DeltaFinishArgs(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaShape:
+class DeltaPlan:
     """What kernels are compiled for."""
 
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
+    delta: DeltaShape
     num_taps: int
-    is_tiled: bool
-    """Value head h has key head ``h % num_key_heads``."""
     finishes: bool
     """Results are normalised, head by head, and gated."""
 
     @property
     def channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.value_channels
+        return self.delta.num_channels
+
+    @property
+    def num_heads(self) -> int:
+        """Of values."""
+        return self.delta.num_value_heads
 
     @property
     def value_channels(self) -> int:
-        return self.num_value_heads * self.value_dim
+        return self.delta.num_value_heads * self.delta.value_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Of a layer's state: before even and before odd positions."""
-        return 2, self.num_value_heads, self.value_dim, self.key_dim
+        """Of a layer's states, that before position p in place ``p % PLACES``."""
+        return PLACES, self.num_heads, self.delta.value_dim, self.delta.key_dim
 
     @property
     def ring_shape(self) -> tuple[int, int]:
         return RING, self.channels
 
     def defines(self) -> dict[str, int | str]:
+        delta = self.delta
         return {
-            "KEY_HEADS": self.num_key_heads,
-            "VALUE_HEADS": self.num_value_heads,
-            "KEY_DIM": self.key_dim,
-            "VALUE_DIM": self.value_dim,
+            "KEY_HEADS": delta.num_key_heads,
+            "VALUE_HEADS": delta.num_value_heads,
+            "KEY_DIM": delta.key_dim,
+            "VALUE_DIM": delta.value_dim,
             "TAPS": self.num_taps,
-            "TILED": int(self.is_tiled),
+            "TILED": int(delta.is_tiled),
             "FINISH": int(self.finishes),
         }
 
@@ -153,12 +157,12 @@ class DeltaState:
 class DeltaStep:
     """A step of 1 to 8 tokens, in one launch without any work of the host."""
 
-    def __init__(self, device: KernelDevice, shape: DeltaShape, num_tokens: int) -> None:
+    def __init__(self, device: KernelDevice, shape: DeltaPlan, num_tokens: int) -> None:
         check_tokens(num_tokens)
         self.shape, self.num_tokens = shape, num_tokens
         self._device, self._arrays = device, ArrayChecker(device)
         self._warps = min(_STEP_WARPS, 1024 // device.lanes - 1)
-        self._has_quants = shape.value_dim % GRANULE == 0 and shape.value_channels % 32 == 0
+        self._has_quants = shape.delta.value_dim % GRANULE == 0 and shape.value_channels % 32 == 0
         padded = padded_columns(shape.value_channels) if self._has_quants else 0
         defines = {**shape.defines(), "TOKENS": num_tokens, "WARPS": self._warps}
         module = device.module("delta_step.cu", {**defines, "PADDED_COLUMNS": padded})
@@ -208,13 +212,13 @@ class DeltaStep:
                 columns=shape.value_channels,
             )
         block = self._warps * self._device.lanes
-        self._device.launch(self._kernel, (shape.num_value_heads, 1, 1), block, args)
+        self._device.launch(self._kernel, (shape.num_heads, 1, 1), block, args)
 
 
 class DeltaChunk:
     """A chunk of any number of tokens, in three launches."""
 
-    def __init__(self, device: KernelDevice, shape: DeltaShape) -> None:
+    def __init__(self, device: KernelDevice, shape: DeltaPlan) -> None:
         self.shape = shape
         self._device, self._arrays = device, ArrayChecker(device)
         defines = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
@@ -240,7 +244,7 @@ class DeltaChunk:
         shape, arrays, device = self.shape, self._arrays, self._device
         count = inputs.mixed.shape[0]
         mixed = device.empty((count, shape.channels), np.float32)
-        rates = device.empty((count, shape.num_value_heads, 2), np.float32)
+        rates = device.empty((count, shape.num_heads, 2), np.float32)
         given = _inputs(arrays, shape, inputs, count)
         small = _weights(arrays, shape, weights)
         kept = _state(arrays, shape, state)
@@ -249,12 +253,12 @@ class DeltaChunk:
         prepared = {
             "mixed": arrays.address("mixed", mixed, np.float32, T=count, channels=shape.channels),
             "rates": arrays.address(
-                "rates", rates, np.float32, T=count, heads=shape.num_value_heads, two=2
+                "rates", rates, np.float32, T=count, heads=shape.num_heads, two=2
             ),
         }
         results = arrays.address("out", out, np.float32, T=count, columns=shape.value_channels)
         block = _CHUNK_WARPS * device.lanes
-        num_heads = 2 * shape.num_key_heads + shape.num_value_heads
+        num_heads = 2 * shape.delta.num_key_heads + shape.num_heads
         device.launch(
             self._inputs,
             (count * -(-num_heads // _CHUNK_WARPS), 1, 1),
@@ -270,7 +274,7 @@ class DeltaChunk:
         )
         device.launch(
             self._scan,
-            (shape.num_value_heads, -(-shape.value_dim // (_CHUNK_WARPS * _CHUNK_ROWS)), 1),
+            (shape.num_heads, -(-shape.delta.value_dim // (_CHUNK_WARPS * _CHUNK_ROWS)), 1),
             block,
             DeltaScanArgs(**common, **prepared, state=kept["state"], results=results),
         )
@@ -284,14 +288,14 @@ class DeltaChunk:
         )
         if shape.finishes:
             finish.gate, finish.weight = _finish(arrays, shape, inputs, weights, count)
-        blocks = count * -(-shape.num_value_heads // _CHUNK_WARPS)
+        blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
         device.launch(self._finish, (blocks, 1, 1), block, finish)
 
 
 def _inputs(
-    arrays: ArrayChecker, shape: DeltaShape, inputs: DeltaInputs, count: int
+    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, count: int
 ) -> dict[str, int]:
-    heads = {"T": count, "heads": shape.num_value_heads}
+    heads = {"T": count, "heads": shape.num_heads}
     return {
         "inputs": arrays.address("mixed", inputs.mixed, np.float32, T=count, C=shape.channels),
         "alpha": arrays.address("alpha", inputs.alpha, np.float32, **heads),
@@ -299,8 +303,8 @@ def _inputs(
     }
 
 
-def _weights(arrays: ArrayChecker, shape: DeltaShape, weights: DeltaWeights) -> dict[str, int]:
-    heads = shape.num_value_heads
+def _weights(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, int]:
+    heads = shape.num_heads
     return {
         "taps": arrays.address(
             "taps", weights.taps, np.float32, channels=shape.channels, taps=shape.num_taps
@@ -310,19 +314,19 @@ def _weights(arrays: ArrayChecker, shape: DeltaShape, weights: DeltaWeights) -> 
     }
 
 
-def _state(arrays: ArrayChecker, shape: DeltaShape, state: DeltaState) -> dict[str, int]:
-    slots, heads, rows, columns = shape.state_shape
+def _state(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[str, int]:
+    places, heads, rows, columns = shape.state_shape
     return {
         "ring": arrays.address("ring", state.ring, np.float32, ring=RING, channels=shape.channels),
         "state": arrays.address(
-            "state", state.state, np.float32, two=slots, heads=heads, rows=rows, columns=columns
+            "state", state.state, np.float32, places=places, heads=heads, rows=rows, columns=columns
         ),
     }
 
 
 def _finish(
     arrays: ArrayChecker,
-    shape: DeltaShape,
+    shape: DeltaPlan,
     inputs: DeltaInputs,
     weights: DeltaWeights,
     count: int,
@@ -332,15 +336,15 @@ def _finish(
         raise ValueError("no gate, or no norm, where results are to be finished")
     return (
         arrays.address("gate", inputs.gate, np.float32, T=count, columns=shape.value_channels),
-        arrays.address("norm", weights.norm, np.float32, rows=shape.value_dim),
+        arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
     )
 
 
 def _variants() -> tuple[KernelVariant, ...]:
     variants = []
     for shape in (
-        DeltaShape(2, 4, 128, 128, 4, is_tiled=True, finishes=True),
-        DeltaShape(2, 6, 40, 24, 3, is_tiled=False, finishes=False),
+        DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
+        DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
     ):
         padded = padded_columns(shape.value_channels) if shape.finishes else 0
         step = {**shape.defines(), "TOKENS": 2, "PADDED_COLUMNS": padded}

@@ -118,6 +118,9 @@ class KernelDevice(Protocol):
     def download(self, array: DeviceArray) -> AnyArray:
         """A copy on the host, after everything that was launched has ended."""
 
+    def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
+        """From one contiguous array to another of the same bytes, after everything launched."""
+
     def module(self, file: str, defines: Defines) -> KernelModule:
         """A kernel file compiled for these defines (LANES is added): once, then kept.
 

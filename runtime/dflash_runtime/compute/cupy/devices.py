@@ -63,7 +63,7 @@ class GpuDescription:
     pci_bus_id: str
     memory: DeviceMemory
     capabilities: Capabilities | None
-    """None if `why_not` says why it cannot be used, or CuPy alone can tell (HIP)."""
+    """None if `why_not` says why it cannot be used."""
     why_not: str | None
 
 
@@ -82,13 +82,13 @@ def memory_of(driver: Driver, index: int) -> DeviceMemory:
     return memory
 
 
-def capabilities_of(driver: Driver, index: int, *, hip_architecture: str = "") -> Capabilities:
-    """Of one device; `hip_architecture` is what CuPy says, for HIP's driver has no call for it.
+def capabilities_of(driver: Driver, index: int) -> Capabilities:
+    """Of one device.
 
     Raises: SettingsError if our kernels cannot run on it, DeviceUnavailable.
     """
     if driver.vendor is Vendor.HIP:
-        return hip_capabilities(hip_architecture)
+        return hip_capabilities(driver.hip_architecture(index))
     return cuda_capabilities(
         driver.device_attribute(index, DeviceAttribute.COMPUTE_CAPABILITY_MAJOR),
         driver.device_attribute(index, DeviceAttribute.COMPUTE_CAPABILITY_MINOR),
@@ -113,11 +113,10 @@ def describe_gpus(kind: DeviceKind) -> tuple[list[GpuDescription], str | None]:
 
 def _describe(driver: Driver, device: Device) -> GpuDescription:
     capabilities, why_not = None, None
-    if driver.vendor is Vendor.CUDA:
-        try:
-            capabilities = capabilities_of(driver, device.index)
-        except DflashError as error:
-            why_not = str(error)
+    try:
+        capabilities = capabilities_of(driver, device.index)
+    except DflashError as error:
+        why_not = str(error)
     return GpuDescription(
         device=device,
         name=driver.device_name(device.index),

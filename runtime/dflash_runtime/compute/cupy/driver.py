@@ -7,6 +7,7 @@ questions. Knows nothing of arrays.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from ctypes import byref
 from functools import cache
@@ -31,6 +32,9 @@ from dflash_runtime.compute.cupy.driver_table import (
 
 _NAME_BYTES = 256
 _UUID_BYTES = 16
+_PROPERTIES_BYTES = 8192
+"""More than hipDeviceProp_t has in any version."""
+_ARCHITECTURE = re.compile(rb"(gfx[0-9a-f]+(?::[a-z]+[+-])*)\0")
 _OUT_OF_MEMORY = 2  # of both
 
 
@@ -91,6 +95,21 @@ class Driver:
         text = ctypes.create_string_buffer(_NAME_BYTES)
         self._call("pci_bus_id", text, _NAME_BYTES, self._device(index))
         return one_line(text.value.decode(errors="replace"))
+
+    def hip_architecture(self, index: int) -> str:
+        """An AMD device's, ``gfx90a:sramecc+:xnack-``. Raises: DeviceUnavailable if it is not told.
+
+        Where it lies in the properties differs from version to version, but nothing else there
+        looks like it, behind the device's own name with which they begin.
+        """
+        for name in ("device_properties", "old_device_properties"):
+            if self.has(name):
+                properties = ctypes.create_string_buffer(_PROPERTIES_BYTES)
+                self._call(name, properties, index)
+                found = _ARCHITECTURE.search(properties.raw, _NAME_BYTES)
+                if found is not None:
+                    return found[1].decode()
+        raise DeviceUnavailable(f"the hip driver does not tell the architecture of hip:{index}")
 
     def device_attribute(self, index: int, attribute: DeviceAttribute) -> int:
         """One property of a device."""

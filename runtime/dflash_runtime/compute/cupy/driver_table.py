@@ -66,6 +66,13 @@ FUNCTIONS = {
     "pci_bus_id": DriverFunction(
         "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId", (c_char_p, c_int, c_int)
     ),
+    # The first is that of ROCm 6 on; their structs differ.
+    "device_properties": DriverFunction(
+        None, "hipGetDevicePropertiesR0600", (c_char_p, c_int), is_optional=True
+    ),
+    "old_device_properties": DriverFunction(
+        None, "hipGetDeviceProperties", (c_char_p, c_int), is_optional=True
+    ),
     "device_attribute": DriverFunction(
         "cuDeviceGetAttribute", "hipDeviceGetAttribute", (_OUT_INT, c_int, c_int)
     ),

@@ -13,10 +13,11 @@ import numpy as np
 
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch, slice_tokens
+from dflash_protocol.routed_batch import DeviceBatch, RoutedBatch, Sums, add_sums, slice_tokens
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.exchange import StepBox
 from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.payload import PlacedSums
 from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts, too_many_pairs
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 
@@ -49,21 +50,19 @@ class CupyExpertBank:
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """See backend.ExpertBank; expert ids of the batch are local."""
-        hidden = batch.hidden
-        if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
+        shape = batch.hidden_shape
+        if shape != out.shape or shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
-            raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
+            raise ValueError(f"hidden {shape}, out {out.shape}, expected {expected}")
         if not batch.num_pairs:
             return
         if batch.expert_ids[0] < 0 or batch.expert_ids[-1] >= self.num_experts:
             raise ValueError("the batch names experts that are not here")
         with self._lock:
             if batch.phase is Phase.PREFILL:
-                chunks = self._ops.chunks
-                for first, piece in slice_tokens(batch, chunks.max_chunk):
-                    sums = chunks.sums_of_batch(self._by_local, piece)
-                    out[first : first + piece.num_tokens] += self._ops.device.download(sums)
+                self._add_chunks(batch, out)
                 return
+            hidden = batch.hidden
             if batch.num_tokens == 1:
                 self._recorded.add_token(self, self._by_local, batch, out)
                 return
@@ -78,6 +77,27 @@ class CupyExpertBank:
                     weights=weights[some],
                     out=out[some],
                 )
+
+    def sums_of(self, batch: DeviceBatch) -> PlacedSums:
+        """As backend.DeviceBank.sums_of: those of a prefill never leave the device."""
+        sums = PlacedSums(self._ops.payload, batch.hidden_shape)
+        if batch.phase is Phase.PREFILL and batch.num_pairs:
+            with self._lock:
+                self._add_chunks(batch, sums)
+        else:
+            on_host = np.zeros(batch.hidden_shape)
+            self.accumulate(batch, on_host)
+            sums.add(on_host)
+        return sums
+
+    def _add_chunks(self, batch: RoutedBatch, out: Sums) -> None:
+        """To be called with the lock. Shapes: out [T, H]."""
+        chunks, payload = self._ops.chunks, self._ops.payload
+        for first, piece in slice_tokens(batch, chunks.max_chunk):
+            sums = payload.sums(chunks.sums_of_batch(self._by_local, piece))
+            num_tokens = piece.num_tokens
+            is_whole = num_tokens == batch.num_tokens
+            add_sums(out, sums, None if is_whole else slice(first, first + num_tokens))
 
 
 def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:

@@ -6,16 +6,17 @@ writing over them later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.moe_spec import KvLayer, RecurrentLayer
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.recurrent_state import RecurrentStates
 
 LARGEST_HEAD = 256
 """Elements of a head that the kernels keep in registers."""
@@ -76,7 +77,13 @@ class DeviceKvCache:
     """
 
     def __init__(
-        self, device: KernelDevice, layers: Iterable[KvLayer], *, capacity: int, kv_type: KvType
+        self,
+        device: KernelDevice,
+        layers: Iterable[KvLayer],
+        *,
+        capacity: int,
+        kv_type: KvType,
+        recurrent: Sequence[RecurrentLayer] = (),
     ) -> None:
         given = tuple(layers)
         _check_capacity(capacity)
@@ -85,11 +92,15 @@ class DeviceKvCache:
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [_layer_cache(device, kv, capacity, kv_type) for kv in given]
+        self.states = RecurrentStates(device, recurrent)
+        self.snapshot, self.can_resume = self.states.snapshot, self.states.can_resume
+        self.restore, self.truncate = self.states.restore, self.states.truncate
 
     @property
     def nbytes(self) -> int:
         """Device memory that it holds."""
-        return sum(layer_bytes(layer.kv, self.capacity, self.kv_type) for layer in self.layers)
+        kept = sum(layer_bytes(layer.kv, self.capacity, self.kv_type) for layer in self.layers)
+        return kept + self.states.nbytes
 
     def check_fits(self, first_position: int, num_tokens: int) -> None:
         """Raises: ContextExceeded if tokens from `first_position` on do not fit."""

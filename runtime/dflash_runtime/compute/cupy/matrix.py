@@ -46,15 +46,15 @@ class Uploader:
         self._staging: DeviceArray | None = None
 
     def matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
-        """A two-dimensional tensor.
+        """A two-dimensional tensor, or a vector as a matrix of one row.
 
-        Raises: UnsupportedModel if there are no kernels for its type; ValueError if it is not
-        two-dimensional; DeviceOutOfMemory.
+        Raises: UnsupportedModel if there are no kernels for its type; ValueError if it has more
+        dimensions; DeviceOutOfMemory.
         """
         tensor = file.tensor(tensor_name)
-        if len(tensor.shape) != 2:
+        if len(tensor.shape) > 2:
             raise ValueError(f"{tensor_name} is {tensor.shape}, not a matrix")
-        rows, columns = tensor.shape
+        rows, columns = tensor.num_rows, tensor.columns
         require_kernels(file, tensor_name, tensor.tensor_type, columns=columns)
         weights = self._device.empty(rows * row_bytes(tensor.tensor_type, columns), np.uint8)
         self.fill(weights, file.tensor_bytes(tensor_name), tensor.tensor_type, columns=columns)

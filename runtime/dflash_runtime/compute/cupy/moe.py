@@ -1,8 +1,9 @@
 """Routed experts of a GPU parent: those on its device without any work of the host.
 
 Where all of a layer's experts are on the device, nothing leaves it. Else the choice comes to the
-host, and unless all that was chosen is on the device, so do the hidden rows: others are asked for
-their share, and what is here is computed while they are at work.
+host, and unless all that was chosen is on the device, others are asked for their share; what is
+here is computed while they are at work. Rows of a chunk and sums that come back stay on the device
+unless somebody computes on a CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_protocol.routed_batch import Hidden, Sums
 from dflash_runtime.compute.backend import OtherExperts
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.ops import CupyOps
@@ -67,11 +71,22 @@ class DeviceMoe:
         """
         device = self._ops.device
         weights: F32Array = device.download(sums.topk_weights.array)
-        rows = self._ops.hidden_of(sums)
-        started = elsewhere.start(layer_id, rows, ids, weights, phase=self._phase)
+        started = elsewhere.start(layer_id, self._hidden_of(sums), ids, weights, phase=self._phase)
         try:
             here = () if sums.layer is None else (self._ops.sums_here(sums),)
         except BaseException:
             elsewhere.abandon(started)
             raise
-        return (*here, self._ops.uploaded(elsewhere.finish(started)))
+        return (*here, self._on_device(elsewhere.finish(started)))
+
+    def _hidden_of(self, sums: ExpertSums) -> Hidden:
+        """The rows that experts are given; those of a chunk stay where they are."""
+        if self._phase is not Phase.PREFILL:
+            return self._ops.hidden_of(sums)
+        return self._ops.payload.rows(self._ops.chunks.normed_rows(sums.x).array)
+
+    def _on_device(self, sums: Sums) -> Buffer:
+        """Sums of others. Shapes: sums [T, H]."""
+        if isinstance(sums, np.ndarray):
+            return self._ops.uploaded(sums)
+        return Buffer(self._ops.payload.array_of_sums(sums))

@@ -7,15 +7,17 @@ arithmetic units well; each has kernels of its own. Both are given values that p
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer
-from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.moe_spec import KvLayer, RecurrentLayer
+from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopeTable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
@@ -26,14 +28,20 @@ from dflash_runtime.compute.cupy.chunks import Chunks
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_tokens import Embed
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.gated_ops import GatedOps
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix, Uploader
+from dflash_runtime.compute.cupy.payload import PayloadMover
 from dflash_runtime.compute.cupy.row_kernels import AddRows, AddSums
 from dflash_runtime.compute.cupy.steps import Steps
 from dflash_runtime.compute.cupy.values import (
+    Activated,
     Chosen,
+    Columns,
+    DeltaHeads,
     DeviceValue,
     ExpertSums,
+    GatedProduct,
     Heads,
     Normed,
     Product,
@@ -44,7 +52,7 @@ from dflash_runtime.compute.cupy.values import (
 )
 
 
-class CupyOps:
+class CupyOps(GatedOps):
     """Implements ops.Ops over DeviceValues; weights are plain arrays.
 
     `max_chunk` is the most tokens of a chunk, `scratch_bytes` are for matrices as halves.
@@ -52,17 +60,26 @@ class CupyOps:
     """
 
     def __init__(
-        self, device: KernelDevice, uploader: Uploader, *, max_chunk: int, scratch_bytes: int
+        self,
+        device: KernelDevice,
+        uploader: Uploader,
+        *,
+        max_chunk: int,
+        scratch_bytes: int,
+        lock: threading.RLock,
     ) -> None:
-        self.device = device
+        """`lock` is held by whoever moves payload; see payload.PayloadMover."""
+        super().__init__(device)
         self.steps = Steps(device)
-        self.chunks = Chunks(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+        self.payload = PayloadMover(device, lock)
+        self.chunks = Chunks(self.payload, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
         self._uploader = uploader
         self._matrices: dict[tuple[Path, str], DeviceMatrix] = {}
         self._attention = AttentionLauncher(device, self.steps.buffers)
         self._embeds: dict[int, tuple[DeviceMatrix, Embed]] = {}
         self._add_rows = AddRows(device)
         self._add_sums = AddSums(device)
+        self._ones_of: dict[int, DeviceArray] = {}
         self._positions: tuple[object, StepPositions] | None = None
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
@@ -72,6 +89,7 @@ class CupyOps:
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
         """Raises: UnsupportedModel if there are no kernels for its type; DeviceOutOfMemory."""
+        self.model_path = file.path
         key = file.path, tensor_name
         if key not in self._matrices:  # a head may be the embedding table
             self._matrices[key] = matrix = self._uploader.matrix(file, tensor_name)
@@ -79,10 +97,16 @@ class CupyOps:
         return self._matrices[key]
 
     def new_kv_cache(
-        self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
+        self,
+        layers: tuple[KvLayer, ...],
+        capacity: int,
+        kv_type: KvType,
+        recurrent: tuple[RecurrentLayer, ...] = (),
     ) -> DeviceKvCache:
         """Raises: SettingsError, DeviceOutOfMemory."""
-        return DeviceKvCache(self.device, layers, capacity=capacity, kv_type=kv_type)
+        return DeviceKvCache(
+            self.device, layers, capacity=capacity, kv_type=kv_type, recurrent=recurrent
+        )
 
     def embed(self, table: Matrix, token_ids: I32Array, out: Any = None) -> Rows:
         """`token_ids` may be StepTokens, which the kernel before this one may have written."""
@@ -106,6 +130,8 @@ class CupyOps:
     def rms_norm(self, x: Any, weight: Any, eps: float, out: Any = None) -> Any:
         if out is not None:
             raise ValueError("norms on a GPU are computed where they are used: out must be None")
+        if isinstance(x, DeltaHeads) and x.norm is None:
+            return replace(x, norm=(weight, eps))
         return Normed(self._rows_of(x), weight, eps)
 
     def linear(self, x: Any, matrix: Matrix, out: Any = None, *, add: Any = None) -> Any:
@@ -121,24 +147,25 @@ class CupyOps:
         if residual.num_tokens <= MOST_TOKENS:
             self.steps.add_product(value, matrix, residual)
         else:
-            self.chunks.project(value, (matrix,), add_to=residual)
+            self.chunks.project(_of_chunk(value), (matrix,), add_to=residual)
         return residual
 
     def project(self, x: Any, matrices: Sequence[Matrix]) -> list[Any]:
         several = [matrix for matrix in matrices if isinstance(matrix, DeviceMatrix)]
         assert len(several) == len(matrices)
         value = self._factor(x)
-        rows = value if isinstance(value, Rows) else value.rows
-        if rows.num_tokens <= MOST_TOKENS:
+        if value.num_tokens <= MOST_TOKENS:
             return list(self.steps.project(value, several))
-        return list(self.chunks.project(value, several))
+        return list(self.chunks.project(_of_chunk(value), several))
 
     def split_heads(self, x: Any, num_heads: int) -> Heads:
         return Heads(self._rows_of(x), num_heads)
 
-    def merge_heads(self, x: Any) -> Rows:
+    def merge_heads(self, x: Any) -> Any:
+        if isinstance(x, DeltaHeads):
+            return x  # nobody has them yet
         assert isinstance(x, Heads)
-        return x.rows
+        return x.rows if x.part is None else Columns(x.rows, x.num_heads, *x.part)
 
     def norm_and_rotate(
         self,
@@ -150,10 +177,16 @@ class CupyOps:
         q_weight: Any = None,
         k_weight: Any = None,
         eps: float = 0.0,
+        norms_after: bool = False,
     ) -> None:
         """Put off until attention."""
         for heads, weight in ((q, q_weight), (k, k_weight)):
             assert isinstance(heads, Heads)
+            if norms_after:
+                # Rotation changes no length, so that it does not matter which comes first.
+                if table.scale != 1.0 or weight is not None:
+                    self.lacks("norms of heads that are rotated and scaled")
+                weight = self._ones(heads.dim)
             heads.rotation = Rotation(table, weight, eps)
 
     def attention(
@@ -166,8 +199,13 @@ class CupyOps:
         positions: I32Array,
         scale: float,
         out: Any = None,
+        *,
+        sinks: Any = None,
     ) -> Heads:
         assert isinstance(cache, DeviceKvCache)
+        if sinks is not None:
+            self.lacks("attention with sinks")
+        q, k, v = (self._whole(heads) for heads in (q, k, v))
         where = self._positions_of(positions, cache)
         num_tokens = q.rows.num_tokens
         head_dim = cache.layers[cache_layer].kv.value_dim
@@ -182,10 +220,10 @@ class CupyOps:
         launch((q, k, v), cache, cache_layer, positions=where, scale=scale, out=rows)
         return Heads(rows, q.num_heads)
 
-    def route(self, logits: Any, rule: RoutingRule) -> tuple[Chosen, Chosen]:
+    def route(self, logits: Any, rule: RoutingRule, *, bias: Any = None) -> tuple[Chosen, Chosen]:
         if isinstance(logits, Product) and logits.x.num_tokens <= MOST_TOKENS:
-            return self.steps.route(logits, rule)
-        return self.chunks.route(self._rows_of(logits), rule)
+            return self.steps.route(logits, rule, bias)
+        return self.chunks.route(self._rows_of(logits), rule, bias)
 
     def add(self, x: Any, y: Any, out: Any = None) -> Rows:
         if isinstance(y, ExpertSums):
@@ -197,6 +235,10 @@ class CupyOps:
                 residual.version += 1
             else:
                 self._of_phase(y.phase).add_experts(y, residual)
+            return residual
+        if isinstance(y, GatedProduct) and out is x:
+            residual = _rows(x)
+            self.steps.add_product(y.product.x, y.product.matrix, residual, gate=y.gate)
             return residual
         first, second = self._rows_of(x), self._rows_of(y)
         rows = self._new_rows(first.num_tokens, first.columns) if out is None else _rows(out)
@@ -244,8 +286,13 @@ class CupyOps:
             self._positions = positions, StepPositions(array, context_bucket(last + 1))
         return self._positions[1]
 
-    def _factor(self, x: Any) -> Normed | Rows:
-        return x if isinstance(x, Normed) else self._rows_of(x)
+    def _ones(self, count: int) -> DeviceArray:
+        if count not in self._ones_of:
+            self._ones_of[count] = self.device.upload(np.ones(count, np.float32))
+        return self._ones_of[count]
+
+    def _factor(self, x: Any) -> Normed | Rows | Activated:
+        return x if isinstance(x, Normed | Activated) else self._rows_of(x)
 
     def _rows_of(self, value: DeviceValue) -> Rows:
         """The rows themselves; what was put off is done now."""
@@ -254,20 +301,41 @@ class CupyOps:
         if isinstance(value, Heads):
             if value.rotation is not None:
                 raise ValueError("heads that are to be rotated go into attention only")
-            return value.rows
+            return self._whole(value).rows
         if isinstance(value, Product):
             if value.x.num_tokens <= MOST_TOKENS:
                 return self.steps.project(value.x, (value.matrix,))[0]
-            return self.chunks.project(value.x, (value.matrix,))[0]
+            return self.chunks.project(_of_chunk(value.x), (value.matrix,))[0]
+        if isinstance(value, Activated):
+            return self._activated(value.gate, value.up)
+        if isinstance(value, GatedProduct):
+            rows = self._rows_of(value.product)
+            gated = self.gated(rows, value.gate, Gate.SIGMOID, out=rows)
+            assert isinstance(gated, Rows)
+            return gated
+        if isinstance(value, Columns):
+            return self._taken(value)
+        if isinstance(value, DeltaHeads):
+            if value.norm is not None:
+                self.lacks("a delta rule with a norm and no gate")
+            return self._delta(value, None)
         if isinstance(value, Normed):
             if value.rows.num_tokens <= MOST_TOKENS:
                 return self.steps.normed_rows(value)
-            return self.chunks.normed_rows(value)
+            # Those of the chunk hold until the next are prepared.
+            copy = self._new_rows(value.rows.num_tokens, value.rows.columns)
+            self.device.copy(copy.array, self.chunks.normed_rows(value).array)
+            return copy
         raise ValueError(f"a {type(value).__name__} is not rows")
 
     def _new_rows(self, num_tokens: int, columns: int) -> Rows:
         owner = self.steps if num_tokens <= MOST_TOKENS else self.chunks
         return owner.rows(num_tokens, columns)
+
+
+def _of_chunk(value: Normed | Rows | Activated) -> Normed | Rows:
+    assert not isinstance(value, Activated)  # which is a step's alone
+    return value
 
 
 def _rows(value: Any) -> Rows:

@@ -19,6 +19,7 @@ MAX_EXPERTS = 960
 
 CHUNK_PAIRS = 1024
 _FIND_THREADS = 256
+_ALIGNMENT = 64
 
 
 class GroupArgs(ctypes.Structure):
@@ -36,6 +37,7 @@ class GroupArgs(ctypes.Structure):
         ("token_indices", ctypes.c_uint64),
         ("weights", ctypes.c_uint64),
         ("rows_of_tokens", ctypes.c_uint64),
+        ("selections", ctypes.c_uint64),
         ("num_pairs", ctypes.c_int32),
         ("pairs_per_token", ctypes.c_int32),
     )
@@ -55,6 +57,11 @@ class SortedArgs(ctypes.Structure):
         ("num_tokens", ctypes.c_int32),
         ("pairs_per_token", ctypes.c_int32),
     )
+
+
+def _padded(*sizes: int) -> int:
+    """Elements of arrays one after the other."""
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 class ExpertGroups:
@@ -106,6 +113,11 @@ class ExpertGroups:
         self.weights = device.empty(max_pairs, np.float32)
         self.rows_of_tokens = device.empty(max_pairs, np.int32)
         self._chunk_rows = device.empty((num_chunks, num_experts), np.int32)
+        self._own = self.expert_ids, self.group_starts, self.token_indices, self.weights
+        # A batch's come in one piece, each beginning where vectors may be read.
+        self._loaded = device.empty(
+            _padded(most_groups, most_groups + 1, *(max_pairs,) * 2), np.int32
+        )
 
     @property
     def max_tiles(self) -> int:
@@ -119,10 +131,12 @@ class ExpertGroups:
         *,
         slot_of_expert: DeviceArray | None = None,
         num_resident: int | None = None,
+        selections: DeviceArray | None = None,
     ) -> None:
         """Sort a chunk's choice. Pairs of experts without a slot get no row: they are others'.
 
-        `num_resident` bounds how many experts have a slot; all, if not given.
+        `num_resident` bounds how many experts have a slot; all, if not given. What is sorted is
+        added to `selections` [E] uint32.
         Shapes: topk_ids [T, K] int32; topk_weights [T, K] float32; slot_of_expert [E] int32, below
         0: none.
         Raises: SettingsError for other shapes or more pairs than there is room for.
@@ -142,7 +156,12 @@ class ExpertGroups:
             slot_of_expert.shape != (self.num_experts,) or slot_of_expert.dtype != np.int32
         ):
             raise SettingsError(f"slots of {slot_of_expert.shape}, {self.num_experts} experts")
+        if selections is not None and (
+            selections.shape != (self.num_experts,) or selections.dtype != np.uint32
+        ):
+            raise SettingsError(f"counts of {selections.shape}, {self.num_experts} experts")
         self._set_chunk(shape[0], topk_ids.size, shape[1])
+        self.expert_ids, self.group_starts, self.token_indices, self.weights = self._own
         most = self.num_experts if num_resident is None else min(num_resident, self.num_experts)
         self.max_groups = min(most, self.num_pairs)
         args = GroupArgs(
@@ -157,6 +176,7 @@ class ExpertGroups:
             token_indices=address(self.token_indices),
             weights=address(self.weights),
             rows_of_tokens=address(self.rows_of_tokens),
+            selections=0 if selections is None else address(selections),
             num_pairs=self.num_pairs,
             pairs_per_token=self.pairs_per_token,
         )
@@ -171,7 +191,7 @@ class ExpertGroups:
         Raises: SettingsError if there is no room for it, or no pair in it.
         """
         num_groups, num_pairs = batch.num_groups, batch.num_pairs
-        if not num_pairs or num_groups > self.expert_ids.size:
+        if not num_pairs or num_groups > self._own[0].size:
             raise SettingsError(f"a batch of {num_pairs} pairs in {num_groups} groups")
         pairs_per_token = int(np.bincount(batch.token_indices).max())
         num_places = batch.num_tokens * pairs_per_token
@@ -182,11 +202,19 @@ class ExpertGroups:
             )
         self._set_chunk(batch.num_tokens, num_pairs, pairs_per_token)
         self.max_groups = num_groups
-        write = self._device.write
-        write(self.expert_ids[:num_groups], batch.expert_ids)
-        write(self.group_starts[: num_groups + 1], batch.group_starts)
-        write(self.token_indices[:num_pairs], batch.token_indices)
-        write(self.weights[:num_pairs], batch.weights)
+        arrays = batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights
+        packed = np.empty(_padded(*(array.size for array in arrays)), np.int32)
+        places, end = [], 0
+        for array in arrays:
+            place = slice(end, end + array.size)
+            packed[place] = array.view(np.int32)
+            places.append(place)
+            end += _padded(array.size)
+        self._device.write(self._loaded[: packed.size], packed)
+        self.expert_ids, self.group_starts, self.token_indices, weights = (
+            self._loaded[place] for place in places
+        )
+        self.weights = weights.view(np.float32)
         args = SortedArgs(
             expert_ids=address(self.expert_ids),
             group_starts=address(self.group_starts),

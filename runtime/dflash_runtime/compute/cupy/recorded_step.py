@@ -16,9 +16,16 @@ import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_runtime.compute.backend import DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
 from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.draw_tokens import (
+    NUM_OPTIONS,
+    UNDECIDED,
+    DrawInputs,
+    option_values,
+)
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.cupy.ops import CupyOps
@@ -39,6 +46,7 @@ class RecordedStep:
     """Steps of one token of one sequence. Implements backend.RecordedStep.
 
     `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces.
+    What draws tokens is recorded apart, so that it costs nothing where it is not wanted.
     Owns: the graphs of each context bucket that was met, and mapped memory of the host.
     """
 
@@ -56,9 +64,13 @@ class RecordedStep:
         self._chosen = whole_pages(cache.capacity + 1, _NONE)
         self._mapping = device.map_host(self._chosen)
         self._history = mapped_array(device, self._mapping, self._chosen)
+        self._drawing = DrawInputs(
+            device.zeros(NUM_OPTIONS, np.float64), device.zeros(self._chosen.size, np.float64)
+        )
+        self._is_drawing = False
         self._shared = moe if isinstance(moe, SharedMoe) else None
         self.needs_host = self._shared is not None
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
         self._last: Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
@@ -67,18 +79,37 @@ class RecordedStep:
         """As backend.RecordedStep.prepare."""
         capacity, position = self._cache.capacity, 0
         while position < capacity:
-            self.begin(0, position)
-            self._recording()
+            self._place(0, position)
+            for is_drawing in (True, False):
+                self._is_drawing = is_drawing
+                self._recording()
             position = context_bucket(position + 1)
+        self._cache.truncate(0)
         self.begin(0, 0)
+
+    def choose_by(self, options: DrawOptions | None) -> None:
+        """As backend.RecordedStep.choose_by."""
+        vocab_size = self._model.spec.vocab_size
+        values = option_values(options, vocab_size=vocab_size)
+        self._ops.device.write(self._drawing.options, values)
+        self._is_drawing = options is not None
+
+    def expect(self, first_position: int, numbers: F64Array) -> None:
+        """As backend.RecordedStep.expect."""
+        places = self._drawing.numbers[first_position : first_position + numbers.size]
+        self._ops.device.write(places, numbers)
 
     def begin(self, token_id: int, position: int) -> None:
         """The next step computes this token at this position.
 
-        Raises: ContextExceeded, DeviceUnavailable.
+        Raises: ContextExceeded, DeviceUnavailable; StateNotKept.
         """
-        device = self._ops.device
         self._cache.check_fits(position, 1)
+        self._cache.states.begin_step(position)
+        self._place(token_id, position)
+
+    def _place(self, token_id: int, position: int) -> None:
+        device = self._ops.device
         device.synchronize()  # steps that were started too much write what they have chosen
         if self._shared is not None:
             self._shared.reset()
@@ -88,7 +119,7 @@ class RecordedStep:
         self._first = self._position = position
 
     def start(self) -> None:
-        """Start a step: its likeliest token is the next one's, at the next position.
+        """Start a step: the token that it chooses is the next one's, at the next position.
 
         Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
         """
@@ -106,10 +137,11 @@ class RecordedStep:
             raise
         if self._shared is not None:
             self._shared.count_step()
+        self._cache.states.count_step()
         self._position += 1
 
-    def token(self, position: int) -> int:
-        """The token chosen for a position, by a step that was started.
+    def token(self, position: int) -> int | None:
+        """The token chosen for a position, by a step that was started; None: the host is to.
 
         Raises: DeviceUnavailable if the device has failed.
         """
@@ -126,7 +158,7 @@ class RecordedStep:
                         f"{self._ops.device.name}: a step has ended without a token"
                     )
             time.sleep(_LOOK_S)
-        return token_id
+        return None if token_id == UNDECIDED else token_id
 
     def logits(self) -> F32Array:
         """Of the step that was started last, once it is done. Shapes: result [V]."""
@@ -154,14 +186,15 @@ class RecordedStep:
         if self._shared is not None:
             self._shared.close()
         del self._ops, self._model, self._cache, self._moe, self._shared, self._last
-        del self._token_ids, self._positions
+        del self._token_ids, self._positions, self._drawing
 
     def _recording(self) -> _Recording:
         """Of the bucket that the next step is in: tried out and recorded when first needed."""
         bucket = context_bucket(self._position + 1)
-        if bucket not in self._recordings:
-            self._recordings[bucket] = self._recorded(bucket)
-        return self._recordings[bucket]
+        key = bucket, self._is_drawing
+        if key not in self._recordings:
+            self._recordings[key] = self._recorded(bucket)
+        return self._recordings[key]
 
     def _recorded(self, bucket: int) -> _Recording:
         """Try the step out, which compiles and allocates what it needs, then record it."""
@@ -200,7 +233,13 @@ class RecordedStep:
         logits = self._model.head(hidden)
         assert isinstance(logits, Product)
         history: Any = self._history
-        return self._ops.steps.pick(logits, self._token_ids, self._positions, history=history)
+        return self._ops.steps.pick(
+            logits,
+            self._token_ids,
+            self._positions,
+            history=history,
+            drawing=self._drawing if self._is_drawing else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ class ResidentLayer:
     slot_of_expert: I32Array
     decode: ResidentExperts
     prefill: StoredExperts
+    selections: DeviceArray | None = None
+    """Of a layer that is whole, whose choice the host does not see: how often each expert was
+    chosen since `take_selections`. Shapes: [E] uint32."""
     num_resident: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +54,21 @@ class ResidentLayer:
             slot_of_expert=slots,
             decode=replace(self.decode, slot_of_expert=table),
             prefill=replace(self.prefill, slot_of_expert=table),
+            selections=None,
         )
+
+    def take_selections(self, device: KernelDevice) -> I64Array | None:
+        """How often each expert was chosen since the last call, if that is counted and not zero.
+
+        Shapes: result [E].
+        """
+        if self.selections is None:
+            return None
+        counts: I64Array = device.download(self.selections).astype(np.int64)
+        if not counts.any():
+            return None
+        device.write(self.selections, np.zeros(counts.size, np.uint32))
+        return counts
 
 
 def load_resident(
@@ -74,6 +91,8 @@ def load_resident(
         _named(device, file, layer, weights, (global_ids, named))
         for named in (global_ids, local_ids)
     )
+    if by_global.is_whole:
+        by_global = replace(by_global, selections=device.zeros(layer.num_experts, np.uint32))
     return by_global, by_local
 
 
@@ -90,11 +109,7 @@ def _matrices(
     expert_bytes = _expert_bytes(projection)
     weights = device.empty(max(1, global_ids.size) * expert_bytes, np.uint8)
     for slot, global_expert_id in enumerate(global_ids.tolist()):
-        raw = file.region(
-            projection.shard_index,
-            projection.offset_bytes + global_expert_id * projection.stride_bytes,
-            projection.num_bytes,
-        )
+        raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
         place = weights[slot * expert_bytes : (slot + 1) * expert_bytes]
         uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
     return weights
@@ -154,9 +169,8 @@ def _by_name(
         return None
     values = np.zeros((num_experts, vector.length), np.float32)
     for global_expert_id, name in zip(*(each.tolist() for each in ids), strict=True):
-        offset = vector.offset_bytes + global_expert_id * vector.stride_bytes
         # Need not be aligned in the file.
-        raw = file.region(vector.shard_index, offset, vector.num_bytes).copy()
+        raw = file.region(*vector.place_of(global_expert_id), vector.num_bytes).copy()
         values[name] = raw.view("<f4")
     return device.upload(values)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,13 +21,15 @@ from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, exper
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
 from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
 from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape, is_float_router
-from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.row_kernels import ChooseExperts
+from dflash_runtime.compute.cupy.row_kernels import ChooseExperts, is_plain
 from dflash_runtime.compute.cupy.values import (
+    Activated,
     Choosing,
     Chosen,
     ExpertSums,
@@ -35,6 +38,9 @@ from dflash_runtime.compute.cupy.values import (
     Rows,
     Sides,
 )
+
+Factor: TypeAlias = Normed | Rows | Activated
+"""What is multiplied by matrices."""
 
 
 class Steps:
@@ -47,9 +53,9 @@ class Steps:
         self._experts: dict[ExpertsShape, DecodeExperts] = {}
         self._hidden: dict[ExpertsShape, ExpertRows] = {}
         self._quantisers: dict[tuple[int, bool], QuantiseRows] = {}
-        self._samples: dict[int, Sample] = {}
         self._routers: dict[RouterShape, DecodeRouter] = {}
         self._choose = ChooseExperts(device)
+        self._choose_tokens = ChooseTokens(device)
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
@@ -63,19 +69,23 @@ class Steps:
             rows.sides = self._new_sides(num_tokens, columns, has_values=False)
         return rows
 
-    def project(self, x: Normed | Rows, matrices: Sequence[DeviceMatrix]) -> list[Rows]:
+    def project(self, x: Factor, matrices: Sequence[DeviceMatrix]) -> list[Rows]:
         """``x @ matrix.T`` of each, in one launch."""
         num_tokens = x.num_tokens
         outs = [self.rows(num_tokens, matrix.rows) for matrix in matrices]
         self._multiply(x, matrices, outs, adds=False)
         return outs
 
-    def add_product(self, x: Normed | Rows, matrix: DeviceMatrix, residual: Rows) -> None:
-        """``residual += x @ matrix.T``."""
-        self._multiply(x, (matrix,), (residual,), adds=True)
+    def add_product(
+        self, x: Factor, matrix: DeviceMatrix, residual: Rows, *, gate: Rows | None = None
+    ) -> None:
+        """``residual += x @ matrix.T``, times the sigmoid of each token's gate if there is one."""
+        self._multiply(x, (matrix,), (residual,), adds=True, gate=gate)
         residual.version += 1
 
-    def route(self, product: Product, rule: RoutingRule) -> tuple[Chosen, Chosen]:
+    def route(
+        self, product: Product, rule: RoutingRule, bias: DeviceArray | None = None
+    ) -> tuple[Chosen, Chosen]:
         """Logits, from which experts are chosen later; rows are written as experts read them."""
         x, matrix = product.x, product.matrix
         num_tokens = x.num_tokens
@@ -100,7 +110,7 @@ class Steps:
             self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs)
         if isinstance(x, Normed):
             x.sides = sides
-        choosing = Choosing(logits, rule)
+        choosing = Choosing(logits, rule, bias)
         return Chosen(ids, choosing), Chosen(weights, choosing)
 
     def choose(self, topk_ids: Chosen, topk_weights: Chosen) -> None:
@@ -112,6 +122,7 @@ class Steps:
         self._choose.launch(
             choosing.rule,
             choosing.logits.array,
+            bias=choosing.bias,
             ids=topk_ids.array,
             weights=topk_weights.array,
         )
@@ -119,8 +130,12 @@ class Steps:
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
         assert sums.layer is not None
-        choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
+        choice = Choice(
+            sums.topk_ids.array, sums.topk_weights.array, selections=sums.layer.selections
+        )
         choosing, rule = sums.topk_ids.choosing, None
+        if choosing is not None and (choosing.bias is not None or not is_plain(choosing.rule)):
+            self.choose(sums.topk_ids, sums.topk_weights)
         if choosing is not None and not choosing.is_done:
             choosing.is_done = True  # by the kernels of the experts
             choice, rule = replace(choice, logits=choosing.logits.array), choosing.rule
@@ -177,8 +192,12 @@ class Steps:
         positions: DeviceArray,
         *,
         history: DeviceArray,
+        drawing: DrawInputs | None = None,
     ) -> Rows:
-        """Logits; the likeliest token into `token_ids` and `history`, positions one further."""
+        """Logits; the likeliest token into `token_ids` and `history`, positions one further.
+
+        With `drawing` the token of one row is drawn as that says.
+        """
         num_tokens = product.x.num_tokens
         logits = self.rows(num_tokens, product.matrix.rows)
         linear = self._linear(product.x, (product.matrix,), adds=False, has_argmax=True)
@@ -189,9 +208,14 @@ class Steps:
             self._inputs(linear.shape, product.x),
             outputs=LinearOutputs(partials=partials.array),
         )
-        if num_tokens not in self._samples:
-            self._samples[num_tokens] = Sample(self._device, num_tokens=num_tokens, advances=True)
-        self._samples[num_tokens].launch(partials.array, token_ids, positions, history=history)
+        self._choose_tokens.launch(
+            logits.array,
+            partials.array,
+            drawing,
+            token_ids=token_ids,
+            positions=positions,
+            history=history,
+        )
         return logits
 
     def normed_rows(self, x: Normed) -> Rows:
@@ -202,27 +226,31 @@ class Steps:
 
     def _multiply(
         self,
-        x: Normed | Rows,
+        x: Factor,
         matrices: Sequence[DeviceMatrix],
         outs: Sequence[Rows],
         *,
         adds: bool,
         outputs: LinearOutputs | None = None,
+        gate: Rows | None = None,
     ) -> None:
-        linear = self._linear(x, matrices, adds=adds, has_side=outputs is not None)
+        linear = self._linear(
+            x, matrices, adds=adds, is_gated=gate is not None, has_side=outputs is not None
+        )
         linear.launch(
             [matrix.weights for matrix in matrices],
             [out.array for out in outs],
-            self._inputs(linear.shape, x),
+            self._inputs(linear.shape, x, gate),
             outputs=outputs,
         )
 
     def _linear(
         self,
-        x: Normed | Rows,
+        x: Factor,
         matrices: Sequence[DeviceMatrix],
         *,
         adds: bool,
+        is_gated: bool = False,
         has_argmax: bool = False,
         has_side: bool = False,
     ) -> DecodeLinear:
@@ -231,6 +259,8 @@ class Steps:
         if isinstance(x, Normed):
             x.require_unchanged()
             mode = LinearInput.NORM
+        if isinstance(x, Activated):
+            mode = LinearInput.SWIGLU
         if x.sides is not None and not any(kind in FLOAT_TYPES for kind, _ in kinds):
             mode = LinearInput.QUANTISED
         shape = LinearShape(
@@ -239,6 +269,7 @@ class Steps:
             kinds,
             mode,
             adds=adds,
+            is_gated=is_gated,
             has_side=has_side and isinstance(x, Normed),
             has_argmax=has_argmax,
         )
@@ -246,13 +277,17 @@ class Steps:
             self._linears[shape] = DecodeLinear(self._device, shape)
         return self._linears[shape]
 
-    def _inputs(self, shape: LinearShape, x: Normed | Rows) -> LinearInputs:
+    def _inputs(self, shape: LinearShape, x: Factor, gate: Rows | None = None) -> LinearInputs:
+        opening = None if gate is None else gate.array
+        if isinstance(x, Activated):
+            return LinearInputs(x=x.gate.array, up=x.up.array, gate=opening)
         if shape.input is LinearInput.QUANTISED:
             assert x.sides is not None
-            return LinearInputs(quants=array_of(x.sides.quants), meta=array_of(x.sides.meta))
+            quants, meta = array_of(x.sides.quants), array_of(x.sides.meta)
+            return LinearInputs(quants=quants, meta=meta, gate=opening)
         if isinstance(x, Rows):
-            return LinearInputs(x=x.array)
-        return LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps)
+            return LinearInputs(x=x.array, gate=opening)
+        return LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps, gate=opening)
 
     def _sides(self, x: Normed) -> Sides:
         """Normalised rows that are there already, or are written now."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import RoutingRule
 from dflash_adapters.rope import RopeTable
 from dflash_protocol.ids import Phase
@@ -18,6 +19,7 @@ from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 
 if TYPE_CHECKING:
+    from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
     from dflash_runtime.compute.cupy.resident import ResidentLayer
 
 
@@ -95,19 +97,51 @@ class Rotation:
 
 @dataclass(slots=True, eq=False)
 class Heads:
-    """Rows as heads: [T, heads, D]."""
+    """Rows as heads: [T, heads, D], or `part` of each: from its first column to its last."""
 
     rows: Rows
     num_heads: int
     rotation: Rotation | None = None
+    part: tuple[int, int] | None = None
+
+    @property
+    def dim(self) -> int:
+        """Columns of a head."""
+        if self.part is None:
+            return self.rows.columns // self.num_heads
+        return self.part[1] - self.part[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activated:
+    """``silu(gate) * up`` of a step, to be computed by whoever multiplies it."""
+
+    gate: Rows
+    up: Rows
+    sides: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.gate.num_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Product:
     """``x @ matrix.T``, to be computed by whoever reads it."""
 
-    x: Normed | Rows
+    x: Normed | Rows | Activated
     matrix: DeviceMatrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedProduct:
+    """A product of a step times ``sigmoid(gate)``, to be computed by whoever adds it.
+
+    Shapes: gate [T, 1].
+    """
+
+    product: Product
+    gate: Rows
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +150,8 @@ class Choosing:
 
     logits: Rows
     rule: RoutingRule
+    bias: DeviceArray | None = None
+    """Of experts, for the choice alone."""
     is_done: bool = False
 
 
@@ -150,7 +186,64 @@ class ExpertSums:
     share: at most two."""
 
 
-DeviceValue: TypeAlias = Rows | Normed | Heads | Product | Chosen | ExpertSums
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Columns `first` to `last` of rows, or of each of their heads, where they lie.
+
+    Shapes: rows [T, heads * D]; what is meant: [T, heads * (last - first)].
+    """
+
+    rows: Rows
+    num_heads: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolved:
+    """A causal convolution, to be computed by the delta rule that reads it.
+
+    Shapes: rows [T, channels]; weight [channels, taps].
+    """
+
+    rows: Rows
+    weight: DeviceArray
+    cache: DeviceKvCache
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaHeads:
+    """A gated delta rule, to be computed when norm and gate are known, or by whoever reads it.
+
+    Shapes: alpha, beta [T, heads]; a, dt_bias [heads].
+    """
+
+    mixed: Convolved
+    alpha: Rows
+    beta: Rows
+    shape: DeltaShape
+    a: DeviceArray
+    dt_bias: DeviceArray
+    eps: float
+    positions: StepPositions
+    norm: tuple[DeviceArray, float] | None = None
+    """Weight and eps of what each head is normalised with."""
+
+
+DeviceValue: TypeAlias = (
+    Rows
+    | Normed
+    | Activated
+    | Heads
+    | Product
+    | GatedProduct
+    | Chosen
+    | ExpertSums
+    | Columns
+    | Convolved
+    | DeltaHeads
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

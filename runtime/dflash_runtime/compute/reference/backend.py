@@ -49,6 +49,7 @@ class ReferenceBackend(HostBackend):
         tensor_types: Iterable[TensorType],
         *,
         kv_type: KvType | None = None,
+        is_recurrent: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Nothing to compile; a type that cannot be dequantised is found here."""

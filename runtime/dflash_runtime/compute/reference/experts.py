@@ -132,8 +132,7 @@ def _load_expert(file: GgufFile, layer: MoeLayer, global_expert_id: int) -> Dens
     def values(
         part: ExpertProjection | ExpertVector, tensor_type: TensorType, *shape: int
     ) -> F32Array:
-        offset_bytes = part.offset_bytes + global_expert_id * part.stride_bytes
-        stored = file.region(part.shard_index, offset_bytes, part.num_bytes)
+        stored = file.region(*part.place_of(global_expert_id), part.num_bytes)
         return dequantise(stored, tensor_type, shape)
 
     def vector(part: ExpertVector | None) -> F32Array | None:

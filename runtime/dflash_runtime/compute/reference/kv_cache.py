@@ -18,11 +18,18 @@ _BLOCK = 32
 class CachedRows(Protocol):
     """One row of D values per position and head."""
 
+    @property
+    def arrays(self) -> tuple[AnyArray, ...]:
+        """What they are kept in."""
+
+    @property
+    def num_heads(self) -> int: ...
+
     def store(self, positions: I32Array, rows: F32Array) -> None:
         """Shapes: positions [T]; rows [T, heads, D]."""
 
-    def load(self, num_positions: int, head: int) -> F32Array:
-        """The first rows of one head. Shapes: result [num_positions, D]."""
+    def load(self, positions: I32Array, head: int) -> F32Array:
+        """Some rows of one head. Shapes: positions [N]; result [N, D]."""
 
 
 def cached_rows(kv_type: KvType, capacity: int, *, num_heads: int, dim: int) -> CachedRows:
@@ -39,11 +46,20 @@ class FloatRows:
     def __init__(self, values: AnyArray) -> None:
         self._values = values
 
+    @property
+    def arrays(self) -> tuple[AnyArray, ...]:
+        return (self._values,)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self._values.shape[1])
+
     def store(self, positions: I32Array, rows: F32Array) -> None:
         self._values[positions] = rows
 
-    def load(self, num_positions: int, head: int) -> F32Array:
-        return self._values[:num_positions, head].astype(np.float32)
+    def load(self, positions: I32Array, head: int) -> F32Array:
+        rows: F32Array = self._values[positions, head].astype(np.float32)
+        return rows
 
 
 class Q8Rows:
@@ -59,6 +75,14 @@ class Q8Rows:
         self._scales = np.zeros((capacity, num_heads, num_blocks, 1), np.float16)
         self._bytes = np.zeros((capacity, num_heads, num_blocks, _BLOCK), np.int8)
 
+    @property
+    def arrays(self) -> tuple[AnyArray, ...]:
+        return self._scales, self._bytes
+
+    @property
+    def num_heads(self) -> int:
+        return int(self._bytes.shape[1])
+
     def store(self, positions: I32Array, rows: F32Array) -> None:
         num_tokens, num_heads, dim = rows.shape
         padded = np.zeros((num_tokens, num_heads, self._bytes.shape[2] * _BLOCK), np.float32)
@@ -72,7 +96,7 @@ class Q8Rows:
         self._scales[positions] = halves
         self._bytes[positions] = np.rint(blocks * inverse).astype(np.int8)
 
-    def load(self, num_positions: int, head: int) -> F32Array:
-        scales = self._scales[:num_positions, head].astype(np.float32)
-        rows: F32Array = scales * self._bytes[:num_positions, head]
-        return rows.reshape(num_positions, -1)[:, : self._dim]
+    def load(self, positions: I32Array, head: int) -> F32Array:
+        scales = self._scales[positions, head].astype(np.float32)
+        rows: F32Array = scales * self._bytes[positions, head]
+        return rows.reshape(positions.size, -1)[:, : self._dim]

@@ -5,20 +5,23 @@ Knows nothing of speed. Matrices are dequantised once, when they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer
-from dflash_adapters.ops import KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.moe_spec import DeltaShape, KvLayer, RecurrentLayer
+from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.reference.attention import attend
 from dflash_runtime.compute.reference.kv_cache import CachedRows, cached_rows
-
-_SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
+from dflash_runtime.compute.reference.recurrent import RecurrentState, causal_conv, delta_rule
+from dflash_runtime.compute.reference.routing import route
+from dflash_runtime.compute.rings import Ring
+from dflash_runtime.compute.sequence_state import SequenceState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +39,31 @@ class DenseMatrix:
         return int(self.values.shape[1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostKvCache:
-    """Keys and values of every layer."""
+class HostKvCache(SequenceState):
+    """Keys and values of every layer, and states of recurrent ones."""
 
-    keys: list[CachedRows]
-    values: list[CachedRows]
-    capacity: int
+    def __init__(
+        self,
+        layers: Sequence[KvLayer],
+        capacity: int,
+        kv_type: KvType,
+        *,
+        recurrent: Iterable[RecurrentLayer],
+    ) -> None:
+        states = [RecurrentState(each) for each in recurrent]
+        super().__init__(states, [Ring(kv.mask, capacity) for kv in layers])
+        self.states = states
+        self.capacity = capacity
+        self.keys: list[CachedRows] = []
+        self.values: list[CachedRows] = []
+        for kv, ring in zip(layers, self.rings, strict=True):
+            for rows, dim in ((self.keys, kv.key_dim), (self.values, kv.value_dim)):
+                rows.append(cached_rows(kv_type, ring.num_rows, num_heads=kv.num_heads, dim=dim))
+            ring.arrays = *self.keys[-1].arrays, *self.values[-1].arrays
+
+    @property
+    def nbytes(self) -> int:
+        return self.state_bytes + sum(each.nbytes for ring in self.rings for each in ring.arrays)
 
 
 class ReferenceOps:
@@ -53,22 +74,16 @@ class ReferenceOps:
         return dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> DenseMatrix:
-        return DenseMatrix(self.load_vector(file, tensor_name))
+        return DenseMatrix(np.atleast_2d(self.load_vector(file, tensor_name)))
 
     def new_kv_cache(
-        self, layers: tuple[KvLayer, ...], capacity: int, kv_type: KvType
+        self,
+        layers: tuple[KvLayer, ...],
+        capacity: int,
+        kv_type: KvType,
+        recurrent: tuple[RecurrentLayer, ...] = (),
     ) -> HostKvCache:
-        return HostKvCache(
-            keys=[
-                cached_rows(kv_type, capacity, num_heads=kv.num_heads, dim=kv.key_dim)
-                for kv in layers
-            ],
-            values=[
-                cached_rows(kv_type, capacity, num_heads=kv.num_heads, dim=kv.value_dim)
-                for kv in layers
-            ],
-            capacity=capacity,
-        )
+        return HostKvCache(layers, capacity, kv_type, recurrent=recurrent)
 
     def embed(self, table: Matrix, token_ids: I32Array, out: F32Array | None = None) -> F32Array:
         values = _dense(table)
@@ -119,11 +134,14 @@ class ReferenceOps:
         q_weight: F32Array | None = None,
         k_weight: F32Array | None = None,
         eps: float = 0.0,
+        norms_after: bool = False,
     ) -> None:
         for heads, weight in ((q, q_weight), (k, k_weight)):
             if weight is not None:
                 self.rms_norm(heads, weight, eps, out=heads)
             _rotate(heads, positions, table)
+            if norms_after:
+                self.rms_norm(heads, np.ones(heads.shape[2], np.float32), eps, out=heads)
 
     def attention(
         self,
@@ -135,42 +153,111 @@ class ReferenceOps:
         positions: I32Array,
         scale: float,
         out: F32Array | None = None,
+        *,
+        sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        keys, values = cache.keys[cache_layer], cache.values[cache_layer]
         num_tokens, num_heads, _ = q.shape
         if out is None:
             out = np.empty((num_tokens, num_heads, v.shape[2]), np.float32)
-        if num_tokens == 0:
-            return out
-        keys.store(positions, k)
-        values.store(positions, v)
-        num_visible = int(positions[-1]) + 1
-        group = num_heads // k.shape[1]
-        hidden_from = np.arange(num_visible)[None, :] > positions[:, None]
-        for head in range(num_heads):
-            head_keys = keys.load(num_visible, head // group)
-            head_values = values.load(num_visible, head // group)
-            scores = (q[:, head] @ head_keys.T) * np.float32(scale)
-            scores[hidden_from] = -np.inf
-            scores -= scores.max(axis=1, keepdims=True)
-            np.exp(scores, out=scores)
-            out[:, head] = (scores @ head_values) / scores.sum(axis=1, keepdims=True)
+        if num_tokens:
+            attend(
+                q,
+                (k, v),
+                (cache.keys[cache_layer], cache.values[cache_layer]),
+                ring=cache.rings[cache_layer],
+                positions=positions,
+                scale=scale,
+                sinks=sinks,
+                out=out,
+            )
         return out
 
-    def route(self, logits: F32Array, rule: RoutingRule) -> tuple[I32Array, F32Array]:
-        probabilities = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
-        probabilities /= probabilities.sum(axis=1, keepdims=True)
-        # Stable, so that equal scores go to the lower id.
-        order = np.argsort(-probabilities, axis=1, kind="stable")
-        ids = order[:, : rule.num_experts_used].astype(np.int32)
-        weights = np.take_along_axis(probabilities, ids, axis=1)
-        if rule.normalise:
-            weights /= np.maximum(weights.sum(axis=1, keepdims=True), _SMALLEST_NORMAL_HALF)
-        return ids, weights
+    def route(
+        self, logits: F32Array, rule: RoutingRule, *, bias: F32Array | None = None
+    ) -> tuple[I32Array, F32Array]:
+        return route(logits, rule, bias)
 
     def add(self, x: F32Array, y: F32Array, out: F32Array | None = None) -> F32Array:
         return np.add(x, y, out=out)
+
+    def add_bias(self, x: F32Array, bias: F32Array, out: F32Array | None = None) -> F32Array:
+        return np.add(x, bias, out=out)
+
+    def scale_rows(
+        self, x: F32Array, factors: F32Array | float, out: F32Array | None = None
+    ) -> F32Array:
+        if isinstance(factors, float):
+            return np.multiply(x, np.float32(factors), out=out)
+        return np.multiply(x, factors.reshape(-1, *[1] * (x.ndim - 1)), out=out)
+
+    def gated(
+        self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
+    ) -> F32Array:
+        factors = np.repeat(_gate_factors(gate, kind), x.shape[1] // gate.shape[1], axis=1)
+        return np.multiply(x, factors, out=out)
+
+    def swiglu(self, gate: F32Array, up: F32Array, out: F32Array | None = None) -> F32Array:
+        return self.gated(up, gate, Gate.SILU, out)
+
+    def columns(self, x: F32Array, first: int, last: int) -> F32Array:
+        return x[..., first:last].copy()
+
+    def causal_conv(
+        self,
+        x: F32Array,
+        weight: F32Array,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, HostKvCache)
+        return _into(out, causal_conv(x, weight, cache.states[layer], positions))
+
+    def delta_rule(
+        self,
+        mixed: F32Array,
+        alpha: F32Array,
+        beta: F32Array,
+        shape: DeltaShape,
+        *,
+        a: F32Array,
+        dt_bias: F32Array,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        eps: float,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, HostKvCache)
+        result = delta_rule(
+            mixed,
+            alpha,
+            beta,
+            shape,
+            a=a,
+            dt_bias=dt_bias,
+            state=cache.states[layer],
+            positions=positions,
+            eps=eps,
+        )
+        return _into(out, result)
+
+
+def _into(out: F32Array | None, result: F32Array) -> F32Array:
+    if out is None:
+        return result
+    out[:] = result
+    return out
+
+
+def _gate_factors(gate: F32Array, kind: Gate) -> F32Array:
+    if kind is Gate.SOFTPLUS:
+        return np.logaddexp(gate, np.float32(0))
+    with np.errstate(over="ignore"):  # exp overflows to inf for very negative gates: they give 0
+        shares: F32Array = np.float32(1) / (np.float32(1) + np.exp(-gate))
+    return shares if kind is Gate.SIGMOID else gate * shares
 
 
 def _rotate(heads: F32Array, positions: I32Array, table: RopeTable) -> None:

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
-from dflash_protocol.errors import ContextExceeded
+from dflash_protocol.errors import ContextExceeded, StateNotKept
 from dflash_protocol.ids import F32Array, F64Array
+from dflash_runtime.compute import rings
 from dflash_runtime.compute.cpu import attention as launcher
 from dflash_runtime.compute.cpu.attention import Attention
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 from dflash_runtime.compute.reference.kv_cache import cached_rows
+from support import float64_attention
 from support.examples import examples
 
 
@@ -53,22 +55,29 @@ def as_stored(values: F32Array, kv_type: KvType) -> F32Array:
     """What a cache gives back. Shapes: values, result [N, heads, D]."""
     num_positions, num_heads, dim = values.shape
     rows = cached_rows(kv_type, num_positions, num_heads=num_heads, dim=dim)
-    rows.store(np.arange(num_positions, dtype=np.int32), values)
-    return np.stack([rows.load(num_positions, head) for head in range(num_heads)], axis=1)
+    positions = np.arange(num_positions, dtype=np.int32)
+    rows.store(positions, values)
+    return np.stack([rows.load(positions, head) for head in range(num_heads)], axis=1)
 
 
-def attended(q: F32Array, keys: F32Array, values: F32Array, first: int, scale: float) -> F64Array:
+def attended(
+    q: F32Array,
+    keys: F32Array,
+    values: F32Array,
+    first: int,
+    scale: float,
+    mask: Mask = CAUSAL,
+    sinks: F32Array | None = None,
+) -> F64Array:
     """Shapes: q [T, heads, D]; keys, values [N, kv_heads, D]: everything up to the last token."""
-    group = q.shape[1] // keys.shape[1]
-    out = np.empty((*q.shape[:2], values.shape[2]))
-    for token in range(q.shape[0]):
-        visible = first + token + 1
-        for head in range(q.shape[1]):
-            head_keys = keys[:visible, head // group].astype(np.float64)
-            scores = head_keys @ q[token, head].astype(np.float64) * scale
-            terms = np.exp(scores - scores.max())
-            out[token, head] = terms @ values[:visible, head // group] / terms.sum()
-    return out
+    return float64_attention.attended(
+        q.astype(np.float64) * scale,
+        keys.transpose(1, 0, 2),
+        values.transpose(1, 0, 2),
+        np.arange(first, first + q.shape[0], dtype=np.int32),
+        mask=mask,
+        sinks=sinks,
+    )
 
 
 def run(
@@ -80,14 +89,17 @@ def run(
     ends: list[int],
     scale: float,
     capacity: int | None = None,
+    *,
+    mask: Mask = CAUSAL,
+    sinks: F32Array | None = None,
 ) -> F32Array:
     """In chunks that end there, in the second layer of a cache."""
-    layers = (KvLayer(1, 1, 1), KvLayer(k.shape[1], k.shape[2], v.shape[2]))
+    layers = (KvLayer(1, 1, 1), KvLayer(k.shape[1], k.shape[2], v.shape[2], mask))
     cache = CpuKvCache(layers, capacity or q.shape[0], kv_type)
     parts, first = [], 0
     for end in ends:
         part, positions = slice(first, end), np.arange(first, end, dtype=np.int32)
-        parts.append(attention(q[part], k[part], v[part], cache, 1, positions, scale))
+        parts.append(attention(q[part], k[part], v[part], cache, 1, positions, scale, None, sinks))
         first = end
     return np.concatenate(parts)
 
@@ -157,6 +169,74 @@ def test_bits_do_not_depend_on_chunks_or_threads(
                 np.testing.assert_array_equal(got, whole)
     last = attended(q[-1:], as_stored(k, kv_type), as_stored(v, kv_type), num_tokens - 1, scale)
     np.testing.assert_allclose(whole[-1:], last, rtol=0, atol=3e-6)
+
+
+MASKS = (Mask(window=1), Mask(window=50), Mask(window=300), Mask(chunk=70), Mask(200, 128))
+
+
+@pytest.mark.parametrize("kv_type", KvType)
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize(("heads", "dim"), [(2, 24), (12, 40)], ids=["few rows", "many rows"])
+def test_masks_in_chunks(
+    alone: Attention,
+    always_shared: Attention,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    dim: int,
+    mask: Mask,
+    kv_type: KvType,
+) -> None:
+    """In a ring that goes round more than once, with the bits of one that has room for all."""
+    num_tokens = 700
+    q, k = normal(num_tokens, heads, dim), normal(num_tokens, 2, dim, seed=1)
+    v, sinks = normal(num_tokens, 2, 33, seed=2), normal(heads, seed=3)
+    scale = dim**-0.5
+    stored = as_stored(k, kv_type), as_stored(v, kv_type)
+    expected = attended(q, *stored, 0, scale, mask, sinks)
+    whole = run(alone, kv_type, q, k, v, [num_tokens], scale, mask=mask, sinks=sinks)
+    np.testing.assert_allclose(whole, expected, rtol=0, atol=3e-6)
+    monkeypatch.setattr(rings, "RING_CHUNK", 100)
+    for attention in (alone, always_shared):
+        for ends in ([num_tokens], [1, 2, 130, 619, *range(620, num_tokens + 1)]):
+            got = run(attention, kv_type, q, k, v, ends, scale, mask=mask, sinks=sinks)
+            np.testing.assert_array_equal(got, whole)
+
+
+@pytest.mark.parametrize("size", [1e-3, 80.0, 1e4])
+def test_sinks(alone: Attention, size: float) -> None:
+    q, k, v = (normal(70, 4, 16, seed=seed) for seed in range(3))
+    sinks = np.array([-1, 0, 0.5, 1], np.float32) * np.float32(size)
+    got = run(alone, KvType.F32, q, k, v, [70], 0.25, sinks=sinks)
+    expected = attended(q, k, v, 0, 0.25, sinks=sinks)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
+    mask = Mask(window=100)
+    cache = CpuKvCache((KvLayer(2, 16, 16, mask), KvLayer(2, 16, 16)), 10_000, KvType.F32)
+    ring, plain = cache.layers
+    kept = 99 + rings.RING_CHUNK
+    assert kept <= rings.num_rows(mask, 10_000) < kept + 64
+    assert ring.values.nbytes == rings.num_rows(mask, 10_000) * 2 * 32 * 4
+    assert ring.keys.nbytes == rings.num_rows(mask, 10_000) * 2 * 16 * 4
+    assert cache.nbytes == sum(e.keys.nbytes + e.values.nbytes for e in (ring, plain))
+    assert rings.num_rows(mask, 200) == 200
+
+    def go_on(first: int, num_tokens: int) -> F32Array:
+        positions = np.arange(first, first + num_tokens, dtype=np.int32)
+        q, k = normal(num_tokens, 2, 16), normal(num_tokens, 2, 16, seed=1)
+        return alone(q, k, k, cache, 0, positions, 0.25)
+
+    go_on(0, 1000)
+    go_on(1000, 1)
+    cache.truncate(900)
+    go_on(900, 3)
+    with pytest.raises(StateNotKept):
+        cache.truncate(300)
+    with pytest.raises(StateNotKept):
+        go_on(300, 3)
+    cache.truncate(0)
+    assert go_on(0, 3).shape == (3, 2, 16)
 
 
 @pytest.mark.parametrize("kv_type", KvType)
@@ -231,6 +311,8 @@ def test_guards(alone: Attention) -> None:
     for wrong_q in (normal(2, 5, 16), normal(2, 4, 8)):
         with pytest.raises(ValueError, match="do not fit"):
             attention(0, q=wrong_q)
+    with pytest.raises(ValueError, match="sinks are"):
+        alone(q, k, k, cache, 0, np.arange(2, dtype=np.int32), 0.25, sinks=normal(3))
     with pytest.raises(ValueError, match="out is"):
         attention(0, out=np.empty((2, 4, 8), np.float32))
     for other in (q.astype(np.float64), normal(2, 16, 4).transpose(0, 2, 1)):

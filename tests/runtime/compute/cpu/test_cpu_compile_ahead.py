@@ -97,7 +97,7 @@ def test_what_was_done_before_is_not_done_again(
 
 
 def test_every_job_of_a_model_can_be_run() -> None:
-    jobs = jobs_for([TensorType.F32, TensorType.Q8_0], KvType.F16)
+    jobs = jobs_for([TensorType.F32, TensorType.Q8_0], KvType.F16, is_recurrent=True)
     assert len(set(jobs)) == len(jobs)
     assert set(jobs) > set(jobs_for([TensorType.F32, TensorType.Q8_0], None))
     for job in jobs:
@@ -209,7 +209,7 @@ def test_another_process_that_does_not_get_on_is_given_up(
 
 @pytest.mark.usefixtures("one_child", "cache_dir")
 def test_a_backend_reports_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "jobs_for", lambda tensor_types, kv_type: JOBS)
+    monkeypatch.setattr(backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS)
     seen: list[tuple[int, int]] = []
     backend = CpuBackend(num_threads=1)
     backend.warm_up([TensorType.F16], on_progress=lambda *progress: seen.append(progress))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_runtime.compute.cupy.decode_experts import Rows
@@ -94,6 +95,18 @@ def test_tokens_of_a_step_see_those_before_them(case: LayerCase, bound: float, f
     assert relative_error(out, rig.expected(first, 3)) < bound
 
 
+@pytest.mark.parametrize("mask", [Mask(window=5), Mask(window=70), Mask(chunk=48), Mask(33, 24)])
+@pytest.mark.parametrize(("case", "bound"), [PATHS[1], PATHS[3]])
+@pytest.mark.parametrize("first", [94, *_slowly(0, 3, 64, 143)])
+def test_what_a_mask_hides_is_not_seen(
+    case: LayerCase, bound: float, first: int, mask: Mask
+) -> None:
+    rig = _rig(case.having(mask=mask), first)
+    for num_tokens in (1, 4):
+        out = rig.decode(first, num_tokens)
+        assert relative_error(out, rig.expected(first, num_tokens)) < bound
+
+
 @pytest.mark.parametrize(("case", "num_tokens"), SHAPES)
 def test_heads_of_any_shape(case: LayerCase, num_tokens: int) -> None:
     rig = _rig(case, 70)
@@ -132,10 +145,10 @@ def test_new_rows_are_stored_as_the_reference_stores_them(kv_type: KvType) -> No
     cached_keys, cached_values = rig.cached()
     for head in range(2):
         np.testing.assert_allclose(
-            cached_keys[head, :3], keys.load(3, head), rtol=step, atol=4 * step
+            cached_keys[head, :3], keys.load(positions, head), rtol=step, atol=4 * step
         )
         # Values are only converted: the same bits.
-        np.testing.assert_array_equal(cached_values[head, :3], values.load(3, head))
+        np.testing.assert_array_equal(cached_values[head, :3], values.load(positions, head))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_runtime.compute.cupy.attention_plan import PrefillPlan
@@ -59,6 +60,15 @@ def test_a_chunk_attends_to_all_before_and_inside_it(
     rig.fill_cache(first)
     out = rig.prefill(first, count)
     assert relative_error(out, rig.expected(first, count)) < bound
+
+
+@pytest.mark.parametrize("mask", [Mask(window=5), Mask(window=40), Mask(chunk=24)])
+@pytest.mark.parametrize(("case", "bound"), [CASES[0], CASES[3]])
+def test_what_a_mask_hides_is_not_seen(case: LayerCase, bound: float, mask: Mask) -> None:
+    rig = AttentionRig(case.having(mask=mask))
+    rig.fill_cache(37)
+    out = rig.prefill(37, 60)
+    assert relative_error(out, rig.expected(37, 60)) < bound
 
 
 @pytest.mark.parametrize("case", [SMALL, SMALL.having(use_mma=True)])

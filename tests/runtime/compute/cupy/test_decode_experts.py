@@ -151,11 +151,11 @@ def run(
         out = device.upload(np.zeros(size, np.float32) if residual is None else residual)
     experts.launch_down(resident, choice, hidden, out)
     if hidden.quants is None:
-        assert isinstance(hidden.values, np.ndarray)
-        return out, hidden.values.astype(np.float64)
-    assert isinstance(hidden.quants, np.ndarray)
-    assert isinstance(hidden.meta, np.ndarray)
-    return out, int8_values(hidden.quants, hidden.meta, shape.ffn_size)
+        assert hidden.values is not None
+        return out, device.download(hidden.values).astype(np.float64)
+    assert hidden.meta is not None
+    quants, meta = device.download(hidden.quants), device.download(hidden.meta)
+    return out, int8_values(quants, meta, shape.ffn_size)
 
 
 def wanted_hidden(layer: Layer, step: Step) -> F64Array:
@@ -333,13 +333,23 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
     experts = DecodeExperts(device, replace(BASE, rule=rule))
     resident, int8 = layer.resident(device, slots), as_int8_rows(step.x)
     x = Rows(device.upload(int8.quants), device.upload(int8.meta))
-    choice = Choice(device.empty(sizes, np.int32), device.empty(sizes, np.float32), uploaded)
+    selections = device.zeros(BASE.num_experts, np.uint32)
+    choice = Choice(
+        device.empty(sizes, np.int32), device.empty(sizes, np.float32), uploaded, selections
+    )
     hidden, out = experts.hidden_rows(), device.zeros(step.x.shape, np.float32)
     experts.launch_gate_up(resident, choice, x, hidden)
     experts.launch_down(resident, choice, hidden, out)
     np.testing.assert_array_equal(device.download(choice.topk_ids), step.topk_ids)
     np.testing.assert_array_equal(device.download(choice.topk_weights), step.topk_weights)
     np.testing.assert_array_equal(out, before)
+    counts = np.bincount(step.topk_ids.reshape(-1), minlength=BASE.num_experts)
+    np.testing.assert_array_equal(selections, counts)
+    unrouted = DecodeExperts(device, BASE)
+    unrouted.launch_gate_up(
+        resident, replace(made, selections=selections), x, unrouted.hidden_rows()
+    )
+    np.testing.assert_array_equal(selections, 2 * counts)
     with pytest.raises(ValueError, match="logits is missing"):
         experts.launch_gate_up(resident, made, x, hidden)
 

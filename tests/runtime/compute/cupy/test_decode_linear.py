@@ -104,6 +104,27 @@ def test_norm_and_several_matrices(device: EmulatedDevice, num_tokens: int) -> N
         assert relative_error(given, wanted.values @ of.values.T) < 1e-6
 
 
+@pytest.mark.parametrize(("kind", "columns"), [(Q4_K, 768), (F32, 96)])
+def test_activated_rows_and_a_gate_of_the_product(
+    device: EmulatedDevice, kind: TensorType, columns: int
+) -> None:
+    rng = np.random.default_rng(columns)
+    weights = random_weights(rng, kind, 37, columns)
+    rows, up = rng.standard_normal((2, 2, columns)).astype(np.float32)
+    residual = rng.standard_normal((2, 37)).astype(np.float32)
+    gate = rng.standard_normal((2, 1)).astype(np.float32)
+    shape = LinearShape(columns, 2, ((kind, 37),), LinearInput.SWIGLU, adds=True, is_gated=True)
+    out = device.upload(residual)
+    inputs = LinearInputs(x=device.upload(rows), up=device.upload(up), gate=device.upload(gate))
+    DecodeLinear(device, shape).launch([device.upload(weights.packed)], [out], inputs)
+    wide = rows.astype(np.float64)
+    activated = wide / (1 + np.exp(-wide)) * up
+    if kind is not F32:
+        activated = as_int8_rows(activated.astype(np.float32)).values
+    wanted = residual + activated @ weights.values.T / (1 + np.exp(-gate.astype(np.float64)))
+    assert relative_error(out, wanted) < 3e-6
+
+
 @pytest.mark.parametrize(("kind", "columns", "num_tokens"), [(Q5_0, 96, 8), (Q4_K, 1024, 1)])
 def test_int8_rows_and_a_residual(
     device: EmulatedDevice, kind: TensorType, columns: int, num_tokens: int

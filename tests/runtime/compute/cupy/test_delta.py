@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from dflash_adapters.moe_spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.cupy.delta import (
     DeltaChunk,
     DeltaInputs,
-    DeltaShape,
+    DeltaPlan,
     DeltaState,
     DeltaStep,
     DeltaWeights,
@@ -21,9 +22,11 @@ from dflash_runtime.compute.cupy.delta import (
 from support.emulated_device import EmulatedDevice
 
 SHAPES = {
-    "tiled": DeltaShape(2, 4, 32, 48, 4, is_tiled=True, finishes=True),
-    "grouped, uneven": DeltaShape(2, 6, 40, 20, 3, is_tiled=False, finishes=True),
-    "bare": DeltaShape(3, 3, 16, 16, 4, is_tiled=True, finishes=False),
+    "tiled": DeltaPlan(DeltaShape(2, 4, 32, 48), num_taps=4, finishes=True),
+    "grouped, uneven": DeltaPlan(
+        DeltaShape(2, 6, 40, 20, is_tiled=False), num_taps=3, finishes=True
+    ),
+    "bare": DeltaPlan(DeltaShape(3, 3, 16, 16), num_taps=4, finishes=False),
 }
 EPS = 1e-6
 
@@ -32,7 +35,7 @@ EPS = 1e-6
 class Layer:
     """Random weights and inputs of a sequence."""
 
-    shape: DeltaShape
+    shape: DeltaPlan
     mixed: F32Array
     alpha: F32Array
     beta: F32Array
@@ -43,13 +46,13 @@ class Layer:
     norm: F32Array
 
 
-def random_layer(shape: DeltaShape, num_tokens: int) -> Layer:
+def random_layer(shape: DeltaPlan, num_tokens: int) -> Layer:
     rng = np.random.default_rng(7)
 
     def normal(*sizes: int) -> F32Array:
         return rng.standard_normal(sizes).astype(np.float32)
 
-    heads = shape.num_value_heads
+    heads = shape.num_heads
     return Layer(
         shape,
         mixed=normal(num_tokens, shape.channels),
@@ -59,7 +62,7 @@ def random_layer(shape: DeltaShape, num_tokens: int) -> Layer:
         taps=normal(shape.channels, shape.num_taps),
         decay=-np.exp(normal(heads)),
         bias=normal(heads),
-        norm=normal(shape.value_dim),
+        norm=normal(shape.delta.value_dim),
     )
 
 
@@ -75,21 +78,21 @@ def expected(layer: Layer) -> F64Array:
     )
     mixed = mixed.sum(axis=0)
     mixed = mixed / (1 + np.exp(-mixed))
-    keys = shape.num_key_heads * shape.key_dim
+    keys = shape.delta.num_key_heads * shape.delta.key_dim
     q, k = (
-        part.reshape(num_tokens, shape.num_key_heads, shape.key_dim)
+        part.reshape(num_tokens, shape.delta.num_key_heads, shape.delta.key_dim)
         for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
     )
     q, k = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + EPS) for x in (q, k))
-    q = q / np.sqrt(shape.key_dim)
-    v = mixed[:, 2 * keys :].reshape(num_tokens, heads, shape.value_dim)
+    q = q / np.sqrt(shape.delta.key_dim)
+    v = mixed[:, 2 * keys :].reshape(num_tokens, heads, shape.delta.value_dim)
     kept = np.exp(layer.decay * np.logaddexp(0, wide["alpha"] + layer.bias))
     written = 1 / (1 + np.exp(-wide["beta"]))
     out = np.empty(v.shape)
     for head in range(heads):
-        group = heads // shape.num_key_heads
-        key_head = head % shape.num_key_heads if shape.is_tiled else head // group
-        state = np.zeros((shape.value_dim, shape.key_dim))
+        group = heads // shape.delta.num_key_heads
+        key_head = head % shape.delta.num_key_heads if shape.delta.is_tiled else head // group
+        state = np.zeros((shape.delta.value_dim, shape.delta.key_dim))
         for token in range(num_tokens):
             state *= kept[token, head]
             key = k[token, key_head]

@@ -12,7 +12,7 @@ import pytest
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable
 from dflash_runtime.compute.cupy import devices
-from dflash_runtime.compute.cupy.capabilities import Vendor
+from dflash_runtime.compute.cupy.capabilities import Vendor, hip_capabilities
 from dflash_runtime.compute.cupy.devices import corrected_memory, describe_gpus, memory_of
 from dflash_runtime.compute.cupy.driver import Driver
 from dflash_runtime.compute.cupy.driver_table import (
@@ -265,8 +265,26 @@ def test_every_gpu_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatc
     found, _ = describe_gpus(DeviceKind.CUDA)
     assert found[0].why_not is not None
     assert "5.0 is too old" in found[0].why_not
+    found, why_none = describe_gpus(DeviceKind.HIP)
+    assert why_none is None
+    assert [each.why_not for each in found] == [None, None]
+    assert found[1].capabilities == hip_capabilities("gfx1030")
     fake.set(Setting.NUM_DEVICES, 0)
     assert describe_gpus(DeviceKind.HIP) == ([], "the hip driver sees no device")
+
+
+def test_an_architecture_that_nothing_tells_is_told_so(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = fake.open(Vendor.HIP)
+    told = old._functions.pop("device_properties")
+    monkeypatch.setattr(devices, "open_driver", lambda vendor: old)
+    found, _ = describe_gpus(DeviceKind.HIP)
+    assert (found[0].device, found[0].name) == (Device(DeviceKind.HIP, 0), "Fake 100")
+    assert found[0].capabilities is None
+    assert found[0].why_not == "the hip driver does not tell the architecture of hip:0"
+    old._functions["old_device_properties"] = told
+    assert old.hip_architecture(1) == "gfx1030:sramecc+:xnack-"
 
 
 def test_without_a_driver_there_is_one_line_why() -> None:

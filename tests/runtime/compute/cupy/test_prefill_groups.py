@@ -7,7 +7,7 @@ import pytest
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
-from dflash_protocol.routed_batch import group_by_expert
+from dflash_protocol.routed_batch import group_by_expert, slice_tokens
 from dflash_runtime.compute.cupy.prefill_groups import MAX_EXPERTS, ExpertGroups
 from support.emulated_device import EmulatedDevice
 from support.prefill_rig import choose
@@ -76,10 +76,16 @@ def test_only_resident_experts_get_rows(case: str) -> None:
         ids[:] = 7
     else:
         ids[::5, 1], ids[1::5, 0] = 9, -3
+    selections = device.upload(np.arange(9, dtype=np.uint32))
     groups.group_chosen(
-        device.upload(ids), device.upload(weights), slot_of_expert=device.upload(slots)
+        device.upload(ids),
+        device.upload(weights),
+        slot_of_expert=device.upload(slots),
+        selections=selections,
     )
     check(groups, ids, weights, slots >= 0)
+    chosen = [int((ids == expert).sum()) if slots[expert] >= 0 else 0 for expert in range(9)]
+    assert selections.tolist() == [before + count for before, count in enumerate(chosen)]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -98,7 +104,15 @@ def test_a_sorted_batch_is_taken_over(num_tokens: int) -> None:
         weights=weights[kept],
         phase=Phase.PREFILL,
     )
-    groups.load(batch)
+    one_token = next(slice_tokens(batch, 1))[1]
+    for before in (one_token, None):  # whatever was there before
+        if before is None:
+            groups.group_chosen(device.upload(ids), device.upload(weights))
+            assert groups.counts[2] == ids.size
+        else:
+            groups.load(before)
+            assert groups.counts[2] == before.num_pairs
+        groups.load(batch)
     assert groups.counts[:3].tolist() == [
         batch.num_groups,
         sum(-(-size // TILE_ROWS) for size in np.diff(batch.group_starts).tolist()),

@@ -22,7 +22,7 @@ def test_q8_0_is_ggufs(dim: int) -> None:
     blocks = quantize(padded, GGMLQuantizationType.Q8_0)
     expected = dequantize(blocks, GGMLQuantizationType.Q8_0)[..., :dim]
     for head in range(2):
-        got = rows.load(6, head)
+        got = rows.load(np.arange(6, dtype=np.int32), head)
         np.testing.assert_array_equal(got[0], 0)
         np.testing.assert_array_equal(got[1:], expected[:, head])
 
@@ -33,4 +33,6 @@ def test_floats_are_rounded_once(kv_type: KvType, dtype: type[np.floating]) -> N
     rows = cached_rows(kv_type, 3, num_heads=2, dim=10)
     rows.store(np.arange(3, dtype=np.int32), values)
     for head in range(2):
-        np.testing.assert_array_equal(rows.load(3, head), values[:, head].astype(dtype))
+        np.testing.assert_array_equal(
+            rows.load(np.arange(3, dtype=np.int32), head), values[:, head].astype(dtype)
+        )

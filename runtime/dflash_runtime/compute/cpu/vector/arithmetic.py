@@ -13,6 +13,7 @@ from dflash_runtime.compute.cpu.vector.types import (
     FLOAT,
     I8,
     I32,
+    I64,
     LANES,
     doubles,
     emit_constant,
@@ -55,6 +56,11 @@ def as_float(builder: Any, value: Any) -> Any:
 @primitive(f32, i64)
 def float_from_bits(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.trunc(bits, I32), FLOAT)
+
+
+@primitive(i64, f32)
+def bits_of_float(builder: Any, value: Any) -> Any:
+    return builder.zext(builder.bitcast(value, I32), I64)
 
 
 @primitive(floats, unsigned)
@@ -116,6 +122,12 @@ def _declared(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
 
 
 fma = primitive(floats, floats, floats, floats)(emit_fma)
+
+
+@primitive(floats, floats)
+def square_root(builder: Any, values: Any) -> Any:
+    kind = values.type
+    return builder.call(_declared(builder, f"llvm.sqrt.v{LANES}f32", kind, [kind]), [values])
 
 
 @primitive(doubles, floats, doubles)
@@ -229,3 +241,30 @@ def _as_float32(value: float) -> float:
 
 exp_lanes = primitive(floats, floats)(_exp)
 exp_scalar = primitive(f32, f32)(_exp)
+
+
+_LOG_TERMS = 7
+
+
+def _softplus(builder: Any, x: Any) -> Any:
+    """ln(1 + e^x) within 4 ulp: max(x, 0) + ln(1 + u) of u = e^-|x|, which is at most 1.
+
+    ln(1 + u) = 2 artanh(s) = 2 (s + s^3/3 + s^5/5 + …) with s = u / (2 + u), at most 1/3.
+    """
+
+    def constant(value: float) -> Any:
+        return emit_constant(x.type, _as_float32(value))
+
+    is_positive = builder.fcmp_ordered(">", x, constant(0.0))
+    negated = builder.fsub(constant(0.0), x)
+    u = _exp(builder, builder.select(is_positive, negated, x))
+    s = builder.fdiv(u, builder.fadd(u, constant(2.0)))
+    square = builder.fmul(s, s)
+    series = constant(1.0 / (2 * _LOG_TERMS + 1))
+    for term in range(_LOG_TERMS - 1, -1, -1):
+        series = emit_fma(builder, series, square, constant(1.0 / (2 * term + 1)))
+    logarithm = builder.fmul(builder.fadd(s, s), series)
+    return builder.fadd(builder.select(is_positive, x, constant(0.0)), logarithm)
+
+
+softplus_lanes = primitive(floats, floats)(_softplus)

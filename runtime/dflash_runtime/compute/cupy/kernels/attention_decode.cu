@@ -4,7 +4,7 @@
 // Runs begin at position 0 and do not depend on how many tokens there are or how long the context is,
 // nor does what a row does inside one: its bits depend on its own query and position alone.
 // Grid: (NUM_SPLITS, NUM_KV_HEADS, rows / BLOCK_ROWS); blocks past the last position leave at once. So
-// one launch serves every context up to NUM_SPLITS * SPLIT_KEYS. Positions are those of this whole step:
+// one launch serves every context up to NUM_SPLITS * SPLIT_KEYS; so do those of runs that nobody sees. Positions are those of this whole step:
 // nothing that overlaps with this kernel may write them, nor rows of the cache before them.
 //
 // Defines beside attention_heads.cuh's: NUM_TOKENS, SPLIT_KEYS, NUM_SPLITS, ROW_WARPS.
@@ -207,7 +207,7 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
     const int first_position = (int)load_weights4(a.positions);
     const int end_position = first_position + NUM_TOKENS;
     const int begin = block_index_x() * SPLIT_KEYS, end = min_of(begin + SPLIT_KEYS, end_position);
-    if (begin >= end) return;
+    if (begin >= end || end <= first_visible(first_position)) return;
     const bool has_new = end > first_position;
     const HeadRows keys = key_rows(a.cache, block_index_y());
     const HeadRows values = value_rows(a.cache, block_index_y());

@@ -125,7 +125,7 @@ struct WarpRows {
             float highest = maximum[e];
 #pragma unroll
             for (int n = 0; n < LANE_KEYS; n++)
-                if (first_key + score_key(n) <= last_visible[e])
+                if (is_visible_at(first_key + score_key(n), last_visible[e]))
                     highest = max_of(highest, sums[n][e]);
 #pragma unroll
             for (int mask = SCORE_LANES; mask < LANES; mask <<= 1)
@@ -134,7 +134,7 @@ struct WarpRows {
             total[e] *= correction[e];
 #pragma unroll
             for (int n = 0; n < LANE_KEYS; n++) {
-                const bool is_visible = first_key + score_key(n) <= last_visible[e];
+                const bool is_visible = is_visible_at(first_key + score_key(n), last_visible[e]);
                 probability[n][e] = is_visible ? exp_fast(sums[n][e] - highest) : 0.0f;
                 total[e] += probability[n][e];
             }

@@ -1,8 +1,9 @@
 // Shape of an attention layer, the heads of one token, and what all of its kernels share.
 //
 // Defines: NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW (kv_rows.cuh), ROTATED,
-// INTERLEAVED, KV_TYPE, USE_MMA.
+// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK.
 #pragma once
+#include "attention_mask.cuh"
 #include "kv_rows.cuh"
 #include "mma.cuh"
 #include "rotate.cuh"
@@ -12,6 +13,9 @@ constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
 constexpr int WARP_ROWS = 8;    // rows that a logical warp attends with at a time
 constexpr int TILE_KEYS = 16;   // keys it takes at a time
 constexpr float LOWEST = -1e30f;  // a maximum of nothing; unlike -inf its differences are numbers
+
+// On tensor cores a chunk's scores are in units of which 2 is the base: a product less for each.
+constexpr float CHUNK_SCORE_UNIT = USE_MMA ? 1.44269504f : 1.0f;
 
 static_assert(NUM_HEADS % NUM_KV_HEADS == 0, "whole groups");
 static_assert(ROTATED % 2 == 0 && ROTATED <= KEY_DIM, "pairs of a head");

@@ -1,7 +1,9 @@
 // What runs of positions gave (attention_decode), put together in ascending order of the runs: a block
 // for each head of each token; as floats, as int8 rows for the output projection, or both.
 //
-// Defines: NUM_HEADS, VALUE_DIM, VALUE_ROW, SPLIT_KEYS, NUM_SPLITS, PADDED_COLUMNS (of int8 rows).
+// Defines: NUM_HEADS, VALUE_DIM, VALUE_ROW, SPLIT_KEYS, NUM_SPLITS, PADDED_COLUMNS (of int8 rows),
+// WINDOW, CHUNK.
+#include "attention_mask.cuh"
 #include "quantise.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / LANES;
@@ -36,7 +38,8 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
     SHARED(float4, sums, SLICES *FOURS);
     let_next_begin();
     const int head = block_index_x(), token = block_index_y();
-    const int num_runs = (int)load_weights4(a.positions + token) / SPLIT_KEYS + 1;
+    const int position = (int)load_weights4(a.positions + token);
+    const int first_run = first_visible(position) / SPLIT_KEYS, num_runs = position / SPLIT_KEYS + 1;
     const i64 first = ((i64)token * NUM_HEADS + head) * NUM_SPLITS;
     const int slice = thread_index() / FOURS, element = thread_index() % FOURS * 4;
     const float *mine = a.partials + first * VALUE_ROW + element;
@@ -44,7 +47,7 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
     float4 early[EARLY];
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
-        const int run = slice + SLICES * i;
+        const int run = first_run + slice + SLICES * i;
         if (slice < SLICES && run < num_runs) early[i] = load_partial(mine + (i64)run * VALUE_ROW);
     }
 
@@ -55,7 +58,7 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
     for (int i = 0; i < LANE_RUNS; i++) {
         const int run = thread_index() + THREADS * i;
         maximum[i] = -1e30f, total[i] = 0.0f;
-        if (run >= num_runs) continue;
+        if (run < first_run || run >= num_runs) continue;
         const uint2 bits = load_fresh8(a.statistics + first + run);
         maximum[i] = bits_to_float(bits.x), total[i] = bits_to_float(bits.y);
         highest = max_of(highest, maximum[i]);
@@ -70,7 +73,7 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
         const int run = thread_index() + THREADS * i;
         const float weight = exp_fast(maximum[i] - highest);
         sum_of_totals += weight * total[i];
-        if (run < num_runs) weights[run] = weight;
+        if (run < num_runs) weights[run] = run < first_run ? 0.0f : weight;
     }
     sum_of_totals = lanes_sum(sum_of_totals);
     if (lane_index() == 0) warp_totals[warp_index()] = sum_of_totals;
@@ -80,10 +83,10 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int i = 0; i < EARLY; i++)
-            if (slice + SLICES * i < num_runs)
-                add_scaled(sum, weights[slice + SLICES * i], early[i]);
+            if (first_run + slice + SLICES * i < num_runs)
+                add_scaled(sum, weights[first_run + slice + SLICES * i], early[i]);
 #pragma unroll 4
-        for (int run = slice + SLICES * EARLY; run < num_runs; run += SLICES)
+        for (int run = first_run + slice + SLICES * EARLY; run < num_runs; run += SLICES)
             add_scaled(sum, weights[run], load_partial(mine + (i64)run * VALUE_ROW));
         sums[slice * FOURS + element / 4] = sum;
     }

@@ -115,7 +115,7 @@ struct WarpRows {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 scores[n][e] = sums[n][e] + sums[n][2 + e];
-                if (first_key + score_key(n, e) <= last_visible)
+                if (is_visible_at(first_key + score_key(n, e), last_visible))
                     highest = max_of(highest, scores[n][e]);
             }
         highest = lanes_max<4>(highest);
@@ -127,7 +127,7 @@ struct WarpRows {
             float p[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const bool is_visible = first_key + score_key(n, e) <= last_visible;
+                const bool is_visible = is_visible_at(first_key + score_key(n, e), last_visible);
                 p[e] = is_visible ? exp_fast(scores[n][e] - highest) : 0.0f;
                 total += p[e];
             }

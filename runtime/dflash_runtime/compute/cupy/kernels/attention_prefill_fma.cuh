@@ -31,7 +31,8 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
     const HeadRows values = value_rows(a.cache, block_index_y());
     WarpRows rows;
     rows.begin(row_positions + warp_row);
-    for (int tile = 0; tile <= last_key; tile += TILE_KEYS) {
+    const int first_key = first_visible(first_position + first_row / GROUP);
+    for (int tile = first_key / TILE_KEYS * TILE_KEYS; tile <= last_key; tile += TILE_KEYS) {
         auto row_of = [&](int key) { return min_of(tile + key, last_key); };
         rows.load_keys<READ_FRESH>(keys, row_of);
         if (EARLY_VALUES) rows.load_values<READ_FRESH>(values, row_of);

@@ -45,6 +45,9 @@ struct ChunkRows {
     // Of the warp's rows, counted from its first.
     static INLINE int row(int tile, int upper) { return 16 * tile + lane_index() / 4 + 8 * upper; }
 
+    // Of a tile, the key that score e of product n is of.
+    static INLINE int key_of(int n, int e) { return 8 * n + 2 * (lane_index() % 4) + e; }
+
     INLINE void begin(int first_position, int first_row, int num_rows) {
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
@@ -99,22 +102,41 @@ struct ChunkRows {
         }
     }
 
-    // Scores of the tile from `first_key` on become probabilities.
+    // Scores of the tile from `first_key` on become probabilities; a tile of which every row sees all is
+    // not asked about it.
     INLINE void soften(int first_key) {
+        if (hides(first_key)) soften_tile<true>(first_key);
+        else soften_tile<false>(first_key);
+    }
+    INLINE bool hides(int first_key) const {
+        bool is_hidden = false;
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
             for (int u = 0; u < 2; u++) {
-                const int num_visible = last_visible[m][u] - first_key + 1;
+                const int position = last_visible[m][u];
+                is_hidden |= first_key + STAGE_KEYS - 1 > position;
+                if (IS_MASKED) is_hidden |= first_key < first_visible(position);
+            }
+        return lanes_largest((u32)is_hidden) != 0;
+    }
+
+    template <bool Hides>
+    INLINE void soften_tile(int first_key) {
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+                const int position = last_visible[m][u];
                 float highest = maximum[m][u];
 #pragma unroll
                 for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
                     for (int e = 0; e < 2; e++)
-                        if (8 * n + 2 * (lane_index() % 4) + e < num_visible)
+                        if (!Hides || is_visible_at(first_key + key_of(n, e), position))
                             highest = max_of(highest, scores[m][n][2 * u + e]);
                 highest = lanes_max<4>(highest);
-                const float correction = exp_fast(maximum[m][u] - highest);
+                const float correction = exp2_fast(maximum[m][u] - highest);
                 maximum[m][u] = highest;
                 float sum = total[m][u] * correction;
 #pragma unroll
@@ -122,13 +144,16 @@ struct ChunkRows {
                     float p[2];
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const bool is_visible = 8 * n + 2 * (lane_index() % 4) + e < num_visible;
-                        p[e] = is_visible ? exp_fast(scores[m][n][2 * u + e] - highest) : 0.0f;
+                        const bool is_visible =
+                            !Hides || is_visible_at(first_key + key_of(n, e), position);
+                        p[e] = is_visible ? exp2_fast(scores[m][n][2 * u + e] - highest) : 0.0f;
                         sum += p[e];
                     }
                     probabilities[m][n / 2][2 * (n % 2) + u] = to_halves(p[0], p[1]);
                 }
                 total[m][u] = sum;
+                // Once the highest has been seen nothing changes any more.
+                if (lanes_largest((u32)(correction != 1.0f)) == 0) continue;
 #pragma unroll
                 for (int span = 0; span < SPANS; span++)
 #pragma unroll
@@ -219,12 +244,13 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, VALUE_ROW > 128 ? 1 : 2
                      (const uint4 *)a.queries + head_of_row(source) * (QUERY_COLUMNS / 8) + chunk,
                      first_row + row < num_rows);
     }
-    stage(0);
+    const int first_tile = first_visible(first_position + first_row / GROUP) / STAGE_KEYS;
+    stage(first_tile);
     ChunkRows rows;
     const int warp_row = warp_index() * ROW_TILES * 16;
     rows.begin(first_position, first_row + warp_row, num_rows);
     const uint4 *warp_queries = queries + warp_row * QUERY_STRIDE;
-    for (int tile = 0; tile * STAGE_KEYS <= last_key; tile++) {
+    for (int tile = first_tile; tile * STAGE_KEYS <= last_key; tile++) {
         stage(tile + 1);
         copy_async_wait<1>();
         block_barrier();

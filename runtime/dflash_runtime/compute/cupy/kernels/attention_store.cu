@@ -20,14 +20,14 @@ struct AttentionStoreArgs {
     NewRows rows;
     const int *first_position;  // of the chunk
     LayerCache cache;
-    ChunkQuery *queries;  // [T, NUM_HEADS, QUERY_COLUMNS], scaled
+    ChunkQuery *queries;  // [T, NUM_HEADS, QUERY_COLUMNS], scaled, in CHUNK_SCORE_UNIT
 };
 
 INLINE void store_query(const AttentionStoreArgs &a, RotatedHead &query, int token, int head) {
     ChunkQuery *target = a.queries + ((i64)token * NUM_HEADS + head) * QUERY_COLUMNS;
     query.load(new_query(a.rows, token, head));
     query.normalise_and_rotate(a.rows.eps);
-    query.give([&](int element, float x) { target[element] = chunk_query(x * a.rows.scale); });
+    query.give([&](int element, float x) { target[element] = chunk_query(x * (a.rows.scale * CHUNK_SCORE_UNIT)); });
     for (int d = KEY_DIM + lane_index(); d < QUERY_COLUMNS; d += LANES) target[d] = 0;
 }
 

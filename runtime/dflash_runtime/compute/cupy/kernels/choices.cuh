@@ -11,8 +11,12 @@ struct Choices {
     int *topk_ids;              // [T, TOP_K]; negative: none
     float *topk_weights;        // [T, TOP_K]
     int *pair_slots;            // [T, TOP_K]: what gate and up say to down
+    u32 *selections;            // null, or [EXPERTS]: how often each was chosen, added to
     int num_slots;
 
+    INLINE void count(int expert) const {
+        if (selections && (u32)expert < (u32)EXPERTS) atomic_add(selections + expert, 1);
+    }
     INLINE int within(int slot) const { return slot < num_slots ? slot : -1; }
     // The slot of an expert, or -1.
     INLINE int slot_of(u32 expert) const {

@@ -48,7 +48,7 @@ typedef unsigned long long u64;
 //   atomic_add(u32 *, u32) -> u32 before      integers only: sums of floats would depend on the order
 //   memory_fence()                            writes before it are seen by whoever sees writes after it
 //   memory_fence_of_system()                  the same, the host and other devices included
-//   exp_fast(float), log_fast(float), reciprocal_root(float), reciprocal(float)
+//   exp_fast(float), exp2_fast(float), log_fast(float), reciprocal_root(float), reciprocal(float)
 //   exp_double(double)                        within a few units of the last place
 
 INLINE int lane_index() { return thread_index() % LANES; }

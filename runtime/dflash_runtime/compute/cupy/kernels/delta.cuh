@@ -4,14 +4,16 @@
 // head h % KEY_HEADS, else h / (VALUE_HEADS / KEY_HEADS).
 // A row of inputs is q | k | v, heads one after the other: CHANNELS in all. The inputs of the last
 // positions are kept in a ring [RING, CHANNELS], position p in row p % RING; the state before
-// position p in place p % 2 of [2, VALUE_HEADS, VALUE_DIM, KEY_DIM], which holds nothing for p = 0.
-// So a step that was started too much has spoilt nothing that the one before it needs again.
+// position p in place p % PLACES of [PLACES, VALUE_HEADS, VALUE_DIM, KEY_DIM], which counts for nothing
+// where p = 0.
+// So a few steps that were started too much have spoilt nothing that the one before them needs again.
 #pragma once
 #include "gates.cuh"
 
 constexpr int KEY_CHANNELS = KEY_HEADS * KEY_DIM, VALUE_CHANNELS = VALUE_HEADS * VALUE_DIM;
 constexpr int CHANNELS = 2 * KEY_CHANNELS + VALUE_CHANNELS;
 constexpr int RING = 16;  // a step's tokens, and TAPS - 1 before them
+constexpr int PLACES = 4;  // of states
 constexpr i64 STATE_ELEMENTS = (i64)VALUE_HEADS * VALUE_DIM * KEY_DIM;
 static_assert(TAPS - 1 + 8 <= RING, "a step writes over what it reads");
 

@@ -71,7 +71,7 @@ struct DeltaScanArgs {
     const float *mixed;   // as delta_inputs has them
     const float2 *rates;
     const int *first_position;
-    float *state;         // [2, VALUE_HEADS, VALUE_DIM, KEY_DIM]
+    float *state;         // [PLACES, VALUE_HEADS, VALUE_DIM, KEY_DIM]
     float *results;       // [T, VALUE_CHANNELS]
     int num_tokens;
 };
@@ -106,7 +106,7 @@ KERNEL(delta_scan, DeltaScanArgs, THREADS, 1) {
     const int first_row = (block_index_y() * WARPS + warp_index()) * SCAN_ROWS;
     const int first_position = (int)load_weights4(a.first_position);
     const i64 of_head = (i64)head * VALUE_DIM * KEY_DIM;
-    const float *before = a.state + first_position % 2 * STATE_ELEMENTS + of_head;
+    const float *before = a.state + first_position % PLACES * STATE_ELEMENTS + of_head;
     StateRows<SCAN_ROWS> state;
     state.load(first_position ? before : nullptr, first_row);
     wait_for_previous();
@@ -131,7 +131,7 @@ KERNEL(delta_scan, DeltaScanArgs, THREADS, 1) {
                 if (lane_index() == r % LANES && first_row + r < VALUE_DIM) out[r] = now[i].value[r];
         }
     }
-    state.store(a.state + (first_position + a.num_tokens) % 2 * STATE_ELEMENTS + of_head, first_row);
+    state.store(a.state + (first_position + a.num_tokens) % PLACES * STATE_ELEMENTS + of_head, first_row);
 }
 
 // -- results ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ struct DeltaStepArgs {
     const float *weight;    // [VALUE_DIM] of the norm, if FINISH
     const int *positions;   // [T]
     float *ring;            // [RING, CHANNELS]
-    float *state;           // [2, VALUE_HEADS, VALUE_DIM, KEY_DIM]
+    float *state;           // [PLACES, VALUE_HEADS, VALUE_DIM, KEY_DIM]
     float *values;          // [T, VALUE_CHANNELS], or null
     i8 *quants;             // [T, PADDED_COLUMNS], or null; only if 16 divides VALUE_DIM
     float2 *meta;           // [T, PADDED_COLUMNS / 16]
@@ -40,7 +40,7 @@ KERNEL(delta_step, DeltaStepArgs, THREADS, 1) {
     // Written by the step before this one, and so is the state.
     const int first_position = (int)load_weights4(a.positions);
     const i64 of_head = (i64)head * VALUE_DIM * KEY_DIM;
-    const float *before = a.state + first_position % 2 * STATE_ELEMENTS + of_head;
+    const float *before = a.state + first_position % PLACES * STATE_ELEMENTS + of_head;
     State state;
     state.load(first_position ? before : nullptr, first_row);
     wait_for_previous();
@@ -109,5 +109,5 @@ KERNEL(delta_step, DeltaStepArgs, THREADS, 1) {
         }
         block_barrier();  // shared memory is the next token's
     }
-    state.store(a.state + (first_position + TOKENS) % 2 * STATE_ELEMENTS + of_head, first_row);
+    state.store(a.state + (first_position + TOKENS) % PLACES * STATE_ELEMENTS + of_head, first_row);
 }

@@ -104,7 +104,10 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
             });
             if (last == pair % TOP_K) {
                 chosen[0] = expert, chosen[1] = slot;
-                if (tile == 0) a.choices.pair_slots[pair] = slot, a.choices.topk_ids[pair] = expert;
+                if (tile == 0) {
+                    a.choices.pair_slots[pair] = slot, a.choices.topk_ids[pair] = expert;
+                    a.choices.count(expert);
+                }
             }
             if (tile == 0 && pair % TOP_K == TOP_K - 1) {  // has made all choices of its token
                 const float weight = chooser.router.weight();
@@ -115,7 +118,10 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         } else if (lane_index() == 0) {
             chosen[0] = (int)load_fresh4(a.choices.topk_ids + pair);
             chosen[1] = a.choices.slot_of((u32)chosen[0]);
-            if (tile == 0) a.choices.pair_slots[pair] = chosen[1];
+            if (tile == 0) {
+                a.choices.pair_slots[pair] = chosen[1];
+                a.choices.count(chosen[0]);
+            }
         }
         let_next_begin();  // only now, so that down mostly finds the slots
     }

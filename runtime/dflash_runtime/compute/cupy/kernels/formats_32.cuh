@@ -27,6 +27,25 @@ INLINE void add_fifth_bits(u32 (&q)[16], int b, u32 bits) {
 #pragma unroll
     for (int i = 0; i < 8; i++) q[8 * b + i] |= spread_bits(bits >> (4 * i)) << 4;
 }
+// Quants without sign of four bits, or of five.
+template <int Type, int Columns>
+struct UnsignedBlocks : PairOfBlocks<Type, Columns> {
+    using Row = RowLayout<Type, Columns>;
+    static constexpr bool HAS_OFFSET = true, HAS_HIGH = Type == Q5_0 || Type == Q5_1;
+    struct Quants { u32 low[8]; uint2 high; };
+
+    INLINE static void load_quants(Quants &quants, const u8 *row, int unit) {
+        load32(quants.low, Row::template at<Blocks<Type>::QUANTS>(row, 2 * unit));
+        if constexpr (HAS_HIGH) quants.high = load_weights8(Row::template at<1>(row, 2 * unit));
+    }
+    INLINE static void unpack_quants(u32 (&q)[16], const Quants &quants) {
+        unpack_halves(q, quants.low);
+        if constexpr (HAS_HIGH) {
+            add_fifth_bits(q, 0, quants.high.x);
+            add_fifth_bits(q, 1, quants.high.y);
+        }
+    }
+};
 INLINE void set_block(Unpacked &out, int b, float scale, float offset) {
     out.scale[2 * b] = out.scale[2 * b + 1] = scale;
     out.offset[2 * b] = out.offset[2 * b + 1] = offset;
@@ -34,22 +53,16 @@ INLINE void set_block(Unpacked &out, int b, float scale, float offset) {
 
 // Quants without sign and one scale: scale * (quant - Zero).
 template <int Type, int Columns, int Zero>
-struct ScaledBlocks : PairOfBlocks<Type, Columns> {
-    using Row = RowLayout<Type, Columns>;
-    static constexpr bool HAS_OFFSET = true, HAS_HIGH = Type == Q5_0;
-    struct Raw { u32 quants[8], scales; uint2 high; };
+struct ScaledBlocks : UnsignedBlocks<Type, Columns> {
+    using Base = UnsignedBlocks<Type, Columns>;
+    struct Raw { typename Base::Quants quants; u32 scales; };
 
     INLINE static void load(Raw &raw, const u8 *row, int unit) {
-        load32(raw.quants, Row::template at<Blocks<Type>::QUANTS>(row, 2 * unit));
-        if constexpr (HAS_HIGH) raw.high = load_weights8(Row::template at<1>(row, 2 * unit));
-        raw.scales = load_weights4(Row::template at<Blocks<Type>::SCALE>(row, 2 * unit));
+        Base::load_quants(raw.quants, row, unit);
+        raw.scales = load_weights4(Base::Row::template at<Blocks<Type>::SCALE>(row, 2 * unit));
     }
     INLINE static void unpack(Unpacked &out, const Raw &raw, int) {
-        unpack_halves(out.q, raw.quants);
-        if constexpr (HAS_HIGH) {
-            add_fifth_bits(out.q, 0, raw.high.x);
-            add_fifth_bits(out.q, 1, raw.high.y);
-        }
+        Base::unpack_quants(out.q, raw.quants);
 #pragma unroll
         for (int b = 0; b < 2; b++) {
             const float scale = half_to_float(raw.scales >> (16 * b) & 0xffffu);
@@ -64,22 +77,16 @@ struct Format<Q5_0, Columns> : ScaledBlocks<Q5_0, Columns, 16> {};
 
 // Quants without sign, a scale and a minimum: scale * quant + minimum.
 template <int Type, int Columns>
-struct BlocksWithMinimum : PairOfBlocks<Type, Columns> {
-    using Row = RowLayout<Type, Columns>;
-    static constexpr bool HAS_OFFSET = true, HAS_HIGH = Type == Q5_1;
-    struct Raw { u32 quants[8]; uint2 scales, high; };
+struct BlocksWithMinimum : UnsignedBlocks<Type, Columns> {
+    using Base = UnsignedBlocks<Type, Columns>;
+    struct Raw { typename Base::Quants quants; uint2 scales; };
 
     INLINE static void load(Raw &raw, const u8 *row, int unit) {
-        load32(raw.quants, Row::template at<Blocks<Type>::QUANTS>(row, 2 * unit));
-        if constexpr (HAS_HIGH) raw.high = load_weights8(Row::template at<1>(row, 2 * unit));
-        raw.scales = load_weights8(Row::template at<Blocks<Type>::SCALE>(row, 2 * unit));
+        Base::load_quants(raw.quants, row, unit);
+        raw.scales = load_weights8(Base::Row::template at<Blocks<Type>::SCALE>(row, 2 * unit));
     }
     INLINE static void unpack(Unpacked &out, const Raw &raw, int) {
-        unpack_halves(out.q, raw.quants);
-        if constexpr (HAS_HIGH) {
-            add_fifth_bits(out.q, 0, raw.high.x);
-            add_fifth_bits(out.q, 1, raw.high.y);
-        }
+        Base::unpack_quants(out.q, raw.quants);
 #pragma unroll
         for (int b = 0; b < 2; b++) {
             const u32 both = b ? raw.scales.y : raw.scales.x;

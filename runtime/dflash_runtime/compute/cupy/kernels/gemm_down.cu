@@ -1,9 +1,7 @@
 // Down projection of the pairs of each expert: the float32 term of each pair, weight included.
 //
 // Defines: gemm_tile.cuh's; NUM_ROWS of down.
-#include "gemm_tile.cuh"
-
-#include "groups.cuh"
+#include "group_rows.cuh"
 
 static_assert(NUM_ROWS % 2 == 0, "terms are written in twos");
 
@@ -25,12 +23,8 @@ INLINE TileRows rows_of_tile(const DownArgs &a, const GroupTile &tile) {
     const i64 matrix = matrix_of(a.choice, tile);
     const u8 *down = a.down + matrix * (i64)a.stride;
     const int first_column = block_index_x() * TILE_N;
-    TileRows rows;
-    rows.a = a.activations;
-    rows.num_a = copies_within(tile.end_row - tile.first_row);
-#pragma unroll
-    for (int i = 0; i < A_COPIES; i++)
-        rows.a_offsets[i] = i < rows.num_a ? offset_of_a(tile.first_row + copied_row(i)) : 0;
+    TileRows rows = rows_of_group(
+        a.activations, tile, [&](int row) { return tile.first_row + row; });
     rows.w = down + (i64)(first_column + copied_row(0)) * WEIGHT_ROW_BYTES;
     rows.num_w = copies_within(NUM_ROWS - first_column);
     return rows;

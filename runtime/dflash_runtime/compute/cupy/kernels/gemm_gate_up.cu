@@ -11,10 +11,9 @@
 //
 // Defines: gemm_tile.cuh's; NUM_ROWS of gate, and of up; OUT_PARTS: rows of halves for each row of
 // activations, 0: floats.
-#include "gemm_tile.cuh"
+#include "group_rows.cuh"
 
 #include "activation.cuh"
-#include "groups.cuh"
 #include "halves.cuh"
 
 constexpr int FEATURES = TILE_N / 2;
@@ -46,13 +45,8 @@ INLINE TileRows rows_of_tile(const GateUpArgs &a, const GroupTile &tile) {
     const u8 *gate = a.gate + matrix * (i64)a.gate_stride, *up = a.up + matrix * (i64)a.up_stride;
     const int first_feature = block_index_x() * FEATURES, column = copied_row(0);
     const int feature = first_feature + column / 16 * 8 + column % 8;
-    TileRows rows;
-    rows.a = a.hidden;
-    rows.num_a = copies_within(tile.end_row - tile.first_row);
-#pragma unroll
-    for (int i = 0; i < A_COPIES; i++)
-        rows.a_offsets[i] = i < rows.num_a
-            ? offset_of_a(load_int(a.token_indices + tile.first_row + copied_row(i))) : 0;
+    TileRows rows = rows_of_group(
+        a.hidden, tile, [&](int row) { return load_int(a.token_indices + tile.first_row + row); });
     rows.w = (column / 8 % 2 ? up : gate) + (i64)feature * WEIGHT_ROW_BYTES;
     rows.num_w = copies_within(2 * (NUM_ROWS - first_feature));
     return rows;

@@ -25,6 +25,7 @@ struct GroupArgs {
     int *token_indices;
     float *weights;
     int *rows_of_tokens;
+    u32 *selections;            // null, or [NUM_EXPERTS]: pairs of those that are resident, added to
     int num_pairs, pairs_per_token;
 };
 
@@ -111,6 +112,7 @@ KERNEL(lay_out_groups, GroupArgs, EXPERT_THREADS, 1) {
     }
     int row = write_group(a, sums, expert, num_rows);
     if (!is_here) return;
+    if (a.selections) atomic_add(a.selections + expert, (u32)num_rows);
     // Several at once: each load would wait for the store before it.
     for (int first = 0; first < num_chunks; first += CHUNKS_AT_ONCE) {
         int sizes[CHUNKS_AT_ONCE];

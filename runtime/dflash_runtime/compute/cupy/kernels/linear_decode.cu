@@ -2,8 +2,9 @@
 // each of which one block computes; a row's weights are shared by a team of lanes, or by warps.
 //
 // SEGMENTS matrices of types TYPE0 … with ROWS0 … rows, COLUMNS columns, TOKENS rows of activations,
-// INPUT NORM, PLAIN or QUANTISED. ADD: the product is added to `out`. SIDE: one more block writes
-// the rows it multiplies. ARGMAX: each block says which of its rows is largest.
+// INPUT NORM, PLAIN, QUANTISED or SWIGLU. ADD: the product is added to `out`; GATED: times the sigmoid
+// of each token's gate. SIDE: one more block writes the rows it multiplies. ARGMAX: each block says
+// which of its rows is largest.
 // Tuning: WARPS a block, TEAM lanes a row of quantised weights, ROW_WARPS warps a row (TEAM is then
 // LANES), TEAM_ROWS rows a team at once, MOST_DEEP units a lane in flight, MIN_BLOCKS.
 #include "argmax.cuh"
@@ -17,6 +18,8 @@ struct LinearDecodeArgs {
     const i8 *quants;         // [T, padded], if QUANTISED
     const float2 *meta;       // [T, padded / 16]
     const float *norm_weight; // [COLUMNS], if NORM
+    const float *up;          // [T, COLUMNS], if SWIGLU: silu(x) * up is multiplied
+    const float *gate;        // [T], if GATED
     SideOutputs side;
     u64 *partials;            // [blocks, T], if ARGMAX
     float eps;
@@ -51,7 +54,7 @@ struct Input {
 
     INLINE void before_wait(const LinearDecodeArgs &a) { floats.before_wait(a.norm_weight); }
     INLINE void stage(const LinearDecodeArgs &a, const Rows &to, const SideOutputs *side) {
-        floats.stage(to, a.x, a.norm_weight, a.eps, side);
+        floats.stage(to, a.x, Mode == SWIGLU ? a.up : a.norm_weight, a.eps, side);
     }
 };
 template <>
@@ -125,6 +128,7 @@ struct Block {
                 }
             }
             if (!writes || row >= num_rows) continue;
+            if constexpr (GATED) sum *= sigmoid(bits_to_float(load_fresh4(a.gate + token)));
             if constexpr (ADD) sum += addend[c];
             out[(i64)token * num_rows + row] = sum;
             if constexpr (ARGMAX) {

@@ -3,9 +3,10 @@
 #pragma once
 #include "common.cuh"
 #include "formats.cuh"
+#include "gates.cuh"
 #include "quantise.cuh"
 
-enum InputMode { NORM, PLAIN, QUANTISED };
+enum InputMode { NORM, PLAIN, QUANTISED, SWIGLU };
 
 // Where the rows of a block lie. Rows are padded with zeros to whole units of every type.
 template <int Tokens, int Columns, bool AsBytes, bool AsFloats>
@@ -37,7 +38,8 @@ struct SideOutputs {
     float2 *meta;   // [T, PADDED / 16]
 };
 
-// Rows [T, Columns] of float32, normalised or not. Sums of squares have the same order for any T.
+// Rows [T, Columns] of float32, normalised or not; or silu(x) times other rows. Sums of squares have the
+// same order for any T. What belongs to the rows: weights of the norm, [Columns], or those other rows.
 template <int Tokens, int Columns, int Threads, InputMode Mode, bool AsBytes, bool AsFloats>
 struct FloatInput {
     using Rows = Staged<Tokens, Columns, AsBytes, AsFloats>;
@@ -60,6 +62,10 @@ struct FloatInput {
     INLINE static float4 row_at(const float *x, int token, int chunk) {
         if (!is_inside(chunk)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         return as_floats(load_fresh16(x + (i64)token * Columns + 4 * quad(chunk)));
+    }
+    INLINE static float4 activated(float4 gate, float4 up) {
+        return make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z,
+                           silu(gate.w) * up.w);
     }
 
     INLINE void before_wait(const float *norm_weight) {
@@ -105,7 +111,7 @@ struct FloatInput {
         }
     }
     // Called by all threads after wait_for_previous(); block_barrier() before anyone reads.
-    INLINE void stage(const Rows &to, const float *x, const float *norm_weight, float eps,
+    INLINE void stage(const Rows &to, const float *x, const float *other, float eps,
                       const SideOutputs *side) {
         float factor[Tokens];
         if constexpr (Mode == NORM) factors(factor, x, eps);
@@ -113,7 +119,7 @@ struct FloatInput {
         for (int c = 0; c < CHUNKS; c++) {
             float4 scale = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
             if constexpr (KEEPS_WEIGHT) scale = weight[c];
-            else if constexpr (Mode == NORM) scale = weight_at(norm_weight, c);
+            else if constexpr (Mode == NORM) scale = weight_at(other, c);
 #pragma unroll
             for (int t = 0; t < Tokens; t++) {
                 float4 v;
@@ -123,6 +129,7 @@ struct FloatInput {
                     v = make_float4(v.x * factor[t] * scale.x, v.y * factor[t] * scale.y,
                                     v.z * factor[t] * scale.z, v.w * factor[t] * scale.w);
                 }
+                if constexpr (Mode == SWIGLU) v = activated(v, row_at(other, t, c));
                 put(to, t, quad(c), v, side);
             }
         }

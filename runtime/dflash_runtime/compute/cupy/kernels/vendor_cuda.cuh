@@ -10,15 +10,7 @@
 #define SHARED(TYPE, NAME, COUNT) __shared__ __align__(16) TYPE NAME[COUNT]
 #define DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) u8 NAME[]
 
-INLINE void block_barrier() { __syncthreads(); }
-INLINE int block_index_x() { return blockIdx.x; }
-INLINE int block_index_y() { return blockIdx.y; }
-INLINE int block_index_z() { return blockIdx.z; }
-INLINE int num_blocks_x() { return gridDim.x; }
-INLINE int num_blocks_y() { return gridDim.y; }
-INLINE int num_blocks_z() { return gridDim.z; }
-INLINE int thread_index() { return threadIdx.x; }
-INLINE int num_threads() { return blockDim.x; }
+#include "vendor_both.cuh"
 
 #if LANES == 32
 template <typename T>
@@ -73,6 +65,11 @@ INLINE u16 float_to_half(float value) {
 }
 INLINE int round_to_int(float value) { return __float2int_rn(value); }
 INLINE float exp_fast(float value) { return __expf(value); }
+INLINE float exp2_fast(float value) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
 INLINE float log_fast(float value) { return __logf(value); }
 INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
@@ -141,6 +138,3 @@ INLINE void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-INLINE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
-INLINE void memory_fence() { __threadfence(); }
-INLINE void memory_fence_of_system() { __threadfence_system(); }

@@ -17,15 +17,7 @@
 #define SHARED(TYPE, NAME, COUNT) __shared__ ALIGNED_16 TYPE NAME[COUNT]
 #define DYNAMIC_SHARED(NAME) extern __shared__ ALIGNED_16 u8 NAME[]
 
-INLINE void block_barrier() { __syncthreads(); }
-INLINE int block_index_x() { return blockIdx.x; }
-INLINE int block_index_y() { return blockIdx.y; }
-INLINE int block_index_z() { return blockIdx.z; }
-INLINE int num_blocks_x() { return gridDim.x; }
-INLINE int num_blocks_y() { return gridDim.y; }
-INLINE int num_blocks_z() { return gridDim.z; }
-INLINE int thread_index() { return threadIdx.x; }
-INLINE int num_threads() { return blockDim.x; }
+#include "vendor_both.cuh"
 
 template <typename T>
 INLINE T lane_xor(T value, int mask) { return __shfl_xor(value, mask, LANES); }
@@ -67,6 +59,7 @@ INLINE u16 float_to_half(float value) {
 }
 INLINE int round_to_int(float value) { return (int)__builtin_rintf(value); }
 INLINE float exp_fast(float value) { return __expf(value); }
+INLINE float exp2_fast(float value) { return __builtin_exp2f(value); }
 INLINE float log_fast(float value) { return __logf(value); }
 INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
@@ -106,6 +99,3 @@ INLINE u32 load_fresh4(const void *p) {
 // Kernels follow each other whole here.
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() {}
-INLINE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
-INLINE void memory_fence() { __threadfence(); }
-INLINE void memory_fence_of_system() { __threadfence_system(); }

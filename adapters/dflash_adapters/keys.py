@@ -1,0 +1,320 @@
+"""Metadata keys of one architecture, read as llama.cpp's loader does, and refused by name.
+
+Knows nothing of tensors, but for the factors that rotary frequencies may have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
+from dflash_adapters.quant import TensorType
+from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
+from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from dflash_protocol.ids import F32Array
+
+ROPE_FREQS = "rope_freqs.weight"
+
+
+class Keys:
+    """The keys that begin with the architecture's name, which is left out here."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self._prefix = f"{file.architecture}."
+
+    def name(self, key: str) -> str:
+        """The key as the file has it."""
+        return self._prefix + key
+
+    def has(self, key: str) -> bool:
+        return self.file.has(self._prefix + key)
+
+    def uint(self, key: str, default: int | None = None) -> int:
+        """From 1 to 2^31 - 1.
+
+        Raises: ModelFileError.
+        """
+        value = self.file.get_uint(self._prefix + key, default)
+        if not 0 < value < 1 << 31:
+            raise self.wrong(key, f"{value} is out of range")
+        return value
+
+    def count(self, key: str, default: int | None = 0) -> int:
+        """From 0 to 2^31 - 1; a key that is missing is `default`, unless that is None.
+
+        Raises: ModelFileError.
+        """
+        return self.file.get_uint(self._prefix + key, default, maximum=(1 << 31) - 1)
+
+    def uint_of_layer(
+        self, key: str, num_layers: int, default: Callable[[int], int] | None = None
+    ) -> Callable[[int], int]:
+        """By layer id: one number for all of them, or an array's. From 1 to 2^31 - 1.
+
+        Raises: ModelFileError.
+        """
+        if not self.file.is_array(self._prefix + key):
+            if default is not None and not self.has(key):
+                return default
+            value = self.uint(key)
+            return lambda layer_id: value
+        values = self.file.get_uint_array(self._prefix + key, maximum=(1 << 31) - 1)
+        if values.size != num_layers:
+            raise self.wrong(key, f"has {values.size} entries for {num_layers} layers")
+        if not values.all():
+            raise self.wrong(key, "0 is out of range")
+        by_layer: list[int] = values.tolist()
+        return by_layer.__getitem__
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.file.get_float(self._prefix + key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.file.get_bool(self._prefix + key, default)
+
+    def text(self, key: str, default: str) -> str:
+        return self.file.get_str(self._prefix + key, default)
+
+    def require(self, key: str, expected: float, *, default: float) -> None:
+        """Raises: UnsupportedModel if a number is there that is not the one that is computed."""
+        is_whole = isinstance(expected, int)
+        value = self.count(key, int(default)) if is_whole else self.number(key, default)
+        if value != expected:
+            raise self.unsupported(key, f"{value}, only {expected} is known")
+
+    def wrong(self, key: str, reason: str) -> ModelFileError:
+        """An error to be raised: the file contradicts itself."""
+        return ModelFileError(reason, path=self.file.path, field=self._prefix + key)
+
+    def unsupported(self, key: str, reason: str) -> UnsupportedModel:
+        """An error to be raised: a setting that is not computed here."""
+        return UnsupportedModel(reason, path=self.file.path, field=self._prefix + key)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseConfig:
+    """What every architecture here has, with as many experts in each layer that has some."""
+
+    num_layers: int
+    context_length: int
+    hidden_size: int
+    rms_eps: float
+    num_experts: int
+    num_experts_used: int
+
+
+def read_base(keys: Keys) -> BaseConfig:
+    """Raises: ModelFileError for a missing or impossible key."""
+    config = BaseConfig(
+        num_layers=keys.uint("block_count"),
+        context_length=keys.uint("context_length"),
+        hidden_size=keys.uint("embedding_length"),
+        rms_eps=_read_rms_eps(keys),
+        num_experts=keys.uint("expert_count"),
+        num_experts_used=keys.uint("expert_used_count"),
+    )
+    if config.num_experts_used > config.num_experts:
+        raise keys.wrong(
+            "expert_used_count",
+            f"{config.num_experts_used} experts used of {config.num_experts}",
+        )
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads of an attention layer, and the key/value heads that they share."""
+
+    num: int
+    num_kv: int
+    dim: int
+
+    @property
+    def query_size(self) -> int:
+        return self.num * self.dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv * self.dim
+
+    @property
+    def of_qkv(self) -> tuple[int, int, int]:
+        """How many there are of queries, keys and values."""
+        return self.num, self.num_kv, self.num_kv
+
+    def kv_layer(self, mask: Mask = CAUSAL) -> KvLayer:
+        return KvLayer(self.num_kv, self.dim, self.dim, mask)
+
+
+def read_heads(keys: Keys, hidden_size: int) -> Heads:
+    """Of all layers.
+
+    Raises: ModelFileError; UnsupportedModel for sizes that no adapter computes.
+    """
+    num = keys.uint("attention.head_count")
+    num_kv = keys.uint("attention.head_count_kv", num)
+    return checked_heads(keys, Heads(num, num_kv, read_head_dim(keys, hidden_size // num)))
+
+
+def read_head_dim(keys: Keys, default: int) -> int:
+    """Raises: ModelFileError."""
+    return keys.uint("attention.key_length", max(1, default))
+
+
+def checked_heads(keys: Keys, heads: Heads) -> Heads:
+    """The same, if values have the size of keys, and those have halves.
+
+    Raises: ModelFileError if they cannot be shared out; UnsupportedModel for other sizes.
+    """
+    if heads.num % heads.num_kv:
+        reason = f"{heads.num} heads cannot share {heads.num_kv} key/value heads"
+        raise keys.wrong("attention.head_count_kv", reason)
+    require_dim(keys, "attention.value_length", heads.dim)
+    if heads.dim % 2:
+        raise keys.unsupported("attention.key_length", "odd head dimension")
+    return heads
+
+
+def require_dim(keys: Keys, key: str, head_dim: int) -> None:
+    """Raises: UnsupportedModel if the key says another size of heads."""
+    if keys.uint(key, head_dim) != head_dim:
+        raise keys.unsupported(key, f"differs from attention.key_length {head_dim}")
+
+
+def _read_rms_eps(keys: Keys) -> float:
+    """Raises: ModelFileError if it is not between 0 and 1."""
+    key = "attention.layer_norm_rms_epsilon"
+    epsilon = keys.number(key)
+    if not 0.0 < epsilon < 1.0:
+        raise keys.wrong(key, f"{epsilon} is out of range")
+    return epsilon
+
+
+def read_attention_scale(keys: Keys, head_dim: int) -> float:
+    """What scores are multiplied by; 0 stands for what is usual.
+
+    Raises: ModelFileError if it is negative.
+    """
+    scale = keys.number("attention.scale", 0.0)
+    if scale < 0.0:
+        raise keys.wrong("attention.scale", "out of range")
+    return scale or head_dim**-0.5
+
+
+def read_expert_ffn_size(keys: Keys, num_experts_used: int) -> int:
+    """Of one expert; old converters gave that of all used experts together."""
+    key = "expert_feed_forward_length"
+    if keys.has(key):
+        return keys.uint(key)
+    return max(1, keys.uint("feed_forward_length") // num_experts_used)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeKeys:
+    """How a kind of layer is rotated."""
+
+    pairing: RopePairing
+    num_rotated: int
+    context_length: int
+    base_key: str = "rope.freq_base"
+    default_base: float = 10000.0
+    is_scaled: bool = True
+    """Whether the file's context scaling counts for these layers."""
+
+
+def read_rope(keys: Keys, rope: RopeKeys, factors: F32Array | None = None) -> RopeTable:
+    """Rotary table with the file's context scaling, if any. Shapes: factors [num_rotated / 2].
+
+    Raises: ModelFileError, UnsupportedModel.
+    """
+    base = keys.number(rope.base_key, rope.default_base)
+    if not 1.0 < base < 1e12:
+        raise keys.wrong(rope.base_key, "out of range")
+    scaling = read_scaling(keys, rope) if rope.is_scaled else None
+    return rope_table(
+        rope.pairing,
+        rope.num_rotated,
+        base,
+        linear_factor=scaling if isinstance(scaling, float) else 1.0,
+        yarn=scaling if isinstance(scaling, YarnScaling) else None,
+        factors=factors,
+    )
+
+
+def read_scaling(keys: Keys, rope: RopeKeys) -> float | YarnScaling | None:
+    """What positions are divided by, or YaRN, or nothing.
+
+    Raises: ModelFileError, UnsupportedModel.
+    """
+    old_key, key = "rope.scale_linear", "rope.scaling.factor"
+    factor_key = old_key if keys.has(old_key) and not keys.has(key) else key
+    factor = keys.number(factor_key, 1.0)
+    if not factor >= 1.0:
+        raise keys.wrong(factor_key, "out of range")
+    if keys.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise keys.unsupported("rope.scaling.attn_factor", "only 1 is known")
+    match keys.text("rope.scaling.type", "linear"):
+        case "none":
+            return None
+        case "linear":
+            return factor
+        case "yarn":
+            return _read_yarn(keys, rope, factor)
+        case kind:
+            raise keys.unsupported("rope.scaling.type", f"rope scaling {kind!r}")
+
+
+YARN_KEYS = tuple(
+    f"rope.scaling.yarn_{name}"
+    for name in ("beta_fast", "beta_slow", "attn_factor", "ext_factor", "log_multiplier")
+)
+"""What a file may say of YaRN besides factor and context. llama.cpp reads these for hardly any
+architecture, and computes with the defaults."""
+
+
+def _read_yarn(keys: Keys, rope: RopeKeys, factor: float) -> YarnScaling:
+    fast_key, slow_key, attn_key, ext_key, log_key = YARN_KEYS
+    yarn = YarnScaling(
+        factor,
+        keys.uint("rope.scaling.original_context_length", rope.context_length),
+        beta_fast=keys.number(fast_key, 32.0),
+        beta_slow=keys.number(slow_key, 1.0),
+    )
+    if not 0.0 < yarn.beta_slow <= yarn.beta_fast < 1e6:
+        raise keys.wrong(fast_key, f"{yarn.beta_fast} and {yarn.beta_slow} are out of range")
+    # Converters write 1, or what cos and sin are to be scaled by, where it is what they are.
+    usual = 1.0 + 0.1 * math.log(factor)
+    attention = keys.number(attn_key, 1.0)
+    if attention != 1.0 and abs(attention - usual) > 1e-4:
+        raise keys.unsupported(attn_key, f"{attention}, only 1 and {usual:.5f} are known")
+    for key, known in ((ext_key, 1.0), (log_key, 0.0)):
+        if keys.number(key, known) != known:
+            raise keys.unsupported(key, f"only {known:g} is known")
+    return yarn
+
+
+def read_rope_factors(file: GgufFile, num_rotated: int) -> F32Array | None:
+    """What each pair's angles are divided by, if the file says so. Reads the tensor.
+
+    Shapes: result [num_rotated / 2].
+    Raises: ModelFileError if they are not positive numbers; UnsupportedModel if they are not F32.
+    """
+    if ROPE_FREQS not in file.tensors:
+        return None
+    tensor = file.tensor(ROPE_FREQS)
+    if tensor.tensor_type is not TensorType.F32:
+        raise UnsupportedModel(
+            f"type {tensor.tensor_type.name}, only F32 is known", path=file.path, field=ROPE_FREQS
+        )
+    factors = file.tensor_bytes(ROPE_FREQS).view("<f4").astype(np.float32)
+    if factors.shape != (num_rotated // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelFileError(
+            f"not {num_rotated // 2} positive numbers", path=file.path, field=ROPE_FREQS
+        )
+    return factors

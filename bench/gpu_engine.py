@@ -1,0 +1,95 @@
+"""Our engine with a GPU, its experts there or in daemons: prefill and decode of one sequence.
+
+Times are taken around `Engine.generate`, with all that a program has to wait for: they contain the
+choice of tokens. Knows nothing of what it is compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.our_model import owners_of
+
+from dflash_protocol.ids import F32Array
+from dflash_runtime import Engine
+
+
+class EngineSide:
+    """An open engine. Owns: it, and daemons that it spawned, until it is closed."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        device: str,
+        context: int,
+        daemons: Sequence[str] = (),
+        local_experts: int | None = None,
+    ) -> None:
+        """Raises: DflashError if the engine cannot be opened."""
+        started_s = time.perf_counter()
+        self._engine = Engine.open(
+            path,
+            device=device,
+            daemons=list(daemons),
+            local_experts=local_experts,
+            context=context,
+        )
+        self._open_s = time.perf_counter() - started_s
+
+    def opened(self) -> dict[str, object]:
+        """What a result says of it."""
+        return {
+            "open_s": round(self._open_s, 1),
+            "kv_type": self._engine.kv_type.value,
+            "positions": self._engine.num_positions,
+        }
+
+    def logits(self, token_ids: Sequence[int]) -> F32Array:
+        """Logits after the last token, from an empty state. Shapes: result [V] float32."""
+        row: F32Array = self._engine.logits(token_ids)[-1]
+        return row
+
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """Tokens per second of a prompt from an empty state, until its next token is known."""
+        started_s = time.perf_counter()
+        for _ in self._engine.generate(token_ids, 1, ignore_eos=True):
+            break
+        return len(token_ids) / (time.perf_counter() - started_s)
+
+    def text(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Token ids after a prompt, greedily."""
+        run = self._engine.generate(prompt, num_tokens, ignore_eos=True)
+        return [token.token_id for token in run]
+
+    def decode(self, prompt: Sequence[int], num_tokens: int, temperature: float = 0.0) -> float:
+        """Tokens per second of the tokens that follow the first one after a prompt.
+
+        What of the prompt is in the cache is not computed again; it is in no time here anyway.
+        """
+        run = self._engine.generate(
+            prompt,
+            num_tokens + 1,
+            temperature=temperature,
+            top_p=0.9 if temperature else 1.0,
+            seed=1,
+            ignore_eos=True,
+            reuse_prefix=True,
+        )
+        next(run)
+        started_s = time.perf_counter()
+        num_written = sum(1 for _ in run)
+        if num_written != num_tokens:
+            raise RuntimeError(f"{num_written} tokens were written, not {num_tokens}")
+        return num_tokens / (time.perf_counter() - started_s)
+
+    def close(self) -> None:
+        """End the daemons. May be called twice."""
+        self._engine.close()
+
+    def owners(self) -> dict[str, dict[str, Any]]:
+        """See `owners_of`."""
+        return owners_of(self._engine)

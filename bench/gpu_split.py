@@ -1,0 +1,179 @@
+"""Experts elsewhere than on the parent's GPU: in a daemon on a second one, half of them there, in a
+daemon on the CPU; and llama.cpp with its experts in such places.
+
+The text that is written must be that of the run with all experts on one GPU. Knows nothing of how
+such a run was measured, only its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu_engine import EngineSide
+from bench.gpu_parts import Result, say
+from bench.gpu_peer import MICRO_BATCHES, GpuPeer
+from bench.gpu_record import OURS, PEER
+from bench.gpu_resident import prompt_of, random_ids, spec_of
+from bench.sides import Side
+
+_MARGIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One set-up. `daemon` is a device, ``second``: the second GPU's; `share_here` of the experts
+    of each layer stay with the parent."""
+
+    title: str
+    daemon: str
+    share_here: float = 0.0
+
+
+SPLITS = {
+    "split-gpu": Split("all routed experts in a daemon on a second GPU", "second"),
+    "split-half": Split("half of them there", "second", 0.5),
+    "split-cpu": Split("all routed experts in a CPU daemon", "cpu"),
+}
+PEER_SPLITS = {
+    "peer-gpu": Split("llama.cpp, one process, experts on a second GPU", "CUDA1"),
+    "peer-cpu": Split("llama.cpp, experts on the CPU", "CPU"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWork:
+    """One context, one prompt, tokens a sample of decode, rounds after one that warms up."""
+
+    context: int
+    prompt: int
+    num_tokens: int
+    rounds: int
+
+    @property
+    def decode(self) -> str:
+        """Name of the row, as all experts on one GPU have it."""
+        return f"decode at {self.context}"
+
+    @property
+    def prefill(self) -> str:
+        """Name of the row."""
+        return f"prefill {self.prompt}"
+
+    @property
+    def positions(self) -> int:
+        """Positions that an engine needs for it."""
+        return max(self.context + self.num_tokens + 2, self.prompt) + _MARGIN
+
+
+def measure_split(
+    result: Result,
+    until_s: float,
+    *,
+    split: Split,
+    path: Path,
+    device: str,
+    second: str,
+    work: SplitWork,
+    text: Sequence[int] | None,
+) -> None:
+    """Fill `result` with tokens per second of decode and prefill.
+
+    `text` are the tokens that the run with all experts on one GPU wrote after the same prompt.
+    """
+    spec = spec_of(path)
+    ids = random_ids(spec.vocab_size)
+    context = prompt_of(ids, work.context)
+    result["title"] = split.title
+    with Side(
+        split.title,
+        EngineSide,
+        path,
+        device=device,
+        context=work.positions,
+        daemons=[second if split.daemon == "second" else split.daemon],
+        local_experts=int(split.share_here * spec.moe.layers[0].num_experts),
+        until_s=until_s,
+    ) as side:
+        result[OURS] = side.call("opened")
+        say(f"{split.title}: open after {result[OURS]['open_s']} s")
+        written = side.call("text", context, work.num_tokens + 1)
+        if text is not None:
+            result["same_tokens"] = [
+                sum(a == b for a, b in zip(written, text, strict=True)),
+                len(text),
+            ]
+        sample = _Sampler(result, work.rounds)
+        sample(work.decode, OURS, lambda _number: side.call("decode", context, work.num_tokens))
+        sample(
+            work.prefill,
+            OURS,
+            lambda number: side.call("prefill", prompt_of(ids, work.prompt, number)),
+        )
+        result["owners"] = side.call("owners")
+
+
+def measure_peer_split(
+    result: Result,
+    until_s: float,
+    *,
+    split: Split,
+    path: Path,
+    peer: Path,
+    work: SplitWork,
+) -> None:
+    """Fill `result` with llama.cpp's tokens per second of decode and, for each micro-batch,
+    prefill."""
+    ids = random_ids(spec_of(path).vocab_size)
+    context = prompt_of(ids, work.context)
+    following = prompt_of(ids, work.num_tokens, 1)
+    result["title"] = split.title
+    with Side(
+        split.title,
+        GpuPeer,
+        peer,
+        path,
+        context=work.positions,
+        experts_on=split.daemon,
+        until_s=until_s,
+    ) as side:
+        result[PEER] = side.call("opened")
+        sample = _Sampler(result, work.rounds)
+        sample(work.decode, PEER, lambda _number: side.call("decode", context, following))
+        for micro_batch in reversed(MICRO_BATCHES):
+            run = _prefill_of(side, micro_batch, ids, work)
+            sample(work.prefill, f"{PEER}, {micro_batch} at once", run)
+
+
+def _prefill_of(
+    side: Side, micro_batch: int, ids: Sequence[int], work: SplitWork
+) -> Callable[[int], float]:
+    def run(number: int) -> float:
+        value: float = side.call("prefill", micro_batch, prompt_of(ids, work.prompt, number))
+        return value
+
+    return run
+
+
+class _Sampler:
+    """Puts samples into rows of a result as they come, after one that warms up."""
+
+    def __init__(self, result: Result, rounds: int) -> None:
+        self._result, self._rounds = result, rounds
+        self._result["rows"] = []
+
+    def __call__(self, row: str, side: str, run: Callable[[int], float]) -> None:
+        run(0)
+        values: list[float] = []
+        for number in range(self._rounds):
+            values.append(run(number + 1))
+            self._put(row, side, values)
+        shown = ", ".join(f"{each:.1f}" for each in values)
+        say(f"{self._result['title']}: {row} {shown} ({side})")
+
+    def _put(self, name: str, side: str, values: list[float]) -> None:
+        rows = self._result["rows"]
+        if not rows or rows[-1]["work"] != name:
+            rows.append({"work": name, "tokens_per_s": {}})
+        rows[-1]["tokens_per_s"][side] = values

@@ -1,0 +1,239 @@
+"""llama.cpp's sources: out of the llama-cpp-python sdist, or out of an archive made for one build.
+
+The archive holds what a build with CUDA needs and nothing else, a few megabytes that travel to a
+machine with a GPU and without a network. Of the many kernels that are compiled once for each head
+size and tensor type, it holds those that a model of `random_moe`'s Q4_K_M mix uses; what is left
+out ends the process when it is called. Knows nothing of compilers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.machine import BUILD
+
+LLAMA_CPP_PYTHON = "0.3.36"
+"""The pinned version: its sdist holds the sources of one llama.cpp commit."""
+
+PEER = BUILD / "peer"
+
+# GCC 12 drops the stores into the tile configuration that nothing but `ldtilecfg` reads, and the
+# instruction faults: https://github.com/ggml-org/llama.cpp/issues/20824
+_BARRIER_FILE = "ggml/src/ggml-cpu/amx/mmq.cpp"
+_BARRIER_BEFORE = "    _tile_loadconfig(&tc);\n"
+_BARRIER = '    __asm__ __volatile__("" : : "r"(&tc) : "memory");\n'
+
+_FACTS = "bench-source.json"
+"""Beside an archive's CMakeLists.txt: versions, and what was left out."""
+_PACKED = ("CMakeLists.txt", "LICENSE", "cmake", "include", "src", "ggml")
+_BACKENDS = frozenset({"ggml-cpu", "ggml-cuda", "ggml-rpc"})
+_CUDA = "ggml/src/ggml-cuda/"
+_INSTANCES = _CUDA + "template-instances/"
+_LEFT_OUT_FILE = _CUDA + "left-out.cu"
+
+_KEPT = frozenset(
+    {
+        *("FATTN_MMA_F16 128,128", "FATTN_TILE 128,128", "FATTN_VEC f16-f16"),
+        *("MMQ GGML_TYPE_Q4_K", "MMQ GGML_TYPE_Q6_K"),
+    }
+)
+"""Kernels of the mix: heads of 128, keys and values in f16, matrices in Q4_K and Q6_K."""
+
+_CASE = re.compile(r"^DECL_(FATTN_MMA_F16|FATTN_TILE|MMQ)_CASE(_W4A4)?\((.*)\);$")
+
+_LEFT_OUT_HEAD = """// Kernels that this archive leaves out: whoever calls one wants another build.
+#include "common.cuh"
+
+struct mmq_args;
+
+template <int DKQ, int DV, int ncols1, int ncols2>
+void ggml_cuda_flash_attn_ext_mma_f16_case(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+template <int DKQ, int DV>
+void ggml_cuda_flash_attn_ext_tile_case(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+template <ggml_type type, ggml_prec prec>
+void mul_mat_q_case(ggml_backend_cuda_context & ctx, const mmq_args & args, cudaStream_t stream);
+
+#define LEFT_OUT_FATTN_MMA_F16(...) \\
+    template <> void ggml_cuda_flash_attn_ext_mma_f16_case<__VA_ARGS__>( \\
+        ggml_backend_cuda_context &, ggml_tensor *) { GGML_ABORT("left out"); }
+#define LEFT_OUT_FATTN_TILE(...) \\
+    template <> void ggml_cuda_flash_attn_ext_tile_case<__VA_ARGS__>( \\
+        ggml_backend_cuda_context &, ggml_tensor *) { GGML_ABORT("left out"); }
+#define LEFT_OUT_MMQ(...) \\
+    template <> void mul_mat_q_case<__VA_ARGS__>( \\
+        ggml_backend_cuda_context &, const mmq_args &, cudaStream_t) { GGML_ABORT("left out"); }
+
+"""
+
+
+class BuildError(RuntimeError):
+    """The peer could not be built; the text says what to do."""
+
+
+@dataclass
+class Trimmed:
+    """An instance file's text without what is left out, and the stubs for that."""
+
+    kept: list[str] = field(default_factory=list)
+    stubs: list[str] = field(default_factory=list)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What a command prints. Raises: BuildError with the end of it if it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise BuildError(f"{' '.join(command[:4])} … failed:\n{tail}")
+    return done.stdout
+
+
+def downloaded_source() -> Path:
+    """llama.cpp's sources, downloaded and patched once. Raises: BuildError."""
+    top = PEER / "source"
+    source = top / f"llama_cpp_python-{LLAMA_CPP_PYTHON}" / "vendor" / "llama.cpp"
+    if (top / "patched").exists() and source.is_dir():
+        return source
+    shutil.rmtree(top, ignore_errors=True)
+    top.mkdir(parents=True)
+    print(f"downloading the sources of llama-cpp-python {LLAMA_CPP_PYTHON} (77 MB)", flush=True)
+    requirement = f"llama-cpp-python=={LLAMA_CPP_PYTHON}"
+    options = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(top)]
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    run([sys.executable, "-m", "pip", "download", *quiet, *options, requirement], top)
+    archives = list(top.glob("*.tar.gz"))
+    if len(archives) != 1:
+        raise BuildError(f"pip left {[path.name for path in archives]} in {top}, not one sdist")
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(top, filter="data")
+    archives[0].unlink()
+    _add_barrier(source / _BARRIER_FILE)
+    (top / "patched").touch()
+    return source
+
+
+def unpacked_archive(archive: Path, folder: Path) -> Path:
+    """The sources of an archive that `pack` wrote. Raises: BuildError if it is none."""
+    try:
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise BuildError(f"{archive}: {error}") from None
+    source = folder / "llama.cpp"
+    if not (source / _FACTS).is_file():
+        raise BuildError(f"{archive} was not written by python -m bench.build_peer --pack")
+    return source
+
+
+def source_facts(source: Path) -> dict[str, Any]:
+    """Versions of sources, and what was left out of an archive.
+
+    llama.cpp's commit stands in the binding's changelog.
+    """
+    packed = source / _FACTS
+    if packed.is_file():
+        facts: dict[str, Any] = json.loads(packed.read_text())
+        return facts
+    changelog = (source.parent.parent / "CHANGELOG.md").read_text()
+    release = changelog.partition(f"## [{LLAMA_CPP_PYTHON}]")[2]
+    found = re.search(r"ggml-org/llama\.cpp@([0-9a-f]+)", release)
+    cmake = (source / "ggml" / "CMakeLists.txt").read_text()
+    parts = re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", cmake)
+    return {
+        "llama_cpp_python": LLAMA_CPP_PYTHON,
+        "llama_cpp": found.group(1) if found else "unknown",
+        "ggml": ".".join(parts),
+    }
+
+
+def pack(source: Path, archive: Path) -> None:
+    """Write the archive: what a build with CUDA needs of `source`, trimmed."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    facts = source_facts(source) | {"kernels": sorted(_KEPT)}
+    stubs: list[str] = []
+    unfinished = archive.with_name(f".{archive.name}")
+    try:
+        with tarfile.open(unfinished, "w:xz", preset=6) as out:
+            for name in _packed_names(source):
+                content = (source / name).read_bytes()
+                if name.startswith(_INSTANCES):
+                    trimmed = trimmed_instances(content.decode())
+                    stubs += trimmed.stubs
+                    if not trimmed.kept:
+                        continue
+                    content = "".join(trimmed.kept).encode()
+                _add(out, name, content)
+            _add(out, "vendor/CMakeLists.txt", b"# Nothing here is needed by the library.\n")
+            _add(out, _LEFT_OUT_FILE, (_LEFT_OUT_HEAD + "".join(stubs)).encode())
+            _add(out, _FACTS, json.dumps(facts, indent=1).encode())
+        unfinished.rename(archive)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def trimmed_instances(text: str) -> Trimmed:
+    """A file of ``template-instances``, of which only cases in `_KEPT` stay.
+
+    A file without any case stays as it is.
+    """
+    result, is_needed, has_cases = Trimmed(), False, False
+    for line in text.splitlines(keepends=True):
+        found = _CASE.match(line.strip())
+        if found is None:
+            result.kept.append(line)
+            continue
+        has_cases = True
+        family, is_fp4, arguments = found.groups()
+        sizes = ",".join(each.strip() for each in arguments.split(",")[:2])
+        if f"{family} {sizes}" in _KEPT and not is_fp4:
+            result.kept.append(line)
+            is_needed = True
+            continue
+        if family == "MMQ":
+            arguments += ", GGML_PREC_Q4" if is_fp4 else ", GGML_PREC_Q8"
+        result.stubs.append(f"LEFT_OUT_{family}({arguments})\n")
+    if has_cases and not is_needed:
+        result.kept.clear()
+    return result
+
+
+def _packed_names(source: Path) -> Iterator[str]:
+    """Files of the archive, in order."""
+    for top in _PACKED:
+        start = source / top
+        for path in [start] if start.is_file() else sorted(start.rglob("*")):
+            name = path.relative_to(source).as_posix()
+            if path.is_file() and not _is_left_out(name):
+                yield name
+
+
+def _is_left_out(name: str) -> bool:
+    folders = name.split("/")[2:-1]  # of ggml/src/<backend>/…
+    if name.startswith("ggml/src/") and folders and folders[0] not in _BACKENDS:
+        return True
+    if name.startswith(_INSTANCES + "fattn-vec-instance-"):
+        return not name.endswith("f16-f16.cu") or "bf16" in name
+    return name.endswith(".py")
+
+
+def _add(out: tarfile.TarFile, name: str, content: bytes) -> None:
+    """A file that is the same whoever packs it, whenever."""
+    info = tarfile.TarInfo(f"llama.cpp/{name}")
+    info.size, info.mode = len(content), 0o644
+    out.addfile(info, io.BytesIO(content))
+
+
+def _add_barrier(path: Path) -> None:
+    text = path.read_text()
+    if text.count(_BARRIER_BEFORE) != 1:
+        raise BuildError(f"{path}: the tile configuration is loaded elsewhere; see _BARRIER")
+    path.write_text(text.replace(_BARRIER_BEFORE, _BARRIER + _BARRIER_BEFORE))

@@ -1,0 +1,236 @@
+"""Operations of models that have more than attention and experts: gates, dense FFNs, biases, and
+recurrent layers. CupyOps has them from here.
+
+A recurrent layer's convolution, delta rule, norm and gate are put off until the gate is there, and
+then are one kernel in a step.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.moe_spec import DeltaShape
+from dflash_adapters.ops import Gate, KvCache
+from dflash_protocol.ids import I32Array
+from dflash_runtime.compute.cupy.buffers import array_of
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
+from dflash_runtime.compute.cupy.delta import (
+    DeltaChunk,
+    DeltaInputs,
+    DeltaPlan,
+    DeltaStep,
+    DeltaWeights,
+)
+from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.elementwise import ColumnsOf, Elementwise
+from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.lacking_ops import LackingOps
+from dflash_runtime.compute.cupy.steps import Steps
+from dflash_runtime.compute.cupy.values import (
+    Activated,
+    Chosen,
+    Columns,
+    Convolved,
+    DeltaHeads,
+    DeviceValue,
+    GatedProduct,
+    Heads,
+    Product,
+    Rows,
+    StepPositions,
+)
+
+
+class GatedOps(LackingOps):
+    """What CupyOps is made of besides itself."""
+
+    steps: Steps
+
+    def __init__(self, device: KernelDevice) -> None:
+        self.device = device
+        self._elementwise = Elementwise(device)
+        self._delta_steps: dict[tuple[DeltaPlan, int], DeltaStep] = {}
+        self._delta_chunks: dict[DeltaPlan, DeltaChunk] = {}
+
+    def add_bias(self, x: Any, bias: Any, out: Any = None) -> Rows:
+        rows = self._rows_of(x)
+        result = self._result(rows, out)
+        self._elementwise.add_bias(rows.array, bias, result.array)
+        return result
+
+    def scale_rows(self, x: Any, factors: Any, out: Any = None) -> Any:
+        if isinstance(factors, np.ndarray):
+            self.lacks("rows times factors that the host knows")
+        if isinstance(x, Heads):
+            self.lacks("heads times factors")
+        if isinstance(factors, Chosen):
+            self.lacks("experts whose inputs are scaled")
+        rows = self._rows_of(x)
+        result = self._result(rows, out)
+        factor = self._rows_of(factors)
+        self._elementwise.scale_rows(rows.array, factor.array, result.array)
+        return result
+
+    def gated(self, x: Any, gate: Any, kind: Gate, out: Any = None) -> Rows | GatedProduct:
+        if isinstance(x, DeltaHeads) and x.norm is not None and kind is Gate.SILU and out is None:
+            return self._delta(x, self._rows_of(gate))
+        if isinstance(x, Product) and out is None and kind is Gate.SIGMOID:
+            opening = self._rows_of(gate)
+            if x.x.num_tokens <= MOST_TOKENS and opening.columns == 1:
+                return GatedProduct(x, opening)
+            gate = opening
+        rows = self._rows_of(x)
+        columns = self._columns_of(gate)
+        result = self._result(rows, out)
+        self._elementwise.gated(rows.array, columns, kind, result.array)
+        return result
+
+    def swiglu(self, gate: Any, up: Any, out: Any = None) -> Rows | Activated:
+        gates, ups = self._rows_of(gate), self._rows_of(up)
+        if gates.num_tokens <= MOST_TOKENS:
+            return Activated(gates, ups)  # whatever `out` is: nobody needs it
+        return self._activated(gates, ups, out)
+
+    def _activated(self, gates: Rows, ups: Rows, out: Any = None) -> Rows:
+        result = self._result(ups, out)
+        self._elementwise.swiglu(gates.array, ups.array, result.array)
+        return result
+
+    def columns(self, x: Any, first: int, last: int) -> Heads | Columns:
+        if isinstance(x, Heads):
+            before = 0 if x.part is None else x.part[0]
+            return Heads(x.rows, x.num_heads, part=(before + first, before + last))
+        return Columns(self._rows_of(x), 1, first, last)
+
+    def causal_conv(
+        self,
+        x: Any,
+        weight: Any,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        out: Any = None,
+    ) -> Convolved:
+        """Put off until the delta rule, which must be that of the same layer."""
+        assert isinstance(cache, DeviceKvCache)
+        if out is not None:
+            raise ValueError("a convolution is computed where it is used: out must be None")
+        return Convolved(self._rows_of(x), weight, cache, layer)
+
+    def delta_rule(
+        self,
+        mixed: Any,
+        alpha: Any,
+        beta: Any,
+        shape: DeltaShape,
+        *,
+        a: Any,
+        dt_bias: Any,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        eps: float,
+        out: Any = None,
+    ) -> DeltaHeads:
+        """Put off until norm and gate are known, or somebody reads it."""
+        if not isinstance(mixed, Convolved) or (mixed.cache, mixed.layer) != (cache, layer):
+            self.lacks("a delta rule without its convolution")
+        assert isinstance(cache, DeviceKvCache)
+        if out is not None:
+            raise ValueError("a delta rule is computed where it is used: out must be None")
+        where = self._positions_of(positions, cache)
+        if not isinstance(positions, StepPositions):
+            cache.states.advance_layer(layer, int(positions[0]), positions.size)
+        return DeltaHeads(
+            mixed, self._rows_of(alpha), self._rows_of(beta), shape, a, dt_bias, eps, where
+        )
+
+    def _columns_of(self, value: DeviceValue) -> ColumnsOf:
+        if isinstance(value, Columns):
+            return ColumnsOf(value.rows.array, value.num_heads, value.first, value.last)
+        return ColumnsOf.whole(self._rows_of(value).array)
+
+    def _taken(self, columns: Columns) -> Rows:
+        """Columns as rows of their own."""
+        of = self._columns_of(columns)
+        rows = self._new_rows(columns.rows.num_tokens, of.num_columns)
+        self._elementwise.take_columns(of, rows.array)
+        return rows
+
+    def _whole(self, heads: Heads) -> Heads:
+        """Heads that follow each other without gaps."""
+        if heads.part is None:
+            return heads
+        columns = Columns(heads.rows, heads.num_heads, *heads.part)
+        return Heads(self._taken(columns), heads.num_heads, heads.rotation)
+
+    def _delta(self, heads: DeltaHeads, gate: Rows | None) -> Rows:
+        """A recurrent layer's results; with its norm and gate if there is one."""
+        inputs, num_tokens = heads.mixed.rows, heads.mixed.rows.num_tokens
+        norm, norm_eps = heads.norm or (None, 0.0)
+        plan = DeltaPlan(
+            heads.shape, num_taps=heads.mixed.weight.shape[1], finishes=gate is not None
+        )
+        state = heads.mixed.cache.states.layers[heads.mixed.layer]
+        given = DeltaInputs(
+            inputs.array,
+            heads.alpha.array,
+            heads.beta.array,
+            None if gate is None else gate.array,
+        )
+        weights = DeltaWeights(
+            taps=heads.mixed.weight,
+            decay=heads.a,
+            bias=heads.dt_bias,
+            norm=norm,
+            key_eps=heads.eps,
+            norm_eps=norm_eps,
+        )
+        positions = heads.positions.array
+        if num_tokens > MOST_TOKENS:
+            if plan not in self._delta_chunks:
+                self._delta_chunks[plan] = DeltaChunk(self.device, plan)
+            rows = self._new_rows(num_tokens, plan.value_channels)
+            self._delta_chunks[plan].launch(
+                given, weights, state, first_position=positions[:1], out=rows.array
+            )
+            return rows
+        key = plan, num_tokens
+        if key not in self._delta_steps:
+            self._delta_steps[key] = DeltaStep(self.device, plan, num_tokens)
+        rows = self.steps.attended_rows(
+            num_tokens, plan.value_channels, head_dim=heads.shape.value_dim
+        )
+        sides = rows.sides
+        self._delta_steps[key].launch(
+            given,
+            weights,
+            state,
+            positions=positions,
+            out=StepRows(
+                values=rows.array,
+                quants=None if sides is None else array_of(sides.quants),
+                meta=None if sides is None else array_of(sides.meta),
+            ),
+        )
+        return rows
+
+    def _result(self, like: Rows, out: Any) -> Rows:
+        """New rows, or those of `out`, of which what was made of them before is forgotten."""
+        if out is None:
+            return self._new_rows(like.num_tokens, like.columns)
+        rows = self._rows_of(out)
+        rows.version += 1
+        rows.sides = None
+        return rows
+
+    @abstractmethod
+    def _rows_of(self, value: DeviceValue) -> Rows: ...
+    @abstractmethod
+    def _new_rows(self, num_tokens: int, columns: int) -> Rows: ...
+    @abstractmethod
+    def _positions_of(self, positions: Any, cache: DeviceKvCache) -> StepPositions: ...

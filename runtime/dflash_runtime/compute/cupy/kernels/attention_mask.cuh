@@ -1,0 +1,20 @@
+// Which positions up to its own a token sees: the last WINDOW, those of its own CHUNK, or all (0).
+#pragma once
+#include "common.cuh"
+
+constexpr bool IS_MASKED = WINDOW != 0 || CHUNK != 0;
+
+// The first that a token at this position sees; it never falls from one token to the next.
+INLINE int first_visible(int position) {
+    int first = 0;
+    if constexpr (WINDOW != 0) first = position >= WINDOW ? position - WINDOW + 1 : 0;
+    if constexpr (CHUNK != 0) {
+        constexpr int SIZE = CHUNK != 0 ? CHUNK : 1;  // so that no compiler sees a division by zero
+        const int begin = position / SIZE * SIZE;
+        first = begin > first ? begin : first;
+    }
+    return first;
+}
+INLINE bool is_visible_at(int key, int position) {
+    return key <= position && (!IS_MASKED || key >= first_visible(position));
+}

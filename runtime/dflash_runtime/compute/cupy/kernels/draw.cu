@@ -1,0 +1,106 @@
+// The next token, drawn from the logits of a step as the host would draw it (engine/sampling.py): with
+// the same number the same token, or UNDECIDED where rounding could decide.
+//
+// Three kernels, one after the other: tokens are counted and weighed by bin, then placed by bin, then
+// one block looks into the few bins in which a filter cuts or the number falls. With no temperature the
+// first two do nothing and the last takes the likeliest token. VOCAB tokens; a bin with more than
+// BIN_CAPACITY is not looked into.
+#include "draw_search.cuh"
+
+KERNEL(draw_weigh, DrawArgs, BLOCK_THREADS, 1) {
+    let_next_begin();
+    wait_for_previous();
+    Scale scale = {load_fresh_double(a.options + INVERSE_TEMPERATURE), 0.0f};
+    if (scale.inverse_temperature == 0.0) return;
+    scale.peak = value_of_key(likeliest(a));
+    if (!scale.is_good()) return;
+    each_four(a.logits, [&](const float(&four)[4], int) {
+        int bins[4];
+        u64 weights[4];
+        u32 before[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double distance = scale.distance(four[i]);
+            bins[i] = bin_at(distance);
+            weights[i] = bins[i] == NO_BIN ? 0 : weight_at(distance);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // none waits for the one before it
+            if (bins[i] == NO_BIN) continue;
+            before[i] = atomic_add(a.weights + 2 * bins[i], (u32)weights[i]);
+            atomic_add(a.counts + bins[i], 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (bins[i] == NO_BIN) continue;
+            const u32 low = (u32)weights[i], carry = before[i] + low < low;
+            const u32 high = (u32)(weights[i] >> 32) + carry;
+            if (high) atomic_add(a.weights + 2 * bins[i] + 1, high);
+        }
+    });
+}
+
+KERNEL(draw_place, DrawArgs, BLOCK_THREADS, 1) {
+    SHARED(u32, begins, BINS);
+    let_next_begin();
+    wait_for_previous();
+    Scale scale = {load_fresh_double(a.options + INVERSE_TEMPERATURE), 0.0f};
+    if (scale.inverse_temperature == 0.0) return;
+    scale.peak = value_of_key(likeliest(a));
+    if (!scale.is_good()) return;
+    u32 counts[EACH], count = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        counts[j] = Bins::bin(j) < BINS ? load_fresh4(a.counts + Bins::bin(j)) : 0;
+        count += counts[j];
+    }
+    u64 total, begin = block_sum_before(count, total);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (Bins::bin(j) < BINS) begins[Bins::bin(j)] = (u32)begin;
+        begin += counts[j];
+    }
+    block_barrier();
+    each_four(a.logits, [&](const float(&four)[4], int token) {
+        int bins[4];
+        u32 places[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            bins[i] = bin_at(scale.distance(four[i]));
+            if (bins[i] != NO_BIN) places[i] = atomic_add(a.placed + bins[i], 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (bins[i] == NO_BIN) continue;
+            a.keys[begins[bins[i]] + places[i]] = argmax_key(four[i], (u32)(token + i));
+        }
+    });
+}
+
+KERNEL(draw_token, DrawArgs, BLOCK_THREADS, 1) {
+    SHARED(u64, keys, BIN_CAPACITY);
+    SHARED(u64, weights, BIN_CAPACITY + 1);
+    let_next_begin();
+    wait_for_previous();
+    const u64 best = likeliest(a);
+    const int next = (int)load_fresh4(a.positions) + 1;
+    const bool is_inside = next >= 0 && next < a.capacity;
+    int token = (int)argmax_index(best), said = token;
+    const double inverse_temperature = load_fresh_double(a.options + INVERSE_TEMPERATURE);
+    if (inverse_temperature != 0.0) {
+        const Scale scale = {inverse_temperature, value_of_key(best)};
+        said = UNDECIDED;
+        if (scale.is_good()) {
+            Draw draw = {a, scale, {}, {keys, weights, NO_BIN}, 0, 0};
+            said = draw.drawn(is_inside ? load_fresh_double(a.numbers + next) : 0.0,
+                              load_fresh_double(a.options + TOP_K),
+                              load_fresh_double(a.options + TOP_P),
+                              load_fresh_double(a.options + MIN_P_DISTANCE));
+        }
+        if (said != UNDECIDED) token = said;
+    }
+    if (thread_index() != 0) return;
+    *a.token_ids = token;
+    *a.positions = next;
+    if (is_inside) a.history[next] = said;
+}

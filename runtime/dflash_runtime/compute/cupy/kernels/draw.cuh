@@ -1,0 +1,131 @@
+// What kernels that draw a token have in common: how likely a logit makes its token, as a whole
+// number, so that sums have the same bits in any order; and bins of tokens by their likelihood.
+#pragma once
+#include "argmax.cuh"
+
+// Of the likeliest token; the sum over all tokens must fit 63 bits.
+constexpr u64 PEAK_WEIGHT = 1ull << (VOCAB <= 1 << 19 ? 44 : 36);
+static_assert(VOCAB <= 1 << 27, "sums of weights");
+
+// Tokens below the peak by less than 2^5 temperatures are in bins, 256 of them for each doubling of
+// what they are below it; all others weigh nothing. Wherever logits lie close together, a
+// bin has few.
+constexpr int FIRST_OCTAVE = 127 - 7, LAST_OCTAVE = 127 + 5, BINS_AN_OCTAVE = 256;
+constexpr int BINS = (LAST_OCTAVE - FIRST_OCTAVE) * BINS_AN_OCTAVE;
+constexpr int NO_BIN = -1;
+
+// What is drawn from, by whom, and how: mirrored in draw_tokens.py.
+struct DrawArgs {
+    const float *logits;       // [VOCAB]
+    const u64 *partials;       // [num_partials] keys of argmax.cuh: the head's
+    const double *options;     // [4]: 1 / temperature, or 0 for the likeliest; top_k; top_p; -log(min_p)
+    const double *numbers;     // [capacity]: from 0 to below 1, by position of what is drawn
+    u32 *counts;               // [BINS] tokens; zero between steps, as the two that follow
+    u32 *placed;               // [BINS] those of them that have a place
+    u32 *weights;              // [BINS, 2] sums of weights, low words first
+    u64 *keys;                 // [VOCAB] of argmax.cuh, by bin
+    int *token_ids;            // [1] out
+    int *positions;            // [1], one further afterwards
+    int *history;              // [capacity]: the token at its position, or UNDECIDED
+    int num_partials, capacity;
+};
+
+enum Option { INVERSE_TEMPERATURE, TOP_K, TOP_P, MIN_P_DISTANCE };
+
+INLINE u64 load_fresh_u64(const void *p) {
+    const uint2 words = load_fresh8(p);
+    return (u64)words.y << 32 | words.x;
+}
+INLINE double load_fresh_double(const double *p) {
+    union { u64 bits; double value; } both;
+    both.bits = load_fresh_u64(p);
+    return both.value;
+}
+
+INLINE float value_of_key(u64 key) {
+    const u32 bits = (u32)(key >> 32);
+    return bits_to_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
+}
+
+// Of all threads' keys, in each of them.
+INLINE u64 block_largest(u64 key) {
+    SHARED(u64, found, WARPS);
+    key = lanes_largest(key);
+    if (lane_index() == 0) found[warp_index()] = key;
+    block_barrier();
+    for (int warp = 0; warp < WARPS; warp++) key = larger_key(key, found[warp]);
+    return key;
+}
+
+// The key of the likeliest token. All threads of the block call it, once.
+INLINE u64 likeliest(const DrawArgs &a) {
+    u64 best = 0;
+    for (int i = thread_index(); i < a.num_partials; i += WARPS * LANES) {
+        best = larger_key(best, load_fresh_u64(a.partials + i));
+    }
+    return block_largest(best);
+}
+
+// Logits as what they are below the peak, in temperatures.
+struct Scale {
+    double inverse_temperature;
+    float peak;
+
+    INLINE double distance(float logit) const {
+        return ((double)peak - (double)logit) * inverse_temperature;
+    }
+    // Otherwise there is no distribution, or none that these numbers can hold.
+    INLINE bool is_good() const {
+        return peak - peak == 0.0f && inverse_temperature > 0.0 && inverse_temperature <= 1e30;
+    }
+};
+
+INLINE u64 weight_at(double distance) {
+    return (u64)(exp_double(-distance) * (double)PEAK_WEIGHT + 0.5);
+}
+INLINE int bin_at(double distance) {
+    const int steps = (int)(float_to_bits((float)distance) >> 15);
+    if (steps >= LAST_OCTAVE * BINS_AN_OCTAVE) return NO_BIN;
+    const int bin = steps - FIRST_OCTAVE * BINS_AN_OCTAVE;
+    return bin > 0 ? bin : 0;
+}
+
+// Calls take(four, token) for this thread's share of all tokens: the logits of that one and the three
+// that follow. What is behind the last token cannot be.
+template <typename Take>
+INLINE void each_four(const float *logits, Take take) {
+    const int first = block_index_x() * num_threads() + thread_index();
+    for (int token = 4 * first; token < VOCAB; token += 4 * num_blocks_x() * num_threads()) {
+        uint4 bits = make_uint4(0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u);
+        if (VOCAB % 4 == 0 || token + 4 <= VOCAB) {
+            bits = load_fresh16(logits + token);
+        } else {
+            bits.x = load_fresh4(logits + token);
+            if (VOCAB % 4 > 1) bits.y = load_fresh4(logits + token + 1);
+            if (VOCAB % 4 > 2) bits.z = load_fresh4(logits + token + 2);
+        }
+        const float four[4] = {bits_to_float(bits.x), bits_to_float(bits.y), bits_to_float(bits.z),
+                               bits_to_float(bits.w)};
+        take(four, token);
+    }
+}
+
+// Sum of the values of all threads before this one; `total` of all. All threads of the block call it.
+INLINE u64 block_sum_before(u64 value, u64 &total) {
+    SHARED(u64, sums, WARPS);
+    u64 inclusive = value;
+    for (int step = 1; step < LANES; step *= 2) {
+        const u64 other = lane_read(inclusive, (lane_index() + LANES - step) % LANES);
+        if (lane_index() >= step) inclusive += other;
+    }
+    if (lane_index() == LANES - 1) sums[warp_index()] = inclusive;
+    block_barrier();
+    u64 before = inclusive - value;
+    total = 0;
+    for (int warp = 0; warp < WARPS; warp++) {
+        if (warp < warp_index()) before += sums[warp];
+        total += sums[warp];
+    }
+    block_barrier();
+    return before;
+}

@@ -1,0 +1,66 @@
+// Rows on their way into and out of memory that other processes see, and what comes of them here.
+//
+// Defines: THREADS.
+#include "common.cuh"
+
+constexpr int WARPS = THREADS / LANES;
+
+// A word's share of the digest, which is the sum of all of them: device_payload.digest_of.
+INLINE u64 mixed(u32 low, u32 high, i64 place) {
+    const u64 odd = 0x9E3779B97F4A7C15ull;
+    u64 word = (low | (u64)high << 32) ^ (u64)place * odd;
+    word = (word ^ word >> 32) * odd;
+    return word ^ word >> 29;
+}
+
+struct MovePayloadArgs {
+    const u8 *source;  // rows
+    const int *rows;   // [num_rows]: which of them; null: the first
+    u8 *target;        // [num_rows] rows
+    u64 *shares;       // [blocks]: what each of them has found of the digest
+    int num_rows;
+    int row_pieces;  // of 16 bytes
+};
+
+// Blocks take rows in turn. What is read is read once, stored and digested: whoever may write the
+// source meanwhile cannot make the two differ.
+KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
+    SHARED(u64, sums, WARPS);
+    wait_for_previous();
+    u64 sum = 0;
+    for (int row = block_index_x(); row < a.num_rows; row += num_blocks_x()) {
+        const i64 first = (i64)row * a.row_pieces;
+        const i64 from = a.rows ? (i64)(int)load_fresh4(a.rows + row) * a.row_pieces : first;
+        for (int i = thread_index(); i < a.row_pieces; i += THREADS) {
+            const uint4 piece = load_fresh16(a.source + 16 * (from + i));
+            *(uint4 *)(a.target + 16 * (first + i)) = piece;
+            sum += mixed(piece.x, piece.y, 2 * (first + i) + 1);
+            sum += mixed(piece.z, piece.w, 2 * (first + i) + 2);
+        }
+    }
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask >>= 1) sum += lane_xor(sum, mask);
+    if (lane_index() == 0) sums[warp_index()] = sum;
+    block_barrier();
+    if (thread_index()) return;
+    for (int warp = 1; warp < WARPS; warp++) sum += sums[warp];
+    a.shares[block_index_x()] = sum;
+}
+
+struct AddToRowsArgs {
+    const double *sums;  // [num_rows, columns]
+    const int *rows;     // [num_rows], each another one; null: the first
+    double *out;         // rows of `columns`
+    int num_rows;
+    int columns;
+};
+
+// A block a row.
+KERNEL(add_to_rows, AddToRowsArgs, THREADS, 1) {
+    wait_for_previous();
+    const i64 row = block_index_x();
+    const double *sums = a.sums + row * a.columns;
+    double *out = a.out + (a.rows ? (i64)(int)load_fresh4(a.rows + row) : row) * a.columns;
+    for (int column = thread_index(); column < a.columns; column += THREADS)
+        out[column] += sums[column];
+}

@@ -1,0 +1,418 @@
+"""Rows and sums of a GPU that others compute, or that it computes for others: they go from and to
+shared memory by kernels of ours, which take the digest of what they copy.
+
+Implements dflash_protocol.device_payload. Everything runs in the order of the device's one stream;
+the host waits only where it must know that something has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
+from dflash_protocol.routed_batch import Hidden
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
+from dflash_runtime.compute.cupy.mapped_array import MappedBlock
+
+_THREADS = 256
+_BLOCKS_OF_MULTIPROCESSOR = 8
+_PIECE_BYTES = 16
+
+
+class MovePayloadArgs(ctypes.Structure):
+    """Mirrors move_payload.cu."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int),
+        ("row_pieces", ctypes.c_int),
+    )
+
+
+class AddToRowsArgs(ctypes.Structure):
+    """Mirrors move_payload.cu."""
+
+    _fields_ = (
+        ("sums", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+    )
+
+
+class _Shares(NamedTuple):
+    """Shares of a digest, of as many blocks as a launch may have. Shapes: host [blocks] int64."""
+
+    host: I64Array
+    device_address: int
+
+
+class PayloadMover:
+    """Implements device_payload.DeviceMover for one device.
+
+    `lock` is held while anything of it uses the device, as everybody else's must be who may do so
+    from another thread.
+    """
+
+    def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
+        self.device = device
+        self.lock = lock
+        self.max_blocks = _BLOCKS_OF_MULTIPROCESSOR * device.num_multiprocessors
+        module = device.module("move_payload.cu", {"THREADS": _THREADS})
+        self._move = module.kernel("move_payload", MovePayloadArgs)
+        self._add = module.kernel("add_to_rows", AddToRowsArgs)
+        self._unused_shares = device.empty(self.max_blocks, np.int64)
+
+    def open(self, address: int, num_bytes: int) -> SegmentWindow:
+        """As DeviceMover.open."""
+        with self.lock:
+            return SegmentWindow(self, address, num_bytes)
+
+    def rows(self, array: DeviceArray) -> PlacedRows:
+        """Rows that must not be written to any more. Shapes: array [T, H] float32, contiguous."""
+        return PlacedRows(self, array)
+
+    def sums(self, array: DeviceArray) -> PlacedSums:
+        """Sums that are nobody else's from now on. Shapes: array [T, H] float64, contiguous."""
+        return PlacedSums(self, array.shape, array)
+
+    def array_of(self, hidden: Hidden) -> DeviceArray:
+        """Rows in this device's memory, wherever they are now. Shapes: result [T, H] float32."""
+        with self.lock:
+            if isinstance(hidden, np.ndarray):
+                return self.device.upload(hidden)
+            if isinstance(hidden, PlacedRows | SlotRows) and hidden.mover is self:
+                return hidden.array()
+            return self.device.upload(hidden.to_host())
+
+    def array_of_sums(self, sums: F64Array | DeviceSums) -> DeviceArray:
+        """The same of sums. Shapes: result [T, H] float64."""
+        with self.lock:
+            if isinstance(sums, np.ndarray):
+                return self.device.upload(sums)
+            if isinstance(sums, PlacedSums) and sums.mover is self:
+                return sums.array()
+            return self.device.upload(sums.to_host())
+
+    def move(
+        self,
+        source: int,
+        target: int,
+        shape: tuple[int, int],
+        *,
+        itemsize: int,
+        rows: DeviceArray | None = None,
+        shares: int | None = None,
+    ) -> int:
+        """Copy rows from one address to another; how many blocks have left a share of the digest.
+
+        `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
+        """
+        num_rows, columns = shape
+        num_blocks = min(num_rows, self.max_blocks)
+        if num_blocks:
+            args = MovePayloadArgs(
+                source=source,
+                rows=0 if rows is None else address(rows),
+                target=target,
+                shares=address(self._unused_shares) if shares is None else shares,
+                num_rows=num_rows,
+                row_pieces=columns * itemsize // _PIECE_BYTES,
+            )
+            # What others have written is seen by a kernel that begins after it.
+            self.device.launch(
+                self._move, (num_blocks, 1, 1), _THREADS, args, overlaps_previous=False
+            )
+        return num_blocks
+
+    def add_to_rows(
+        self, out: DeviceArray, sums: DeviceArray, rows: DeviceArray | None = None
+    ) -> None:
+        """Shapes: out [T, H], sums [T', H] float64; rows [T'] int32, None: the first."""
+        num_rows, columns = sums.shape
+        if num_rows:
+            args = AddToRowsArgs(
+                sums=address(sums),
+                rows=0 if rows is None else address(rows),
+                out=address(out),
+                num_rows=num_rows,
+                columns=columns,
+            )
+            self.device.launch(self._add, (num_rows, 1, 1), _THREADS, args)
+
+
+class PlacedRows:
+    """Implements device_payload.DeviceRows: rows of an array, some of them perhaps."""
+
+    def __init__(
+        self,
+        mover: PayloadMover,
+        array: DeviceArray,
+        *,
+        whole: PlacedRows | None = None,
+        indices: I32Array | None = None,
+    ) -> None:
+        self.mover = mover
+        self._array = array
+        self._whole = whole
+        self._indices = indices
+        self._on_host: F32Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows = self._array.shape[0] if self._indices is None else self._indices.size
+        return num_rows, self._array.shape[1]
+
+    def to_host(self) -> F32Array:
+        """As DeviceRows.to_host: all rows of the array are brought there, once for all."""
+        if self._on_host is None:
+            if self._whole is not None and self._indices is not None:
+                self._on_host = self._whole.to_host()[self._indices]
+            else:
+                with self.mover.lock:
+                    self._on_host = self.mover.device.download(self._array)
+        return self._on_host
+
+    def chosen(self, rows: SomeRows) -> PlacedRows:
+        """As DeviceRows.chosen."""
+        if self._indices is None and isinstance(rows, slice):
+            return PlacedRows(self.mover, self._array[rows])
+        indices = np.arange(self._array.shape[0], dtype=np.int32)
+        indices = (indices if self._indices is None else self._indices)[rows]
+        return PlacedRows(self.mover, self._array, whole=self._whole or self, indices=indices)
+
+    def new_sums(self) -> PlacedSums:
+        """As DeviceRows.new_sums."""
+        return PlacedSums(self.mover, self.shape)
+
+    def array(self) -> DeviceArray:
+        """The rows one after the other, to be read only. To be called with the mover's lock."""
+        if self._indices is None:
+            return self._array
+        gathered = self.mover.device.empty(self.shape, np.float32)
+        self.move_to(address(gathered))
+        return gathered
+
+    def move_to(self, target: int, shares: int | None = None) -> int:
+        """Copy the rows there; as PayloadMover.move. To be called with the mover's lock."""
+        rows = None if self._indices is None else self.mover.device.upload(self._indices)
+        return self.mover.move(
+            address(self._array), target, self.shape, itemsize=4, rows=rows, shares=shares
+        )
+
+
+class PlacedSums:
+    """Implements device_payload.DeviceSums: an array, once there is something in it."""
+
+    def __init__(
+        self, mover: PayloadMover, shape: tuple[int, ...], array: DeviceArray | None = None
+    ) -> None:
+        self.mover = mover
+        self._shape = shape
+        self._array = array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows, columns = self._shape
+        return num_rows, columns
+
+    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
+        """As DeviceSums.add; the first that is added to all is taken over."""
+        mover = self.mover
+        with mover.lock:
+            more = mover.array_of_sums(sums)
+            if rows is None:
+                if self._array is None and more.shape == self._shape:
+                    self._array = more
+                    return
+                rows = slice(None)
+            if isinstance(rows, slice):
+                mover.add_to_rows(self.array()[rows], more)
+            else:
+                mover.add_to_rows(self.array(), more, mover.device.upload(rows))
+
+    def to_host(self) -> F64Array:
+        """As DeviceSums.to_host."""
+        with self.mover.lock:
+            sums: F64Array = self.mover.device.download(self.array())
+        return sums
+
+    def array(self) -> DeviceArray:
+        """The sums; with the mover's lock. Shapes: result [T, H] float64."""
+        if self._array is None:
+            self._array = self.mover.device.zeros(self._shape, np.float64)
+        return self._array
+
+
+class SlotRows:
+    """Implements device_payload.ReadRows: rows in a window, and then in the device's memory."""
+
+    def __init__(self, window: SegmentWindow, offset: int, shape: tuple[int, int]) -> None:
+        self.mover = window.mover
+        self.shape = shape
+        self._window = window
+        self._offset = offset
+        self._array: DeviceArray | None = None
+        self._digest: int | None = None
+
+    def to_host(self) -> F32Array:
+        """As DeviceRows.to_host."""
+        with self.mover.lock:
+            rows: F32Array = self.mover.device.download(self.array())
+        return rows
+
+    def chosen(self, rows: SomeRows) -> PlacedRows:
+        """As DeviceRows.chosen."""
+        with self.mover.lock:
+            return PlacedRows(self.mover, self.array()).chosen(rows)
+
+    def new_sums(self) -> PlacedSums:
+        """As DeviceRows.new_sums."""
+        return PlacedSums(self.mover, self.shape)
+
+    def array(self) -> DeviceArray:
+        """The rows, read when this is called first. To be called with the mover's lock."""
+        if self._array is None:
+            self._array = self._window.read(self, self._offset)
+        return self._array
+
+    def digest(self) -> int:
+        """As ReadRows.digest."""
+        with self.mover.lock:
+            self.array()
+            if self._digest is None:
+                self._window.settle()
+        assert self._digest is not None
+        return self._digest
+
+    def abandon(self) -> None:
+        """As ReadRows.abandon."""
+        with self.mover.lock:
+            if self._array is not None and self._digest is None:
+                self._window.settle()
+
+    def settle(self, digest: int) -> None:
+        """What was read has this digest."""
+        self._digest = digest
+
+
+class SegmentWindow:
+    """Implements device_payload.DeviceWindow.
+
+    Owns: the mapping, and a page of the host for digests.
+    """
+
+    def __init__(self, mover: PayloadMover, address: int, num_bytes: int) -> None:
+        device = mover.device
+        self.mover = mover
+        # Not a view of the caller's object: that must stay closable.
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+        self._undo = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            mapping = device.map_host(memory)
+            undo.callback(mapping.close)
+            block = MappedBlock(device, [((mover.max_blocks,), np.int64)] * 2)
+            undo.callback(block.close)
+            self._undo = undo.pop_all()
+        self._base = mapping.device_address
+        self._shares, self._read_shares = (
+            _Shares(host, array.data.ptr)
+            for host, array in zip(block.host, block.device, strict=True)
+        )
+        self._reading: tuple[SlotRows, int] | None = None
+        """What was begun last, if nobody knows its digest yet; in how many blocks."""
+
+    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
+        """As DeviceWindow.write_rows."""
+        with self.mover.lock:
+            if not isinstance(rows, PlacedRows) or rows.mover is not self.mover:
+                rows = self.mover.rows(self.mover.array_of(rows))
+            num_blocks = rows.move_to(self._at(offset), self._shares.device_address)
+        return partial(self._arrived, num_blocks)
+
+    def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
+        """As DeviceWindow.read_rows."""
+        return SlotRows(self, offset, shape)
+
+    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+        """As DeviceWindow.write_sums."""
+        with self.mover.lock:
+            source = self.mover.array_of_sums(sums)
+            shares = self._shares.device_address
+            num_blocks = self.mover.move(
+                address(source), self._at(offset), sums.shape, itemsize=8, shares=shares
+            )
+            return self._arrived(num_blocks)
+
+    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[PlacedSums, int]:
+        """As DeviceWindow.read_sums."""
+        with self.mover.lock:
+            array = self.mover.device.empty(shape, np.float64)
+            shares = self._shares.device_address
+            num_blocks = self.mover.move(
+                self._at(offset), address(array), shape, itemsize=8, shares=shares
+            )
+            return self.mover.sums(array), self._arrived(num_blocks)
+
+    def read(self, rows: SlotRows, offset: int) -> DeviceArray:
+        """Begin to read rows. Shapes: result [T, H] float32."""
+        self.settle()
+        array = self.mover.device.empty(rows.shape, np.float32)
+        shares = self._read_shares.device_address
+        num_blocks = self.mover.move(
+            self._at(offset), address(array), rows.shape, itemsize=4, shares=shares
+        )
+        self._reading = rows, num_blocks
+        return array
+
+    def settle(self) -> None:
+        """Wait for what was begun to be read, and tell it its digest."""
+        if self._reading is not None:
+            self.mover.device.synchronize()
+            self._settle()
+
+    def close(self) -> None:
+        """As DeviceWindow.close."""
+        with self.mover.lock:
+            if self._base:
+                self._base = 0
+                with contextlib.suppress(DeviceUnavailable):  # nothing of it runs any more
+                    self.mover.device.synchronize()
+                with contextlib.suppress(DeviceUnavailable):
+                    self._undo.close()
+
+    def _at(self, offset: int) -> int:
+        """Raises: DeviceUnavailable if the window is closed."""
+        if not self._base:
+            raise DeviceUnavailable("the memory is not shared any more")
+        return self._base + offset
+
+    def _arrived(self, num_blocks: int) -> int:
+        """Wait for everything; the digest of what was copied last."""
+        with self.mover.lock:
+            self.mover.device.synchronize()
+            if self._reading is not None:
+                self._settle()
+            return int(self._shares.host[:num_blocks].sum())
+
+    def _settle(self) -> None:
+        assert self._reading is not None
+        (rows, num_blocks), self._reading = self._reading, None
+        rows.settle(int(self._read_shares.host[:num_blocks].sum()))
+
+
+KERNEL_VARIANTS = (KernelVariant("move_payload.cu", {"THREADS": _THREADS}),)

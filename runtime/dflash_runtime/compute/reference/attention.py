@@ -1,0 +1,65 @@
+"""Attention in plain numpy over one layer's cached rows.
+
+Knows nothing of how rows are stored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.reference.kv_cache import CachedRows
+from dflash_runtime.compute.rings import Ring
+
+
+def attend(
+    q: F32Array,
+    new: tuple[F32Array, F32Array],
+    rows: tuple[CachedRows, CachedRows],
+    *,
+    ring: Ring,
+    positions: I32Array,
+    scale: float,
+    sinks: F32Array | None,
+    out: F32Array,
+) -> None:
+    """See ops.Ops.attention; `new` and `rows` are those of keys and of values.
+
+    Shapes: q [T, heads, D]; new [T, kv_heads, …]; sinks [heads].
+    """
+    keys, values = rows
+    for part in ring.parts(int(positions[0]), positions.size):
+        places = positions[part] % ring.num_rows
+        keys.store(places, new[0][part])
+        values.store(places, new[1][part])
+        _attend(q[part], keys, values, ring, positions[part], scale, sinks, out[part])
+
+
+def _attend(
+    q: F32Array,
+    keys: CachedRows,
+    values: CachedRows,
+    ring: Ring,
+    positions: I32Array,
+    scale: float,
+    sinks: F32Array | None,
+    out: F32Array,
+) -> None:
+    first_visible = np.array([ring.mask.first_visible(int(each)) for each in positions])
+    visible = np.arange(first_visible[0], positions[-1] + 1, dtype=np.int32)
+    is_hidden = (visible > positions[:, None]) | (visible < first_visible[:, None])
+    num_heads = q.shape[1]
+    group = num_heads // keys.num_heads
+    for head in range(num_heads):
+        head_keys = keys.load(visible % ring.num_rows, head // group)
+        head_values = values.load(visible % ring.num_rows, head // group)
+        scores = (q[:, head] @ head_keys.T) * np.float32(scale)
+        scores[is_hidden] = -np.inf
+        highest = scores.max(axis=1, keepdims=True)
+        if sinks is not None:
+            highest = np.maximum(highest, sinks[head])
+        terms = np.exp(scores - highest)
+        total = terms.sum(axis=1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sinks[head] - highest)
+        out[:, head] = (terms @ head_values) / total

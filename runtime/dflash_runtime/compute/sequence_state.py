@@ -1,0 +1,121 @@
+"""What caches in host memory keep of a sequence besides keys and values, and how it is taken up.
+
+Rows of keys and values are one for each position, and are overwritten when other tokens come. A
+recurrent layer has one state instead, that of the positions computed last: to go on from fewer of
+them it must have been kept. Knows nothing of what a state's values mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters import ops
+from dflash_protocol.errors import StateNotKept
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.rings import Ring, RingSnapshot
+
+
+class LayerState:
+    """One recurrent layer's state, in one piece and whatever order its backend wants.
+
+    Its two parts are computed one after the other: a step that was interrupted may have brought
+    only one of them further.
+    """
+
+    __slots__ = ("conv_positions", "delta_positions", "values")
+
+    def __init__(self, values: F32Array) -> None:
+        self.values = values
+        self.conv_positions = 0
+        self.delta_positions = 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that both parts stand for; -1 if they differ."""
+        return self.conv_positions if self.conv_positions == self.delta_positions else -1
+
+    def copy(self, source: F32Array, target: F32Array, num_positions: int) -> None:
+        """From values of such a state to others, all that counts after so many positions."""
+        np.copyto(target, source)
+
+
+def begin_of(positions: I32Array, kept: int) -> int:
+    """The first of positions that ascend by one and go on from so many, or begin anew.
+
+    Shapes: positions [T], at least one.
+    Raises: StateNotKept.
+    """
+    first, size = int(positions[0]), positions.size
+    if positions.shape != (size,) or (size > 1 and bool((np.diff(positions) != 1).any())):
+        raise ValueError("positions must ascend by one")
+    if first not in (0, kept):
+        raise StateNotKept(wanted=first, kept=kept)
+    return first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSnapshot:
+    """Implements ops.Snapshot: a copy of every layer's values, and of rows that are a ring's."""
+
+    num_positions: int
+    values: tuple[F32Array, ...]
+    rings: tuple[RingSnapshot, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        of_rings = sum(each.nbytes for each in self.rings)
+        return of_rings + sum(each.nbytes for each in self.values)
+
+
+class SequenceState:
+    """The part of ops.KvCache that is about going on; caches of keys and values derive from it."""
+
+    def __init__(self, recurrent: Sequence[LayerState] = (), rings: Sequence[Ring] = ()) -> None:
+        self.recurrent = list(recurrent)
+        self.rings = list(rings)
+        """Which rows each layer of keys and values has."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of recurrent layers."""
+        return sum(state.values.nbytes for state in self.recurrent)
+
+    def can_resume(self, num_positions: int) -> bool:
+        kept = all(state.num_positions == num_positions for state in self.recurrent)
+        return num_positions == 0 or (kept and all(r.can_resume(num_positions) for r in self.rings))
+
+    def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> StateSnapshot:
+        for state in self.recurrent:
+            if state.num_positions != num_positions:
+                raise StateNotKept(wanted=num_positions, kept=state.num_positions)
+        old: tuple[RingSnapshot | None, ...] = (None,) * len(self.rings)
+        if instead_of is None:
+            values = tuple(np.empty_like(state.values) for state in self.recurrent)
+        else:
+            assert isinstance(instead_of, StateSnapshot)
+            values, old = instead_of.values, instead_of.rings
+        pairs = zip(self.rings, old, strict=True)
+        rings = tuple(ring.snapshot(num_positions, each) for ring, each in pairs)
+        for state, target in zip(self.recurrent, values, strict=True):
+            state.copy(state.values, target, num_positions)
+        return StateSnapshot(num_positions, values, rings)
+
+    def restore(self, snapshot: ops.Snapshot) -> None:
+        assert isinstance(snapshot, StateSnapshot)
+        for state, values in zip(self.recurrent, snapshot.values, strict=True):
+            state.copy(values, state.values, snapshot.num_positions)
+            state.conv_positions = state.delta_positions = snapshot.num_positions
+        for ring, kept in zip(self.rings, snapshot.rings, strict=True):
+            ring.restore(kept)
+
+    def truncate(self, num_positions: int) -> None:
+        for ring in self.rings:
+            ring.require(num_positions)
+        for state in self.recurrent:
+            if num_positions == 0:
+                state.conv_positions = state.delta_positions = 0
+            elif max(state.conv_positions, state.delta_positions) > num_positions:
+                raise StateNotKept(wanted=num_positions, kept=state.num_positions)

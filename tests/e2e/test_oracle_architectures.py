@@ -1,0 +1,222 @@
+"""Logits of every architecture but Qwen's later ones against llama.cpp, wherever experts are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_protocol.settings import load_settings
+from dflash_runtime import Engine
+from support import random_laguna, random_llama, random_llama4, random_olmoe, random_qwen2moe
+from support.oracle_cases import (
+    BACKENDS,
+    OracleCase,
+    check_logits,
+    check_no_less_accurate,
+    oracle_case,
+)
+from support.random_gguf import RandomShape, YarnRope, with_fused_qkv, with_scales, write_model
+from support.random_laguna import LagunaShape
+from support.random_llama import LlamaShape, with_separate_experts
+from support.random_llama4 import Llama4Shape
+from support.random_olmoe import OlmoeShape
+from support.random_qwen2moe import Qwen2MoeShape
+
+pytestmark = pytest.mark.e2e
+
+MODULES = (random_olmoe, random_qwen2moe, random_llama, random_laguna, random_llama4)
+SHAPES: list[RandomShape] = [shape for module in MODULES for shape in module.SHAPES]
+IN_EVERY_RUN = ("laguna", "llama4")
+"""Of what takes long: those with the most that is their own."""
+
+
+def name_of(shape: RandomShape) -> str:
+    return f"{shape.architecture}, {shape.name}"
+
+
+@pytest.fixture(scope="session", params=SHAPES, ids=name_of)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OracleCase:
+    """A random model and what llama.cpp makes of it."""
+    return oracle_case(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_shape_agrees_with_llama_cpp(case: OracleCase, backend: str) -> None:
+    check_logits(case, backend)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            module.SHAPES[0],
+            id=module.SHAPES[0].architecture,
+            marks=() if module.SHAPES[0].architecture in IN_EVERY_RUN else pytest.mark.slow,
+        )
+        for module in MODULES
+    ],
+    indirect=True,
+)
+def test_experts_in_daemons_agree_with_llama_cpp(case: OracleCase) -> None:
+    check_logits(case, "cpu", "three daemons")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("split", ["one daemon", "three daemons"])
+def test_every_shape_agrees_with_llama_cpp_in_every_split(
+    case: OracleCase, backend: str, split: str
+) -> None:
+    check_logits(case, backend, split)
+
+
+def test_cpu_gives_the_same_bits_in_any_chunks(case: OracleCase) -> None:
+    with Engine.open(case.path, backend="cpu") as engine:
+        found = {engine.logits(case.token_ids, chunk).tobytes() for chunk in (None, 1, [31, 58])}
+    assert len(found) == 1
+
+
+# -- the same model in other tensors --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [LlamaShape(has_qkv_biases=True), Qwen2MoeShape(), LagunaShape()], ids=name_of
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_keys_and_values_may_be_one_matrix(
+    tmp_path: Path, shape: RandomShape, backend: str
+) -> None:
+    check_logits(oracle_case(tmp_path, shape, change=with_fused_qkv), backend, chunks=[None])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matrices_may_have_scales(tmp_path: Path, backend: str) -> None:
+    case = oracle_case(tmp_path, LlamaShape(has_output_bias=True), change=with_scales)
+    check_logits(case, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_may_be_tensors_of_their_own(tmp_path: Path, backend: str) -> None:
+    """llama.cpp reads no such files any more: the logits are those of the stacks."""
+    shape = LlamaShape(hidden_size=64, num_heads=4, ffn_size=96)
+    ids = list(range(40))
+    logits = []
+    for name, change in (("stacked", None), ("separate", with_separate_experts)):
+        for split_into in (1, 5):
+            path = write_model(
+                tmp_path / f"{name}{split_into}.gguf",
+                shape,
+                seed=10,
+                tensor_type="Q8_0",
+                split_into=split_into,
+                change=change,
+            )
+            with Engine.open(path, backend=backend) as engine:
+                logits.append(engine.logits(ids).tobytes())
+    assert len(set(logits)) == 1
+
+
+# -- many positions -------------------------------------------------------------------------------
+
+LONG_LAGUNA = LagunaShape(
+    "yarn, in a ring",
+    num_heads=(4, 4, 2),
+    head_dim=36,
+    num_rotated=32,
+    num_rotated_in_window=36,
+    window=16,
+    rope_scaling=YarnRope(32.0, 4096, beta_fast=64.0),
+    context_length=2048,
+)
+LONG_LLAMA4 = Llama4Shape(
+    "past its first chunk",
+    num_layers=4,
+    hidden_size=16,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=6,
+    num_experts=3,
+    ffn_size=8,
+    vocab_size=31,
+)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
+def test_a_window_in_a_ring_agrees_with_llama_cpp(tmp_path: Path, backend: str) -> None:
+    """Twice round, with a beta of the file's own, which llama.cpp has to be told."""
+    case = oracle_case(tmp_path, LONG_LAGUNA, num_tokens=1200, yarn_beta_fast=64.0)
+    check_logits(case, backend, chunks=[None, [1180, 1]], context=2048)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_llama4_agrees_with_llama_cpp_past_its_first_chunk(tmp_path: Path, backend: str) -> None:
+    case = oracle_case(tmp_path, LONG_LLAMA4, num_tokens=8300)
+    check_logits(case, backend, chunks=[None, [8280, 1]], context=9000)
+
+
+# -- files of fewer bits --------------------------------------------------------------------------
+
+QUANTISED: list[RandomShape] = [
+    # Of all experts: a router whose choice flips would drown what is measured.
+    OlmoeShape(
+        num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
+    ),
+    Qwen2MoeShape(
+        num_layers=2,
+        hidden_size=256,
+        num_heads=4,
+        num_experts=4,
+        num_experts_used=4,
+        ffn_size=256,
+        shared_ffn_size=256,
+    ),
+    LlamaShape(
+        num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
+    ),
+    LagunaShape(
+        hidden_size=256,
+        num_heads=(8, 16, 16),
+        head_dim=32,
+        num_rotated=16,
+        num_rotated_in_window=32,
+        dense_ffn_size=256,
+        num_experts=4,
+        num_experts_used=4,
+        ffn_size=256,
+        shared_ffn_size=256,
+    ),
+    Llama4Shape(
+        num_layers=4,
+        hidden_size=256,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        num_experts=1,
+        ffn_size=256,
+        interleave_step=2,
+        dense_ffn_size=256,
+    ),
+]
+
+
+@pytest.mark.parametrize("tensor_type", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_K"])
+@pytest.mark.parametrize("shape", QUANTISED, ids=lambda shape: shape.architecture)
+def test_logits_are_no_further_from_float32_than_llama_cpps(
+    tmp_path: Path, shape: RandomShape, tensor_type: str
+) -> None:
+    check_no_less_accurate(tmp_path, shape, tensor_type, seeds=(20, 21), most_error=0.06)
+
+
+# -- YaRN -----------------------------------------------------------------------------------------
+
+
+def test_yarn_is_what_the_file_says_unless_llama_cpps_is_wanted(tmp_path: Path) -> None:
+    case = oracle_case(tmp_path, LONG_LAGUNA)
+    settings = load_settings({"DFLASH_MOE_EXPERT_COMPUTE_YARN": "llama.cpp"})
+    check_logits(case, "cpu", settings=settings)
+    with Engine.open(case.path, backend="cpu") as engine:
+        difference = np.abs(engine.logits(case.token_ids) - case.expected).max()
+    assert difference > 0.01 * np.abs(case.expected).max()

@@ -1,0 +1,119 @@
+"""What `dflash-moe inspect` says of files of every architecture."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_runtime.cli.inspect import inspect
+from support.random_gguf import RandomShape, write_model
+from support.random_laguna import SHAPES as LAGUNA_SHAPES
+from support.random_llama import LlamaShape
+from support.random_llama4 import SHAPES as LLAMA4_SHAPES
+from support.random_llama4 import Llama4Shape
+from support.random_models import ODD_SHAPES
+from support.random_olmoe import OlmoeShape
+from support.random_qwen2moe import Qwen2MoeShape
+from support.random_qwen35moe import Qwen35MoeShape
+
+
+def lines_of(path: Path, *options: str) -> list[str]:
+    result = CliRunner().invoke(inspect, [str(path), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output.splitlines()
+
+
+def table_of(path: Path) -> list[list[str]]:
+    """The rows of the table, cell by cell."""
+    lines = lines_of(path)
+    return [line.split() for line in lines[lines.index("") + 2 :]]
+
+
+def fact(path: Path, name: str) -> str:
+    return next(
+        re.split(r"  +", line, maxsplit=1)[1]
+        for line in lines_of(path)
+        if line.startswith(f"{name} ")
+    )
+
+
+CASES: list[tuple[RandomShape, str, list[str], str]] = [
+    # shape, its layers, the table's layers and sizes, what attention keeps
+    (ODD_SHAPES[0], "5, of which 5", ["0-4 11 3 36"], "5 with 2 key/value heads of 10"),
+    (OlmoeShape(), "4, of which 4", ["0-3 11 3 20"], "4 with 3 key/value heads of 14"),
+    (Qwen2MoeShape(), "4, of which 4", ["0-3 11 3 20"], "4 with 2 key/value heads of 8"),
+    (LlamaShape(), "4, of which 4", ["0-3 7 2 20"], "4 with 2 key/value heads of 8"),
+    (
+        LAGUNA_SHAPES[0],
+        "5, of which 4",
+        ["1-4 11 3 20"],
+        "2 with 2 key/value heads of 12, 3 with 2 key/value heads of 12 in windows of 16",
+    ),
+    (
+        LLAMA4_SHAPES[2],
+        "7, of which 2",
+        ["2-5/3 11 1 20"],
+        "6 with 6 key/value heads of 6 in chunks of 8192, 1 with 6 key/value heads of 6",
+    ),
+    (
+        Qwen35MoeShape(),
+        "5, of which 5",
+        ["0-4 11 3 20"],
+        "1 with 2 key/value heads of 20, 4 recurrent",
+    ),
+    (
+        Llama4Shape(num_layers=2, interleave_step=2, num_kv_heads=1),
+        "2, of which 1",
+        ["1 11 1 20"],
+        "2 with 1 key/value head of 10 in chunks of 8192",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "rows", "attention"), CASES, ids=lambda each: getattr(each, "name", None)
+)
+def test_tables_say_what_the_file_holds(
+    tmp_path: Path, shape: RandomShape, layers: str, rows: list[str], attention: str
+) -> None:
+    path = write_model(tmp_path / "model.gguf", shape, seed=1)
+    assert fact(path, "architecture") == shape.architecture
+    assert fact(path, "layers") == f"{layers} with experts"
+    assert fact(path, "attention") == attention
+    assert [" ".join(row[:4]) for row in table_of(path)] == rows
+    for row in table_of(path):
+        ffn, expert_bytes = int(row[3]), int(row[7].replace(",", ""))
+        assert row[4:7] == ["F32"] * 3
+        assert expert_bytes == 3 * 4 * ffn * shape.hidden_size
+
+
+def test_layers_of_other_types_are_rows_of_their_own(tmp_path: Path) -> None:
+    shape = replace(Llama4Shape(), num_layers=8, interleave_step=2)
+    path = write_model(
+        tmp_path / "model.gguf",
+        shape,
+        seed=1,
+        tensor_type=lambda name: "F16" if "blk.5.ffn_down_exps" in name else "F32",
+    )
+    assert [[row[0], row[6]] for row in table_of(path)] == [
+        ["1-3/2", "F32"],
+        ["5", "F16"],
+        ["7", "F32"],
+    ]
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", LAGUNA_SHAPES[0], seed=1)
+    record: dict[str, Any] = json.loads("\n".join(lines_of(path, "--json")))
+    assert record["arch"] == "laguna"
+    assert [layer["layer"] for layer in record["moe_layers"]] == [1, 2, 3, 4]
+    assert record["kv_layers"] == [
+        {"layers": 2, "heads": 2, "key": 12, "value": 12, "window": 0, "chunk": 0},
+        {"layers": 3, "heads": 2, "key": 12, "value": 12, "window": 16, "chunk": 0},
+    ]

@@ -1,0 +1,65 @@
+"""Every architecture on the GPU backend: float files against the reference, in chunks, in steps, and
+in a recorded step.
+
+In the emulation here, and with `-m gpu` on a device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_adapters.ops import KvType
+from support.gpu_devices import EMULATED_AND_GPU, opened_device
+from support.gpu_models import GpuModel, largest_error, reference_logits
+from support.random_gguf import RandomShape, write_model
+from support.random_laguna import LagunaShape
+from support.random_llama import LlamaShape
+from support.random_olmoe import OlmoeShape
+from support.random_qwen2moe import Qwen2MoeShape
+from support.random_qwen35moe import Qwen35MoeShape
+
+WIDE: dict[str, Any] = {"hidden_size": 64, "num_experts": 7, "num_experts_used": 2, "ffn_size": 32}
+"""Rows as kernels of quantised and float matrices take them."""
+SHAPES: dict[str, RandomShape] = {
+    "olmoe": OlmoeShape(**WIDE, num_layers=2, num_heads=4),
+    "qwen2moe": Qwen2MoeShape(**WIDE, num_layers=2, num_heads=4, shared_ffn_size=32),
+    "llama": LlamaShape(**WIDE, num_layers=2, num_heads=4),
+    "laguna": LagunaShape(
+        **WIDE,
+        num_heads=(6, 4, 2),
+        head_dim=16,
+        num_rotated=8,
+        num_rotated_in_window=16,
+        dense_ffn_size=32,
+        shared_ffn_size=32,
+        window=5,
+    ),
+    "qwen35moe": Qwen35MoeShape(**WIDE, num_layers=4, head_dim=16, shared_ffn_size=32),
+}
+BOUND = 1e-4
+
+
+@pytest.mark.parametrize("which", EMULATED_AND_GPU)
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_the_references(tmp_path: Path, name: str, which: str) -> None:
+    shape = SHAPES[name]
+    path = write_model(tmp_path / "model.gguf", shape, seed=2)
+    ids = np.random.default_rng(1).integers(0, shape.vocab_size, 30).astype(np.int32)
+    expected = reference_logits(path, ids, KvType.F32)
+    with opened_device(which) as device:
+        model = GpuModel(path, device, kv_type=KvType.F32)
+        for chunks in ([30], [13, 9, 1, 1, 6], [3, 1, 26]):
+            assert largest_error(model.logits(ids, chunks), expected) < BOUND
+        singly = model.logits(ids[:20], [12] + [1] * 8)
+        assert largest_error(singly, expected[:20]) < BOUND
+        step = model.recorded_step()
+        for first in (20, 19):  # one that goes on, and one that is taken back
+            step.begin(int(ids[first]), first)
+            step.start()
+            assert largest_error(step.logits(), expected[first]) < BOUND
+        step.close()
+        model.close()

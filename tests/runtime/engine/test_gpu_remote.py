@@ -1,0 +1,201 @@
+"""A parent and a daemon on GPUs, emulated here: their devices move chunks through shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import F32Array
+from dflash_protocol.settings import load_settings
+from dflash_protocol.transports.shared_memory import SharedClient
+from dflash_runtime import Engine
+from dflash_runtime.compute.cupy.payload import SegmentWindow
+from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
+from support.processes import running_daemon
+from support.random_models import write_qwen3moe
+
+pytestmark = pytest.mark.e2e
+
+CHUNKS = [12, 1, 9]
+IDS = [int(i) for i in np.random.default_rng(1).integers(0, TINY.vocab_size, sum(CHUNKS))]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
+
+
+@pytest.fixture
+def endpoint(run_dir: Path) -> str:
+    return f"ipc://{run_dir}/gpu.sock"
+
+
+@pytest.fixture
+def daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
+    with running_daemon(
+        model, endpoint, ["--device", "cuda:0"], module="support.emulated_daemon"
+    ) as process:
+        yield process
+
+
+class Moves:
+    """Counts what goes through windows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = self.sums = 0
+        write_rows, read_sums = SegmentWindow.write_rows, SegmentWindow.read_sums
+
+        def written(window: SegmentWindow, offset: int, rows: Any) -> Any:
+            self.rows += rows.shape[0]
+            return write_rows(window, offset, rows)
+
+        def read(window: SegmentWindow, offset: int, shape: tuple[int, int]) -> Any:
+            self.sums += shape[0]
+            return read_sums(window, offset, shape)
+
+        monkeypatch.setattr(SegmentWindow, "write_rows", written)
+        monkeypatch.setattr(SegmentWindow, "read_sums", read)
+
+
+def logits(path: Path, **options: Any) -> F32Array:
+    with Engine.open(path, device="cuda:0", context=24, **options) as engine:
+        return engine.logits(IDS, CHUNKS)
+
+
+def test_chunks_of_devices_have_the_bits_of_a_resident_run(
+    model: Path,
+    gpus: EmulatedGpus,
+    daemon: subprocess.Popen[str],
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = logits(model)
+    moves = Moves(monkeypatch)
+    options: dict[str, Any] = {"connect": [endpoint], "require_daemons": True}
+    for num_here in (0, 2):
+        assert (logits(model, local_experts=num_here, **options) == expected).all()
+        if not num_here:
+            assert moves.rows == moves.sums == TINY.num_layers * (len(IDS) - 1)
+    num_rows = moves.rows
+    # Cut into requests of what fits, which may be twice what was agreed on.
+    small = replace(load_settings(), batch_capacity=4)
+    assert (logits(model, local_experts=0, settings=small, **options) == expected).all()
+    assert moves.rows - num_rows == TINY.num_layers * (len(IDS) - 1)
+    # Rounded, or without shared memory, they go by the host.
+    num_rows = moves.rows
+    stream = replace(load_settings(), ipc_transport="stream")
+    assert (logits(model, local_experts=0, settings=stream, **options) == expected).all()
+    rounded = replace(load_settings(), ipc_dtype="bf16")
+    found = logits(model, local_experts=0, settings=rounded, **options)
+    assert 0 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
+    assert moves.rows == num_rows
+    assert max(CHUNKS) <= MAX_CHUNK
+    assert all(not device.num_bytes for device in gpus.opened)
+
+
+def damaged(segment_address: int, offset: int) -> None:
+    """Change a byte of what lies in shared memory."""
+    ctypes.c_ubyte.from_address(segment_address + offset).value ^= 1
+
+
+@pytest.mark.slow
+def test_whatever_happens_to_a_chunk_it_is_computed(
+    model: Path,
+    gpus: EmulatedGpus,
+    daemon: subprocess.Popen[str],
+    endpoint: str,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Damaged rows, damaged sums, a device that cannot lock memory, and a daemon that is killed
+    when it has got its rows: each is computed by the CPU then, or by the host's copies."""
+    expected = logits(model)
+    bound = 0.02 * np.abs(expected).max()
+    opened, write_rows, read_sums = (
+        SegmentWindow.__init__,
+        SegmentWindow.write_rows,
+        SegmentWindow.read_sums,
+    )
+    address_of: WeakKeyDictionary[SegmentWindow, int] = WeakKeyDictionary()
+    send_moved = SharedClient._move_rows
+    faults: list[str] = []
+
+    def noted(window: SegmentWindow, mover: Any, address: int, num_bytes: int) -> None:
+        if faults[:1] == ["lock"]:
+            faults.pop(0)
+            raise DeviceUnavailable("no more memory can be locked")
+        opened(window, mover, address, num_bytes)
+        address_of[window] = address
+
+    def written(window: SegmentWindow, offset: int, rows: Any) -> Any:
+        arrived = write_rows(window, offset, rows)
+
+        def damaging() -> int:
+            digest = arrived()
+            if faults[:1] == ["rows"]:
+                faults.pop(0)
+                damaged(address_of[window], offset + 5)
+            return digest
+
+        return damaging
+
+    def read(window: SegmentWindow, offset: int, shape: tuple[int, int]) -> Any:
+        if faults[:1] == ["sums"]:
+            faults.pop(0)
+            damaged(address_of[window], offset + 8 * TINY.hidden_size - 1)
+        return read_sums(window, offset, shape)
+
+    def sent(client: SharedClient, *args: Any) -> int:
+        status = send_moved(client, *args)
+        if faults[:1] == ["kill"]:
+            faults.pop(0)
+            daemon.kill()
+        return status
+
+    monkeypatch.setattr(SegmentWindow, "__init__", noted)
+    monkeypatch.setattr(SegmentWindow, "write_rows", written)
+    monkeypatch.setattr(SegmentWindow, "read_sums", read)
+    monkeypatch.setattr(SharedClient, "_move_rows", sent)
+    options: dict[str, Any] = {"connect": [endpoint], "local_experts": 0, "context": 24}
+    faults = ["lock"]
+    with Engine.open(model, device="cuda:0", **options) as engine:
+        assert (engine.logits(IDS, CHUNKS) == expected).all()  # which the host has copied
+    assert not faults
+    assert not address_of
+    with Engine.open(model, device="cuda:0", **options) as engine:
+        assert (engine.logits(IDS, CHUNKS) == expected).all()
+        for fault in ("rows", "sums"):
+            faults.append(fault)
+            found = engine.logits(IDS, CHUNKS)
+            assert not faults
+            assert 0 < np.abs(found - expected).max() < bound
+            assert (engine.logits(IDS, CHUNKS) == expected).all()
+        stats = engine.stats()
+        assert stats.owners["link0"].checksum_failures == 2
+        assert stats.owners["fallback"].requests == 2
+        faults.append("kill")
+        found = engine.logits(IDS, CHUNKS)
+        assert not faults
+        assert 0 < np.abs(found - expected).max() < bound
+        assert engine.stats().owners["link0"].is_lost
+    for left in run_dir.glob("gpu.sock*"):  # what is killed cannot clean up
+        left.unlink()
+    assert len(gpus.opened) == 3
+    for device in gpus.opened:
+        assert not device.num_bytes
+        assert not device._range_bytes  # nothing is mapped any more

@@ -1,0 +1,158 @@
+"""A parent on a device and owners of experts elsewhere, all in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.ops import KvType
+from dflash_adapters.qwen3moe import load
+from dflash_protocol.device import CPU
+from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.routed_batch import Sums
+from dflash_runtime.compute import ComputeBackend, open_backend
+from dflash_runtime.compute.cupy.backend import CupyBackend
+from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.engine.steps import Steps
+from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.store import load_banks
+from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
+from support.emulated_device import EmulatedDevice
+from support.emulated_gpu import MAX_CHUNK, SCRATCH_BYTES
+from support.poison import Poison
+
+Layers = Mapping[int, Sequence[int]]
+"""Experts by layer id."""
+
+
+class LostDaemon(LocalExpertCompute):
+    """Takes work and never answers."""
+
+    def collect(self, ticket: Ticket, out: Sums) -> None:
+        raise DaemonUnavailable("gone")
+
+
+class Split:
+    """Logits of one text, by whoever owns the experts; results are spoilt before each chunk.
+
+    The parent is called ``local``; an owner whose name begins with ``cpu`` computes on the CPU, one
+    whose name begins with ``lost`` is lost, and each of the others has a device of its own.
+    """
+
+    def __init__(
+        self,
+        undo: contextlib.ExitStack,
+        path: Path,
+        owners: Mapping[str, Layers],
+        *,
+        ids: I32Array,
+        chunks: Sequence[int],
+        new_device: Callable[[contextlib.ExitStack], KernelDevice] | None = None,
+    ) -> None:
+        """`new_device` opens one that `undo` closes; emulated ones if it is not given.
+
+        Shapes: ids [T].
+        """
+        self.ids, self._chunks = ids, chunks
+        self._undo, self._new_device = undo, new_device
+        self._poisons: list[Poison] = []
+        self.file = undo.enter_context(GgufFile.open(path))
+        backend: Any = self._new_backend()  # whose arrays are not numpy's
+        model = load(self.file, backend.ops)
+        spec = model.spec
+        self._vocab_size = spec.vocab_size
+        owned = {name: OwnedExperts.from_lists(layers) for name, layers in owners.items()}
+        self.placement: Placement = make_placement(spec.moe, owned)
+        computes, self._local_banks, device_owner = [], {}, None
+        for index, (name, each) in enumerate(owned.items()):
+            kind, compute, of = OwnerKind.DAEMON, LocalExpertCompute, backend
+            if name == LOCAL_OWNER:
+                kind, device_owner = OwnerKind.LOCAL, index
+            else:
+                of = self._cpu_backend() if name.startswith("cpu") else self._new_backend()
+                compute = LostDaemon if name.startswith("lost") else compute
+            banks = load_banks(of, self.file, spec.moe, owned=each, read_now=True)
+            if name == LOCAL_OWNER:
+                self._local_banks = banks
+            computes.append(compute(kind, banks))
+        self.runtime = MoeExpertComputeRuntime(
+            self.placement, computes, fallback=None, device_owner=device_owner
+        )
+        self._backend, self._model = backend, model
+        self._cache = backend.ops.new_kv_cache(spec.kv_layers, ids.size, KvType.F16)
+        self.steps = Steps(
+            self.file,
+            model,
+            self._cache,
+            backend=backend,
+            runtime=self.runtime,
+            local_banks=self._local_banks,
+            num_positions=ids.size,
+        )
+        undo.callback(self._end)
+        for poison in self._poisons:
+            poison.begin()
+
+    def logits(self) -> F32Array:
+        """Of every position, chunk by chunk. Shapes: result [T, V]."""
+        run = self.steps.begin()
+        out = np.empty((self.ids.size, self._vocab_size), np.float32)
+        for first, last in self.steps.chunks(self.ids.size, self._chunks):
+            self._spoil()
+            hidden = self.steps.forward(run, self.ids[first:last], first)
+            self.steps.all_logits(hidden, out[first:last])
+        return out
+
+    def recorded_logits(self) -> F32Array:
+        """Of the last two positions, whose tokens were chunks of their own, by recorded steps."""
+        recorded = self.steps.recorded(self.steps.begin())
+        assert recorded is not None
+        rows = []
+        for position in range(self.ids.size - 2, self.ids.size):
+            self._spoil()
+            recorded.begin(int(self.ids[position]), position)
+            recorded.start()
+            rows.append(recorded.logits())
+            assert recorded.token(position + 1) == rows[-1].argmax()
+        return np.array(rows)
+
+    def verified_logits(self, first: int, sizes: Sequence[int]) -> F32Array:
+        """Of positions from `first` on, in steps of several tokens as a draft is verified."""
+        moe = self._backend.moe(self._local_banks, Phase.VERIFY, self.runtime)
+        rows = []
+        for size in sizes:
+            self._spoil()
+            positions = np.arange(first, first + size, dtype=np.int32)
+            hidden = self._model.forward(self.ids[positions], positions, self._cache, moe)
+            rows.append(self._backend.to_host(self._model.head(hidden)))
+            first += size
+        return np.concatenate(rows)
+
+    def _new_backend(self) -> CupyBackend:
+        device = EmulatedDevice() if self._new_device is None else self._new_device(self._undo)
+        self._poisons.append(Poison(device))
+        self._undo.callback(self._poisons[-1].close)
+        backend = CupyBackend(device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES)
+        self._undo.callback(backend.close)
+        return backend
+
+    def _cpu_backend(self) -> ComputeBackend:
+        backend = open_backend(CPU, num_threads=1)
+        self._undo.callback(backend.close)
+        return backend
+
+    def _spoil(self) -> None:
+        for poison in self._poisons:
+            poison.again()
+
+    def _end(self) -> None:
+        self.steps.end()
+        del self._backend, self._model, self._cache, self._local_banks

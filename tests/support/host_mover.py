@@ -1,0 +1,142 @@
+"""A device that moves payload, with nothing but numpy: for tests of what goes between devices.
+
+`memory` that it reads and writes is the shared one; all else is its own. Faults are asked for by
+setting attributes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+
+from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows, digest_of
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
+
+
+class HostRows:
+    """Implements device_payload.DeviceRows, and counts how often they are wanted on the host."""
+
+    def __init__(self, array: F32Array) -> None:
+        self.array = array
+        self.num_downloads = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.array.shape[0], self.array.shape[1]
+
+    def to_host(self) -> F32Array:
+        self.num_downloads += 1
+        return self.array
+
+    def chosen(self, rows: SomeRows) -> HostRows:
+        return HostRows(self.array[rows])
+
+    def new_sums(self) -> HostSums:
+        return HostSums(np.zeros(self.shape))
+
+
+class HostSums:
+    """Implements device_payload.DeviceSums."""
+
+    def __init__(self, array: F64Array) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.array.shape[0], self.array.shape[1]
+
+    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
+        more = sums if isinstance(sums, np.ndarray) else sums.to_host()
+        self.array[slice(None) if rows is None else rows] += more
+
+    def to_host(self) -> F64Array:
+        return self.array.copy()
+
+
+class HostReadRows(HostRows):
+    """Implements device_payload.ReadRows."""
+
+    def __init__(self, window: HostWindow, offset: int, shape: tuple[int, int]) -> None:
+        self._window, self._offset, self._shape = window, offset, shape
+        self._read: F32Array | None = None
+        self.num_downloads = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
+    @property
+    def array(self) -> F32Array:  # type: ignore[override]
+        if self._read is None:
+            self._read = self._window.read(self._offset, self._shape, np.float32)
+        return self._read
+
+    def digest(self) -> int:
+        return digest_of(self.array.reshape(-1).view(np.uint8))
+
+    def abandon(self) -> None:
+        pass
+
+
+class HostWindow:
+    """Implements device_payload.DeviceWindow."""
+
+    def __init__(self, mover: HostMover, address: int, num_bytes: int) -> None:
+        self._mover = mover
+        kind = ctypes.c_ubyte * num_bytes
+        self._memory: U8Array | None = np.ctypeslib.as_array(kind.from_address(address))
+
+    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
+        digest = self._write(offset, rows.to_host())
+        return lambda: digest
+
+    def read_rows(self, offset: int, shape: tuple[int, int]) -> HostReadRows:
+        return HostReadRows(self, offset, shape)
+
+    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+        return self._write(offset, sums.to_host())
+
+    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[HostSums, int]:
+        sums: F64Array = self.read(offset, shape, np.float64)
+        return HostSums(sums), digest_of(sums.reshape(-1).view(np.uint8))
+
+    def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:
+        """A copy of what lies there."""
+        self._mover.check()
+        assert self._memory is not None, "a closed window is read"
+        num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
+        return self._memory[offset : offset + num_bytes].copy().view(dtype).reshape(shape)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory = None
+            self._mover.num_open -= 1
+
+    def _write(self, offset: int, array: AnyArray) -> int:
+        self._mover.check()
+        assert self._memory is not None, "a closed window is written"
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._memory[offset : offset + data.size] = data
+        return digest_of(data)
+
+
+class HostMover:
+    """Implements device_payload.DeviceMover."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        """Windows that are not closed."""
+        self.has_failed = False
+        """Whatever is asked of it from now on fails."""
+
+    def open(self, address: int, num_bytes: int) -> HostWindow:
+        self.check()
+        self.num_open += 1
+        return HostWindow(self, address, num_bytes)
+
+    def check(self) -> None:
+        if self.has_failed:
+            raise DeviceUnavailable("the device has fallen off the bus")

@@ -1,0 +1,78 @@
+"""Results of work on a device, made useless before each checked run: whoever reads what this run
+has not written gives NaNs, or ids that are nobody's."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+
+_POISON = 0xFF
+
+
+class Poison:
+    """Fills what `empty` of a device gives, and fills it again when it is told to.
+
+    For any KernelDevice: the product has no such setting.
+    """
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device = device
+        self._empty, self._zeros, self._upload = device.empty, device.zeros, device.upload
+        self._has_content = False
+        self._results: list[weakref.ref[DeviceArray]] | None = None
+        self._methods = {
+            "empty": self._poisoned,
+            "zeros": self._zeroed,
+            "upload": self._uploaded,
+        }
+        vars(device).update(self._methods)
+
+    def begin(self) -> None:
+        """Everything is loaded: what `empty` gives from now on is for results."""
+        self._results = []
+
+    def again(self) -> None:
+        """Spoil all results that there are. None may be wanted any more, and nothing be running."""
+        assert self._results is not None
+        self._results = [each for each in self._results if each() is not None]
+        for reference in self._results:
+            array = reference()
+            if array is not None:
+                self._spoil(array)
+
+    def close(self) -> None:
+        """The device is as it was."""
+        for name in self._methods:
+            del vars(self._device)[name]
+
+    def _spoil(self, array: DeviceArray) -> None:
+        if array.nbytes:
+            poison = np.full(array.nbytes, _POISON, np.uint8)
+            self._device.write(array, poison.view(array.dtype).reshape(array.shape))
+
+    def _poisoned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        array = self._empty(shape, dtype)
+        if not self._has_content:
+            self._spoil(array)
+            if self._results is not None:
+                self._results.append(weakref.ref(array))
+        return array
+
+    def _zeroed(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        self._has_content = True
+        try:
+            return self._zeros(shape, dtype)
+        finally:
+            self._has_content = False
+
+    def _uploaded(self, array: AnyArray) -> DeviceArray:
+        self._has_content = True
+        try:
+            return self._upload(array)
+        finally:
+            self._has_content = False
