@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,14 @@ from fuzz.mutation import Mutator
 from fuzz.target import FileInMemory, Target
 from support import gguf_builder as raw
 from support.gguf_builder import GgufBuilder, sound_file
-from support.random_models import Qwen3MoeShape, YarnRope, write_qwen3moe
+from support.random_gguf import RandomShape, YarnRope, write_model
+from support.random_laguna import LagunaShape
+from support.random_llama import LlamaShape, with_separate_experts
+from support.random_llama4 import Llama4Shape
+from support.random_models import Qwen3MoeShape
+from support.random_olmoe import OlmoeShape
+from support.random_qwen2moe import Qwen2MoeShape
+from support.random_qwen35moe import Qwen35MoeShape
 
 EXPERTS_PER_LAYER = {0: 8, 1: 8, 3: 5}
 
@@ -143,7 +150,7 @@ class GgufHeaders(Target):
         self._file = FileInMemory()
         self._headers: list[tuple[bytes, int]] = [
             _header_of(file)
-            for file in (sound_file().build(), _something_of_everything(), _model())
+            for file in (sound_file().build(), _something_of_everything(), *_models())
         ]
 
     def make(self, mutator: Mutator) -> list[bytes]:
@@ -164,17 +171,21 @@ class GgufHeaders(Target):
             assert len(file.identity()) == 64
             spec = adapter_for(file).read_spec(file)
             for layer in spec.moe.layers:
-                for projection in (layer.gate, layer.up, layer.down):
+                for projection in layer.projections:
                     assert projection.tensor_name in file.tensors
+                for part in layer.parts:
+                    for expert in (0, layer.num_experts - 1):
+                        stored = file.region(*part.place_of(expert), part.num_bytes)
+                        assert stored.size == part.num_bytes
 
     def serve_good(self) -> None:
         for header, size_bytes in self._headers[:2]:
             with GgufFile.open(self._file.put(header, size_bytes)) as file:
                 assert file.get_uint("a.uint") == 7
                 assert list(file.tensors)[:2] == ["one", "two"]
-        header, size_bytes = self._headers[2]
-        with GgufFile.open(self._file.put(header, size_bytes)) as file:
-            assert adapter_for(file).read_spec(file).moe.layers[0].num_experts == 3
+        for header, size_bytes in self._headers[2:]:
+            with GgufFile.open(self._file.put(header, size_bytes)) as file:
+                assert adapter_for(file).read_spec(file).moe.layers[0].num_experts == 3
 
     def close(self) -> None:
         self._file.close()
@@ -211,19 +222,20 @@ def _something_of_everything() -> bytes:
     return builder.build()
 
 
-def _model() -> bytes:
-    shape = Qwen3MoeShape(
-        num_layers=1,
-        hidden_size=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        num_experts=3,
-        num_experts_used=2,
-        ffn_size=4,
-        vocab_size=5,
-        context_length=16,
-        rope_scaling=YarnRope(2.0, 8),
-    )
+def _models() -> Iterator[bytes]:
+    """A small one of every architecture, and one whose experts are tensors of their own."""
+    shapes: list[RandomShape] = [
+        Qwen3MoeShape(num_layers=1, num_experts=3, rope_scaling=YarnRope(2.0, 8)),
+        OlmoeShape(num_layers=1, num_experts=3),
+        Qwen2MoeShape(num_layers=1, num_experts=3),
+        LlamaShape(num_layers=1, num_experts=3, has_rope_freqs=True),
+        LagunaShape(num_heads=(6, 4), num_experts=3, rope_scaling=YarnRope(2.0, 8, 64.0)),
+        Llama4Shape(num_layers=2, num_experts=3, interleave_step=2),
+        Qwen35MoeShape(num_layers=2, num_experts=3, interval=2, is_merged=True),
+    ]
+    changes = [None] * len(shapes) + [with_separate_experts]
+    shapes.append(LlamaShape(num_layers=1, num_experts=3))
     with tempfile.TemporaryDirectory() as folder:
-        return write_qwen3moe(Path(folder) / "model.gguf", shape, seed=1).read_bytes()
+        for shape, change in zip(shapes, changes, strict=True):
+            path = Path(folder) / f"{shape.architecture}.gguf"
+            yield write_model(path, shape, seed=1, change=change).read_bytes()

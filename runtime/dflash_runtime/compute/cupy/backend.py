@@ -91,14 +91,18 @@ class CupyBackend:
         self._memory = memory
         self._scratch_bytes = scratch_bytes
         self._lock = threading.RLock()
-        self._uploader = Uploader(device)
-        self.ops = CupyOps(
-            device,
-            self._uploader,
-            max_chunk=max_chunk,
-            scratch_bytes=scratch_bytes,
-            lock=self._lock,
-        )
+        try:
+            self._uploader = Uploader(device)
+            self.ops = CupyOps(
+                device,
+                self._uploader,
+                max_chunk=max_chunk,
+                scratch_bytes=scratch_bytes,
+                lock=self._lock,
+            )
+        except BaseException:
+            self._undo.close()
+            raise
         self._recorded_experts = RecordedExperts(self.ops)
 
     @property

@@ -1,0 +1,53 @@
+"""A prompt that begins like the one before, where layers keep but the last positions in a ring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_runtime import Engine
+from dflash_runtime.compute import rings
+from support.random_gguf import write_model
+from support.random_laguna import LagunaShape
+
+SHAPE = LagunaShape(num_heads=(6, 4, 2), context_length=1024)
+
+
+def bits_of(engine: Engine, prompt: list[int], num_tokens: int, *, reuse: bool) -> list[object]:
+    """Tokens with the log-probabilities of the whole vocabulary, which show every bit of logits."""
+    tokens = engine.generate(
+        prompt,
+        num_tokens,
+        ignore_eos=True,
+        top_logprobs=engine.spec.vocab_size,
+        reuse_prefix=reuse,
+    )
+    return [(token.token_id, token.logprobs) for token in tokens]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_reuse_of_what_a_ring_has_lost_does_not_show_in_the_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(rings, "RING_CHUNK", 24)
+    path = write_model(tmp_path / "model.gguf", SHAPE, seed=3)
+    random = np.random.default_rng(2)
+    base = random.integers(0, SHAPE.vocab_size, 480).tolist()
+    with (
+        Engine.open(path, backend=backend, context=512) as engine,
+        Engine.open(path, backend=backend, context=512) as fresh,
+    ):
+        for length, own, num_tokens in (
+            (150, 4, 3),
+            (150, 9, 80),  # goes on, and round the ring more than once
+            (160, 3, 3),  # back to where only a kept state can help
+            (70, 5, 2),
+            (70, 0, 2),
+            (480, 2, 2),
+            (200, 7, 2),
+        ):
+            prompt = base[:length] + random.integers(0, SHAPE.vocab_size, own).tolist()
+            got = bits_of(engine, prompt, num_tokens, reuse=True)
+            assert got == bits_of(fresh, prompt, num_tokens, reuse=False), (length, own)
