@@ -34,9 +34,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "draw.cu": ("test_draw_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",),
     "elementwise.cu": ("test_elementwise.py",),
     "embed.cu": ("test_layouts.py::test_rows_of_an_embedding[32-14-512]",),
-    "exchange.cu": (
-        "test_exchange.py::test_a_step_has_the_same_bits_however_many_tokens_it_has",
-    ),
+    "exchange.cu": ("test_exchange.py::test_a_step_has_the_same_bits_however_many_tokens_it_has",),
     "experts_decode.cu": (
         "test_decode_experts.py::test_what_is_not_resident_is_left_out[(32, True)]",
     ),

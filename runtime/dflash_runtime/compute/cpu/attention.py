@@ -100,37 +100,6 @@ class Attention:
             )
         return out
 
-    def store(
-        self,
-        k: F32Array,
-        v: F32Array,
-        cache: CpuKvCache,
-        cache_layer: int,
-        positions: I32Array,
-    ) -> None:
-        """Write k and v to the cache, for tokens that come later to see. Shapes, errors as above."""
-        layer, num_tokens = cache.layers[cache_layer], k.shape[0]
-        first_position = _first_position(positions, num_tokens, cache.capacity)
-        nothing = np.empty((0, 1, 1), np.float32)
-        for part in layer.ring.parts(first_position, num_tokens):
-            with self._scratch.take(8 * a.NUM_ARGUMENTS) as (args, counter):
-                attention_kernel()(
-                    nothing,
-                    k[part],
-                    v[part],
-                    _NO_SINKS,
-                    nothing,
-                    layer.words,
-                    _functions(cache.kv_type),
-                    first_position + part.start,
-                    0.0,
-                    *(0,) * 8,
-                    args,
-                    counter,
-                    0,
-                    0,
-                )
-
     def _compute(
         self,
         new: tuple[F32Array, F32Array, F32Array],

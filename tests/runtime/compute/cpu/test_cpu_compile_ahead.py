@@ -209,7 +209,9 @@ def test_another_process_that_does_not_get_on_is_given_up(
 
 @pytest.mark.usefixtures("one_child", "cache_dir")
 def test_a_backend_reports_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS)
+    monkeypatch.setattr(
+        backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS
+    )
     seen: list[tuple[int, int]] = []
     backend = CpuBackend(num_threads=1)
     backend.warm_up([TensorType.F16], on_progress=lambda *progress: seen.append(progress))
