@@ -64,7 +64,7 @@ class CupyExpertBank:
                 return
             hidden = batch.hidden
             if batch.num_tokens == 1:
-                self._recorded.add_token(self, self._by_local, batch, out)
+                self._recorded.add_token(self, self._by_local, batch, out=out)
                 return
             ids, weights = rectangular(batch, self.layer.num_experts_used)
             for first in range(0, batch.num_tokens, MOST_TOKENS):

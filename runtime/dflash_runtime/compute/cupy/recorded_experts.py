@@ -47,7 +47,7 @@ class RecordedExperts:
         self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
 
     def add_token(
-        self, bank: CupyExpertBank, layer: ResidentLayer, batch: RoutedBatch, out: F64Array
+        self, bank: CupyExpertBank, layer: ResidentLayer, batch: RoutedBatch, *, out: F64Array
     ) -> None:
         """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
         must cost no more than it needs to."""

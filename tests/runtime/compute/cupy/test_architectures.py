@@ -1,5 +1,5 @@
-"""Architectures on the GPU backend: float files against the reference, in chunks, in steps, and in a
-recorded step.
+"""Architectures on the GPU backend: float files against the reference, in chunks, in steps, and
+in a recorded step.
 
 In the emulation here, and with `-m gpu` on a device.
 """
