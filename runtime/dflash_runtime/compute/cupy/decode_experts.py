@@ -31,7 +31,7 @@ from dflash_runtime.compute.cupy.decode_experts_shape import (
 )
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.layouts import row_bytes
-from dflash_runtime.compute.cupy.mailbox_args import MailReplies, MailRequest
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies
 
 
 class Projection(ctypes.Structure):
@@ -70,7 +70,6 @@ class GateUpArgs(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
-        ("request", MailRequest),
     )
 
 
@@ -202,14 +201,12 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        x: Rows | MailRequest,
+        x: Rows,
         hidden: Rows,
         *,
         overlaps_previous: bool = True,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for what is not resident.
-
-        With a request, which the shape must say, it is taken from a mailbox, the choice too.
 
         Shapes: x rows T of H; hidden `hidden_rows`.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
@@ -224,15 +221,11 @@ class DecodeExperts:
             up_offset=experts.up_offset,
         )
         tokens, columns = shape.num_tokens, shape.hidden_size
-        if shape.takes != isinstance(x, MailRequest):
-            raise ValueError("rows and mailboxes are taken by different kernels")
-        if isinstance(x, MailRequest):
-            args.request = x
-        elif shape.x_as_bytes:
+        if shape.x_as_bytes:
             args.quants, args.meta = int8_rows(
                 arrays, "x.", quants=x.quants, meta=x.meta, rows=tokens, columns=columns
             )
-        if shape.x_as_floats and not isinstance(x, MailRequest):
+        if shape.x_as_floats:
             args.x = arrays.address(
                 "x.values", given("x.values", x.values), np.float32, T=tokens, H=columns
             )

@@ -42,15 +42,11 @@ class ExpertsShape:
     """Down writes float64 sums instead of adding to a residual."""
     rule: RoutingRule | None = None
     """Experts are chosen from logits by it, or else before."""
-    takes: bool = False
-    """Choice and row of the only token come through a mailbox."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
         if not 1 <= self.num_experts_used <= self.num_experts:
             raise ValueError(f"K={self.num_experts_used} of E={self.num_experts} experts")
-        if self.takes and (self.num_tokens != 1 or self.rule is not None):
-            raise ValueError("a mailbox has one token, whose experts are chosen")
         if self.rule and self.rule.num_experts_used != self.num_experts_used:
             raise ValueError(f"K={self.num_experts_used}, but the rule says otherwise: {self.rule}")
         check_columns(self.hidden_size, (self.gate_type, self.up_type))
@@ -82,7 +78,6 @@ def experts_shape(
     *,
     gives_sums: bool = False,
     rule: RoutingRule | None = None,
-    takes: bool = False,
 ) -> ExpertsShape:
     """The shape of a layer of a model."""
     vectors = (part for each in layer.projections for part in (each.bias, each.scale))
@@ -98,7 +93,6 @@ def experts_shape(
         has_vectors=any(part is not None for part in vectors),
         gives_sums=gives_sums,
         rule=rule,
-        takes=takes,
     )
 
 
@@ -172,7 +166,6 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
         "TOP_K": shape.num_experts_used,
         "EXPERTS": shape.num_experts,
         "MOST_PEERS": MOST_PEERS,
-        "TAKES": int(shape.takes),
         "HIDDEN": shape.hidden_size,
         "FFN": shape.ffn_size,
         "TYPE_GATE": int(shape.gate_type),
@@ -200,7 +193,7 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
 
 def _variants() -> tuple[KernelVariant, ...]:
     q4, q5, q6 = TensorType.Q4_K, TensorType.Q5_0, TensorType.Q6_K
-    f16, q4_0 = TensorType.F16, TensorType.Q4_0
+    f16 = TensorType.F16
     rule = RoutingRule(num_experts_used=2, gating=Gating.SOFTMAX, normalise=True)
     small = ExpertsTuning(
         gate_up_warps=4,
@@ -219,7 +212,6 @@ def _variants() -> tuple[KernelVariant, ...]:
         ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6, rule=rule),
         ExpertsShape(3, 2, 8, 512, 96, q4, q6, q5, has_vectors=True, gives_sums=True),
         ExpertsShape(2, 2, 8, 64, 96, f16, f16, f16),
-        ExpertsShape(1, 2, 8, 64, 96, f16, q4_0, f16, gives_sums=True, takes=True),
     )
     return tuple(KernelVariant(EXPERTS_FILE, experts_defines(shape, small)) for shape in shapes)
 

@@ -26,7 +26,6 @@ from dflash_protocol.ring_segment import Segment, silence_bell
 from dflash_runtime.compute.cupy.decode_experts import Choice, MailReply, Rows
 from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, Queue, address
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
-from dflash_runtime.compute.cupy.mailbox_args import MailRequest
 from dflash_runtime.compute.cupy.mailbox_kernels import (
     MailKernels,
     MailPeer,
@@ -158,7 +157,7 @@ class MailServer:
         """A step that goes through these lines, tried before."""
         assert self._kernels is not None
         side = self._kernels.side
-        step = _Step(self._device, self._kernels, lines, is_near=bool(self._media))
+        step = _Step(self._device, self._kernels, lines)
         layers = [
             (index, self._layers[layer.layer_id])
             for index, layer in enumerate(self._moe.layers)
@@ -249,12 +248,8 @@ class MailServer:
 class _Step:
     """What is recorded: every layer of which there are experts here, one after the other."""
 
-    def __init__(
-        self, device: KernelDevice, kernels: MailKernels, lines: MailLines, *, is_near: bool
-    ) -> None:
-        """`is_near`: requests are in our device's memory, where every block may look at them."""
+    def __init__(self, device: KernelDevice, kernels: MailKernels, lines: MailLines) -> None:
         self._device, self._kernels, self._lines = device, kernels, lines
-        self._is_near = is_near
         # Others may compute at the same time, in another stream: nothing is shared with them.
         self._steps = Steps(device)
         self._choices: dict[int, Choice] = {}
@@ -276,12 +271,8 @@ class _Step:
                     self._device.empty(shape, np.int32), self._device.empty(shape, np.float32)
                 )
             request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
-            if self._is_near:
-                asked = MailRequest(mail=self._kernels.side.args, lines=request)
-                self._steps.answer(resident, asked, choice, to)
-            else:
-                self._kernels.take(layer, rows, choice, request=request)
-                self._steps.answer(resident, rows, choice, to)
+            self._kernels.take(layer, rows, choice, request=request)
+            self._steps.answer(resident, rows, choice, to)
 
 
 @dataclass(frozen=True, slots=True)

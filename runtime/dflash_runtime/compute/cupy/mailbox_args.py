@@ -1,4 +1,4 @@
-"""What kernels are told of mailboxes: mirrors of mailbox.cuh and mailbox_rows.cuh."""
+"""What kernels are told of mailboxes: mirrors of mailbox.cuh."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ class MailArgs(ctypes.Structure):
         ("limit", ctypes.c_uint64),
         ("num_peers", ctypes.c_int),
     )
-
-
-class MailRequest(ctypes.Structure):
-    """What a layer is asked for."""
-
-    _fields_ = (("mail", MailArgs), ("lines", ctypes.c_void_p))
 
 
 class MailReplies(ctypes.Structure):

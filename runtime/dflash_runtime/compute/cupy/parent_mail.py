@@ -42,6 +42,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 
 _LOG = logging.getLogger(__name__)
 
+_TRIP = "daemon %s: mailbox, a round trip takes %.1f µs through %s"
 _COMPILE_S = 30.0
 _ANSWER_S = 5.0
 """Of a daemon's host that is well; it may be computing a chunk."""
@@ -95,7 +96,9 @@ class ParentMail:
             MailPeer(own_abort=base + PARENT_ABORT_AT, other_abort=base + DAEMON_ABORT_AT)
             for base in bases
         ]
-        self._lines = [host_lines(layout, base) for base in bases]
+        self._host_lines = [host_lines(layout, base) for base in bases]
+        self._lines = self._host_lines.copy()
+        self._peer_lines: list[MailLines | None] = []
         self._asks = [Ask.EPOCH] * len(bases)
         self._undo = ExitStack()
         self._side = MailSide(device, peers, self._words[0].read(LIMIT_MS_AT))
@@ -103,14 +106,28 @@ class ParentMail:
         self.epoch = 0
         """Of the step that was asked for last."""
         self.trip_s: list[float] = []
-        """A round trip with each daemon, half of them took longer."""
+        """A round trip with each daemon, by the nearer memory; half of them took longer."""
         try:
             for index in range(len(self.routes)):
-                self._choose_medium(index)
-            self.restart()
+                self._peer_lines.append(self._find_medium(index))
+            self.use_peers(False)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether lines may lie in devices' memory."""
+        return any(lines is not None for lines in self._peer_lines)
+
+    def use_peers(self, uses_peers: bool) -> None:
+        """Lines lie in devices' memory from now on, where they can, or all in the host's. What was
+        recorded before is of no use. Raises: DaemonUnavailable."""
+        for index, lines in enumerate(self._peer_lines):
+            is_near = uses_peers and lines is not None
+            self._asks[index] = Ask.PEER_EPOCH if is_near else Ask.EPOCH
+            self._lines[index] = lines if is_near and lines is not None else self._host_lines[index]
+        self.restart()
 
     def close(self) -> None:
         """Give back memory that was shared; no step may still run."""
@@ -175,30 +192,19 @@ class ParentMail:
             if not blamed or index + 1 == blamed:
                 route.fail(reason)
 
-    def _choose_medium(self, index: int) -> None:
-        """The memory that is seen by both devices and is the faster. Raises: DaemonUnavailable."""
+    def _find_medium(self, index: int) -> MailLines | None:
+        """Lines in the devices' memory, if both see it. Raises: DaemonUnavailable."""
         trip_s = self._probe(index)
-        name, medium = self.routes[index].name, "the host's memory"
-        lines = self._peer_lines(index)
+        _LOG.info(_TRIP, self.routes[index].name, 1e6 * trip_s, "the host's memory")
+        lines = self._open_peer(index)
         if lines is not None:
-            by_host = self._lines[index]
             self._lines[index], self._asks[index] = lines, Ask.PEER_EPOCH
-            peer_trip_s = self._probe(index)
-            _LOG.info(
-                "daemon %s: a round trip takes %.1f µs through the host's memory, %.1f µs through "
-                "the devices'",
-                *(name, 1e6 * trip_s, 1e6 * peer_trip_s),
-            )
-            if peer_trip_s < trip_s:
-                trip_s, medium = peer_trip_s, "the devices' memory"
-            else:
-                self._lines[index], self._asks[index] = by_host, Ask.EPOCH
+            trip_s = self._probe(index)
+            _LOG.info(_TRIP, self.routes[index].name, 1e6 * trip_s, "the devices' memory")
         self.trip_s.append(trip_s)
-        _LOG.info(
-            "daemon %s: mailbox in %s, a round trip takes %.1f µs", name, medium, 1e6 * trip_s
-        )
+        return lines
 
-    def _peer_lines(self, index: int) -> MailLines | None:
+    def _open_peer(self, index: int) -> MailLines | None:
         """Lines in the memory of whichever device reads them; None if one cannot see the other's.
 
         Raises: DaemonUnavailable.

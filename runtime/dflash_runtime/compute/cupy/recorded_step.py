@@ -7,6 +7,7 @@ What was chosen is written to memory of the host, which looks there without a wo
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
-from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_runtime.compute.backend import DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
@@ -35,11 +36,14 @@ from dflash_runtime.compute.cupy.recorded_pieces import Pause, Piece, record_pie
 from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 from dflash_runtime.compute.cupy.values import Product, Rows, StepPositions, StepTokens
 
+_LOG = logging.getLogger(__name__)
+
 _NONE = -1
 """In place of a token that no step has chosen yet."""
 _LOOK_S = 20e-6
 """Time between looks for a token: short for a step, and long enough for others to get the lock
 that Python has."""
+_TRIED_STEPS, _TRIED_TIMES = 16, 3
 _PATIENCE_S = 0.5
 """A step that takes longer may have failed: the driver is asked."""
 
@@ -81,6 +85,7 @@ class RecordedStep:
         self._shared = moe if isinstance(moe, SharedMoe) else None
         self._mailed = mailed
         self._mail: MailMoe | None = None
+        self._is_trial = False
         """What the next step goes through, unless the host is asked."""
         self._first_epoch = self._first_id = 0
         """Of the step that was begun last."""
@@ -108,7 +113,34 @@ class RecordedStep:
         self._prepare_all()
         if self._mailed is not None and self._mailed.await_ready():
             self._choose_way()
+            self._choose_memory(self._mailed)
             self._prepare_all()
+
+    def _choose_memory(self, mailed: MailedSteps) -> None:
+        """Of mailboxes: where steps are the fastest."""
+        self._is_trial = True
+        try:
+            mailed.choose_memory(self._step_s)
+        except DaemonUnavailable as error:
+            _LOG.warning("no mailbox: %s", one_line(str(error)))
+        self._is_trial = False
+        self._forget_recordings()
+
+    def _step_s(self) -> float:
+        """Seconds of a step, of some that are run in vain."""
+        self._forget_recordings()
+        num_steps = min(self._cache.capacity, _TRIED_STEPS)
+        times_s = []
+        for _ in range(_TRIED_TIMES):
+            self._begin(0, 0)
+            self._recording()
+            began_s = time.perf_counter()
+            for _ in range(num_steps):
+                self.start()
+            self._ops.device.synchronize()
+            times_s.append((time.perf_counter() - began_s) / num_steps)
+        self._cache.truncate(0)
+        return min(times_s)
 
     def _prepare_all(self) -> None:
         capacity, position = self._cache.capacity, 0
@@ -154,11 +186,15 @@ class RecordedStep:
         self._mail = self._mailed.present()
 
     def _forget_mail(self) -> None:
+        self._forget_recordings()
+        self._mail = None
+
+    def _forget_recordings(self) -> None:
+        """Those that go through mailboxes."""
         if self._mail is not None:
             self._ops.device.synchronize()
         for key in [key for key in self._recordings if key[2] is not None]:
             self._recordings.pop(key).close()
-        self._mail = None
 
     def _place(self, token_id: int, position: int) -> None:
         device = self._ops.device
@@ -203,7 +239,8 @@ class RecordedStep:
         mail.mail.ring()
         for piece in recording.pieces:
             piece.graph.replay()
-        self._mailed.count_step()
+        if not self._is_trial:
+            self._mailed.count_step()
         self._cache.states.count_step()
         self._position += 1
 

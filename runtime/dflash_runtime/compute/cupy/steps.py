@@ -25,7 +25,7 @@ from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
-from dflash_runtime.compute.cupy.mailbox_args import MailReplies, MailRequest
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.row_kernels import ChooseExperts, is_plain
@@ -153,15 +153,10 @@ class Steps:
         self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
         return here
 
-    def answer(
-        self, layer: ResidentLayer, asked: ExpertRows | MailRequest, choice: Choice, to: MailReply
-    ) -> None:
-        """Sums of the chosen experts into a mailbox; `choice` is written to if it comes from there,
-        as the row does. Shapes: of one token."""
-        takes = isinstance(asked, MailRequest)
-        shape = experts_shape(layer.layer, 1, gives_sums=True, takes=takes)
-        experts, hidden = self._experts_of(shape)
-        experts.launch_gate_up(layer.decode, choice, asked, hidden)
+    def answer(self, layer: ResidentLayer, rows: ExpertRows, choice: Choice, to: MailReply) -> None:
+        """Sums of the chosen experts into a mailbox. Shapes: of one token."""
+        experts, hidden = self._experts_of(experts_shape(layer.layer, 1, gives_sums=True))
+        experts.launch_gate_up(layer.decode, choice, rows, hidden)
         experts.launch_down(layer.decode, choice, hidden, to)
 
     def begin_experts(self, layer: ResidentLayer, choice: Choice, rows: ExpertRows) -> None:

@@ -6,14 +6,13 @@
 //
 // HIDDEN, FFN, EXPERTS; MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
 // SUMS: float64 sums are written, or else rounded ones are added to the residual. ROUTE: experts are
-// chosen from logits, NORMALISE and GATE as route.cuh has them. TAKES: choice and row of the only token
-// come through a mailbox.
+// chosen from logits, NORMALISE and GATE as route.cuh has them.
 // GUESS: down begins with slots that it has no right to rely on (0 in tests).
 // Tuning of either kernel: WARPS, TEAM lanes a row, MOST_DEEP units a lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
 #include "activation.cuh"
 #include "choices.cuh"
-#include "mailbox_rows.cuh"
+#include "mailbox.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
 
@@ -49,7 +48,6 @@ struct GateUpArgs {
     float2 *h_meta;             // [P, padded / 16]
     float *h;                   // [P, FFN], if it is not
     Activation form;
-    MailRequest request;        // if TAKES, in place of rows; the choice is written then
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -118,15 +116,6 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
                     a.choices.topk_weights[token * TOP_K + lane_index()] = weight;
                 }
             }
-        } else if (TAKES) {
-            if (lane_index() == 0) {
-                const uint2 asked = MailReader(a.request).line(pair);
-                chosen[0] = (int)asked.x, chosen[1] = a.choices.slot_of(asked.x);
-                if (tile == 0) {
-                    a.choices.pair_slots[pair] = chosen[1], a.choices.topk_ids[pair] = chosen[0];
-                    a.choices.topk_weights[pair] = bits_to_float(asked.y);
-                }
-            }
         } else if (lane_index() == 0) {
             chosen[0] = (int)load_fresh4(a.choices.topk_ids + pair);
             chosen[1] = a.choices.slot_of((u32)chosen[0]);
@@ -138,19 +127,13 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         let_next_begin();  // only now, so that down mostly finds the slots
     }
     const Rows x(shared);
-    if constexpr (TAKES) {
-        // Only when the choice, which is sent last, is there do all look for the row: thousands of
-        // threads that wait for a line keep it from being written.
-        block_barrier();
-        stage_request<PAIRS, HIDDEN, GATE_UP_THREADS>(x, MailReader(a.request));
-    }
     if (GATE_UP_WARPS == 1 || !chooses) {  // the others meanwhile
         constexpr int First = GATE_UP_WARPS == 1 ? 0 : LANES;
-        if constexpr (X_BYTES && !TAKES) {
+        if constexpr (X_BYTES) {
             stage_bytes<1, HIDDEN, GATE_UP_THREADS, First>(x, a.quants + token * Rows::PADDED,
                                                            a.meta + token * Rows::GRANULES);
         }
-        if constexpr (X_FLOATS && !TAKES) {
+        if constexpr (X_FLOATS) {
             stage_floats<1, HIDDEN, GATE_UP_THREADS, First>(x, a.x + token * HIDDEN);
         }
     }

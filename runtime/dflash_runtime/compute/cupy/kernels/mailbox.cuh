@@ -8,7 +8,8 @@
 #pragma once
 #include "mailbox_lines.cuh"
 
-constexpr int LOOKS = 64;  // at a line, between two at the clock
+constexpr int LOOKS = 64;          // at a line, between two at the clock
+constexpr int FAR_LOOKS = 16 * LOOKS;  // and between two at what peers say, which is far away
 
 // One side's part in all of its mailboxes.
 struct Mail {
@@ -30,10 +31,10 @@ struct Mail {
         for (int peer = 0; peer < num_peers; peer++) store_word(own_aborts[peer], epoch);
     }
     // Whether nobody should wait any longer in this step, for that peer or any.
-    INLINE bool is_over(int peer, u32 epoch, u64 deadline) const {
+    INLINE bool is_over(int peer, u32 epoch, u64 deadline, bool looks_far) const {
         if (is_aborted()) return true;
         int blamed = clock_ticks() > deadline ? peer : -1;
-        for (int other = 0; other < num_peers; other++) {
+        for (int other = 0; looks_far && other < num_peers; other++) {
             if (load_word(other_aborts[other])) blamed = other;
         }
         if (blamed < 0) return false;
@@ -48,7 +49,9 @@ struct Mail {
             const uint4 found = load_line(line);
             first = found.x, second = found.z;
             if (found.y == epoch && found.w == epoch) return true;
-            if (look % LOOKS == 0 && is_over(peer, epoch, deadline)) return false;
+            if (look % LOOKS == 0 && is_over(peer, epoch, deadline, look % FAR_LOOKS == 0)) {
+                return false;
+            }
             spin_pause();
         }
     }
