@@ -63,6 +63,14 @@ class ReadRows(DeviceRows, Protocol):
         """Nobody needs them: nothing reads shared memory for them once this has returned."""
 
 
+class ExpectedSums(Protocol):
+    """Memory of a device for sums that will be read into it."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[T, H]."""
+
+
 class DeviceWindow(Protocol):
     """A piece of the host's memory that a device reads and writes; others may write it meanwhile.
 
@@ -80,9 +88,13 @@ class DeviceWindow(Protocol):
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
         """Copy sums there, once they are computed; their digest, when all has arrived."""
 
-    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[DeviceSums, int]:
-        """A copy of the sums that lie there, and its digest; what lies there is not needed any
-        more."""
+    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+        """Memory for sums, taken when they are asked for: what the device is given to do until they
+        are read need not end before that."""
+
+    def read_sums(self, offset: int, expected: ExpectedSums) -> tuple[DeviceSums, int]:
+        """A copy of the sums that lie there, and its digest, read once into what was expected; what
+        lies there is not needed any more."""
 
     def close(self) -> None:
         """Give the memory back to the host, once nothing uses it. Twice does nothing."""

@@ -11,7 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows, digest_of
+from dflash_protocol.device_payload import (
+    DeviceRows,
+    DeviceSums,
+    ExpectedSums,
+    SomeRows,
+    digest_of,
+)
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
 
@@ -99,8 +105,12 @@ class HostWindow:
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
         return self._write(offset, sums.to_host())
 
-    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[HostSums, int]:
-        sums: F64Array = self.read(offset, shape, np.float64)
+    def expect_sums(self, shape: tuple[int, int]) -> HostSums:
+        return HostSums(np.full(shape, np.nan))
+
+    def read_sums(self, offset: int, expected: ExpectedSums) -> tuple[HostSums, int]:
+        assert isinstance(expected, HostSums)
+        sums: F64Array = self.read(offset, expected.shape, np.float64)
         return HostSums(sums), digest_of(sums.reshape(-1).view(np.uint8))
 
     def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:

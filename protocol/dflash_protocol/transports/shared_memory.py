@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dflash_protocol import ring, ring_native
+from dflash_protocol.device_payload import ExpectedSums
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -65,6 +66,7 @@ class _Slot:
     """A slot at the parent."""
 
     __slots__ = (
+        "expected",
         "index",
         "is_moved",
         "num_tokens",
@@ -81,6 +83,8 @@ class _Slot:
         """Of the request that it holds."""
         self.is_moved = False
         """That request's rows were moved by a device, and so will the sums be."""
+        self.expected: ExpectedSums | None = None
+        """Memory of the device for these."""
         self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
         self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
         self.port = ports.address(index)
@@ -210,6 +214,7 @@ class SharedClient:
         self._arrived.pop(sequence, None)
         slot = self._pending.pop(sequence, None)
         if slot is not None:
+            slot.expected = None
             self._abandoned[sequence] = slot
 
     def close(self) -> None:
@@ -251,6 +256,7 @@ class SharedClient:
         is_legal = num_tokens <= shape.max_tokens and batch.num_pairs <= shape.max_pairs
         if self._window is None or width != shape.hidden_size or not is_legal:
             raise self._over_capacity(batch)
+        slot.expected = self._window.expect_sums((num_tokens, width))
         arrived = self._window.write_rows(slot.request_at, batch.rows)
         # Grouped, if it is not yet, while the device is at work.
         routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
@@ -284,8 +290,10 @@ class SharedClient:
 
         Raises: ProtocolError if these are not the sums that were sent; DeviceUnavailable.
         """
+        expected, slot.expected = slot.expected, None
         assert self._window is not None
-        sums, digest = self._window.read_sums(slot.reply_at, (slot.num_tokens, self._hidden_size))
+        assert expected is not None
+        sums, digest = self._window.read_sums(slot.reply_at, expected)
         if digest != header_word(slot.taken, ring.DIGEST):
             raise self._failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
         reply = DeviceReply(sums, 0.0)

@@ -6,7 +6,7 @@ local id, and computes the pairs it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -75,6 +75,10 @@ class Chunking:
     invariant_from: int | None
     """A position has the same bits in whatever chunk of at least so many tokens it is computed;
     None: they depend on the chunk."""
+
+    halved_from: int | None = None
+    """A chunk of at least so many tokens, while others compute experts of it, goes through the
+    layers as two halves, one behind the other; None: never."""
 
     @property
     def smallest(self) -> int:
@@ -241,6 +245,9 @@ class ComputeBackend(Protocol):
 
     def to_host(self, rows: AnyArray) -> F32Array:
         """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
+
+    def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
+        """Rows that Ops gave, one after the other. Shapes: parts [T, columns]; result alike."""
 
     def moe(
         self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None

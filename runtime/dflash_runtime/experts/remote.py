@@ -88,7 +88,8 @@ class _RemoteTicket(Ticket):
 
 
 class RemoteExpertCompute:
-    """Implements compute.ExpertCompute over a DaemonLink. Used by one thread: the data thread."""
+    """Implements compute.ExpertCompute over a DaemonLink. Used by the data thread, or by several
+    that take turns."""
 
     def __init__(
         self,

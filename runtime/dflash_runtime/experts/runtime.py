@@ -53,7 +53,7 @@ class MoeExpertComputeRuntime:
     `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
     None when all experts are local, or when daemons are required. The experts that `device_owner`,
     an index, answers for are computed by a device's own MoE block: its pairs are counted here and
-    left out otherwise. Used by one thread.
+    left out otherwise. Used by one thread at a time.
     Owns: owners and fallback.
     """
 
@@ -94,6 +94,11 @@ class MoeExpertComputeRuntime:
         sums = self.finish(started)
         assert isinstance(sums, np.ndarray)  # as the rows were
         return sums.astype(np.float32)
+
+    @property
+    def asks_daemons(self) -> bool:
+        """Whether some experts are computed by other processes, or would be if they were there."""
+        return any(self._is_daemon)
 
     def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
         """As OtherExperts.experts_here."""

@@ -169,6 +169,12 @@ class Chunks:
             known.prepared_of = None
         return Rows(self.prepare(x).floats)
 
+    def copy_of_normed(self, x: Normed) -> Rows:
+        """The same rows, for as long as somebody has them."""
+        copy = self.rows(x.num_tokens, x.rows.columns)
+        self._device.copy(copy.array, self.normed_rows(x).array)
+        return copy
+
     def prepare(self, x: Normed | Rows) -> PreparedRows:
         """Rows as products read them; those of the last value are there already."""
         rows = x if isinstance(x, Rows) else x.rows

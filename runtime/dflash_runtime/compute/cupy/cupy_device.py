@@ -38,6 +38,7 @@ from dflash_runtime.compute.cupy.driver import Driver, open_driver
 from dflash_runtime.compute.cupy.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
 from dflash_runtime.compute.cupy.rtc import KernelCompiler, runtime_compiler
+from dflash_runtime.compute.cupy.side_stream import CupyMark, CupySideStream, Events
 
 _LOG = logging.getLogger(__name__)
 
@@ -139,6 +140,8 @@ class CupyDevice:
         driver.use(device.index)
         self.stream = driver.create_stream()
         """The driver's handle of the stream that everything runs on."""
+        self._side: CupySideStream | None = None
+        self._events = Events(driver)
         # A block is taken again as soon as nothing refers to it. That is safe because all that uses
         # it runs in the order of our one stream.
         self._pool = self._cupy.cuda.MemoryPool()
@@ -253,8 +256,9 @@ class CupyDevice:
         *,
         shared_bytes: int = 0,
         overlaps_previous: bool = True,
+        stream: int | None = None,
     ) -> None:
-        """As KernelDevice.launch."""
+        """As KernelDevice.launch; in the side stream, if that is given."""
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
@@ -267,7 +271,7 @@ class CupyDevice:
             block,
             args=args,
             shared_bytes=shared_bytes,
-            stream=self.stream,
+            stream=self.stream if stream is None else stream,
             overlaps_previous=overlaps_previous and self.capabilities.dependent_launch,
         )
 
@@ -292,10 +296,26 @@ class CupyDevice:
         with self._cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
 
-    def synchronize(self) -> None:
+    def mark(self) -> CupyMark:
+        """As KernelDevice.mark."""
+        self._begin("mark")
+        return self._events.record(self.stream)
+
+    def side_stream(self) -> CupySideStream:
+        """As KernelDevice.side_stream."""
+        if self._side is None:
+            self._begin("make a stream")
+            self._side = CupySideStream(self, self._driver)
+        return self._side
+
+    def use(self) -> None:
+        """Calls of this thread mean this device from now on."""
+        self._driver.use(self._index)
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
         """As KernelDevice.synchronize."""
         self._begin("synchronise")
-        self._driver.synchronize_stream(self.stream)
+        self._driver.synchronize_stream(self.stream, deadline_s)
 
     def close(self) -> None:
         """Give back every byte of whatever no array refers to any more. Twice does nothing.
@@ -307,7 +327,10 @@ class CupyDevice:
         self._is_closed = True
         with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
             self._driver.use(self._index)
+            if self._side is not None:
+                self._side.close()
             self._driver.synchronize_stream(self.stream)
+            self._events.close()
             for module in self._modules.values():
                 self._driver.unload_module(module.handle)
             with self._cupy.cuda.Device(self._index):

@@ -1,8 +1,9 @@
 """Rows and sums of a GPU that others compute, or that it computes for others: they go from and to
 shared memory by kernels of ours, which take the digest of what they copy.
 
-Implements dflash_protocol.device_payload. Everything runs in the order of the device's one stream;
-the host waits only where it must know that something has arrived.
+Implements dflash_protocol.device_payload. What a parent sends and takes in goes through the
+device's side stream, beside what it computes meanwhile; all else runs in the device's own order.
+The host waits only where it must know that something has arrived, and never without end.
 """
 
 from __future__ import annotations
@@ -16,17 +17,29 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dflash_protocol import device_payload
 from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_protocol.routed_batch import Hidden
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    KernelDevice,
+    Mark,
+    SideStream,
+    address,
+)
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.mapped_array import MappedBlock
 
 _THREADS = 256
 _BLOCKS_OF_MULTIPROCESSOR = 8
+_MULTIPROCESSORS_OF_BLOCK = 2
+"""Beside other work: enough of them for PCIe, and as many again in which nothing is disturbed."""
 _PIECE_BYTES = 16
+_COPY_DEADLINE_S = 60.0
+"""A copy waits for what the device computes before it, and for nobody else."""
+_FEWEST_PLACES = 1024
 
 
 class MovePayloadArgs(ctypes.Structure):
@@ -72,6 +85,7 @@ class PayloadMover:
         self.device = device
         self.lock = lock
         self.max_blocks = _BLOCKS_OF_MULTIPROCESSOR * device.num_multiprocessors
+        self._blocks_beside = -(-device.num_multiprocessors // _MULTIPROCESSORS_OF_BLOCK)
         module = device.module("move_payload.cu", {"THREADS": _THREADS})
         self._move = module.kernel("move_payload", MovePayloadArgs)
         self._add = module.kernel("add_to_rows", AddToRowsArgs)
@@ -117,13 +131,15 @@ class PayloadMover:
         itemsize: int,
         rows: DeviceArray | None = None,
         shares: int | None = None,
+        side: SideStream | None = None,
     ) -> int:
         """Copy rows from one address to another; how many blocks have left a share of the digest.
 
         `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
+        With `side` that is where it runs, of few blocks, and nobody waits for it.
         """
         num_rows, columns = shape
-        num_blocks = min(num_rows, self.max_blocks)
+        num_blocks = min(num_rows, self.max_blocks if side is None else self._blocks_beside)
         if num_blocks:
             args = MovePayloadArgs(
                 source=source,
@@ -133,10 +149,12 @@ class PayloadMover:
                 num_rows=num_rows,
                 row_pieces=columns * itemsize // _PIECE_BYTES,
             )
+            grid = num_blocks, 1, 1
             # What others have written is seen by a kernel that begins after it.
-            self.device.launch(
-                self._move, (num_blocks, 1, 1), _THREADS, args, overlaps_previous=False
-            )
+            if side is None:
+                self.device.launch(self._move, grid, _THREADS, args, overlaps_previous=False)
+            else:
+                side.launch(self._move, grid, _THREADS, args)
         return num_blocks
 
     def add_to_rows(
@@ -165,8 +183,11 @@ class PlacedRows:
         *,
         whole: PlacedRows | None = None,
         indices: I32Array | None = None,
+        mark: Mark | None = None,
     ) -> None:
+        """They are there after `mark`, or else after what was launched until now."""
         self.mover = mover
+        self.mark = mover.device.mark() if mark is None else mark
         self._array = array
         self._whole = whole
         self._indices = indices
@@ -190,10 +211,11 @@ class PlacedRows:
     def chosen(self, rows: SomeRows) -> PlacedRows:
         """As DeviceRows.chosen."""
         if self._indices is None and isinstance(rows, slice):
-            return PlacedRows(self.mover, self._array[rows])
+            return PlacedRows(self.mover, self._array[rows], mark=self.mark)
         indices = np.arange(self._array.shape[0], dtype=np.int32)
         indices = (indices if self._indices is None else self._indices)[rows]
-        return PlacedRows(self.mover, self._array, whole=self._whole or self, indices=indices)
+        whole = self._whole or self
+        return PlacedRows(self.mover, self._array, whole=whole, indices=indices, mark=self.mark)
 
     def new_sums(self) -> PlacedSums:
         """As DeviceRows.new_sums."""
@@ -204,15 +226,14 @@ class PlacedRows:
         if self._indices is None:
             return self._array
         gathered = self.mover.device.empty(self.shape, np.float32)
-        self.move_to(address(gathered))
+        rows = self.mover.device.upload(self._indices)
+        self.mover.move(address(self._array), address(gathered), self.shape, itemsize=4, rows=rows)
         return gathered
 
-    def move_to(self, target: int, shares: int | None = None) -> int:
-        """Copy the rows there; as PayloadMover.move. To be called with the mover's lock."""
-        rows = None if self._indices is None else self.mover.device.upload(self._indices)
-        return self.mover.move(
-            address(self._array), target, self.shape, itemsize=4, rows=rows, shares=shares
-        )
+    @property
+    def chosen_rows(self) -> tuple[DeviceArray, I32Array | None]:
+        """An array, and which of its rows these are: None = all. Shapes: [N, H], [T] int32."""
+        return self._array, self._indices
 
 
 class PlacedSums:
@@ -256,6 +277,15 @@ class PlacedSums:
         if self._array is None:
             self._array = self.mover.device.zeros(self._shape, np.float64)
         return self._array
+
+
+class ExpectedSums:
+    """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
+
+    def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.array = mover.device.empty(shape, np.float64)
+        self.mark = mover.device.mark()
 
 
 class SlotRows:
@@ -335,14 +365,36 @@ class SegmentWindow:
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
+        self._places: DeviceArray | None = None
+        """Of rows that are gathered on their way out."""
+        self._held: tuple[object, ...] = ()
+        """What the side stream may be using, until it is known to have ended."""
 
     def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
         """As DeviceWindow.write_rows."""
-        with self.mover.lock:
-            if not isinstance(rows, PlacedRows) or rows.mover is not self.mover:
-                rows = self.mover.rows(self.mover.array_of(rows))
-            num_blocks = rows.move_to(self._at(offset), self._shares.device_address)
-        return partial(self._arrived, num_blocks)
+        mover = self.mover
+        with mover.lock:
+            if not isinstance(rows, PlacedRows) or rows.mover is not mover:
+                rows = mover.rows(mover.array_of(rows))
+            target, shape = self._at(offset), rows.shape
+            array, indices = rows.chosen_rows
+            side = mover.device.side_stream()
+            self._held = *self._held, array, indices
+            places = None
+            if indices is not None and indices.size:
+                places = self._places_for(indices.size)
+                side.write(places, indices)
+            side.wait_for(rows.mark)
+            num_blocks = mover.move(
+                address(array),
+                target,
+                shape,
+                itemsize=4,
+                rows=places,
+                shares=self._shares.device_address,
+                side=side,
+            )
+        return partial(self._arrived_beside, num_blocks)
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
         """As DeviceWindow.read_rows."""
@@ -358,15 +410,31 @@ class SegmentWindow:
             )
             return self._arrived(num_blocks)
 
-    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[PlacedSums, int]:
-        """As DeviceWindow.read_sums."""
+    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+        """As DeviceWindow.expect_sums."""
         with self.mover.lock:
-            array = self.mover.device.empty(shape, np.float64)
-            shares = self._shares.device_address
-            num_blocks = self.mover.move(
-                self._at(offset), address(array), shape, itemsize=8, shares=shares
+            return ExpectedSums(self.mover, shape)
+
+    def read_sums(
+        self, offset: int, expected: device_payload.ExpectedSums
+    ) -> tuple[PlacedSums, int]:
+        """As DeviceWindow.read_sums."""
+        assert isinstance(expected, ExpectedSums)
+        mover = self.mover
+        with mover.lock:
+            source = self._at(offset)
+            side = mover.device.side_stream()
+            self._held = *self._held, expected
+            side.wait_for(expected.mark)
+            num_blocks = mover.move(
+                source,
+                address(expected.array),
+                expected.shape,
+                itemsize=8,
+                shares=self._shares.device_address,
+                side=side,
             )
-            return self.mover.sums(array), self._arrived(num_blocks)
+            return mover.sums(expected.array), self._arrived_beside(num_blocks)
 
     def read(self, rows: SlotRows, offset: int) -> DeviceArray:
         """Begin to read rows. Shapes: result [T, H] float32."""
@@ -382,7 +450,7 @@ class SegmentWindow:
     def settle(self) -> None:
         """Wait for what was begun to be read, and tell it its digest."""
         if self._reading is not None:
-            self.mover.device.synchronize()
+            self.mover.device.synchronize(_COPY_DEADLINE_S)
             self._settle()
 
     def close(self) -> None:
@@ -390,8 +458,11 @@ class SegmentWindow:
         with self.mover.lock:
             if self._base:
                 self._base = 0
+                device = self.mover.device
                 with contextlib.suppress(DeviceUnavailable):  # nothing of it runs any more
-                    self.mover.device.synchronize()
+                    device.side_stream().synchronize(_COPY_DEADLINE_S)
+                    device.synchronize(_COPY_DEADLINE_S)
+                self._held, self._places = (), None
                 with contextlib.suppress(DeviceUnavailable):
                     self._undo.close()
 
@@ -404,10 +475,28 @@ class SegmentWindow:
     def _arrived(self, num_blocks: int) -> int:
         """Wait for everything; the digest of what was copied last."""
         with self.mover.lock:
-            self.mover.device.synchronize()
+            self.mover.device.synchronize(_COPY_DEADLINE_S)
             if self._reading is not None:
                 self._settle()
             return int(self._shares.host[:num_blocks].sum())
+
+    def _arrived_beside(self, num_blocks: int) -> int:
+        """The same of what was copied in the side stream alone."""
+        with self.mover.lock:
+            self.mover.device.side_stream().synchronize(_COPY_DEADLINE_S)
+            self._held = ()
+            return int(self._shares.host[:num_blocks].sum())
+
+    def _places_for(self, count: int) -> DeviceArray:
+        """Memory that only the side stream uses. Shapes: result [count] int32."""
+        if self._places is None or self._places.size < count:
+            device = self.mover.device
+            size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())
+            self._held = *self._held, self._places
+            self._places = device.empty(size, np.int32)
+            device.synchronize(_COPY_DEADLINE_S)  # who had it before has done with it
+        places: DeviceArray = self._places[:count]
+        return places
 
     def _settle(self) -> None:
         assert self._reading is not None

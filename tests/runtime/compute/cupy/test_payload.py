@@ -87,7 +87,7 @@ def test_sums_go_out_and_come_in(rig: Rig, num_rows: int) -> None:
     sums = rows_of(num_rows).astype(np.float64)
     placed = rig.mover.sums(rig.device.upload(sums))
     assert rig.window.write_sums(256, placed) == digest(sums)
-    read, found = rig.window.read_sums(256, sums.shape)
+    read, found = rig.window.read_sums(256, rig.window.expect_sums(sums.shape))
     assert found == digest(sums)
     rig.shared[:] = 0
     assert (read.to_host() == sums).all()
