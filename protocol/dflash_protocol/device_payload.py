@@ -7,7 +7,6 @@ in the same pass: see `ring` for what that protects.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -63,12 +62,25 @@ class ReadRows(DeviceRows, Protocol):
         """Nobody needs them: nothing reads shared memory for them once this has returned."""
 
 
+class Crossing(Protocol):
+    """A copy between a device and shared memory that is under way, or has ended.
+
+    Everything raises DeviceUnavailable if the device fails.
+    """
+
+    def has_ended(self) -> bool:
+        """Whether all has arrived, without waiting for it."""
+
+    def digest(self) -> int:
+        """Of what was copied; waits until all has arrived."""
+
+
 class ExpectedSums(Protocol):
     """Memory of a device for sums that will be read into it."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """[T, H]."""
+    def sums(self) -> DeviceSums:
+        """What was read, once all has arrived."""
 
 
 class DeviceWindow(Protocol):
@@ -78,9 +90,9 @@ class DeviceWindow(Protocol):
     Everything raises DeviceUnavailable if the device fails.
     """
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
-        """Begin to copy rows there. Result: to be called before anything else here is; waits until
-        all has arrived, and returns the digest."""
+    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
+        """Begin to copy rows there, when those before have arrived, and somebody has their digest,
+        or nobody wants it any more."""
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> ReadRows:
         """The rows that lie there; they must stay there until their digest was asked for."""
@@ -92,9 +104,9 @@ class DeviceWindow(Protocol):
         """Memory for sums, taken when they are asked for: what the device is given to do until they
         are read need not end before that."""
 
-    def read_sums(self, offset: int, expected: ExpectedSums) -> tuple[DeviceSums, int]:
-        """A copy of the sums that lie there, and its digest, read once into what was expected; what
-        lies there is not needed any more."""
+    def read_sums(self, offset: int, expected: ExpectedSums) -> Crossing:
+        """Begin to copy the sums that lie there, each byte read once, as `write_rows` does; what
+        lies there is not needed any more when all has arrived."""
 
     def close(self) -> None:
         """Give the memory back to the host, once nothing uses it. Twice does nothing."""

@@ -23,12 +23,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dflash_adapters.ops import MoeBlock
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import AnyArray, F64Array
-from dflash_protocol.routed_batch import Sums
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_protocol.routed_batch import Hidden, Sums
 from dflash_runtime.compute.backend import OtherExperts
 
 _FIRST, _SECOND = 0, 1
@@ -42,23 +42,44 @@ class _OtherHasFailed(Exception):
     """Ends a half, and is seen by nobody else."""
 
 
+class AskedExperts(OtherExperts, Protocol):
+    """Others that go on with what they were asked for when they are given time."""
+
+    def look(self) -> None:
+        """Do what can be done without waiting, for whoever has asked."""
+
+
 class Turns:
     """Implements backend.OtherExperts by those who are asked, and has halves take turns meanwhile.
 
     Used by one thread at a time.
     """
 
-    def __init__(self, others: OtherExperts) -> None:
+    def __init__(self, others: AskedExperts) -> None:
         self._others = others
         self._pair: _Pair[Any] | None = None
         self.experts_here, self.count_here = others.experts_here, others.count_here
-        self.count_selections, self.start = others.count_selections, others.start
-        self.abandon = others.abandon
+        self.count_selections, self.abandon = others.count_selections, others.abandon
+
+    def start(
+        self,
+        layer_id: int,
+        hidden: Hidden,
+        topk_ids: I32Array,
+        topk_weights: F32Array,
+        *,
+        phase: Phase,
+    ) -> Any:
+        """As OtherExperts.start."""
+        if self._pair is not None:
+            self._others.look()
+        return self._others.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:
         """As OtherExperts.finish; before that it is the other half's turn, if there are halves."""
         if self._pair is not None:
             try:
+                self._others.look()
                 self._pair.pass_on()
             except BaseException:
                 self.abandon(started)
@@ -88,6 +109,7 @@ class Turns:
             pair = self._pair
             assert pair is not None
             num_turns = pair.num_turns_of_holder
+            self._others.look()  # the device has much to do until experts are chosen
             sums = moe(layer_id, hidden, topk_ids, topk_weights)
             if pair.num_turns_of_holder == num_turns:
                 pair.pass_on()

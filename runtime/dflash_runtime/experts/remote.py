@@ -33,6 +33,7 @@ from dflash_protocol.routed_batch import (
     tail_tokens,
 )
 from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
+from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
@@ -131,6 +132,8 @@ class RemoteExpertCompute:
         self._num_doublings = 0
         self._is_troubled = False
         """Whether the breaker is to be asked and told: not until a request fails."""
+        self._num_bytes_counted = 0
+        """Of those that the client has sent."""
         self._counters = TransportCounters()
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
 
@@ -227,6 +230,17 @@ class RemoteExpertCompute:
                 elapsed_s=ended_s - ticket.started_s,
                 num_pairs=ticket.batch.num_pairs,
             )
+
+    def push(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _RemoteTicket)
+        client = self._client
+        if isinstance(client, SharedClient) and self._client_generation == ticket.generation:
+            for sent in ticket.in_flight:
+                client.push(sent.sequence)
+
+    def look(self) -> None:
+        if isinstance(self._client, SharedClient):
+            self._client.look()
 
     def abandon(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _RemoteTicket)
@@ -330,14 +344,14 @@ class RemoteExpertCompute:
         deadline_s = min(deadline_s, _LONGEST_DEADLINE_S)
         counters, counted = self._counters, ticket.counted
         # Who sends may have to take replies in, to make room.
-        sent_before, received_before = client.bytes_sent, client.bytes_received
+        received_before = client.bytes_received
         send_before_s, receive_before_s = counters.send_s, counters.receive_s
         sent_s = time.monotonic()
         sequence = client.submit(ticket.layer_id, piece, deadline_s=deadline_s)
         send_s = counters.send_s - send_before_s
         receive_s = counters.receive_s - receive_before_s
         counted.requests += 1
-        counted.bytes_sent += client.bytes_sent - sent_before
+        self._count_sent(client, counted)
         counted.bytes_received += client.bytes_received - received_before
         counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
         counted.send_s += send_s
@@ -363,6 +377,7 @@ class RemoteExpertCompute:
         finally:
             ended_s = time.monotonic()
             receive_s = self._counters.receive_s - receive_before_s
+            self._count_sent(client, counted)  # what was sent when its rows were there
             counted.bytes_received += client.bytes_received - bytes_before
             counted.receive_s += receive_s
             counted.wait_s += max(0.0, ended_s - started_s - receive_s)
@@ -378,6 +393,10 @@ class RemoteExpertCompute:
             measured = compute_s / sent.num_pairs
             self._measured_s_per_pair[phase] = known + _RATE_WEIGHT * (measured - known)
         return reply.placed
+
+    def _count_sent(self, client: ClientTransport, counted: PhaseStats) -> None:
+        counted.bytes_sent += client.bytes_sent - self._num_bytes_counted
+        self._num_bytes_counted = client.bytes_sent
 
     def _failed(
         self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
@@ -452,7 +471,7 @@ class RemoteExpertCompute:
             self._stats.transport = path.transport
             self._client_generation = session.generation
             self._version = session.welcome.version
-            self._pairs_in_flight = 0
+            self._pairs_in_flight = self._num_bytes_counted = 0
             self._warm_up_s_per_pair = 1.0 / session.welcome.pairs_per_second
         return self._client
 

@@ -179,6 +179,11 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += started.is_hot_only
         return sums
 
+    def look(self) -> None:
+        """Owners go on with what they were asked for, as far as nobody has to wait."""
+        for owner in self._owners:
+            owner.look()
+
     def abandon(self, started: StartedLayer) -> None:
         """As OtherExperts.abandon."""
         for entry in started.in_flight:
@@ -285,6 +290,9 @@ class MoeExpertComputeRuntime:
         """Add what was submitted to `sums`; pairs of owners that are lost by now are orphans."""
         in_flight = started.in_flight
         try:
+            if len(in_flight) > 1:
+                for entry in in_flight:
+                    entry.owner.push(entry.ticket)
             while in_flight:
                 entry = in_flight[-1]
                 try:

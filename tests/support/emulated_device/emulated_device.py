@@ -159,6 +159,7 @@ class EmulatedSideStream:
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
         self._waiting: list[Callable[[], None]] = []
+        self._was_asked = False
         self.num_runs = 0
         """Of what ran here."""
 
@@ -179,9 +180,17 @@ class EmulatedSideStream:
         run = self._device.prepared(kernel, grid, block, args, overlaps_previous=False)
         self._waiting.append(run)
 
+    def is_empty(self) -> bool:
+        """As SideStream.is_empty: not when it is asked first, and then it is."""
+        has_been_asked, self._was_asked = self._was_asked, True
+        if self._waiting and has_been_asked:
+            self.synchronize(1.0)
+        return not self._waiting
+
     def synchronize(self, deadline_s: float) -> None:
         """As SideStream.synchronize. Raises: KernelFailure."""
         assert deadline_s > 0
+        self._was_asked = False
         waiting, self._waiting = self._waiting, []
         for run in waiting:
             run()
@@ -212,7 +221,7 @@ class EmulatedDevice:
         self._range_bytes: dict[int, int] = {}
         self._ranges: ctypes.Array[_Range] | None = None
         self._recorded: list[Callable[[], None]] | None = None
-        self._side: EmulatedSideStream | None = None
+        self._sides: dict[str, EmulatedSideStream] = {}
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
         """As KernelDevice.empty; every byte is 0xFF, a NaN in most types."""
@@ -365,11 +374,9 @@ class EmulatedDevice:
         self._must_not_record("mark")
         return EmulatedMark()
 
-    def side_stream(self) -> EmulatedSideStream:
+    def side_stream(self, name: str) -> EmulatedSideStream:
         """As KernelDevice.side_stream."""
-        if self._side is None:
-            self._side = EmulatedSideStream(self)
-        return self._side
+        return self._sides.setdefault(name, EmulatedSideStream(self))
 
     def synchronize(self, deadline_s: float | None = None) -> None:
         """As KernelDevice.synchronize; everything has ended already."""

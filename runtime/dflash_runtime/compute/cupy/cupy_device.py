@@ -140,7 +140,7 @@ class CupyDevice:
         driver.use(device.index)
         self.stream = driver.create_stream()
         """The driver's handle of the stream that everything runs on."""
-        self._side: CupySideStream | None = None
+        self._sides: dict[str, CupySideStream] = {}
         self._events = Events(driver)
         # A block is taken again as soon as nothing refers to it. That is safe because all that uses
         # it runs in the order of our one stream.
@@ -258,7 +258,7 @@ class CupyDevice:
         overlaps_previous: bool = True,
         stream: int | None = None,
     ) -> None:
-        """As KernelDevice.launch; in the side stream, if that is given."""
+        """As KernelDevice.launch; in a side stream, if that is given."""
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
@@ -301,12 +301,13 @@ class CupyDevice:
         self._begin("mark")
         return self._events.record(self.stream)
 
-    def side_stream(self) -> CupySideStream:
+    def side_stream(self, name: str) -> CupySideStream:
         """As KernelDevice.side_stream."""
-        if self._side is None:
+        side = self._sides.get(name)
+        if side is None:
             self._begin("make a stream")
-            self._side = CupySideStream(self, self._driver)
-        return self._side
+            side = self._sides[name] = CupySideStream(self, self._driver)
+        return side
 
     def use(self) -> None:
         """Calls of this thread mean this device from now on."""
@@ -327,8 +328,8 @@ class CupyDevice:
         self._is_closed = True
         with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
             self._driver.use(self._index)
-            if self._side is not None:
-                self._side.close()
+            for side in self._sides.values():
+                side.close()
             self._driver.synchronize_stream(self.stream)
             self._events.close()
             for module in self._modules.values():

@@ -81,7 +81,7 @@ class Mark(Protocol):
 
 
 class SideStream(Protocol):
-    """A second order of launches on a device, beside that of all else: for copies.
+    """Another order of launches on a device, beside that of all else: for copies.
 
     Memory that is used here must be kept by the caller until `synchronize` has returned: that of
     the device is otherwise given to whoever comes next in the device's own order.
@@ -96,6 +96,9 @@ class SideStream(Protocol):
 
     def launch(self, kernel: Kernel, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """Start a kernel after all that came here before it has ended."""
+
+    def is_empty(self) -> bool:
+        """Whether everything here has ended. Raises: what a kernel did wrong."""
 
     def synchronize(self, deadline_s: float) -> None:
         """Wait until everything here has ended.
@@ -181,13 +184,13 @@ class KernelDevice(Protocol):
         """Give memory that no array refers to any more back to the driver, for others to take."""
 
     def mark(self) -> Mark:
-        """After all that was launched until now, but for what is in the side stream."""
+        """After all that was launched until now, but for what is in side streams."""
 
-    def side_stream(self) -> SideStream:
-        """The one beside; it is the device's, and made when somebody asks first."""
+    def side_stream(self, name: str) -> SideStream:
+        """The one of that name; it is the device's, and made when somebody asks first."""
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        """Wait until everything has ended, but for what is in the side stream.
+        """Wait until everything has ended, but for what is in side streams.
 
         Raises: what a kernel did wrong; DeviceUnavailable if it takes longer than `deadline_s`.
         """

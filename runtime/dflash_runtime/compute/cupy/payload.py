@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -283,9 +281,9 @@ class ExpectedSums:
     """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
 
     def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
-        self.shape = shape
         self.array = mover.device.empty(shape, np.float64)
         self.mark = mover.device.mark()
+        self.sums = mover.sums(self.array)
 
 
 class SlotRows:
@@ -340,6 +338,55 @@ class SlotRows:
         self._digest = digest
 
 
+class _Crossings:
+    """One direction of a window: a side stream, and whose digest is found in it now."""
+
+    def __init__(self, mover: PayloadMover, name: str, shares: _Shares) -> None:
+        self.mover = mover
+        self.shares = shares
+        self._name = name
+        self._held: tuple[object, ...] = ()
+        """What the stream may be using, until it is known to have ended."""
+
+    @property
+    def stream(self) -> SideStream:
+        return self.mover.device.side_stream(self._name)
+
+    def hold(self, *used: object) -> None:
+        """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
+        self._held = *self._held, *used
+
+    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
+        """As PayloadMover.move, in the stream."""
+        address = self.shares.device_address
+        num_blocks = self.mover.move(source, target, shape, shares=address, side=self.stream, **how)
+        return Crossing(self, num_blocks)
+
+    def settle(self) -> None:
+        """Wait for all that was begun. Raises: DeviceUnavailable."""
+        self.stream.synchronize(_COPY_DEADLINE_S)
+        self._held = ()
+
+
+class Crossing:
+    """Implements device_payload.Crossing: what its direction has begun last."""
+
+    def __init__(self, crossings: _Crossings, num_blocks: int) -> None:
+        self._crossings = crossings
+        self._num_blocks = num_blocks
+
+    def has_ended(self) -> bool:
+        """As device_payload.Crossing.has_ended."""
+        with self._crossings.mover.lock:
+            return self._crossings.stream.is_empty()
+
+    def digest(self) -> int:
+        """As device_payload.Crossing.digest."""
+        with self._crossings.mover.lock:
+            self._crossings.settle()
+            return int(self._crossings.shares.host[: self._num_blocks].sum())
+
+
 class SegmentWindow:
     """Implements device_payload.DeviceWindow.
 
@@ -365,36 +412,26 @@ class SegmentWindow:
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
+        self._out = _Crossings(mover, "out", self._shares)
+        self._in = _Crossings(mover, "in", self._read_shares)
         self._places: DeviceArray | None = None
         """Of rows that are gathered on their way out."""
-        self._held: tuple[object, ...] = ()
-        """What the side stream may be using, until it is known to have ended."""
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
+    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
         """As DeviceWindow.write_rows."""
         mover = self.mover
         with mover.lock:
             if not isinstance(rows, PlacedRows) or rows.mover is not mover:
                 rows = mover.rows(mover.array_of(rows))
-            target, shape = self._at(offset), rows.shape
+            target = self._at(offset)
             array, indices = rows.chosen_rows
-            side = mover.device.side_stream()
-            self._held = *self._held, array, indices
-            places = None
+            stream, places = self._out.stream, None
+            self._out.hold(array, indices)
             if indices is not None and indices.size:
                 places = self._places_for(indices.size)
-                side.write(places, indices)
-            side.wait_for(rows.mark)
-            num_blocks = mover.move(
-                address(array),
-                target,
-                shape,
-                itemsize=4,
-                rows=places,
-                shares=self._shares.device_address,
-                side=side,
-            )
-        return partial(self._arrived_beside, num_blocks)
+                stream.write(places, indices)
+            stream.wait_for(rows.mark)
+            return self._out.begin(address(array), target, rows.shape, itemsize=4, rows=places)
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
         """As DeviceWindow.read_rows."""
@@ -415,26 +452,14 @@ class SegmentWindow:
         with self.mover.lock:
             return ExpectedSums(self.mover, shape)
 
-    def read_sums(
-        self, offset: int, expected: device_payload.ExpectedSums
-    ) -> tuple[PlacedSums, int]:
+    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> Crossing:
         """As DeviceWindow.read_sums."""
         assert isinstance(expected, ExpectedSums)
-        mover = self.mover
-        with mover.lock:
-            source = self._at(offset)
-            side = mover.device.side_stream()
-            self._held = *self._held, expected
-            side.wait_for(expected.mark)
-            num_blocks = mover.move(
-                source,
-                address(expected.array),
-                expected.shape,
-                itemsize=8,
-                shares=self._shares.device_address,
-                side=side,
-            )
-            return mover.sums(expected.array), self._arrived_beside(num_blocks)
+        with self.mover.lock:
+            source, array = self._at(offset), expected.array
+            self._in.hold(expected)
+            self._in.stream.wait_for(expected.mark)
+            return self._in.begin(source, address(array), expected.sums.shape, itemsize=8)
 
     def read(self, rows: SlotRows, offset: int) -> DeviceArray:
         """Begin to read rows. Shapes: result [T, H] float32."""
@@ -460,9 +485,10 @@ class SegmentWindow:
                 self._base = 0
                 device = self.mover.device
                 with contextlib.suppress(DeviceUnavailable):  # nothing of it runs any more
-                    device.side_stream().synchronize(_COPY_DEADLINE_S)
+                    self._out.settle()
+                    self._in.settle()
                     device.synchronize(_COPY_DEADLINE_S)
-                self._held, self._places = (), None
+                self._places = None
                 with contextlib.suppress(DeviceUnavailable):
                     self._undo.close()
 
@@ -480,19 +506,12 @@ class SegmentWindow:
                 self._settle()
             return int(self._shares.host[:num_blocks].sum())
 
-    def _arrived_beside(self, num_blocks: int) -> int:
-        """The same of what was copied in the side stream alone."""
-        with self.mover.lock:
-            self.mover.device.side_stream().synchronize(_COPY_DEADLINE_S)
-            self._held = ()
-            return int(self._shares.host[:num_blocks].sum())
-
     def _places_for(self, count: int) -> DeviceArray:
-        """Memory that only the side stream uses. Shapes: result [count] int32."""
+        """Memory that only the stream of what goes out uses. Shapes: result [count] int32."""
         if self._places is None or self._places.size < count:
             device = self.mover.device
             size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())
-            self._held = *self._held, self._places
+            self._out.hold(self._places)
             self._places = device.empty(size, np.int32)
             device.synchronize(_COPY_DEADLINE_S)  # who had it before has done with it
         places: DeviceArray = self._places[:count]

@@ -1,4 +1,4 @@
-"""A second stream of a real device: copies that run beside whatever the first one computes."""
+"""Further streams of a real device: copies that run beside whatever the first one computes."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ class CupySideStream:
         self._device.launch(
             kernel, grid, block, args, overlaps_previous=False, stream=self._begun()
         )
+
+    def is_empty(self) -> bool:
+        """As SideStream.is_empty."""
+        return self._driver.is_empty(self._begun())
 
     def synchronize(self, deadline_s: float) -> None:
         """As SideStream.synchronize."""
