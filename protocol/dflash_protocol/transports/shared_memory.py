@@ -356,6 +356,7 @@ class SharedClient:
             if status < 0:
                 raise self._failure(sequence, slot, status)
             self._begin_reading(sequence, slot, status)
+        self._publish()  # what goes the other way meanwhile, and is there sooner
         return self._end_reading(sequence, slot)
 
     def _begin_reading(self, sequence: int, slot: _Slot, num_bytes: int) -> None:

@@ -42,8 +42,9 @@ from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 MAX_CHUNK = 4096
 """Tokens of a chunk of a prompt: the more, the less often matrices are made halves of."""
 
-HALVED_FROM = 512
-"""Tokens of a chunk that goes through the layers as two halves while others compute experts."""
+HALVED_FROM = 1536
+"""Tokens of a chunk that goes through the layers as two halves while others compute experts: fewer
+take longer to launch, and to make halves of matrices for twice, than they would stand still."""
 
 _SCRATCH_BYTES = 1 << 30
 """For matrices as halves: all experts of a layer of a 30B model at once."""

@@ -154,7 +154,9 @@ class CupyDevice:
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """As KernelDevice.empty."""
         sizes = (shape,) if isinstance(shape, int) else shape
-        self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
+        if self._is_recording:  # naming what is wanted takes longer than having it
+            self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
+        self.use()
         num_bytes = prod(sizes) * np.dtype(dtype).itemsize
         try:
             with self._cupy.cuda.Device(self._index):
