@@ -137,8 +137,8 @@ class Chunks:
         Shapes: result [T, H] float64. Raises: SettingsError if there is no room for it.
         """
         groups = self._groups_of(resident)
-        groups.load(batch)  # which waits for the device, and so comes before the rows
         hidden = Rows(self._payload.array_of(batch.rows))
+        groups.load(batch)  # put together while rows are on their way
         out = self._device.empty(batch.hidden_shape, np.float64)
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
         return out
