@@ -205,18 +205,18 @@ class _Pair(Generic[T]):
         Raises: KeyboardInterrupt if there was one meanwhile, when it has ended.
         """
         self._first_has_ended = True
-        interrupt: KeyboardInterrupt | None = None
+        is_interrupted = False
         self._give(_SECOND)
         while self._thread.is_alive():
             try:
                 self._thread.join(_LONGEST_TURN_S)
                 break
-            except KeyboardInterrupt as error:
-                interrupt, self._has_failed = error, True
+            except KeyboardInterrupt:
+                is_interrupted = self._has_failed = True
         if self._thread.is_alive():
             raise DeviceUnavailable("half of a chunk has not come to an end")
-        if interrupt is not None:
-            raise interrupt
+        if is_interrupted:
+            raise KeyboardInterrupt
 
     def _give(self, half: int) -> None:
         self._holder = half

@@ -194,10 +194,10 @@ class RemoteExpertCompute:
         assert isinstance(ticket, _RemoteTicket)
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
-            error_of_session = DaemonUnavailable(self._link.lost_reason())
+            reason = self._link.lost_reason()
             if ticket is self._probe:
-                self._note_failure(error_of_session, cost_s=0.0, is_probe=True)
-            raise error_of_session
+                self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
+            raise DaemonUnavailable(reason)
         replies: list[tuple[_Sent, Sums]] = []
         collecting_s = time.perf_counter()
         try:

@@ -93,6 +93,29 @@ def test_sums_go_out_and_come_in(rig: Rig, num_rows: int) -> None:
     assert (expected.sums.to_host() == sums).all()
 
 
+def test_what_is_on_its_way_is_kept(rig: Rig) -> None:
+    """Nobody else refers to rows, indices or sums any more: the side streams run late here, and
+    find out what is gone."""
+    hidden = rows_of(9)
+    some = np.array([8, 2, 2, 5], np.int32)
+    crossing = rig.window.write_rows(0, rig.mover.rows(rig.device.upload(hidden)).chosen(some))
+    assert not crossing.has_ended()
+    assert (rig.shared == 0).all()
+    assert crossing.has_ended()
+    assert crossing.digest() == digest(hidden[some])
+    assert (rig.bytes_at(0, hidden[some]) == hidden[some]).all()
+    sums = rows_of(3).astype(np.float64)
+    rig.bytes_at(4096, sums)[...] = sums
+    num_bytes = rig.device.num_bytes
+    rig.window.read_sums(4096, rig.window.expect_sums(sums.shape))
+    assert rig.device.num_bytes > num_bytes  # though nobody waits for it
+    expected = rig.window.expect_sums(sums.shape)
+    assert rig.window.read_sums(4096, expected).digest() == digest(sums)
+    assert (expected.sums.to_host() == sums).all()
+    del expected
+    assert rig.device.num_bytes == num_bytes
+
+
 @st.composite
 def choices(draw: st.DrawFn) -> list[SomeRows]:
     """Rows of rows of thirteen rows."""
