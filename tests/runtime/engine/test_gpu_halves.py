@@ -206,7 +206,8 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
     with opened(model) as engine:
         expected = engine.logits(ids, CHUNKS)
     bound = 0.02 * np.abs(expected).max()
-    move_rows, faults = SharedClient._move_rows, []
+    move_rows = SharedClient._move_rows
+    faults: list[str] = []
     most_in_flight = 0
 
     def sent(client: SharedClient, *args: Any) -> int:
