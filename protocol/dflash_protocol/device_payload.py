@@ -7,7 +7,6 @@ in the same pass: see `ring` for what that protects.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -63,6 +62,27 @@ class ReadRows(DeviceRows, Protocol):
         """Nobody needs them: nothing reads shared memory for them once this has returned."""
 
 
+class Crossing(Protocol):
+    """A copy between a device and shared memory that is under way, or has ended.
+
+    Everything raises DeviceUnavailable if the device fails.
+    """
+
+    def has_ended(self) -> bool:
+        """Whether all has arrived, without waiting for it."""
+
+    def digest(self) -> int:
+        """Of what was copied; waits until all has arrived."""
+
+
+class ExpectedSums(Protocol):
+    """Memory of a device for sums that will be read into it."""
+
+    @property
+    def sums(self) -> DeviceSums:
+        """What was read, once all has arrived."""
+
+
 class DeviceWindow(Protocol):
     """A piece of the host's memory that a device reads and writes; others may write it meanwhile.
 
@@ -73,9 +93,9 @@ class DeviceWindow(Protocol):
     def device_address(self, offset: int) -> int:
         """As the device's kernels see it."""
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
-        """Begin to copy rows there. Result: to be called before anything else here is; waits until
-        all has arrived, and returns the digest."""
+    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
+        """Begin to copy rows there, when those before have arrived, and somebody has their digest,
+        or nobody wants it any more."""
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> ReadRows:
         """The rows that lie there; they must stay there until their digest was asked for."""
@@ -83,9 +103,13 @@ class DeviceWindow(Protocol):
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
         """Copy sums there, once they are computed; their digest, when all has arrived."""
 
-    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[DeviceSums, int]:
-        """A copy of the sums that lie there, and its digest; what lies there is not needed any
-        more."""
+    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+        """Memory for sums, taken when they are asked for: what the device is given to do until they
+        are read need not end before that."""
+
+    def read_sums(self, offset: int, expected: ExpectedSums) -> Crossing:
+        """Begin to copy the sums that lie there, each byte read once, as `write_rows` does; what
+        lies there is not needed any more when all has arrived."""
 
     def close(self) -> None:
         """Give the memory back to the host, once nothing uses it. Twice does nothing."""

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from dflash_protocol import ring
 from dflash_protocol.device_payload import digest_of
-from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, ProtocolError
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DeviceUnavailable,
+    ProtocolError,
+)
 from dflash_protocol.ids import F32Array, F64Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import RingShape
@@ -335,6 +340,102 @@ def test_a_link_that_is_lost_gives_its_windows_back(pair: MovedPair) -> None:
         pair.client.wait(sequence, deadline_s=PATIENCE_S)
     pair.client.close()
     assert pair.client_mover.num_open == 0
+
+
+def submitted(pair: MovedPair, seed: int) -> tuple[int, F64Array]:
+    """A request whose rows are on their way still, and what will be answered."""
+    batch, of_device = batches(6, seed)
+    pair.client_mover.is_slow = True
+    sequence = pair.client.submit(seed, of_device, deadline_s=PATIENCE_S)
+    assert pair.server.try_receive() is None
+    return sequence, sums_of(batch)
+
+
+def test_a_request_is_published_when_its_rows_are_there(pair: MovedPair) -> None:
+    """By whoever looks then, waits for it, waits for another, or submits the next."""
+    first, _ = submitted(pair, 1)
+    pair.client.look()
+    assert pair.server.try_receive() is None
+    pair.client_mover.is_slow = False
+    pair.client.look()
+    assert received(pair).header.sequence == first
+    second, _ = submitted(pair, 2)
+    pair.client.push(first)
+    assert pair.server.try_receive() is None
+    num_bytes = pair.client.bytes_sent
+    pair.client.push(second)
+    assert received(pair).header.sequence == second
+    assert pair.client.bytes_sent > num_bytes
+
+
+def test_who_waits_for_a_reply_has_published_all_requests(pair: MovedPair) -> None:
+    first, sums = submitted(pair, 1)
+    pair.client.push(first)
+    request = received(pair)
+    second, _ = submitted(pair, 2)
+    with pytest.raises(DeadlineExceeded):
+        pair.client.wait(first, deadline_s=0.0)
+    assert received(pair).header.sequence == second
+    answered(pair, request, sums)
+    assert pair.client.wait(first, deadline_s=PATIENCE_S).sums.tobytes() == sums.tobytes()
+
+
+def test_sums_are_taken_in_before_anybody_waits(pair: MovedPair) -> None:
+    """One at a time, and whoever waits for another gets that one."""
+    sent, requests = [], []
+    for seed in (1, 2):
+        sequence, sums = submitted(pair, seed)
+        pair.client.push(sequence)
+        sent.append((sequence, sums))
+        requests.append(received(pair))
+    pair.client.look()
+    assert pair.client.bytes_received == 0
+    for request, (_, sums) in zip(requests, sent, strict=True):
+        answered(pair, request, sums)
+    for _ in range(2):  # whose header is taken once
+        pair.client.look()
+    for sequence, sums in reversed(sent):
+        assert pair.client.wait(sequence, deadline_s=PATIENCE_S).sums.tobytes() == sums.tobytes()
+    pair.client_mover.is_slow = False
+    assert_is_served(pair, *batches(6))
+
+
+def test_sums_that_were_damaged_are_found_when_they_are_waited_for(pair: MovedPair) -> None:
+    for is_header in (False, True):
+        sequence, sums = submitted(pair, 1)
+        pair.client.push(sequence)
+        answered(pair, received(pair), sums)
+        slot = SHAPE.reply_slot_at(sequence % NUM_SLOTS)
+        at = slot + 8 * ring.TOKENS if is_header else slot + ring.HEADER_BYTES + 17
+        pair.memory[at] ^= 1
+        pair.client.look()
+        with pytest.raises(ProtocolError) as caught:
+            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        assert caught.value.code == ("malformed" if is_header else "checksum")
+    pair.client_mover.is_slow = False
+    assert_is_served(pair, *batches(6))
+
+
+def test_requests_are_forgotten_at_any_stage(pair: MovedPair) -> None:
+    """On their way, published, answered and being read; every slot is there again."""
+    for stage in range(4):
+        for _ in range(NUM_SLOTS):
+            sequence, sums = submitted(pair, 1)
+            if stage > 0:
+                pair.client.push(sequence)
+                request = received(pair)
+            if stage > 1:
+                answered(pair, request, sums)
+            if stage > 2:
+                pair.client.look()
+            pair.client.forget(sequence)
+            pair.client.push(sequence)
+            if stage == 1:  # it comes too late
+                answered(pair, request, sums)
+            with pytest.raises(DeadlineExceeded):
+                pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client_mover.is_slow = False
+        assert_is_served(pair, *batches(6))
 
 
 @examples(60)

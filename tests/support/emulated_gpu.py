@@ -42,13 +42,19 @@ class EmulatedGpus:
 
     def __init__(self) -> None:
         self.free_bytes = 1 << 40
+        self.halved_from = MAX_CHUNK + 1
+        """Of backends that are opened from now on."""
         self.opened: list[EmulatedDevice] = []
 
     def open(self, device: Device) -> CupyBackend:
         emulated = EmulatedDevice()
         self.opened.append(emulated)
         return CupyBackend(
-            emulated, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES, memory=self._memory
+            emulated,
+            max_chunk=MAX_CHUNK,
+            scratch_bytes=SCRATCH_BYTES,
+            halved_from=self.halved_from,
+            memory=self._memory,
         )
 
     def open_first(self) -> ComputeBackend:

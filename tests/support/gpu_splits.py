@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.qwen3moe import load
+from dflash_adapters.registry import adapter_for
 from dflash_protocol.device import CPU
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, I32Array, Phase
@@ -56,17 +56,18 @@ class Split:
         ids: I32Array,
         chunks: Sequence[int],
         new_device: Callable[[contextlib.ExitStack], KernelDevice] | None = None,
+        halved_from: int = MAX_CHUNK + 1,
     ) -> None:
         """`new_device` opens one that `undo` closes; emulated ones if it is not given.
 
         Shapes: ids [T].
         """
         self.ids, self._chunks = ids, chunks
-        self._undo, self._new_device = undo, new_device
+        self._undo, self._new_device, self._halved_from = undo, new_device, halved_from
         self._poisons: list[Poison] = []
         self.file = undo.enter_context(GgufFile.open(path))
         backend: Any = self._new_backend()  # whose arrays are not numpy's
-        model = load(self.file, backend.ops)
+        model = adapter_for(self.file).load(self.file, backend.ops)
         spec = model.spec
         self._vocab_size = spec.vocab_size
         owned = {name: OwnedExperts.from_lists(layers) for name, layers in owners.items()}
@@ -87,7 +88,9 @@ class Split:
             self.placement, computes, fallback=None, device_owner=device_owner
         )
         self._backend, self._model = backend, model
-        self._cache = backend.ops.new_kv_cache(spec.kv_layers, ids.size, KvType.F16)
+        self._cache = backend.ops.new_kv_cache(
+            spec.kv_layers, ids.size, KvType.F16, spec.recurrent_layers
+        )
         self.steps = Steps(
             self.file,
             model,
@@ -140,7 +143,12 @@ class Split:
         device = EmulatedDevice() if self._new_device is None else self._new_device(self._undo)
         self._poisons.append(Poison(device))
         self._undo.callback(self._poisons[-1].close)
-        backend = CupyBackend(device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES)
+        backend = CupyBackend(
+            device,
+            max_chunk=MAX_CHUNK,
+            scratch_bytes=SCRATCH_BYTES,
+            halved_from=self._halved_from,
+        )
         self._undo.callback(backend.close)
         return backend
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows, digest_of
+from dflash_protocol.device_payload import (
+    DeviceRows,
+    DeviceSums,
+    ExpectedSums,
+    SomeRows,
+    digest_of,
+)
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
 
@@ -81,6 +88,32 @@ class HostReadRows(HostRows):
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class HostExpected:
+    """Implements device_payload.ExpectedSums."""
+
+    sums: HostSums
+
+
+class HostCrossing:
+    """Implements device_payload.Crossing: nothing is copied before somebody looks."""
+
+    def __init__(self, mover: HostMover, copy: Callable[[], int]) -> None:
+        self._mover = mover
+        self._copy = copy
+        self._digest: int | None = None
+
+    def has_ended(self) -> bool:
+        if not self._mover.is_slow:
+            self.digest()
+        return self._digest is not None
+
+    def digest(self) -> int:
+        if self._digest is None:
+            self._digest = self._copy()
+        return self._digest
+
+
 class HostWindow:
     """Implements device_payload.DeviceWindow."""
 
@@ -94,9 +127,9 @@ class HostWindow:
         assert memory is not None
         return memory.ctypes.data + offset
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
-        digest = self._write(offset, rows.to_host())
-        return lambda: digest
+    def write_rows(self, offset: int, rows: DeviceRows) -> HostCrossing:
+        self._mover.check()
+        return HostCrossing(self._mover, lambda: self._write(offset, rows.to_host()))
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> HostReadRows:
         return HostReadRows(self, offset, shape)
@@ -104,9 +137,19 @@ class HostWindow:
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
         return self._write(offset, sums.to_host())
 
-    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[HostSums, int]:
-        sums: F64Array = self.read(offset, shape, np.float64)
-        return HostSums(sums), digest_of(sums.reshape(-1).view(np.uint8))
+    def expect_sums(self, shape: tuple[int, int]) -> HostExpected:
+        return HostExpected(HostSums(np.full(shape, np.nan)))
+
+    def read_sums(self, offset: int, expected: ExpectedSums) -> HostCrossing:
+        sums = expected.sums
+        assert isinstance(sums, HostSums)
+        self._mover.check()
+
+        def copied() -> int:
+            sums.array = self.read(offset, sums.shape, np.float64)
+            return digest_of(sums.array.reshape(-1).view(np.uint8))
+
+        return HostCrossing(self._mover, copied)
 
     def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:
         """A copy of what lies there."""
@@ -134,6 +177,8 @@ class HostMover:
     def __init__(self) -> None:
         self.num_open = 0
         """Windows that are not closed."""
+        self.is_slow = False
+        """What is under way has not ended before somebody waits for it."""
         self.has_failed = False
         """Whatever is asked of it from now on fails."""
 

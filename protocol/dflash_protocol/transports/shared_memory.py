@@ -13,17 +13,19 @@ import select
 import struct
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from dflash_protocol import ring, ring_native
+from dflash_protocol.device_payload import Crossing, ExpectedSums
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     ProtocolError,
     one_line,
 )
-from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.ids import AnyArray, F64Array, Phase
 from dflash_protocol.payloads import PayloadType, pack_hidden
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_native import FAILURE, NOTHING, OUT_OF_RANGE
@@ -65,10 +67,12 @@ class _Slot:
     """A slot at the parent."""
 
     __slots__ = (
+        "expected",
         "index",
         "is_moved",
         "num_tokens",
         "port",
+        "reading",
         "reply_at",
         "request_at",
         "taken",
@@ -81,6 +85,10 @@ class _Slot:
         """Of the request that it holds."""
         self.is_moved = False
         """That request's rows were moved by a device, and so will the sums be."""
+        self.expected: ExpectedSums | None = None
+        """Memory of the device for these."""
+        self.reading: tuple[int, Crossing] | None = None
+        """Of a reply whose header has come: payload bytes, and its sums on their way."""
         self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
         self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
         self.port = ports.address(index)
@@ -89,12 +97,26 @@ class _Slot:
         ports.words[index, ring_native.TEXT] = self.text.ctypes.data
 
 
+class _Unsent(NamedTuple):
+    """A request whose rows are on their way into its slot: it is published when they are there."""
+
+    slot: _Slot
+    head: tuple[int, ...]
+    deadline_ms: float
+    num_tokens: int
+    rows: Crossing
+    routing: tuple[AnyArray, ...]
+
+
 class SharedClient:
     """Implements transport.ClientTransport over a segment, which it owns from now on.
 
     `lost_fd` becomes readable when the supervisor finds out that the link is lost; `lost_reason`
     then says why. `payload` is what the handshake agreed on; `counters` are added to. More requests
     than there are slots may be in flight: replies that have come are then read to make room.
+
+    Rows that a device moves are on their way when `submit` returns, and the request is published as
+    soon as somebody finds out that they are there: `push`, `look`, or the next call but `forget`.
     """
 
     def __init__(
@@ -130,6 +152,9 @@ class SharedClient:
         self._pending: dict[int, _Slot] = {}
         self._abandoned: dict[int, _Slot] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
+        self._unsent: _Unsent | None = None
+        self._reading: int | None = None
+        """The request whose sums are on their way into the device's memory."""
         self._sequence = 0
         self._entries = poll_entries(segment.client_bell, lost_fd, num_more=1)
         self._ports.words[:, ring_native.ENTRIES] = self._entries.ctypes.data
@@ -148,6 +173,7 @@ class SharedClient:
         DaemonUnavailable if no slot gets free, or none will, since all belong to requests that were
         given up: the link needs a new segment then.
         """
+        self._publish()
         free = self._free
         num_tokens, _ = batch.hidden_shape
         slot = free.pop() if free else self._free_slot(deadline_s)
@@ -178,6 +204,7 @@ class SharedClient:
                 if status < 0:
                     status = self._send_otherwise(head, deadline_ms, batch, status)
         except BaseException:
+            self._unsent = None
             free.append(slot)
             raise
         slot.num_tokens = num_tokens
@@ -209,11 +236,44 @@ class SharedClient:
     def forget(self, sequence: int) -> None:
         self._arrived.pop(sequence, None)
         slot = self._pending.pop(sequence, None)
-        if slot is not None:
+        if slot is None:
+            return
+        slot.expected = slot.reading = None  # the window keeps what it uses
+        if self._reading == sequence:
+            self._reading = None
+        if self._unsent is not None and self._unsent.slot is slot:
+            self._unsent = None  # the other side has never seen it
+            self._free.append(slot)
+        else:
             self._abandoned[sequence] = slot
 
+    def push(self, sequence: int) -> None:
+        """Have a request on its way to the other side, as soon as its rows are in its slot, which
+        is waited for. Raises: DeviceUnavailable."""
+        unsent = self._unsent
+        if unsent is not None and self._pending.get(sequence) is unsent.slot:
+            self._publish()
+
+    def look(self) -> None:
+        """Go on with what devices move, as far as nothing has to be waited for: publish a request
+        whose rows are there, begin to take in sums that have come. Raises: DeviceUnavailable."""
+        if self._unsent is not None and self._unsent.rows.has_ended():
+            self._publish()
+        if self._reading is not None:
+            return
+        for sequence, slot in self._pending.items():
+            if slot.is_moved:
+                status = self._receive_moved(slot.port, sequence, 0, 0, slot.num_tokens)
+                if status == NOTHING:
+                    continue
+                if status < 0:
+                    self._arrived[sequence] = self._failure(sequence, slot, status)
+                else:
+                    self._begin_reading(sequence, slot, status)
+                return
+
     def close(self) -> None:
-        self._window = None
+        self._window = self._unsent = self._reading = None
         self._segment.close()
 
     def _send_otherwise(
@@ -251,13 +311,27 @@ class SharedClient:
         is_legal = num_tokens <= shape.max_tokens and batch.num_pairs <= shape.max_pairs
         if self._window is None or width != shape.hidden_size or not is_legal:
             raise self._over_capacity(batch)
-        arrived = self._window.write_rows(slot.request_at, batch.rows)
+        slot.expected, slot.reading = self._window.expect_sums((num_tokens, width)), None
+        rows = self._window.write_rows(slot.request_at, batch.rows)
         # Grouped, if it is not yet, while the device is at work.
         routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
-        status = self._send_moved(*head, deadline_ms, num_tokens, arrived(), *routing)
-        if status < 0:
-            raise self._over_capacity(batch)
-        return status
+        self._unsent = _Unsent(slot, head, deadline_ms, num_tokens, rows, routing)
+        if rows.has_ended():
+            self._publish()
+        return 0
+
+    def _publish(self) -> None:
+        """Have the other side see what was not published yet, once its rows have arrived."""
+        unsent = self._unsent
+        if unsent is None:
+            return
+        digest = unsent.rows.digest()
+        self._unsent = None
+        status = self._send_moved(
+            *unsent.head, unsent.deadline_ms, unsent.num_tokens, digest, *unsent.routing
+        )
+        assert status >= 0  # its sizes were checked, and its arrays are ours
+        self.bytes_sent += status
 
     def _over_capacity(self, batch: RoutedBatch) -> ProtocolError:
         shape = self._segment.shape
@@ -270,27 +344,53 @@ class SharedClient:
     def _wait_for_moved(self, sequence: int, slot: _Slot, deadline_s: float) -> Reply:
         """As `wait`, of sums that stay on the device."""
         receive, head, num_tokens = self._receive_moved, (slot.port, sequence), slot.num_tokens
-        spin_s = min(self._spin_s, max(deadline_s, 0.0))
-        status = receive(*head, int(spin_s * 1e9), 0, num_tokens)
-        if status == NOTHING:
-            self._before_sleep()
-            status = self._wait_for_reply(receive, head, num_tokens, deadline_s)
-        if status < 0:
-            raise self._failure(sequence, slot, status)
-        return self._read_moved(sequence, slot, status)
+        if slot.reading is None:
+            status = receive(*head, 0, 0, num_tokens)
+            if status == NOTHING:
+                self._publish()
+                spin_s = min(self._spin_s, max(deadline_s, 0.0))
+                status = receive(*head, int(spin_s * 1e9), 0, num_tokens)
+            if status == NOTHING:
+                self._before_sleep()
+                status = self._wait_for_reply(receive, head, num_tokens, deadline_s)
+            if status < 0:
+                raise self._failure(sequence, slot, status)
+            self._begin_reading(sequence, slot, status)
+        self._publish()  # what goes the other way meanwhile, and is there sooner
+        return self._end_reading(sequence, slot)
 
-    def _read_moved(self, sequence: int, slot: _Slot, num_bytes: int) -> Reply:
-        """Have the device read sums whose header was received, and free the slot.
-
-        Raises: ProtocolError if these are not the sums that were sent; DeviceUnavailable.
-        """
+    def _begin_reading(self, sequence: int, slot: _Slot, num_bytes: int) -> None:
+        """Have the device read sums whose header was received. Raises: DeviceUnavailable."""
+        if self._reading is not None:  # there is one digest at a time
+            self._keep_read(self._reading, self._pending[self._reading])
         assert self._window is not None
-        sums, digest = self._window.read_sums(slot.reply_at, (slot.num_tokens, self._hidden_size))
+        assert slot.expected is not None
+        slot.reading = num_bytes, self._window.read_sums(slot.reply_at, slot.expected)
+        self._reading = sequence
+
+    def _end_reading(self, sequence: int, slot: _Slot) -> Reply:
+        """Wait for these sums, and free the slot.
+
+        Raises: ProtocolError if they are not the sums that were sent; DeviceUnavailable.
+        """
+        assert slot.reading is not None
+        num_bytes, crossing = slot.reading
+        digest = crossing.digest()
+        self._reading = slot.reading = None
+        expected, slot.expected = slot.expected, None
         if digest != header_word(slot.taken, ring.DIGEST):
             raise self._failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
-        reply = DeviceReply(sums, 0.0)
+        assert expected is not None
+        reply = DeviceReply(expected.sums, 0.0)
         self._complete(sequence, slot, num_bytes, reply)
         return reply
+
+    def _keep_read(self, sequence: int, slot: _Slot) -> None:
+        """The same, of sums that are kept for their wait."""
+        try:
+            self._arrived[sequence] = self._end_reading(sequence, slot)
+        except ProtocolError as error:
+            self._arrived[sequence] = error
 
     def _take_arrived(self, sequence: int) -> Reply:
         outcome = self._arrived.pop(sequence, None)
@@ -353,6 +453,9 @@ class SharedClient:
         """Free the slot if its reply has come or comes meanwhile, which is kept for its wait."""
         head = (slot.port, sequence, 0, wait_ns)
         sums = np.empty((0 if slot.is_moved else slot.num_tokens, self._hidden_size))
+        if slot.reading is not None:
+            self._keep_read(sequence, slot)
+            return
         if slot.is_moved:
             status = self._receive_moved(*head, slot.num_tokens)
         else:
@@ -362,10 +465,8 @@ class SharedClient:
         if status < 0:
             self._arrived[sequence] = self._failure(sequence, slot, status)
         elif slot.is_moved:
-            try:
-                self._arrived[sequence] = self._read_moved(sequence, slot, status)
-            except ProtocolError as error:
-                self._arrived[sequence] = error
+            self._begin_reading(sequence, slot, status)
+            self._keep_read(sequence, slot)
         else:
             reply = self._arrived[sequence] = Reply(sums, 0.0)
             self._complete(sequence, slot, status, reply)

@@ -77,6 +77,10 @@ class Chunking:
     """A position has the same bits in whatever chunk of at least so many tokens it is computed;
     None: they depend on the chunk."""
 
+    halved_from: int | None = None
+    """A chunk of at least so many tokens, while others compute experts of it, goes through the
+    layers as two halves, one behind the other; None: never."""
+
     @property
     def smallest(self) -> int:
         """No chunk of a longer prompt should have fewer tokens."""
@@ -300,6 +304,9 @@ class ComputeBackend(Protocol):
 
     def to_host(self, rows: AnyArray) -> F32Array:
         """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
+
+    def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
+        """Rows that Ops gave, one after the other. Shapes: parts [T, columns]; result alike."""
 
     def moe(
         self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None

@@ -5,8 +5,9 @@ Knows nothing of how they compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import psutil
 
 from dflash_adapters.gguf_file import GgufFile
@@ -45,6 +46,9 @@ class HostBackend:
 
     def to_host(self, rows: AnyArray) -> F32Array:
         return rows
+
+    def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
+        return np.concatenate(parts)
 
     def moe(
         self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None

@@ -19,6 +19,7 @@ from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import MailRoute, RecordedStep
 from dflash_runtime.engine.arguments import chunk_bounds
+from dflash_runtime.engine.halves import Turns
 from dflash_runtime.engine.kept_states import KeptStates
 from dflash_runtime.engine.prefix import CachedPrefix
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -62,6 +63,7 @@ class Steps:
         self._prefix = CachedPrefix(num_positions, invariant_from=self._chunking.invariant_from)
         self._kept = KeptStates(cache)
         self._moes: dict[Phase, MoeBlock[AnyArray]] = {}
+        self._turns = Turns(runtime)
         self._recorded = backend.recorded_step(model, cache, local_banks, elsewhere=runtime)
         layers = model.spec.moe.layers
         self._num_moe_layers = len(layers)
@@ -195,7 +197,7 @@ class Steps:
         self._kept.take_up(first_position)
         if self._is_cancelled is not None:
             moe = self._cancellable(moe)
-        hidden = self._model.forward(token_ids, positions, self._cache, moe)
+        hidden = self._through_layers(token_ids, positions, moe)
         self._prefix.add(first_position, token_ids)
         return hidden
 
@@ -233,6 +235,26 @@ class Steps:
             num_layers=self._num_moe_layers,
         )
 
+    def _through_layers(
+        self, token_ids: I32Array, positions: I32Array, moe: MoeBlock[AnyArray]
+    ) -> AnyArray:
+        """A chunk at once, or as two halves that others compute experts of in turn.
+
+        Shapes: token_ids, positions [T]; result [T, H].
+        """
+        halved_from = self._chunking.halved_from
+        if halved_from is None or token_ids.size < halved_from or not self._runtime.asks_daemons:
+            return self._model.forward(token_ids, positions, self._cache, moe)
+        of_half = self._turns.passing(moe)
+
+        def half(part: slice) -> AnyArray:
+            return self._model.forward(token_ids[part], positions[part], self._cache, of_half)
+
+        middle = -(-token_ids.size // 2)
+        return self._backend.joined(
+            self._turns.run(partial(half, slice(middle)), partial(half, slice(middle, None)))
+        )
+
     def _require_current(self, run: int) -> None:
         if run != self._num_runs:
             raise SettingsError(
@@ -245,7 +267,8 @@ class Steps:
         """The model's routed experts, on this device and elsewhere."""
         moe = self._moes.get(phase)
         if moe is None:
-            moe = self._backend.moe(self._local_banks, phase, self._runtime)
+            others = self._turns if phase is Phase.PREFILL else self._runtime
+            moe = self._backend.moe(self._local_banks, phase, others)
             if moe is None:
                 moe = partial(self._runtime.compute, phase=phase)
             self._moes[phase] = moe

@@ -132,6 +132,12 @@ class ExpertCompute(Protocol):
         Raises: DaemonUnavailable if the owner was lost or late; `out` is then unchanged.
         """
 
+    def push(self, ticket: Ticket) -> None:
+        """Have all of it on its way that can be, before anybody waits for other owners."""
+
+    def look(self) -> None:
+        """Go on with whatever has been submitted, as far as nothing has to be waited for."""
+
     def abandon(self, ticket: Ticket) -> None:
         """Nobody will collect this ticket: forget it."""
 
@@ -166,6 +172,12 @@ class LocalExpertCompute:
             counted.requests += 1
             counted.tokens += batch.num_tokens
             counted.pairs += batch.num_pairs
+
+    def push(self, ticket: Ticket) -> None:
+        """There is no way to go."""
+
+    def look(self) -> None:
+        """Nothing was begun; nor is there anything to abandon."""
 
     def abandon(self, ticket: Ticket) -> None:
         """Nothing was begun."""

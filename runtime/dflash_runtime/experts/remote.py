@@ -35,6 +35,7 @@ from dflash_protocol.routed_batch import (
     tail_tokens,
 )
 from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
+from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
@@ -91,7 +92,8 @@ class _RemoteTicket(Ticket):
 
 
 class RemoteExpertCompute:
-    """Implements compute.ExpertCompute over a DaemonLink. Used by one thread: the data thread."""
+    """Implements compute.ExpertCompute over a DaemonLink. Used by the data thread, or by several
+    that take turns."""
 
     def __init__(
         self,
@@ -135,6 +137,8 @@ class RemoteExpertCompute:
         self._num_doublings = 0
         self._is_troubled = False
         """Whether the breaker is to be asked and told: not until a request fails."""
+        self._num_bytes_counted = 0
+        """Of those that the client has sent."""
         self._counters = TransportCounters()
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
 
@@ -195,10 +199,10 @@ class RemoteExpertCompute:
         assert isinstance(ticket, _RemoteTicket)
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
-            error_of_session = DaemonUnavailable(self._link.lost_reason())
+            reason = self._link.lost_reason()
             if ticket is self._probe:
-                self._note_failure(error_of_session, cost_s=0.0, is_probe=True)
-            raise error_of_session
+                self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
+            raise DaemonUnavailable(reason)
         replies: list[tuple[_Sent, Sums]] = []
         collecting_s = time.perf_counter()
         try:
@@ -231,6 +235,17 @@ class RemoteExpertCompute:
                 elapsed_s=ended_s - ticket.started_s,
                 num_pairs=ticket.batch.num_pairs,
             )
+
+    def push(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _RemoteTicket)
+        client = self._client
+        if isinstance(client, SharedClient) and self._client_generation == ticket.generation:
+            for sent in ticket.in_flight:
+                client.push(sent.sequence)
+
+    def look(self) -> None:
+        if isinstance(self._client, SharedClient):
+            self._client.look()
 
     def abandon(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _RemoteTicket)
@@ -353,14 +368,14 @@ class RemoteExpertCompute:
         deadline_s = min(deadline_s, _LONGEST_DEADLINE_S)
         counters, counted = self._counters, ticket.counted
         # Who sends may have to take replies in, to make room.
-        sent_before, received_before = client.bytes_sent, client.bytes_received
+        received_before = client.bytes_received
         send_before_s, receive_before_s = counters.send_s, counters.receive_s
         sent_s = time.monotonic()
         sequence = client.submit(ticket.layer_id, piece, deadline_s=deadline_s)
         send_s = counters.send_s - send_before_s
         receive_s = counters.receive_s - receive_before_s
         counted.requests += 1
-        counted.bytes_sent += client.bytes_sent - sent_before
+        self._count_sent(client, counted)
         counted.bytes_received += client.bytes_received - received_before
         counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
         counted.send_s += send_s
@@ -386,6 +401,7 @@ class RemoteExpertCompute:
         finally:
             ended_s = time.monotonic()
             receive_s = self._counters.receive_s - receive_before_s
+            self._count_sent(client, counted)  # what was sent when its rows were there
             counted.bytes_received += client.bytes_received - bytes_before
             counted.receive_s += receive_s
             counted.wait_s += max(0.0, ended_s - started_s - receive_s)
@@ -401,6 +417,10 @@ class RemoteExpertCompute:
             measured = compute_s / sent.num_pairs
             self._measured_s_per_pair[phase] = known + _RATE_WEIGHT * (measured - known)
         return reply.placed
+
+    def _count_sent(self, client: ClientTransport, counted: PhaseStats) -> None:
+        counted.bytes_sent += client.bytes_sent - self._num_bytes_counted
+        self._num_bytes_counted = client.bytes_sent
 
     def _failed(
         self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
@@ -476,7 +496,7 @@ class RemoteExpertCompute:
             self._stats.transport = path.transport
             self._client_generation = session.generation
             self._version = session.welcome.version
-            self._pairs_in_flight = 0
+            self._pairs_in_flight = self._num_bytes_counted = 0
             self._warm_up_s_per_pair = 1.0 / session.welcome.pairs_per_second
         return self._client
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ class MoeExpertComputeRuntime:
     `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
     None when all experts are local, or when daemons are required. The experts that `device_owner`,
     an index, answers for are computed by a device's own MoE block: its pairs are counted here and
-    left out otherwise. Used by one thread.
+    left out otherwise. Used by one thread at a time.
     Owns: owners and fallback.
     """
 
@@ -95,6 +95,11 @@ class MoeExpertComputeRuntime:
         sums = self.finish(started)
         assert isinstance(sums, np.ndarray)  # as the rows were
         return sums.astype(np.float32)
+
+    @property
+    def asks_daemons(self) -> bool:
+        """Whether some experts are computed by other processes, or would be if they were there."""
+        return any(self._is_daemon)
 
     def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
         """As OtherExperts.experts_here."""
@@ -178,13 +183,10 @@ class MoeExpertComputeRuntime:
         """
         num_tokens, num_used = topk_ids.shape
         global_expert_ids = topk_ids.reshape(-1)
-        if num_tokens == 1:
-            token_indices = _first_token(num_used)
-        else:
-            token_indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
+        token_indices = _tokens_of_pairs(num_tokens, num_used)
         pairs = Pairs(token_indices, global_expert_ids, topk_weights.reshape(-1))
         if self._device_owner is not None:
-            pairs = self._without_device(layer_id, pairs, phase)
+            pairs = self._without_device(layer_id, pairs, phase, num_used=num_used)
         started = StartedLayer(layer_id, hidden, phase)
         if pairs.num_pairs:
             self._submit(started, pairs)
@@ -212,6 +214,11 @@ class MoeExpertComputeRuntime:
             self._submit(started, concatenated(list(orphans.values())))
         self.hits.layers_hot_only += started.is_hot_only
         return sums
+
+    def look(self) -> None:
+        """Owners go on with what they were asked for, as far as nobody has to wait."""
+        for owner in self._owners:
+            owner.look()
 
     def abandon(self, started: StartedLayer) -> None:
         """As OtherExperts.abandon."""
@@ -253,18 +260,20 @@ class MoeExpertComputeRuntime:
             is_homeless = (routing.owner_index[pairs.global_expert_ids] < 0).any()
             stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
-    def _without_device(self, layer_id: int, pairs: Pairs, phase: Phase) -> Pairs:
-        """What is left when the device has taken its pairs, which are counted as its owner's."""
-        owner_of_pair = self._placement.routing[layer_id].owner_index[pairs.global_expert_ids]
-        others = owner_of_pair != self._device_owner
-        num_others = int(others.sum())
-        if num_others < pairs.num_pairs:
-            tokens = pairs.token_indices[np.flatnonzero(~others)]  # in order, as they all are
-            num_tokens = 1 + int(np.count_nonzero(tokens[1:] != tokens[:-1]))
-            self._count_on_device(
-                phase, num_tokens=num_tokens, num_pairs=pairs.num_pairs - num_others
-            )
-        return pairs.where(others)
+    def _without_device(self, layer_id: int, pairs: Pairs, phase: Phase, *, num_used: int) -> Pairs:
+        """What is left when the device has taken its pairs, which are counted as its owner's.
+
+        `pairs` are all, those of a token one after the other.
+        """
+        is_others = self._placement.routing[layer_id].owner_index != self._device_owner
+        others = pairs.where(is_others[pairs.global_expert_ids])
+        num_here = pairs.num_pairs - others.num_pairs
+        if num_here:
+            num_tokens = pairs.num_pairs // num_used
+            of_token = np.bincount(others.token_indices, minlength=num_tokens)
+            num_tokens -= int(np.count_nonzero(of_token == num_used))
+            self._count_on_device(phase, num_tokens=num_tokens, num_pairs=num_here)
+        return others
 
     def _count_on_device(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_requests: int = 1
@@ -319,6 +328,9 @@ class MoeExpertComputeRuntime:
         """Add what was submitted to `sums`; pairs of owners that are lost by now are orphans."""
         in_flight = started.in_flight
         try:
+            if len(in_flight) > 1:
+                for entry in in_flight:
+                    entry.owner.push(entry.ticket)
             while in_flight:
                 entry = in_flight[-1]
                 try:
@@ -343,9 +355,9 @@ class MoeExpertComputeRuntime:
         started.is_hot_only = False
 
 
-@cache
-def _first_token(num_pairs: int) -> I32Array:
-    """The token of each pair, where there is only one. Shapes: result [P], not to be written to."""
-    indices = np.zeros(num_pairs, np.int32)
+@lru_cache(maxsize=8)
+def _tokens_of_pairs(num_tokens: int, num_used: int) -> I32Array:
+    """The token of each pair. Shapes: result [T * K], not to be written to."""
+    indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
     indices.flags.writeable = False
     return indices

@@ -64,9 +64,9 @@ class Moves:
             self.rows += rows.shape[0]
             return write_rows(window, offset, rows)
 
-        def read(window: SegmentWindow, offset: int, shape: tuple[int, int]) -> Any:
-            self.sums += shape[0]
-            return read_sums(window, offset, shape)
+        def read(window: SegmentWindow, offset: int, expected: Any) -> Any:
+            self.sums += expected.sums.shape[0]
+            return read_sums(window, offset, expected)
 
         monkeypatch.setattr(SegmentWindow, "write_rows", written)
         monkeypatch.setattr(SegmentWindow, "read_sums", read)
@@ -143,22 +143,19 @@ def test_whatever_happens_to_a_chunk_it_is_computed(
         address_of[window] = address
 
     def written(window: SegmentWindow, offset: int, rows: Any) -> Any:
-        arrived = write_rows(window, offset, rows)
+        crossing = write_rows(window, offset, rows)
+        if faults[:1] == ["rows"]:
+            faults.pop(0)
+            crossing.digest()
+            damaged(address_of[window], offset + 5)
+            # The same digest, of what is damaged by now.
+        return crossing
 
-        def damaging() -> int:
-            digest = arrived()
-            if faults[:1] == ["rows"]:
-                faults.pop(0)
-                damaged(address_of[window], offset + 5)
-            return digest
-
-        return damaging
-
-    def read(window: SegmentWindow, offset: int, shape: tuple[int, int]) -> Any:
+    def read(window: SegmentWindow, offset: int, expected: Any) -> Any:
         if faults[:1] == ["sums"]:
             faults.pop(0)
             damaged(address_of[window], offset + 8 * TINY.hidden_size - 1)
-        return read_sums(window, offset, shape)
+        return read_sums(window, offset, expected)
 
     def sent(client: SharedClient, *args: Any) -> int:
         status = send_moved(client, *args)

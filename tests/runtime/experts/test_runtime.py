@@ -64,6 +64,7 @@ class FakeCompute:
         self.name = name
         self.fails = fails
         self.log = log
+        self.num_pushed = 0
         self.batches: list[RoutedBatch] = []
         self._bank = ScalingBank(SPEC.layers[0], owned.by_layer[LAYER_ID].tolist())
 
@@ -85,6 +86,12 @@ class FakeCompute:
             raise DeadlineExceeded(f"daemon {self.name}: no reply within 250 ms")
         self._bank.accumulate(ticket.batch, out)
         self.stats.requests += 1
+
+    def push(self, ticket: Ticket) -> None:
+        self.num_pushed += 1
+
+    def look(self) -> None:
+        self.log.append(f"look {self.name}")
 
     def abandon(self, ticket: Ticket) -> None:
         self.log.append(f"abandon {self.name}")

@@ -208,6 +208,55 @@ class EmulatedHostMapping:
         self._device.drop_range(self.device_address)
 
 
+class EmulatedMark:
+    """A place in the order of launches, all of which have run at once."""
+
+
+class EmulatedSideStream:
+    """Implements SideStream: everything runs at the latest moment, when somebody waits for it, so
+    that whoever does not wait finds nothing, and whoever gives memory back before is found out."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._waiting: list[Callable[[], None]] = []
+        self._was_asked = False
+        self.num_runs = 0
+        """Of what ran here."""
+
+    def wait_for(self, mark: Any) -> None:
+        """As SideStream.wait_for."""
+        assert isinstance(mark, EmulatedMark)
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """As SideStream.write."""
+        assert source.flags.c_contiguous
+        place, origin, num_bytes = address(destination), int(source.ctypes.data), source.nbytes
+        assert destination.nbytes == num_bytes
+        # By address: that both are kept is the caller's business.
+        self._waiting.append(lambda: self._device.write_at(place, origin, num_bytes))
+
+    def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
+        """As SideStream.launch."""
+        run = self._device.prepared(kernel, grid, block, args, overlaps_previous=False)
+        self._waiting.append(run)
+
+    def is_empty(self) -> bool:
+        """As SideStream.is_empty: not when it is asked first, and then it is."""
+        has_been_asked, self._was_asked = self._was_asked, True
+        if self._waiting and has_been_asked:
+            self.synchronize(1.0)
+        return not self._waiting
+
+    def synchronize(self, deadline_s: float) -> None:
+        """As SideStream.synchronize. Raises: KernelFailure."""
+        assert deadline_s > 0
+        self._was_asked = False
+        waiting, self._waiting = self._waiting, []
+        for run in waiting:
+            run()
+            self.num_runs += 1
+
+
 class EmulatedDevice:
     """Implements KernelDevice."""
 
@@ -234,6 +283,7 @@ class EmulatedDevice:
         self._range_bytes: dict[int, int] = {}
         self._ranges: ctypes.Array[_Range] | None = None
         self._recorded: list[Callable[[], None]] | None = None
+        self._sides: dict[str, EmulatedSideStream] = {}
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
         """As KernelDevice.empty; every byte is 0xFF, a NaN in most types."""
@@ -302,6 +352,30 @@ class EmulatedDevice:
         overlaps_previous: bool = True,
     ) -> None:
         """As KernelDevice.launch. Raises: KernelFailure."""
+        run = self.prepared(
+            kernel,
+            grid,
+            block,
+            args,
+            shared_bytes=shared_bytes,
+            overlaps_previous=overlaps_previous,
+        )
+        if self._recorded is not None:
+            self._recorded.append(run)
+        else:
+            run()
+
+    def prepared(
+        self,
+        kernel: Any,
+        grid: Grid,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        shared_bytes: int = 0,
+        overlaps_previous: bool,
+    ) -> Callable[[], None]:
+        """A launch that is still to be run, with a copy of `args`."""
         assert isinstance(kernel, EmulatedKernel)
         assert isinstance(args, kernel.args), f"{kernel.name} takes {kernel.args.__name__}"
         copy = type(args).from_buffer_copy(args)
@@ -325,10 +399,13 @@ class EmulatedDevice:
             self.num_launches += 1
             self.check_guards(kernel.name)
 
-        if self._recorded is not None:
-            self._recorded.append(run)
-        else:
-            run()
+        return run
+
+    def write_at(self, place: int, origin: int, num_bytes: int) -> None:
+        """Copy to an array that must still be there."""
+        if not any(begin <= place < begin + size for begin, size in self._range_bytes.items()):
+            raise KernelFailure("something is written into an array that is not there any more")
+        ctypes.memmove(place, origin, num_bytes)
 
     def capture(self, record: Callable[[], None]) -> EmulatedGraph:
         """As KernelDevice.capture."""
@@ -366,7 +443,16 @@ class EmulatedDevice:
         """Of all arrays that there are."""
         return sum(self._range_bytes[begin] for begin in self._buffers)
 
-    def synchronize(self) -> None:
+    def mark(self) -> EmulatedMark:
+        """As KernelDevice.mark."""
+        self._must_not_record("mark")
+        return EmulatedMark()
+
+    def side_stream(self, name: str) -> EmulatedSideStream:
+        """As KernelDevice.side_stream."""
+        return self._sides.setdefault(name, EmulatedSideStream(self))
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
         """As KernelDevice.synchronize; everything has ended already."""
         self._must_not_record("synchronise")
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 // What a test can set, in the order of fake_driver.py.
-enum Setting { NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, NUM };
+enum Setting { NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, NUM };
 static int64_t settings[NUM];
 static char notes[1 << 16];
 static char failing_name[64];
@@ -14,7 +14,7 @@ static int failing_status;
 static uintptr_t num_handles;
 
 void fake_reset(void) {
-    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040};
+    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0};
     memcpy(settings, usual, sizeof usual);
     notes[0] = failing_name[0] = 0;
     num_handles = 0;
@@ -156,6 +156,23 @@ int cuStreamCreate(void **stream, unsigned flags) {
 }
 int cuStreamDestroy_v2(void *stream) { return note("destroy_stream %zu", (size_t)stream); }
 int cuStreamSynchronize(void *stream) { return note("synchronize_stream %zu", (size_t)stream); }
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+    return handle(stream, note("create_stream_of_priority %u %d", flags, priority));
+}
+int cuStreamQuery(void *stream) {
+    int status = note("query_stream %zu", (size_t)stream);
+    return !status && settings[BUSY] && settings[BUSY]-- ? 600 : status;
+}
+int cuEventCreate(void **event, unsigned flags) {
+    return handle(event, note("create_event %u", flags));
+}
+int cuEventDestroy_v2(void *event) { return note("destroy_event %zu", (size_t)event); }
+int cuEventRecord(void *event, void *stream) {
+    return note("record_event %zu in %zu", (size_t)event, (size_t)stream);
+}
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+    return note("wait_for_event %zu in %zu flags %u", (size_t)event, (size_t)stream, flags);
+}
 int cuStreamBeginCapture_v2(void *stream, int mode) {
     return note("begin_capture %zu mode %d", (size_t)stream, mode);
 }
@@ -224,6 +241,12 @@ SAME(hipModuleLaunchKernel, cuLaunchKernel)
 SAME(hipStreamCreateWithFlags, cuStreamCreate)
 SAME(hipStreamDestroy, cuStreamDestroy_v2)
 SAME(hipStreamSynchronize, cuStreamSynchronize)
+SAME(hipStreamCreateWithPriority, cuStreamCreateWithPriority)
+SAME(hipStreamQuery, cuStreamQuery)
+SAME(hipEventCreateWithFlags, cuEventCreate)
+SAME(hipEventDestroy, cuEventDestroy_v2)
+SAME(hipEventRecord, cuEventRecord)
+SAME(hipStreamWaitEvent, cuStreamWaitEvent)
 SAME(hipStreamBeginCapture, cuStreamBeginCapture_v2)
 SAME(hipStreamEndCapture, cuStreamEndCapture)
 SAME(hipGraphInstantiateWithFlags, cuGraphInstantiateWithFlags)

@@ -31,6 +31,8 @@ class Setting(IntEnum):
     MINOR = 5
     PARAMETER_BYTES = 6
     VERSION = 7
+    BUSY = 8
+    """So many answers of a stream say that it is not empty."""
 
 
 class FakeDriver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash_adapters.gguf_file import GgufFile
@@ -44,6 +44,10 @@ from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 MAX_CHUNK = 4096
 """Tokens of a chunk of a prompt: the more, the less often matrices are made halves of."""
 
+HALVED_FROM = 1536
+"""Tokens of a chunk that goes through the layers as two halves while others compute experts: fewer
+take longer to launch, and to make halves of matrices for twice, than they would stand still."""
+
 _SCRATCH_BYTES = 1 << 30
 """For matrices as halves: all experts of a layer of a 30B model at once."""
 
@@ -70,6 +74,7 @@ class CupyBackend:
         *,
         max_chunk: int = MAX_CHUNK,
         scratch_bytes: int = _SCRATCH_BYTES,
+        halved_from: int = HALVED_FROM,
         memory: Callable[[], DeviceMemory] | None = None,
     ) -> None:
         """`memory` says what is free; nothing is checked beforehand without it, unless the device
@@ -85,7 +90,12 @@ class CupyBackend:
         self.device: KernelDevice = device
         self.numeric_class = f"cupy-{KERNEL_VERSION}/{device.capabilities.architecture}"
         # Fewer tokens than that are a step's kernels' work, which have other bits.
-        self.chunking = Chunking(max_chunk, max_chunk, invariant_from=MOST_TOKENS + 1)
+        self.chunking = Chunking(
+            max_chunk,
+            max_chunk,
+            invariant_from=MOST_TOKENS + 1,
+            halved_from=max(halved_from, 2 * (MOST_TOKENS + 1)),
+        )
         self.trial_batches = (
             *((Phase.DECODE, size) for size in STEP_SIZES),
             (Phase.PREFILL, max_chunk),
@@ -173,6 +183,10 @@ class CupyBackend:
     def to_host(self, rows: Any) -> F32Array:
         """As backend.ComputeBackend.to_host."""
         return self.ops.to_host(rows)
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """As backend.ComputeBackend.joined."""
+        return self.ops.joined(parts)
 
     def moe(
         self,

@@ -137,8 +137,8 @@ class Chunks:
         Shapes: result [T, H] float64. Raises: SettingsError if there is no room for it.
         """
         groups = self._groups_of(resident)
-        groups.load(batch)  # which waits for the device, and so comes before the rows
         hidden = Rows(self._payload.array_of(batch.rows))
+        groups.load(batch)  # put together while rows are on their way
         out = self._device.empty(batch.hidden_shape, np.float64)
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
         return out
@@ -168,6 +168,12 @@ class Chunks:
             known.wants_floats = True
             known.prepared_of = None
         return Rows(self.prepare(x).floats)
+
+    def copy_of_normed(self, x: Normed) -> Rows:
+        """The same rows, for as long as somebody has them."""
+        copy = self.rows(x.num_tokens, x.rows.columns)
+        self._device.copy(copy.array, self.normed_rows(x).array)
+        return copy
 
     def prepare(self, x: Normed | Rows) -> PreparedRows:
         """Rows as products read them; those of the last value are there already."""

@@ -38,6 +38,7 @@ from dflash_runtime.compute.cupy.driver import Driver, open_driver
 from dflash_runtime.compute.cupy.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
 from dflash_runtime.compute.cupy.rtc import KernelCompiler, runtime_compiler
+from dflash_runtime.compute.cupy.side_stream import CupyMark, CupySideStream, Events
 
 _LOG = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ class CupyDevice:
         driver.use(device.index)
         self.stream = driver.create_stream()
         """The driver's handle of the stream that everything runs on."""
+        self._sides: dict[str, CupySideStream] = {}
+        self._events = Events(driver)
         # A block is taken again as soon as nothing refers to it. That is safe because all that uses
         # it runs in the order of our one stream.
         self._pool = self._cupy.cuda.MemoryPool()
@@ -215,7 +218,9 @@ class CupyDevice:
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """As KernelDevice.empty."""
         sizes = (shape,) if isinstance(shape, int) else shape
-        self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
+        if self._is_recording:  # naming what is wanted takes longer than having it
+            self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
+        self.use()
         num_bytes = prod(sizes) * np.dtype(dtype).itemsize
         try:
             with self._cupy.cuda.Device(self._index):
@@ -317,8 +322,9 @@ class CupyDevice:
         *,
         shared_bytes: int = 0,
         overlaps_previous: bool = True,
+        stream: int | None = None,
     ) -> None:
-        """As KernelDevice.launch."""
+        """As KernelDevice.launch; in a side stream, if that is given."""
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
@@ -331,7 +337,7 @@ class CupyDevice:
             block,
             args=args,
             shared_bytes=shared_bytes,
-            stream=self.stream,
+            stream=self.stream if stream is None else stream,
             overlaps_previous=overlaps_previous and self.capabilities.dependent_launch,
         )
 
@@ -371,10 +377,27 @@ class CupyDevice:
         with self._cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
 
-    def synchronize(self) -> None:
+    def mark(self) -> CupyMark:
+        """As KernelDevice.mark."""
+        self._begin("mark")
+        return self._events.record(self.stream)
+
+    def side_stream(self, name: str) -> CupySideStream:
+        """As KernelDevice.side_stream."""
+        side = self._sides.get(name)
+        if side is None:
+            self._begin("make a stream")
+            side = self._sides[name] = CupySideStream(self, self._driver)
+        return side
+
+    def use(self) -> None:
+        """Calls of this thread mean this device from now on."""
+        self._driver.use(self._index)
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
         """As KernelDevice.synchronize."""
         self._begin("synchronise")
-        self._driver.synchronize_stream(self.stream)
+        self._driver.synchronize_stream(self.stream, deadline_s)
 
     def close(self) -> None:
         """Give back every byte of whatever no array refers to any more. Twice does nothing.
@@ -386,7 +409,10 @@ class CupyDevice:
         self._is_closed = True
         with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
             self._driver.use(self._index)
+            for side in self._sides.values():
+                side.close()
             self._driver.synchronize_stream(self.stream)
+            self._events.close()
             for module in self._modules.values():
                 self._driver.unload_module(module.handle)
             with self._cupy.cuda.Device(self._index):

@@ -103,6 +103,37 @@ class HostMapping(Protocol):
         """Unmap it; nothing that uses it may still run."""
 
 
+class Mark(Protocol):
+    """A place in the order of a device's launches: when all before it has ended."""
+
+
+class SideStream(Protocol):
+    """Another order of launches on a device, beside that of all else: for copies.
+
+    Memory that is used here must be kept by the caller until `synchronize` has returned: that of
+    the device is otherwise given to whoever comes next in the device's own order.
+    """
+
+    def wait_for(self, mark: Mark) -> None:
+        """What comes here from now on begins after that."""
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """Copy from the host into a contiguous array of the same bytes; `source`, without gaps, is
+        kept and left as it is until `synchronize` has returned."""
+
+    def launch(self, kernel: Kernel, grid: Grid, block: int, args: ctypes.Structure) -> None:
+        """Start a kernel after all that came here before it has ended."""
+
+    def is_empty(self) -> bool:
+        """Whether everything here has ended. Raises: what a kernel did wrong."""
+
+    def synchronize(self, deadline_s: float) -> None:
+        """Wait until everything here has ended.
+
+        Raises: what a kernel did wrong; DeviceUnavailable if it takes longer.
+        """
+
+
 class KernelDevice(Protocol):
     """One device and the stream that everything of ours runs on, in order.
 
@@ -196,8 +227,17 @@ class KernelDevice(Protocol):
     def trim(self) -> None:
         """Give memory that no array refers to any more back to the driver, for others to take."""
 
-    def synchronize(self) -> None:
-        """Wait until everything has ended. Raises what a kernel did wrong."""
+    def mark(self) -> Mark:
+        """After all that was launched until now, but for what is in side streams."""
+
+    def side_stream(self, name: str) -> SideStream:
+        """The one of that name; it is the device's, and made when somebody asks first."""
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        """Wait until everything has ended, but for what is in side streams.
+
+        Raises: what a kernel did wrong; DeviceUnavailable if it takes longer than `deadline_s`.
+        """
 
 
 def address(array: DeviceArray, offset_bytes: int = 0) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 from collections.abc import Callable
 from ctypes import byref
 from functools import cache
@@ -18,11 +19,13 @@ from dflash_runtime.compute.cupy.capabilities import Vendor
 from dflash_runtime.compute.cupy.driver_table import (
     CAPTURE_OF_THIS_THREAD,
     COPY_BY_ADDRESSES,
+    EVENT_WITHOUT_TIME,
     FUNCTIONS,
     HIP_ATTRIBUTES,
     LIBRARIES,
     MAPPED_FOR_ALL_CONTEXTS,
     NON_BLOCKING_STREAM,
+    NOT_READY,
     OVERLAPS_PREVIOUS,
     WITH_PEER_ACCESS,
     DeviceAttribute,
@@ -38,6 +41,8 @@ _PROPERTIES_BYTES = 8192
 """More than hipDeviceProp_t has in any version."""
 _ARCHITECTURE = re.compile(rb"(gfx[0-9a-f]+(?::[a-z]+[+-])*)\0")
 _OUT_OF_MEMORY = 2  # of both
+_LOOK_S, _PAUSE_S = 0.05, 1e-4
+"""Who waits with a deadline asks again and again for so long, and then with pauses."""
 
 
 class Driver:
@@ -198,17 +203,52 @@ class Driver:
 
     # Streams and graphs
 
-    def create_stream(self) -> int:
-        """One that waits for no other."""
+    def create_stream(self, *, priority: int = 0) -> int:
+        """One that waits for no other. Below 0: its kernels' blocks go before those of others."""
+        if priority:
+            return self._handle("create_stream_of_priority", NON_BLOCKING_STREAM, priority)
         return self._handle("create_stream", NON_BLOCKING_STREAM)
 
     def destroy_stream(self, stream: int) -> None:
         """What is in it still ends."""
         self._call("destroy_stream", stream)
 
-    def synchronize_stream(self, stream: int) -> None:
-        """Wait until it is empty. Raises what a kernel in it did wrong."""
-        self._call("synchronize_stream", stream)
+    def synchronize_stream(self, stream: int, deadline_s: float | None = None) -> None:
+        """Wait until it is empty. Raises what a kernel in it did wrong; DeviceUnavailable if it is
+        not empty within `deadline_s`."""
+        if deadline_s is None:
+            self._call("synchronize_stream", stream)
+            return
+        started_s = time.monotonic()
+        while not self.is_empty(stream):
+            waited_s = time.monotonic() - started_s
+            if waited_s > deadline_s:
+                raise DeviceUnavailable(f"a copy has not ended within {deadline_s:g} s")
+            if waited_s > _LOOK_S:
+                time.sleep(_PAUSE_S)
+
+    def is_empty(self, stream: int) -> bool:
+        """Whether everything in a stream has ended. Raises what a kernel in it did wrong."""
+        status = self._functions["query_stream"](stream)
+        if status != NOT_READY:
+            self._check("query_stream", status)
+        return bool(status != NOT_READY)
+
+    def create_event(self) -> int:
+        """A place in the order of a stream, once it is recorded."""
+        return self._handle("create_event", EVENT_WITHOUT_TIME)
+
+    def destroy_event(self, event: int) -> None:
+        """Whoever waits for it still does."""
+        self._call("destroy_event", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        """It is when all that is in the stream now has ended."""
+        self._call("record_event", event, stream)
+
+    def wait_for_event(self, stream: int, event: int) -> None:
+        """What comes into the stream from now on begins after what was recorded last."""
+        self._call("wait_for_event", stream, event, 0)
 
     def capture(self, stream: int, record: Callable[[], None]) -> int:
         """What `record` puts into the stream as a graph that can be launched.
@@ -308,7 +348,9 @@ class Driver:
     def _call(self, name: str, *args: Any) -> None:
         if name not in self._functions:
             raise DeviceUnavailable(f"the {self.vendor} driver has no {self._symbol(name)}")
-        status = self._functions[name](*args)
+        self._check(name, self._functions[name](*args))
+
+    def _check(self, name: str, status: int) -> None:
         if status == _OUT_OF_MEMORY and name != "memory_info":
             free_bytes, total_bytes = self.memory_info()
             raise DeviceOutOfMemory(

@@ -120,6 +120,17 @@ FUNCTIONS = {
     "synchronize_stream": DriverFunction(
         "cuStreamSynchronize", "hipStreamSynchronize", (c_void_p,)
     ),
+    # Lower numbers go first; those beyond what a device knows are taken for the nearest.
+    "create_stream_of_priority": DriverFunction(
+        "cuStreamCreateWithPriority", "hipStreamCreateWithPriority", (_OUT, c_uint, c_int)
+    ),
+    "query_stream": DriverFunction("cuStreamQuery", "hipStreamQuery", (c_void_p,)),
+    "create_event": DriverFunction("cuEventCreate", "hipEventCreateWithFlags", (_OUT, c_uint)),
+    "destroy_event": DriverFunction("cuEventDestroy_v2", "hipEventDestroy", (c_void_p,)),
+    "record_event": DriverFunction("cuEventRecord", "hipEventRecord", (c_void_p, c_void_p)),
+    "wait_for_event": DriverFunction(
+        "cuStreamWaitEvent", "hipStreamWaitEvent", (c_void_p, c_void_p, c_uint)
+    ),
     "begin_capture": DriverFunction(
         "cuStreamBeginCapture_v2", "hipStreamBeginCapture", (c_void_p, c_int)
     ),
@@ -206,5 +217,8 @@ OVERLAPS_PREVIOUS = 6
 CAPTURE_OF_THIS_THREAD = 1
 NON_BLOCKING_STREAM = 1
 WITH_PEER_ACCESS = 1
+EVENT_WITHOUT_TIME = 2
+NOT_READY = 600
+"""What a stream that is not empty answers; no error."""
 MAPPED_FOR_ALL_CONTEXTS = 3
 COPY_BY_ADDRESSES = 4

@@ -10,6 +10,7 @@ The table below is the only place that knows: `formats_table` writes it out for 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,7 @@ def num_units(columns: int) -> int:
     return -(-columns // UNIT)
 
 
+@cache
 def row_bytes(tensor_type: TensorType, columns: int) -> int:
     """Bytes of one row on the device, a multiple of 16.
 

@@ -71,19 +71,20 @@ class DeviceMoe:
         """
         device = self._ops.device
         weights: F32Array = device.download(sums.topk_weights.array)
-        started = elsewhere.start(layer_id, self._hidden_of(sums), ids, weights, phase=self._phase)
-        try:
-            here = () if sums.layer is None else (self._ops.sums_here(sums),)
-        except BaseException:
-            elsewhere.abandon(started)
-            raise
+        hidden = self._hidden_of(sums)
+        # Launched first: the device is at work while the host groups pairs, and while rows go out.
+        here = () if sums.layer is None else (self._ops.sums_here(sums),)
+        started = elsewhere.start(layer_id, hidden, ids, weights, phase=self._phase)
         return (*here, self._on_device(elsewhere.finish(started)))
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
-        """The rows that experts are given; those of a chunk stay where they are."""
+        """The rows that experts are given; those of a chunk stay on the device.
+
+        They are a copy, which others may need while the device goes on with other rows.
+        """
         if self._phase is not Phase.PREFILL:
             return self._ops.hidden_of(sums)
-        return self._ops.payload.rows(self._ops.chunks.normed_rows(sums.x).array)
+        return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Sums of others. Shapes: sums [T, H]."""

@@ -8,6 +8,7 @@ arithmetic units well; each has kernels of its own. Both are given values that p
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,9 @@ from dflash_runtime.compute.cupy.values import (
     StepTokens,
 )
 
+_CHUNKS_AT_ONCE = 2
+"""The halves of one, which take turns layer by layer."""
+
 
 class CupyOps(GatedOps):
     """Implements ops.Ops over DeviceValues; weights are plain arrays.
@@ -80,7 +84,7 @@ class CupyOps(GatedOps):
         self._add_rows = AddRows(device)
         self._add_sums = AddSums(device)
         self._ones_of: dict[int, DeviceArray] = {}
-        self._positions: tuple[object, StepPositions] | None = None
+        self._positions: deque[tuple[object, StepPositions]] = deque(maxlen=_CHUNKS_AT_ONCE)
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
         tensor = file.tensor(tensor_name)
@@ -276,18 +280,30 @@ class CupyOps(GatedOps):
         array: F32Array = self.device.download(self._rows_of(value).array)
         return array
 
+    def joined(self, parts: Sequence[Any]) -> Rows:
+        """Values' rows, one after the other."""
+        several = [self._rows_of(part) for part in parts]
+        joined = self._new_rows(sum(each.num_tokens for each in several), several[0].columns)
+        first = 0
+        for each in several:
+            self.device.copy(joined.array[first : first + each.num_tokens], each.array)
+            first += each.num_tokens
+        return joined
+
     def _positions_of(self, positions: Any, cache: DeviceKvCache) -> StepPositions:
         """The same on the device, brought there once for all layers."""
         if isinstance(positions, StepPositions):
             return positions
-        if self._positions is None or self._positions[0] is not positions:
-            first, last = int(positions[0]), int(positions[-1])
-            if last - first + 1 != positions.size:
-                raise ValueError("positions must ascend by one")
-            cache.check_fits(first, positions.size)
-            array = self.device.upload(positions)
-            self._positions = positions, StepPositions(array, context_bucket(last + 1))
-        return self._positions[1]
+        for known, where in self._positions:
+            if known is positions:
+                return where
+        first, last = int(positions[0]), int(positions[-1])
+        if last - first + 1 != positions.size:
+            raise ValueError("positions must ascend by one")
+        cache.check_fits(first, positions.size)
+        where = StepPositions(self.device.upload(positions), context_bucket(last + 1))
+        self._positions.append((positions, where))
+        return where
 
     def _ones(self, count: int) -> DeviceArray:
         if count not in self._ones_of:
@@ -325,10 +341,7 @@ class CupyOps(GatedOps):
         if isinstance(value, Normed):
             if value.rows.num_tokens <= MOST_TOKENS:
                 return self.steps.normed_rows(value)
-            # Those of the chunk hold until the next are prepared.
-            copy = self._new_rows(value.rows.num_tokens, value.rows.columns)
-            self.device.copy(copy.array, self.chunks.normed_rows(value).array)
-            return copy
+            return self.chunks.copy_of_normed(value)
         raise ValueError(f"a {type(value).__name__} is not rows")
 
     def _new_rows(self, num_tokens: int, columns: int) -> Rows:

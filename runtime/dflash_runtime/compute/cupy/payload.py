@@ -1,8 +1,9 @@
 """Rows and sums of a GPU that others compute, or that it computes for others: they go from and to
 shared memory by kernels of ours, which take the digest of what they copy.
 
-Implements dflash_protocol.device_payload. Everything runs in the order of the device's one stream;
-the host waits only where it must know that something has arrived.
+Implements dflash_protocol.device_payload. What a parent sends and takes in goes through the
+device's side stream, beside what it computes meanwhile; all else runs in the device's own order.
+The host waits only where it must know that something has arrived, and never without end.
 """
 
 from __future__ import annotations
@@ -10,23 +11,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflash_protocol import device_payload
 from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_protocol.routed_batch import Hidden
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    KernelDevice,
+    Mark,
+    SideStream,
+    address,
+)
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.mapped_array import MappedBlock
 
 _THREADS = 256
 _BLOCKS_OF_MULTIPROCESSOR = 8
+_MULTIPROCESSORS_OF_BLOCK = 2
+"""Beside other work: enough of them for PCIe, and as many again in which nothing is disturbed."""
 _PIECE_BYTES = 16
+_COPY_DEADLINE_S = 60.0
+"""A copy waits for what the device computes before it, and for nobody else."""
+_FEWEST_PLACES = 1024
 
 
 class MovePayloadArgs(ctypes.Structure):
@@ -72,6 +83,7 @@ class PayloadMover:
         self.device = device
         self.lock = lock
         self.max_blocks = _BLOCKS_OF_MULTIPROCESSOR * device.num_multiprocessors
+        self._blocks_beside = -(-device.num_multiprocessors // _MULTIPROCESSORS_OF_BLOCK)
         module = device.module("move_payload.cu", {"THREADS": _THREADS})
         self._move = module.kernel("move_payload", MovePayloadArgs)
         self._add = module.kernel("add_to_rows", AddToRowsArgs)
@@ -117,13 +129,15 @@ class PayloadMover:
         itemsize: int,
         rows: DeviceArray | None = None,
         shares: int | None = None,
+        side: SideStream | None = None,
     ) -> int:
         """Copy rows from one address to another; how many blocks have left a share of the digest.
 
         `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
+        With `side` that is where it runs, of few blocks, and nobody waits for it.
         """
         num_rows, columns = shape
-        num_blocks = min(num_rows, self.max_blocks)
+        num_blocks = min(num_rows, self.max_blocks if side is None else self._blocks_beside)
         if num_blocks:
             args = MovePayloadArgs(
                 source=source,
@@ -133,10 +147,12 @@ class PayloadMover:
                 num_rows=num_rows,
                 row_pieces=columns * itemsize // _PIECE_BYTES,
             )
+            grid = num_blocks, 1, 1
             # What others have written is seen by a kernel that begins after it.
-            self.device.launch(
-                self._move, (num_blocks, 1, 1), _THREADS, args, overlaps_previous=False
-            )
+            if side is None:
+                self.device.launch(self._move, grid, _THREADS, args, overlaps_previous=False)
+            else:
+                side.launch(self._move, grid, _THREADS, args)
         return num_blocks
 
     def add_to_rows(
@@ -165,8 +181,11 @@ class PlacedRows:
         *,
         whole: PlacedRows | None = None,
         indices: I32Array | None = None,
+        mark: Mark | None = None,
     ) -> None:
+        """They are there after `mark`, or else after what was launched until now."""
         self.mover = mover
+        self.mark = mover.device.mark() if mark is None else mark
         self._array = array
         self._whole = whole
         self._indices = indices
@@ -190,10 +209,11 @@ class PlacedRows:
     def chosen(self, rows: SomeRows) -> PlacedRows:
         """As DeviceRows.chosen."""
         if self._indices is None and isinstance(rows, slice):
-            return PlacedRows(self.mover, self._array[rows])
+            return PlacedRows(self.mover, self._array[rows], mark=self.mark)
         indices = np.arange(self._array.shape[0], dtype=np.int32)
         indices = (indices if self._indices is None else self._indices)[rows]
-        return PlacedRows(self.mover, self._array, whole=self._whole or self, indices=indices)
+        whole = self._whole or self
+        return PlacedRows(self.mover, self._array, whole=whole, indices=indices, mark=self.mark)
 
     def new_sums(self) -> PlacedSums:
         """As DeviceRows.new_sums."""
@@ -204,15 +224,14 @@ class PlacedRows:
         if self._indices is None:
             return self._array
         gathered = self.mover.device.empty(self.shape, np.float32)
-        self.move_to(address(gathered))
+        rows = self.mover.device.upload(self._indices)
+        self.mover.move(address(self._array), address(gathered), self.shape, itemsize=4, rows=rows)
         return gathered
 
-    def move_to(self, target: int, shares: int | None = None) -> int:
-        """Copy the rows there; as PayloadMover.move. To be called with the mover's lock."""
-        rows = None if self._indices is None else self.mover.device.upload(self._indices)
-        return self.mover.move(
-            address(self._array), target, self.shape, itemsize=4, rows=rows, shares=shares
-        )
+    @property
+    def chosen_rows(self) -> tuple[DeviceArray, I32Array | None]:
+        """An array, and which of its rows these are: None = all. Shapes: [N, H], [T] int32."""
+        return self._array, self._indices
 
 
 class PlacedSums:
@@ -256,6 +275,15 @@ class PlacedSums:
         if self._array is None:
             self._array = self.mover.device.zeros(self._shape, np.float64)
         return self._array
+
+
+class ExpectedSums:
+    """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
+
+    def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
+        self.array = mover.device.empty(shape, np.float64)
+        self.mark = mover.device.mark()
+        self.sums = mover.sums(self.array)
 
 
 class SlotRows:
@@ -310,6 +338,55 @@ class SlotRows:
         self._digest = digest
 
 
+class _Crossings:
+    """One direction of a window: a side stream, and whose digest is found in it now."""
+
+    def __init__(self, mover: PayloadMover, name: str, shares: _Shares) -> None:
+        self.mover = mover
+        self.shares = shares
+        self._name = name
+        self._held: tuple[object, ...] = ()
+        """What the stream may be using, until it is known to have ended."""
+
+    @property
+    def stream(self) -> SideStream:
+        return self.mover.device.side_stream(self._name)
+
+    def hold(self, *used: object) -> None:
+        """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
+        self._held = *self._held, *used
+
+    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
+        """As PayloadMover.move, in the stream."""
+        address = self.shares.device_address
+        num_blocks = self.mover.move(source, target, shape, shares=address, side=self.stream, **how)
+        return Crossing(self, num_blocks)
+
+    def settle(self) -> None:
+        """Wait for all that was begun. Raises: DeviceUnavailable."""
+        self.stream.synchronize(_COPY_DEADLINE_S)
+        self._held = ()
+
+
+class Crossing:
+    """Implements device_payload.Crossing: what its direction has begun last."""
+
+    def __init__(self, crossings: _Crossings, num_blocks: int) -> None:
+        self._crossings = crossings
+        self._num_blocks = num_blocks
+
+    def has_ended(self) -> bool:
+        """As device_payload.Crossing.has_ended."""
+        with self._crossings.mover.lock:
+            return self._crossings.stream.is_empty()
+
+    def digest(self) -> int:
+        """As device_payload.Crossing.digest."""
+        with self._crossings.mover.lock:
+            self._crossings.settle()
+            return int(self._crossings.shares.host[: self._num_blocks].sum())
+
+
 class SegmentWindow:
     """Implements device_payload.DeviceWindow.
 
@@ -335,18 +412,30 @@ class SegmentWindow:
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
+        self._out = _Crossings(mover, "out", self._shares)
+        self._in = _Crossings(mover, "in", self._read_shares)
+        self._places: DeviceArray | None = None
+        """Of rows that are gathered on their way out."""
 
     def device_address(self, offset: int) -> int:
         """As DeviceWindow.device_address."""
         return self._at(offset)
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
+    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
         """As DeviceWindow.write_rows."""
-        with self.mover.lock:
-            if not isinstance(rows, PlacedRows) or rows.mover is not self.mover:
-                rows = self.mover.rows(self.mover.array_of(rows))
-            num_blocks = rows.move_to(self._at(offset), self._shares.device_address)
-        return partial(self._arrived, num_blocks)
+        mover = self.mover
+        with mover.lock:
+            if not isinstance(rows, PlacedRows) or rows.mover is not mover:
+                rows = mover.rows(mover.array_of(rows))
+            target = self._at(offset)
+            array, indices = rows.chosen_rows
+            stream, places = self._out.stream, None
+            self._out.hold(array, indices)
+            if indices is not None and indices.size:
+                places = self._places_for(indices.size)
+                stream.write(places, indices)
+            stream.wait_for(rows.mark)
+            return self._out.begin(address(array), target, rows.shape, itemsize=4, rows=places)
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
         """As DeviceWindow.read_rows."""
@@ -362,15 +451,19 @@ class SegmentWindow:
             )
             return self._arrived(num_blocks)
 
-    def read_sums(self, offset: int, shape: tuple[int, int]) -> tuple[PlacedSums, int]:
-        """As DeviceWindow.read_sums."""
+    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+        """As DeviceWindow.expect_sums."""
         with self.mover.lock:
-            array = self.mover.device.empty(shape, np.float64)
-            shares = self._shares.device_address
-            num_blocks = self.mover.move(
-                self._at(offset), address(array), shape, itemsize=8, shares=shares
-            )
-            return self.mover.sums(array), self._arrived(num_blocks)
+            return ExpectedSums(self.mover, shape)
+
+    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> Crossing:
+        """As DeviceWindow.read_sums."""
+        assert isinstance(expected, ExpectedSums)
+        with self.mover.lock:
+            source, array = self._at(offset), expected.array
+            self._in.hold(expected)
+            self._in.stream.wait_for(expected.mark)
+            return self._in.begin(source, address(array), expected.sums.shape, itemsize=8)
 
     def read(self, rows: SlotRows, offset: int) -> DeviceArray:
         """Begin to read rows. Shapes: result [T, H] float32."""
@@ -386,7 +479,7 @@ class SegmentWindow:
     def settle(self) -> None:
         """Wait for what was begun to be read, and tell it its digest."""
         if self._reading is not None:
-            self.mover.device.synchronize()
+            self.mover.device.synchronize(_COPY_DEADLINE_S)
             self._settle()
 
     def close(self) -> None:
@@ -394,8 +487,12 @@ class SegmentWindow:
         with self.mover.lock:
             if self._base:
                 self._base = 0
+                device = self.mover.device
                 with contextlib.suppress(DeviceUnavailable):  # nothing of it runs any more
-                    self.mover.device.synchronize()
+                    self._out.settle()
+                    self._in.settle()
+                    device.synchronize(_COPY_DEADLINE_S)
+                self._places = None
                 with contextlib.suppress(DeviceUnavailable):
                     self._undo.close()
 
@@ -408,10 +505,21 @@ class SegmentWindow:
     def _arrived(self, num_blocks: int) -> int:
         """Wait for everything; the digest of what was copied last."""
         with self.mover.lock:
-            self.mover.device.synchronize()
+            self.mover.device.synchronize(_COPY_DEADLINE_S)
             if self._reading is not None:
                 self._settle()
             return int(self._shares.host[:num_blocks].sum())
+
+    def _places_for(self, count: int) -> DeviceArray:
+        """Memory that only the stream of what goes out uses. Shapes: result [count] int32."""
+        if self._places is None or self._places.size < count:
+            device = self.mover.device
+            size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())
+            self._out.hold(self._places)
+            self._places = device.empty(size, np.int32)
+            device.synchronize(_COPY_DEADLINE_S)  # who had it before has done with it
+        places: DeviceArray = self._places[:count]
+        return places
 
     def _settle(self) -> None:
         assert self._reading is not None

@@ -5,9 +5,9 @@ Sizes never decide bits: a product's terms are always added in order of columns 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
@@ -118,7 +118,8 @@ def products_of(device: KernelDevice) -> Products:
     return Products(Product.HALF, FMA_TILE)
 
 
-def activation_parts(tensor_types: Iterable[TensorType]) -> int:
+@cache
+def activation_parts(tensor_types: tuple[TensorType, ...]) -> int:
     """Rows of halves that stand for a row of activations multiplied by these types; 0: floats.
 
     Two keep what matrices of plain halves are worth; quantised ones are worth less than one.

@@ -20,6 +20,20 @@ _NOTHING = -1
 """In place of a number of positions, while layers differ."""
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A layer's states are there after `oldest` positions, up to `newest`.
+
+    Layers differ while a chunk goes through them, or two halves of one, and if that was not ended.
+    """
+
+    oldest: int = 0
+    newest: int = 0
+
+    def has(self, num_positions: int) -> bool:
+        return num_positions == 0 or self.oldest <= num_positions <= self.newest
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSnapshot:
     """Implements ops.Snapshot. Shapes: of each layer, its ring, and one state."""
@@ -42,12 +56,7 @@ class RecurrentStates:
 
     def __init__(self, device: KernelDevice, layers: Sequence[RecurrentLayer]) -> None:
         self._device = device
-        self._oldest = self._newest = 0
-        """States are there after so many positions, up to so many."""
-        self._begun: tuple[int, int] | None = None
-        """What a call is bringing from where to where, layer by layer."""
-        self._oldest_after = 0
-        """The oldest state when that is done."""
+        self._kept = [_Kept() for _ in layers]
         self.layers = [
             DeltaState(
                 device.empty(plan.ring_shape, np.float32),
@@ -64,47 +73,45 @@ class RecurrentStates:
         return sum(layer.ring.nbytes + layer.state.nbytes for layer in self.layers)
 
     def advance_layer(self, layer: int, first: int, num_tokens: int) -> None:
-        """A layer's state is brought further; the first one's first, the last one's last.
+        """A layer's state is brought further, whatever the others' are.
 
         Raises: StateNotKept if it is not there after `first` positions.
         """
-        if layer == 0:
-            self.require(first)
-            self._begun = first, first + num_tokens
-            self._oldest_after = first + num_tokens
-            if num_tokens == 1:  # only one place is written to
-                oldest = self._oldest if first else 0
-                self._oldest_after = max(oldest, self._oldest_after - PLACES + 1)
-            self._oldest = self._newest = _NOTHING
-        elif self._begun != (first, first + num_tokens):
-            raise StateNotKept(wanted=first, kept=_NOTHING)
-        if layer == len(self.layers) - 1:
-            self._begun = None
-            self._oldest, self._newest = self._oldest_after, first + num_tokens
+        kept = self._kept[layer]
+        if not kept.has(first):
+            raise StateNotKept(wanted=first, kept=kept.newest)
+        oldest = kept.newest = first + num_tokens
+        if num_tokens == 1:  # only one place is written to
+            oldest = max(kept.oldest if first else 0, oldest - PLACES + 1)
+        kept.oldest = oldest
 
     def require(self, num_positions: int) -> None:
         """Raises: StateNotKept if there is no state after so many positions."""
         if not self.can_resume(num_positions):
-            raise StateNotKept(wanted=num_positions, kept=self._newest)
+            newest = {kept.newest for kept in self._kept}
+            raise StateNotKept(
+                wanted=num_positions, kept=newest.pop() if len(newest) == 1 else _NOTHING
+            )
 
     def can_resume(self, num_positions: int) -> bool:
         """As ops.KvCache.can_resume."""
-        is_there = self._oldest <= num_positions <= self._newest
-        return num_positions == 0 or not self.layers or is_there
+        return all(kept.has(num_positions) for kept in self._kept)
 
     def begin_step(self, position: int) -> None:
         """Recorded steps of one token go on from here. Raises: StateNotKept."""
         if not self.layers:
             return
         self.require(position)
-        if not position:
-            self._oldest = 0
-        self._newest = position
+        for kept in self._kept:
+            if not position:
+                kept.oldest = 0
+            kept.newest = position
 
     def count_step(self) -> None:
         """One of them was started."""
-        self._newest += 1
-        self._oldest = max(self._oldest, self._newest - PLACES + 1)
+        for kept in self._kept:
+            kept.newest += 1
+            kept.oldest = max(kept.oldest, kept.newest - PLACES + 1)
 
     def snapshot(
         self, num_positions: int, instead_of: ops.Snapshot | None = None
@@ -131,17 +138,19 @@ class RecurrentStates:
         for layer, ring, state in zip(self.layers, snapshot.rings, snapshot.states, strict=True):
             self._device.copy(layer.ring, ring)
             self._device.copy(layer.state[num_positions % PLACES], state)
-        self._oldest = self._newest = num_positions
+        for kept in self._kept:
+            kept.oldest = kept.newest = num_positions
 
     def truncate(self, num_positions: int) -> None:
         """As ops.KvCache.truncate."""
-        if not self.layers:
+        newest = [kept.newest for kept in self._kept]
+        if num_positions and newest and min(newest) == max(newest) <= num_positions:
             return
-        if num_positions == 0:
-            self._oldest = self._newest = 0
-        elif self._newest > num_positions or self._newest == _NOTHING:
-            self.require(num_positions)
-            self._newest = num_positions
+        self.require(num_positions)
+        for kept in self._kept:
+            kept.newest = num_positions
+            if not num_positions:
+                kept.oldest = 0
 
 
 def state_bytes(layers: Sequence[RecurrentLayer]) -> int:

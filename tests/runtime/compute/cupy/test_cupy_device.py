@@ -193,6 +193,42 @@ def test_memory_of_the_host_is_mapped_until_it_is_closed(
     ]
 
 
+def test_what_runs_beside_waits_for_marks_alone(device: CupyDevice, fake: FakeDriver) -> None:
+    kernel = sums(device)
+    fake.take_notes()
+    side = device.side_stream("out")
+    assert device.side_stream("out") is side
+    assert device.side_stream("in") is not side
+    array = device.empty(4, np.float32)
+    mark = device.mark()
+    side.wait_for(mark)
+    side.write(array, np.arange(4, dtype=np.float32))
+    side.launch(kernel, (1, 1, 1), 64, SumArgs())
+    assert side.is_empty()
+    side.synchronize(10.0)
+    del mark
+    device.mark()  # with the same event, which nobody has any more
+    notes = [line for line in fake.take_notes() if not line.startswith("create_stream")]
+    stream = notes[2].split()[3]
+    assert stream != str(device.stream)
+    assert notes[0] == "create_event 2"
+    event = notes[1].split()[1]
+    assert notes[1] == f"record_event {event} in {device.stream}"
+    assert notes[2] == f"wait_for_event {event} in {stream} flags 0"
+    assert notes[3] == f"copy 16 on {stream}"
+    assert notes[4].startswith("launch ")
+    assert f"stream {stream} " in notes[4]
+    assert notes[5:] == [f"query_stream {stream}"] * 2 + [notes[1]]
+    with pytest.raises(SettingsError, match="do not fill"):
+        side.write(array, np.zeros(3, np.float32))
+    device.close()
+    names = [line.split()[0] for line in fake.take_notes()]
+    assert names.count("destroy_stream") == 3
+    assert names.count("destroy_event") == 1
+    with pytest.raises(DeviceUnavailable, match="cuda:0 is closed"):
+        side.synchronize(1.0)
+
+
 def test_closing_gives_everything_back_even_when_the_device_has_failed(
     device: CupyDevice, fake: FakeDriver
 ) -> None:

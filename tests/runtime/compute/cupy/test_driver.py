@@ -309,3 +309,35 @@ def test_without_a_driver_there_is_one_line_why() -> None:
         "([], 'no cuda driver: libcuda.so.1: cannot openshared object file')",
         "([], 'no hip driver: libamdhip64.so: cannot openshared object file')",
     ]
+
+
+def test_a_stream_is_waited_for_no_longer_than_is_said(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    fake.set(Setting.BUSY, 3)
+    fake.take_notes()
+    assert not driver.is_empty(5)
+    driver.synchronize_stream(5, 10.0)
+    assert fake.take_notes() == ["query_stream 5"] * 4
+    fake.set(Setting.BUSY, 1 << 40)
+    with pytest.raises(DeviceUnavailable, match=r"not ended within 0\.06 s"):
+        driver.synchronize_stream(5, 0.06)
+    fake.set(Setting.BUSY, 0)
+    fake.fail("query_stream", 700)
+    with pytest.raises(DeviceUnavailable, match="error 700"):
+        driver.synchronize_stream(5, 10.0)
+
+
+def test_streams_wait_for_events_of_each_other(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    fake.take_notes()
+    stream, event = driver.create_stream(priority=-1), driver.create_event()
+    driver.record_event(event, 9)
+    driver.wait_for_event(stream, event)
+    driver.destroy_event(event)
+    assert fake.take_notes() == [
+        "create_stream_of_priority 1 -1",
+        "create_event 2",
+        "record_event 2 in 9",
+        "wait_for_event 2 in 1 flags 0",
+        "destroy_event 2",
+    ]
