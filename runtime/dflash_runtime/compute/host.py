@@ -61,6 +61,11 @@ class HostBackend:
     ) -> None:
         """None: there is nothing to record for."""
 
+    def offload_prompts(
+        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+    ) -> None:
+        """Nothing: weights are where the host computes."""
+
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """None: the host sees what is chosen."""
         return {}

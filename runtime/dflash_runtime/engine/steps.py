@@ -87,6 +87,8 @@ class Steps:
         if self._recorded is not None:
             self._recorded.prepare()
         self._backend.take_selections(self._local_banks)  # nobody's
+        layers = self._model.spec.moe.layers
+        self._backend.offload_prompts(self._file, layers, self._runtime)
 
     def settle(self) -> None:
         """Count what was chosen on a device, where the host did not see it.
@@ -277,7 +279,19 @@ class _NobodyElse:
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
-    def start(self, layer_id: int, hidden: Hidden, *choice: AnyArray, phase: Phase) -> Sums:
+    may_offload = False
+
+    def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
+        """Nobody's experts."""
+
+    def start(
+        self,
+        layer_id: int,
+        hidden: Hidden,
+        *choice: AnyArray,
+        phase: Phase,
+        offloaded: AnyArray | None = None,
+    ) -> Sums:
         return zero_sums(hidden)
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:

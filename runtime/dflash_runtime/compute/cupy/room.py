@@ -28,10 +28,11 @@ class Room:
     weights: int = 0
     cache: int = 0
     scratch: int = 0
+    offload: int = 0
 
     @property
     def total(self) -> int:
-        return self.experts + self.weights + self.cache + self.scratch
+        return self.experts + self.weights + self.cache + self.scratch + self.offload
 
     def require(self, device: str, memory: DeviceMemory) -> None:
         """Raises: DeviceOutOfMemory with the amounts, and what to do, if it is not free."""
@@ -42,6 +43,7 @@ class Room:
             "other weights": self.weights,
             "keys and values": self.cache,
             "work": self.scratch,
+            "weights of prompts": self.offload,
         }
         named = ", ".join(f"{size / 2**30:.2f} GiB {what}" for what, size in parts.items() if size)
         raise DeviceOutOfMemory(
