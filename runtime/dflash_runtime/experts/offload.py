@@ -103,6 +103,7 @@ class PromptOffload:
         self._chooser = OffloadChooser(mode)
         self._chosen: frozenset[int] = frozenset()
         """Owners whose experts are not asked for, as was decided last."""
+        self._logged: set[int] = set()
 
     @property
     def may_name_some(self) -> bool:
@@ -132,7 +133,7 @@ class PromptOffload:
                     expert_s=expert_s,
                 )
             )
-            self._log(chosen - self._chosen, topk_ids.shape[0])
+            self._log(chosen - self._logged, topk_ids.shape[0])
             self._chosen = chosen
         if not self._chosen:
             return None
@@ -160,8 +161,10 @@ class PromptOffload:
             copying_s=np.count_nonzero(counts) * expert_s,
         )
 
-    def _log(self, begun: frozenset[int], num_tokens: int) -> None:
-        for index in sorted(begun):
+    def _log(self, new: frozenset[int], num_tokens: int) -> None:
+        """Once for each owner: what is decided changes from chunk to chunk."""
+        self._logged |= new
+        for index in sorted(new):
             name = "the fallback" if index == _FALLBACK else self._placement.owner_names[index]
             _LOG.info(
                 "experts of %s in a chunk of %d tokens: computed on the parent's device, with "

@@ -25,10 +25,11 @@ from dflash_protocol.ids import U8Array
 from dflash_runtime.compute.cupy.device import CopyStream, DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.mapped_array import MappedBlock
 
-_MOST_THREADS = 12
-"""Fewer than that fill what PCIe 5 takes; each of the others costs 8 MiB of locked memory."""
-PIECE_BYTES = 4 << 20
-"""What a thread copies at once: small enough to be in a cache when the device fetches it."""
+_MOST_THREADS = 8
+"""So many fill what PCIe 5 takes; each costs 16 MiB of locked memory."""
+PIECE_BYTES = 8 << 20
+"""What a thread copies at once: with fewer bytes the interpreter, which it holds in between, is
+what there is too little of."""
 _HALVES = 2
 _PATIENCE_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
@@ -76,29 +77,27 @@ class Transfer:
     begun_s: float = float("inf")
     ended_s: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """From its first byte to its last, once it has ended."""
-        return max(self.ended_s - self.begun_s, 1e-7)
+    def bytes_per_s(self, free_from_s: float = 0.0) -> float:
+        """Once it has ended, from its first byte to its last; or from when those before it, which
+        took turns with it, had ended."""
+        return self.num_bytes / max(self.ended_s - max(self.begun_s, free_from_s), 1e-7)
 
     def wait(self) -> None:
-        """Until everything has arrived. Raises: DeviceUnavailable; TimeoutError never."""
-        _, left = wait_for(self.runs, timeout=_PATIENCE_S)
+        """Until everything has arrived, but for what was cancelled. Raises: DeviceUnavailable."""
+        runs = [run for run in self.runs if not run.cancelled()]
+        _, left = wait_for(runs, timeout=_PATIENCE_S)
         if left:
             self.cancel()
             raise DeviceUnavailable(
                 f"{self.num_bytes} bytes of the model file have not come within {_PATIENCE_S:.0f} s"
             )
-        for run in self.runs:
-            if not run.cancelled():
-                run.result()
+        for run in runs:
+            run.result()
 
     def cancel(self) -> None:
         """What was not begun is not copied. Returns when nothing is on its way any more."""
         self.is_cancelled = True
-        for run in self.runs:
-            run.cancel()
-        wait_for(self.runs)
+        wait_for([run for run in self.runs if not run.cancel()])
 
 
 class FileCopier:
@@ -114,7 +113,7 @@ class FileCopier:
         num_threads: int | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`num_threads`: None for as many as the cores that this process may use, up to a dozen.
+        """`num_threads`: None for as many as the cores that this process may use, up to eight.
 
         Raises: DeviceUnavailable if memory cannot be locked.
         """

@@ -20,7 +20,7 @@ from dflash_runtime.compute.cupy.layouts import FIELDS, is_native, row_bytes
 _STAGED_BYTES = 64 << 20
 """Of the file at once: what stands on the device twice while it is laid out."""
 
-_COLUMNS = 32
+PRODUCT_COLUMNS = 32
 """Values that products take at once, of all types."""
 
 
@@ -107,8 +107,8 @@ def require_kernels(
     reason = ""
     if tensor_type not in FIELDS:
         reason = tensor_type.name
-    elif columns % _COLUMNS:
-        reason = f"rows of {columns} values, which are no multiple of {_COLUMNS}"
+    elif columns % PRODUCT_COLUMNS:
+        reason = f"rows of {columns} values, which are no multiple of {PRODUCT_COLUMNS}"
     if reason:
         raise UnsupportedModel(
             f"there are no GPU kernels for {reason}; use --device cpu",

@@ -134,7 +134,7 @@ class ExpertOffload:
         }
         ids = list(missing)
         self._following = dict(pairwise(ids))
-        self._bytes_per_s = 0.0
+        self._bytes_per_s = self._last_ended_s = 0.0
         self._copier = new_copier(device)
 
     @property
@@ -163,7 +163,7 @@ class ExpertOffload:
             self._load(first_id, some)
             for transfer in first.place.transfers:
                 transfer.wait()
-                self._bytes_per_s = transfer.num_bytes / transfer.seconds
+                self._bytes_per_s = transfer.bytes_per_s()
             first.place.transfers.clear()
 
     def begin(self, layer_id: int, topk_ids: I32Array, elsewhere: OtherExperts) -> Experts | None:
@@ -272,8 +272,9 @@ class ExpertOffload:
             for transfer in place.transfers:
                 transfer.wait()
                 if transfer.num_bytes >= _TELLING_BYTES:
-                    rate = transfer.num_bytes / transfer.seconds
+                    rate = transfer.bytes_per_s(self._last_ended_s)
                     self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
+                self._last_ended_s = max(self._last_ended_s, transfer.ended_s)
         except BaseException:
             place.clear()
             raise

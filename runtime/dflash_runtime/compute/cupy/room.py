@@ -16,8 +16,8 @@ from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.backend import MEMORY_ADVICE
 from dflash_runtime.compute.cupy.devices import DeviceMemory
 from dflash_runtime.compute.cupy.kv_cache import layer_bytes
-from dflash_runtime.compute.cupy.layouts import row_bytes
-from dflash_runtime.compute.cupy.matrix import require_kernels
+from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES, row_bytes
+from dflash_runtime.compute.cupy.matrix import PRODUCT_COLUMNS, require_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,9 @@ def weights_bytes(file: GgufFile, layers: Iterable[MoeLayer]) -> int:
     for name, tensor in file.tensors.items():
         if name in left_out or tensor.tensor_type.is_integer:
             continue
-        if len(tensor.shape) == 2:
+        # Floats in rows that products cannot read, as a convolution's taps, are loaded as vectors.
+        is_vector = tensor.tensor_type in FLOAT_TYPES and tensor.columns % PRODUCT_COLUMNS
+        if len(tensor.shape) == 2 and not is_vector:
             require_kernels(file, name, tensor.tensor_type, columns=tensor.columns)
             total += tensor.shape[0] * row_bytes(tensor.tensor_type, tensor.shape[1])
         else:
