@@ -65,6 +65,18 @@ INLINE Finish finish_of(const float *scales, const float *biases, int expert_id,
     return finish;
 }
 
+#ifdef STORED_TYPE
+// The row of gate or up that this thread reads; one that is not used, for columns of nobody.
+INLINE const u8 *stored_row(const GateUpArgs &a, const GroupTile &tile) {
+    const i64 matrix = matrix_of(a.choice, tile);
+    const int column = thread_index() % TILE_N;
+    const int feature = block_index_x() * FEATURES + column / 16 * 8 + column % 8;
+    const u8 *begin = column / 8 % 2 ? a.up + matrix * (i64)a.up_stride
+                                     : a.gate + matrix * (i64)a.gate_stride;
+    return begin + (i64)(feature < NUM_ROWS ? feature : 0) * WEIGHT_ROW_BYTES;
+}
+#endif
+
 KERNEL(gemm_gate_up, GateUpArgs, THREADS, BLOCKS_PER_SM) {
     DYNAMIC_SHARED(shared);
     let_next_begin();
@@ -73,8 +85,15 @@ KERNEL(gemm_gate_up, GateUpArgs, THREADS, BLOCKS_PER_SM) {
     const GroupTile tile = load_tile(a.tiles + block_index_y());
     if (!is_chosen(a.choice, tile.group)) return;
     float totals[NUM_M][NUM_N][4];
+#ifdef STORED_TYPE
+    StoredRows stored;
+    stored.begin(stored_row(a, tile));
+    multiply_tile<0>(totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
+                     tile.end_row - tile.first_row, stored);
+#else
     multiply_tile<W_DISTANCE>(totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
                               tile.end_row - tile.first_row);
+#endif
 
     const int first_feature = block_index_x() * FEATURES + warp_column() / 2;
 #pragma unroll
