@@ -203,7 +203,7 @@ class CupyBackend:
                 self.device.trim()
                 room = Room(0, scratch=_LEFT_BYTES, offload=num_bytes)
                 room.require(self.device.name, self._memory())
-            self._offload = ExpertOffload(self.ops, self._uploader, file, missing)
+            self._offload = ExpertOffload(self.ops, file, missing, uploader=self._uploader)
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
             self._close_offload()

@@ -82,7 +82,7 @@ class DeviceMoe:
         try:
             here = None if sums.layer is None else self._ops.sums_here(sums)
             if offload is not None and offloaded is not None:
-                here = offload.sums(layer_id, offloaded, sums, here)
+                here = offload.sums(layer_id, sums, experts=offloaded, before=here)
         except BaseException:
             if started is not None:
                 elsewhere.abandon(started)

@@ -106,10 +106,10 @@ class ExpertOffload:
     def __init__(
         self,
         ops: CupyOps,
-        uploader: Uploader,
         file: GgufFile,
         missing: Mapping[int, tuple[MoeLayer, Experts]],
         *,
+        uploader: Uploader,
         new_copier: Callable[[KernelDevice], FileCopier] = FileCopier,
     ) -> None:
         """`missing` are the experts that are not here, by layer id in the order of the model.
@@ -191,14 +191,14 @@ class ExpertOffload:
         return wanted
 
     def sums(
-        self, layer_id: int, offloaded: Experts, sums: ExpertSums, before: Buffer | None
+        self, layer_id: int, sums: ExpertSums, *, experts: Experts, before: Buffer | None
     ) -> Buffer:
-        """Sums of the pairs of these experts, as `begin` gave them, added to those `before`.
+        """Sums of the pairs of these experts, which `begin` gave, added to those `before`.
 
         Shapes: result [T, H] float64. Raises: DeviceUnavailable.
         """
         known = self._layers[layer_id]
-        resident = self._arrived(layer_id, known, offloaded)
+        resident = self._arrived(layer_id, known, experts)
         return self._ops.chunks.sums_here(replace(sums, layer=resident), before)
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class ExpertOffload:
             weights.append(self._laid_out[laid_out_begin:laid_out_end])
             laid_out_begin = _aligned(laid_out_end)
         ids = np.flatnonzero(missing)
-        resident = named_layer(self._device, self._file, layer, weights, (ids, ids))
+        resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))
         return _Layer(layer, missing, place, tuple(native), tuple(weights), resident)
 
     def _try_out(self, layer_id: int, known: _Layer) -> None:

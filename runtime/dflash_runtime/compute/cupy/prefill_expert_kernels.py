@@ -161,7 +161,7 @@ class ExpertKernels:
 
 
 def compile_stored_gate_up(
-    device: KernelDevice, shape: ExpertShape, products: Products, stored: TensorType
+    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
 ) -> Kernel:
     """The same as ExpertKernels.gate_up, of matrices that are read as they are stored."""
     defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
@@ -169,7 +169,7 @@ def compile_stored_gate_up(
 
 
 def compile_stored_down(
-    device: KernelDevice, shape: ExpertShape, products: Products, stored: TensorType
+    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
 ) -> Kernel:
     """The same as ExpertKernels.down."""
     defines = shape.down_defines(*products.of(shape.down_parts), stored)

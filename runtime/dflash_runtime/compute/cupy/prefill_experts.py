@@ -41,8 +41,9 @@ from dflash_runtime.compute.cupy.prefill_weights import (
 )
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
-_MOST_TILES = 2
-"""Of a group, on average: with more of them it is quicker to make halves of matrices only once."""
+_MOST_ROWS = 64
+"""Of a group, on average, whose matrices are read as they are stored. With more it is quicker to
+make halves of them first."""
 
 
 class ExpertPrefill:
@@ -115,11 +116,11 @@ class ExpertPrefill:
         key = hidden_type, down_parts
         if self._is_stored(experts.gate, experts.up) and key not in self._stored_gate_up:
             self._stored_gate_up[key] = compile_stored_gate_up(
-                self._device, shape, self.products, hidden_type
+                self._device, shape, self.products, stored=hidden_type
             )
         if self._is_stored(experts.down) and down_type not in self._stored_down:
             self._stored_down[down_type] = compile_stored_down(
-                self._device, shape, self.products, down_type
+                self._device, shape, self.products, stored=down_type
             )
 
     def _is_stored(
@@ -132,8 +133,7 @@ class ExpertPrefill:
             return False
         if groups is None:
             return True
-        rows_of_group = groups.num_pairs / max(1, groups.max_groups)
-        return rows_of_group <= _MOST_TILES * groups.tile_rows
+        return groups.num_pairs <= _MOST_ROWS * groups.max_groups
 
     def run(
         self,

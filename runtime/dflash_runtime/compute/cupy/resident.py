@@ -89,7 +89,7 @@ def load_resident(
     weights = [_matrices(device, uploader, file, each, global_ids) for each in layer.projections]
     local_ids = np.arange(global_ids.size)
     by_global, by_local = (
-        named_layer(device, file, layer, weights, (global_ids, named))
+        named_layer(device, file, layer, weights=weights, ids=(global_ids, named))
         for named in (global_ids, local_ids)
     )
     if by_global.is_whole:
@@ -120,6 +120,7 @@ def named_layer(
     device: KernelDevice,
     file: GgufFile,
     layer: MoeLayer,
+    *,
     weights: Sequence[DeviceArray],
     ids: tuple[I64Array, I64Array],
 ) -> ResidentLayer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,9 +17,11 @@ from dflash_runtime.compute.cupy.layouts import FIELDS, repack
 from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.cupy.prefill_rows import RowPreparer
 from dflash_runtime.compute.cupy.prefill_tiles import (
+    FEW_TILE,
     TENSOR_TILES,
     Product,
     Products,
+    Tile,
     activation_parts,
     products_of,
 )
@@ -117,6 +122,31 @@ def test_bits_of_a_row_are_its_own(products: Products, tensor_type: TensorType) 
         np.testing.assert_array_equal(multiply(part), together[chosen], strict=True)
 
 
+def test_small_tiles_where_large_ones_would_be_few_have_the_same_bits() -> None:
+    few = Tile(rows=16, columns=32, warps_m=1, warps_n=2, stages=3)
+    products = replace(SMALL_TENSOR, few_tile=few)
+    x, results = random_rows(70), []
+    for num_multiprocessors in (3, 4):  # as many as there are tiles, and one more
+        device = EmulatedDevice(num_multiprocessors=num_multiprocessors)
+        preparer = RowPreparer(device, columns=COLUMNS, max_rows=70, parts=1)
+        dense = DensePrefill(device, products=products, scratch=WeightScratch(device, 1 << 16))
+        matrix, out = StoredMatrix(device, Q8_0, 33), device.empty((70, 33), np.float32)
+        blocks: list[int] = []
+        launch = device.launch
+
+        def noted(kernel: Any, grid: Any, block: int, *args: Any, **options: Any) -> None:
+            if kernel.name == "gemm_dense":
+                blocks.append(block)
+            launch(kernel, grid, block, *args, **options)
+
+        vars(device)["launch"] = noted
+        dense.run(preparer.prepare(device.upload(x)), [matrix.product(out)])
+        results.append(device.download(out))
+        tile = few if num_multiprocessors == 4 else SMALL_TENSOR.half_tile
+        assert blocks == [tile.num_threads]
+    np.testing.assert_array_equal(results[0], results[1], strict=True)
+
+
 @pytest.mark.parametrize("tensor_type", sorted(set(FIELDS) - {F32}), ids=lambda each: each.name)
 def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     device = EmulatedDevice()
@@ -195,7 +225,7 @@ def test_wrong_shapes_are_refused() -> None:
 def test_a_device_gets_the_largest_tiles_that_fit() -> None:
     for tile in TENSOR_TILES:
         device = EmulatedDevice(max_shared_bytes=tile.shared_bytes)
-        assert products_of(device) == Products(Product.TENSOR, tile)
+        assert products_of(device) == Products(Product.TENSOR, tile, few_tile=FEW_TILE)
     small = EmulatedDevice(max_shared_bytes=TENSOR_TILES[-1].shared_bytes - 1)
     assert products_of(small).half is Product.HALF
     assert products_of(EmulatedDevice(lanes=64, max_shared_bytes=1 << 18)).half is Product.HALF
