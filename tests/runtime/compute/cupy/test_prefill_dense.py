@@ -12,7 +12,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute.cupy.device import DeviceArray, address
+from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address
 from dflash_runtime.compute.cupy.layouts import FIELDS, repack
 from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.cupy.prefill_rows import RowPreparer
@@ -122,28 +122,31 @@ def test_bits_of_a_row_are_its_own(products: Products, tensor_type: TensorType) 
         np.testing.assert_array_equal(multiply(part), together[chosen], strict=True)
 
 
+class CountingDevice(EmulatedDevice):
+    """Notes how many threads a block of each product has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks: list[int] = []
+
+    def launch(self, kernel: Any, grid: Grid, block: int, *args: Any, **options: Any) -> None:
+        if kernel.name == "gemm_dense":
+            self.blocks.append(block)
+        super().launch(kernel, grid, block, *args, **options)
+
+
 def test_small_tiles_where_large_ones_would_be_few_have_the_same_bits() -> None:
     few = Tile(rows=16, columns=32, warps_m=1, warps_n=2, stages=3)
     products = replace(SMALL_TENSOR, few_tile=few)
     x, results = random_rows(70), []
-    for num_multiprocessors in (3, 4):  # as many as there are tiles, and one more
-        device = EmulatedDevice(num_multiprocessors=num_multiprocessors)
+    for num_multiprocessors, tile in ((6, SMALL_TENSOR.half_tile), (7, few)):
+        device = CountingDevice(num_multiprocessors=num_multiprocessors)
         preparer = RowPreparer(device, columns=COLUMNS, max_rows=70, parts=1)
         dense = DensePrefill(device, products=products, scratch=WeightScratch(device, 1 << 16))
-        matrix, out = StoredMatrix(device, Q8_0, 33), device.empty((70, 33), np.float32)
-        blocks: list[int] = []
-        launch = device.launch
-
-        def noted(kernel: Any, grid: Any, block: int, *args: Any, **options: Any) -> None:
-            if kernel.name == "gemm_dense":
-                blocks.append(block)
-            launch(kernel, grid, block, *args, **options)
-
-        vars(device)["launch"] = noted
-        dense.run(preparer.prepare(device.upload(x)), [matrix.product(out)])
+        matrix, out = StoredMatrix(device, Q8_0, 70), device.empty((70, 70), np.float32)
+        dense.run(preparer.prepare(device.upload(x)), [matrix.product(out)])  # in 3 x 2 large ones
         results.append(device.download(out))
-        tile = few if num_multiprocessors == 4 else SMALL_TENSOR.half_tile
-        assert blocks == [tile.num_threads]
+        assert device.blocks == [tile.num_threads]
     np.testing.assert_array_equal(results[0], results[1], strict=True)
 
 
