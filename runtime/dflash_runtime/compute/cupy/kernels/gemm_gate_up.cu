@@ -18,7 +18,6 @@
 
 constexpr int FEATURES = TILE_N / 2;
 static_assert(COPIED_ROWS % 16 == 0, "a thread copies rows of gate alone, or of up");
-constexpr int W_DISTANCE = COPIED_ROWS / 2 * WEIGHT_ROW_BYTES;
 constexpr int SEGMENT = WARP_N / 2, NUM_SEGMENTS = (NUM_ROWS + SEGMENT - 1) / SEGMENT;
 static_assert(NUM_ROWS % 8 == 0, "features are taken by eights");
 static_assert(NUM_M * 16 == WARP_M && NUM_N % 2 == 0, "gate and up lie in the same warp");
@@ -91,8 +90,9 @@ KERNEL(gemm_gate_up, GateUpArgs, THREADS, BLOCKS_PER_SM) {
     multiply_tile<0>(totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
                      tile.end_row - tile.first_row, stored);
 #else
-    multiply_tile<W_DISTANCE>(totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
-                              tile.end_row - tile.first_row);
+    multiply_tile<COPIED_ROWS / 2 * WEIGHT_ROW_BYTES>(
+        totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
+        tile.end_row - tile.first_row);
 #endif
 
     const int first_feature = block_index_x() * FEATURES + warp_column() / 2;
