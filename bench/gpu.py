@@ -1,8 +1,9 @@
 """The GPU backend on a whole model: one run that measures everything, beside llama.cpp.
 
-A random model in the shape of Qwen3-30B-A3B, Q4_K_M, is written if no file is given. Every part is
-processes of its own and has a deadline: what fails or takes too long is said in the result, and the
-rest goes on, so that the whole ends within --limit seconds. Parts, in this order:
+A random model in the shape of Qwen3-30B-A3B, Q4_K_M, is written if no file is given; --shape names
+others. Every part is processes of its own and has a deadline: what fails or takes too long is said
+in the result, and the rest goes on, so that the whole ends within --limit seconds. Parts, in this
+order:
 
   device       name, driver, multiprocessors; how fast memory is copied and read
   resident     all experts on one GPU: decode at several contexts and whole prompts, our engine and
@@ -25,6 +26,7 @@ Examples:
   python -m bench.gpu --parts device kernels --kernel-contexts 448 32768
   python -m bench.gpu --parts resident split-cpu --peer none
   python -m bench.gpu --parts tests
+  python -m bench.gpu --shape qwen35moe --parts resident --contexts 448 8192 --prompts 512 4096
   python -m bench.gpu --layers 12 --contexts 448 --prompts 512 --peer none
 """
 
@@ -43,10 +45,11 @@ from bench.gpu_device import measure_device
 from bench.gpu_kernels import measure_kernels
 from bench.gpu_parts import Parts, Result, say
 from bench.gpu_peer import built_peer
-from bench.gpu_record import tables, verdicts
+from bench.gpu_record import GOALS_OF_SHAPE, tables, verdicts
 from bench.gpu_resident import Work, measure_resident
 from bench.gpu_split import PEER_SPLITS, SPLITS, SplitWork, measure_peer_split, measure_split
 from bench.gpu_tests import measure_tests
+from bench.model_shapes import SHAPES
 from bench.peer_source import BuildError
 
 LIMITS_S = {
@@ -63,6 +66,7 @@ LIMITS_S = {
 """Longest time of each part."""
 _QUICK = ("device", "resident", "kernels")
 _USUAL = tuple(name for name in LIMITS_S if name != "tests")
+_MIX_OF_SHAPE = {"qwen3moe": "q4_k_m", "qwen35moe": "qwen35moe"}
 _NEED_A_SECOND = frozenset({"split-gpu", "split-half", "peer-gpu"})
 
 Measure = Callable[[Result, float], None]
@@ -77,8 +81,11 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda:0", help="the parent's (default cuda:0)")
     parser.add_argument("--second", default="cuda:1", help="of GPU daemons (default cuda:1)")
+    parser.add_argument(
+        "--shape", choices=list(GOALS_OF_SHAPE), default="qwen3moe", help="default qwen3moe"
+    )
     parser.add_argument("--model", type=Path, help="a file of that shape; written if not given")
-    parser.add_argument("--layers", type=int, default=48, help="of a file that is written")
+    parser.add_argument("--layers", type=int, help="of a file that is written (default: all)")
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS_S), help="default: all but tests")
     parser.add_argument("--quick", action="store_true", help="few rounds of one GPU's figures")
     parser.add_argument("--contexts", type=int, nargs="+", help="default 448 8192 32768")
@@ -98,6 +105,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
     options = parser.parse_args(arguments)
     is_quick = options.quick
+    options.layers = options.layers or SHAPES[options.shape].num_layers
     options.parts = options.parts or list(_QUICK if is_quick else _USUAL)
     options.contexts = options.contexts or ([448] if is_quick else [448, 8192, 32768])
     options.prompts = options.prompts or ([4096] if is_quick else [512, 4096, 8192, 32768])
@@ -168,10 +176,11 @@ def measures(
 def run(options: argparse.Namespace) -> int:
     """Measure, print, keep. Returns the exit status."""
     parts = Parts(options.limit)
-    path = options.model or random_moe.MODELS / f"q4_k_m-{options.layers}.gguf"
+    mix = _MIX_OF_SHAPE[options.shape]
+    path = options.model or random_moe.MODELS / f"{mix}-{options.layers}.gguf"
     if not path.exists():
         say(f"writing {path}")
-        random_moe.write(path, random_moe.MIXES["q4_k_m"], num_layers=options.layers)
+        random_moe.write(path, random_moe.MIXES[mix], num_layers=options.layers)
     peer, why_no_peer = peer_folder(options)
     if why_no_peer:
         say(why_no_peer)
@@ -188,17 +197,22 @@ def run(options: argparse.Namespace) -> int:
         parts.run(name, LIMITS_S[name], table[name])
     results = parts.results
     results.get("resident", {}).pop("texts", None)
-    shown = tables(results, [*SPLITS, *PEER_SPLITS])
+    goals = GOALS_OF_SHAPE[options.shape]
+    shown = tables(results, [*SPLITS, *PEER_SPLITS], goals)
     record: dict[str, Any] = report.head(
         "The GPU backend on a whole model",
         peer=None if peer is None else build_record(peer),
     )
     record |= {
         "cores": os.cpu_count(),
-        "model": {"name": path.name, "bytes": path.stat().st_size},
+        "model": {
+            "name": path.name,
+            "shape": SHAPES[options.shape].name,
+            "bytes": path.stat().st_size,
+        },
         "llama.cpp": why_no_peer or (None if peer is None else build_record(peer)),
         "parts": results,
-        "goals": verdicts(results),
+        "goals": verdicts(results, goals),
     }
     print(f"\n{record['machine']}\n{shown}")
     if options.save:

@@ -79,7 +79,7 @@ class GpuPeer:
 
     def decode(self, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
         """Tokens per second of tokens one by one after a prompt, which is in no time."""
-        if list(self._held) != list(prompt):
+        if list(self._held) != list(prompt) or not self._first.drop(len(prompt)):
             self._first.fill(prompt)
             self._held = list(prompt)
         return self._first.decode(len(prompt), token_ids)

@@ -53,6 +53,17 @@ GOALS = (
     Goal("split-cpu", DECODE, 55, 80),
     Goal("split-cpu", PREFILL, 1_000, 2_000),
 )
+"""Of Qwen3-30B-A3B."""
+GOALS_OF_SHAPE = {
+    "qwen3moe": GOALS,
+    "qwen35moe": (
+        Goal("resident", DECODE, 1.0, is_ratio=True),
+        Goal("resident", "decode at 8192", 1.0, is_ratio=True),
+        Goal("resident", "prefill 512", 1.0, is_ratio=True),
+        Goal("resident", PREFILL, 1.0, is_ratio=True),
+    ),
+}
+"""By the shape of the model, as model_shapes names it."""
 
 
 def budget(kernels: Mapping[str, Any], token_s: float | None = None) -> dict[str, float]:
@@ -106,10 +117,10 @@ def figure(goal: Goal, results: Results) -> float | None:
     return float(row["ratio"]["median"]) if "ratio" in row else None
 
 
-def verdicts(results: Results) -> list[dict[str, Any]]:
+def verdicts(results: Results, goals: Sequence[Goal] = GOALS) -> list[dict[str, Any]]:
     """Every goal with its figure, and whether it is met; None = it was not measured."""
     listed = []
-    for goal in GOALS:
+    for goal in goals:
         value = figure(goal, results)
         listed.append(
             {
@@ -205,7 +216,7 @@ def splits_table(results: Results, names: Sequence[str]) -> str:
     return report.table(columns, rows)
 
 
-def tables(results: Results, split_names: Sequence[str]) -> str:
+def tables(results: Results, split_names: Sequence[str], goals: Sequence[Goal] = GOALS) -> str:
     """Everything that was measured, to be read."""
     gpu = results.get("device", {})
     copy, read = gpu.get("copy_bytes_per_s"), gpu.get("read_bytes_per_s")
@@ -229,7 +240,9 @@ def tables(results: Results, split_names: Sequence[str]) -> str:
         parts.append(kernels_table(each, copy_bytes_per_s=copy, token_s=token_s))
     if any(name in results for name in split_names):
         parts.append(splits_table(results, split_names))
-    parts.append(goals_table([each for each in verdicts(results) if each["part"] in results]))
+    parts.append(
+        goals_table([each for each in verdicts(results, goals) if each["part"] in results])
+    )
     if summary := results.get("tests", {}).get("summary"):
         parts.append(f"Tests that need a GPU: {summary}")
     failures = [f"{name}: {text}" for name, each in results.items() for text in each["errors"]]

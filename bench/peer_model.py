@@ -132,9 +132,14 @@ class PeerContext:
         self._decode(batches)
         return len(token_ids) / (time.perf_counter() - started_s)
 
+    def drop(self, position: int) -> bool:
+        """Drop what stands at `position` and after, if that can be: a recurrent state cannot go
+        back."""
+        return bool(self._peer.llama_memory_seq_rm(self._memory, 0, position, -1))
+
     def decode(self, position: int, token_ids: Sequence[int]) -> float:
         """Tokens per second of tokens one by one from `position`; what stood there is dropped."""
-        if not self._peer.llama_memory_seq_rm(self._memory, 0, position, -1):
+        if not self.drop(position):
             raise PeerError("llama.cpp does not drop positions")
         started_s = time.perf_counter()
         for index, token_id in enumerate(token_ids):

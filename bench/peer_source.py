@@ -2,7 +2,7 @@
 
 The archive holds what a build with CUDA needs and nothing else, a few megabytes that travel to a
 machine with a GPU and without a network. Of the many kernels that are compiled once for each head
-size and tensor type, it holds those that a model of `random_moe`'s Q4_K_M mix uses; what is left
+size and tensor type, it holds those that models of `random_moe`'s Q4_K_M mixes use; what is left
 out ends the process when it is called. Knows nothing of compilers.
 """
 
@@ -44,10 +44,12 @@ _LEFT_OUT_FILE = _CUDA + "left-out.cu"
 _KEPT = frozenset(
     {
         *("FATTN_MMA_F16 128,128", "FATTN_TILE 128,128", "FATTN_VEC f16-f16"),
+        *(f"FATTN_MMA_F16 256,256,{tokens},8" for tokens in (1, 2, 4, 8)),
         *("MMQ GGML_TYPE_Q4_K", "MMQ GGML_TYPE_Q6_K"),
     }
 )
-"""Kernels of the mix: heads of 128, keys and values in f16, matrices in Q4_K and Q6_K."""
+"""Kernels of the mix, by their first arguments: heads of 128, heads of 256 of which eight share
+keys and values (both on tensor cores), keys and values in f16, matrices in Q4_K and Q6_K."""
 
 _CASE = re.compile(r"^DECL_(FATTN_MMA_F16|FATTN_TILE|MMQ)_CASE(_W4A4)?\((.*)\);$")
 
@@ -193,8 +195,7 @@ def trimmed_instances(text: str) -> Trimmed:
             continue
         has_cases = True
         family, is_fp4, arguments = found.groups()
-        sizes = ",".join(each.strip() for each in arguments.split(",")[:2])
-        if f"{family} {sizes}" in _KEPT and not is_fp4:
+        if not is_fp4 and _is_kept(family, arguments):
             result.kept.append(line)
             is_needed = True
             continue
@@ -204,6 +205,13 @@ def trimmed_instances(text: str) -> Trimmed:
     if has_cases and not is_needed:
         result.kept.clear()
     return result
+
+
+def _is_kept(family: str, arguments: str) -> bool:
+    """Whether the case, or all cases that begin like it, are in `_KEPT`."""
+    names = [each.strip() for each in arguments.split(",")]
+    begins = (",".join(names[:count]) for count in range(1, len(names) + 1))
+    return any(f"{family} {begin}" in _KEPT for begin in begins)
 
 
 def _packed_names(source: Path) -> Iterator[str]:

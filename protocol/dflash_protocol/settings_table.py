@@ -54,6 +54,9 @@ class Settings:
     """What payloads travel through: ``device``, ``shared``, ``stream`` or ``auto``."""
     ipc_dtype: str = "f32"
     """Type of the values in payloads: ``f32``, ``f16`` or ``bf16``."""
+    prefill_offload: str = "auto"
+    """Whether a parent on a GPU computes others' experts of prompts with copies of their weights:
+    ``auto``, ``on`` or ``off``."""
     batch_capacity: int = 1024
     """Most tokens in one request to a daemon."""
     stream_batch: int = 4
@@ -184,6 +187,7 @@ SETTINGS_HELP = f"Settings file, TOML; else the one that {SETTINGS_FILE} names."
 _MODES = ("auto", "batched", "stream")
 _TRANSPORTS = ("auto", "device", "shared", "stream")
 _DTYPES = ("f32", "f16", "bf16")
+_OFFLOADS = ("auto", "on", "off")
 
 KNOBS = (
     Knob(
@@ -212,6 +216,10 @@ KNOBS = (
     Knob(
         "IPC_DTYPE", "ipc_dtype", OneOf(*_DTYPES), Reader.PARENT,
         "Type of the payload; f16 and bf16 halve it and round.",
+    ),
+    Knob(
+        "PREFILL_OFFLOAD", "prefill_offload", OneOf(*_OFFLOADS), Reader.PARENT,
+        "Prompts' experts of CPU owners on the parent's GPU, by copied weights; auto = if faster.",
     ),
     Knob(
         "IPC_BATCH_CAPACITY", "batch_capacity", Whole(1, 4096), Reader.BOTH,

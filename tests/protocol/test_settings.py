@@ -37,6 +37,7 @@ WORDS = [
     ("IPC_MODE", "ipc_mode", "auto", ("auto", "batched", "stream")),
     ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "shared", "stream")),
     ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
+    ("PREFILL_OFFLOAD", "prefill_offload", "auto", ("auto", "on", "off")),
     ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),
     ("YARN", "yarn", "file", ("file", "llama.cpp")),
 ]

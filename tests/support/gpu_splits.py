@@ -22,6 +22,7 @@ from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket
+from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
@@ -57,8 +58,10 @@ class Split:
         chunks: Sequence[int],
         new_device: Callable[[contextlib.ExitStack], KernelDevice] | None = None,
         halved_from: int = MAX_CHUNK + 1,
+        offload: OffloadMode = OffloadMode.OFF,
     ) -> None:
-        """`new_device` opens one that `undo` closes; emulated ones if it is not given.
+        """`new_device` opens one that `undo` closes; emulated ones if it is not given. With
+        `offload` the parent has been tried out.
 
         Shapes: ids [T].
         """
@@ -85,7 +88,7 @@ class Split:
                 self._local_banks = banks
             computes.append(compute(kind, banks))
         self.runtime = MoeExpertComputeRuntime(
-            self.placement, computes, fallback=None, device_owner=device_owner
+            self.placement, computes, fallback=None, device_owner=device_owner, offload=offload
         )
         self._backend, self._model = backend, model
         self._cache = backend.ops.new_kv_cache(
@@ -101,6 +104,8 @@ class Split:
             num_positions=ids.size,
         )
         undo.callback(self._end)
+        if offload is not OffloadMode.OFF:
+            self.steps.try_out()
         for poison in self._poisons:
             poison.begin()
 

@@ -129,6 +129,11 @@ def test_of_an_instance_file_only_the_kept_cases_stay() -> None:
     ]
     assert trimmed_instances("DECL_FATTN_TILE_CASE(64, 64);\n").kept == []
     assert trimmed_instances("DECL_FATTN_TILE_CASE(128, 128);\n").stubs == []
+    of_256 = trimmed_instances(
+        "DECL_FATTN_MMA_F16_CASE(256, 256, 2, 8);\nDECL_FATTN_MMA_F16_CASE(256, 256, 2, 4);\n"
+    )
+    assert of_256.kept == ["DECL_FATTN_MMA_F16_CASE(256, 256, 2, 8);\n"]
+    assert of_256.stubs == ["LEFT_OUT_FATTN_MMA_F16(256, 256, 2, 4)\n"]
 
 
 def test_a_variant_with_cuda_has_its_libraries_before_those_that_need_them() -> None:

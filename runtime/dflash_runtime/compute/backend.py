@@ -118,6 +118,20 @@ class OtherExperts(Protocol):
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
         """What was chosen, if the host knows it and nothing is started. Shapes: topk_ids [T, K]."""
 
+    @property
+    def may_offload(self) -> bool:
+        """Whether `to_offload` may ever name an expert."""
+
+    def to_offload(
+        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
+    ) -> npt.NDArray[np.bool_] | None:
+        """Whose experts of a chunk the block is to compute with weights that are copied for it,
+        since that is quicker: bringing one expert takes `expert_s`. None: nobody's.
+
+        Without `topk_ids`: what is to be expected of a layer whose choice is not known yet, after
+        the last one. Shapes: topk_ids [T, K]; result [E], all experts of these owners.
+        """
+
     def start(
         self,
         layer_id: int,
@@ -126,10 +140,12 @@ class OtherExperts(Protocol):
         topk_weights: F32Array,
         *,
         phase: Phase,
+        offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
-        """Begin what the block does not compute: to be finished, or abandoned.
+        """Begin what the block does not compute: to be finished, or abandoned. It computes the
+        experts that are `offloaded`; None if nothing is left then.
 
-        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; ids are global.
+        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
         """
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:
@@ -326,6 +342,15 @@ class ComputeBackend(Protocol):
     ) -> RecordedStep | None:
         """A step of a model whose experts are in `banks` or `elsewhere`, as with `moe`; None if
         there is nothing to record."""
+
+    def offload_prompts(
+        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+    ) -> None:
+        """Be ready to compute experts of chunks that others own, with weights that are copied from
+        the file, if `elsewhere` may ever want that and there is room for it on the device.
+
+        To be called last: everything else has its memory. Without room it is said, and not done.
+        """
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """How often experts were chosen since the last call, by layer id, in those layers whose

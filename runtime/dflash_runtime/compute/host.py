@@ -69,6 +69,11 @@ class HostBackend:
     def mail(self) -> None:
         """None: there is no device."""
 
+    def offload_prompts(
+        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+    ) -> None:
+        """Nothing: weights are where the host computes."""
+
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """None: the host sees what is chosen."""
         return {}

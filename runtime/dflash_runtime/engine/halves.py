@@ -25,6 +25,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from dflash_adapters.ops import MoeBlock
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
@@ -61,6 +64,12 @@ class Turns:
         self.experts_here, self.count_here = others.experts_here, others.count_here
         self.count_selections, self.abandon = others.count_selections, others.abandon
         self.mail_routes, self.count_mailed = others.mail_routes, others.count_mailed
+        self.to_offload = others.to_offload
+
+    @property
+    def may_offload(self) -> bool:
+        """As OtherExperts.may_offload."""
+        return self._others.may_offload
 
     def start(
         self,
@@ -70,11 +79,14 @@ class Turns:
         topk_weights: F32Array,
         *,
         phase: Phase,
+        offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
         """As OtherExperts.start."""
         if self._pair is not None:
             self._others.look()
-        return self._others.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
+        return self._others.start(
+            layer_id, hidden, topk_ids, topk_weights, phase=phase, offloaded=offloaded
+        )
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:
         """As OtherExperts.finish; before that it is the other half's turn, if there are halves."""

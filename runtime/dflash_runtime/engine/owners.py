@@ -35,6 +35,7 @@ from dflash_runtime.engine.launching import DaemonChoice, daemon_names, launch_o
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
 from dflash_runtime.experts.link import DaemonLink, Launch
 from dflash_runtime.experts.modes import ExecutionMode
+from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.remote import RemoteExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.sharing import SharingPlan
@@ -146,8 +147,10 @@ class Owners:
                 banks = load_banks(
                     fallback_backend, file, spec.moe, owned=everything, read_now=False
                 )
-                measure_pairs_per_second(banks.values(), batches=fallback_backend.trial_batches)
-                fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks)
+                pairs_per_s = measure_pairs_per_second(
+                    banks.values(), batches=fallback_backend.trial_batches
+                )
+                fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks, pairs_per_s=pairs_per_s)
                 if fallback_backend.numeric_class != backend.numeric_class:
                     reason = f"fallback {fallback_backend.numeric_class}"
                     self._add_event(
@@ -156,7 +159,11 @@ class Owners:
                         f"{reason}, parent {backend.numeric_class}",
                     )
             self.runtime = MoeExpertComputeRuntime(
-                placement, computes, fallback=fallback, device_owner=device_owner
+                placement,
+                computes,
+                fallback=fallback,
+                device_owner=device_owner,
+                offload=OffloadMode(settings.prefill_offload),
             )
             undo.callback(self.runtime.close)
             self._undo = undo.pop_all()

@@ -91,6 +91,8 @@ class Steps:
         self._backend.take_selections(self._local_banks)  # nobody's
         if self._recorded is not None:
             self._recorded.take_selections()
+        layers = self._model.spec.moe.layers
+        self._backend.offload_prompts(self._file, layers, self._runtime)
 
     def settle(self) -> None:
         """Count what was chosen on a device, where the host did not see it.
@@ -243,7 +245,9 @@ class Steps:
         Shapes: token_ids, positions [T]; result [T, H].
         """
         halved_from = self._chunking.halved_from
-        if halved_from is None or token_ids.size < halved_from or not self._runtime.asks_daemons:
+        is_short = halved_from is None or token_ids.size < halved_from
+        # Experts that are copied here for a layer are used by the whole chunk.
+        if is_short or not self._runtime.asks_daemons or self._runtime.may_offload:
             return self._model.forward(token_ids, positions, self._cache, moe)
         of_half = self._turns.passing(moe)
 
@@ -305,7 +309,19 @@ class _NobodyElse:
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
-    def start(self, layer_id: int, hidden: Hidden, *choice: AnyArray, phase: Phase) -> Sums:
+    may_offload = False
+
+    def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
+        """Nobody's experts."""
+
+    def start(
+        self,
+        layer_id: int,
+        hidden: Hidden,
+        *choice: AnyArray,
+        phase: Phase,
+        offloaded: AnyArray | None = None,
+    ) -> Sums:
         return zero_sums(hidden)
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:

@@ -119,6 +119,10 @@ class ExpertCompute(Protocol):
     @property
     def stats(self) -> OwnerStats: ...
 
+    @property
+    def pairs_per_s(self) -> float:
+        """What it said it computes, before anything was asked of it; 0 if it said nothing."""
+
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
         """Start computing; expert ids are this owner's local ids.
 
@@ -152,7 +156,10 @@ class ExpertCompute(Protocol):
 class LocalExpertCompute:
     """Computes in this process, in `collect`, so that daemons work meanwhile."""
 
-    def __init__(self, kind: OwnerKind, banks: dict[int, ExpertBank]) -> None:
+    def __init__(
+        self, kind: OwnerKind, banks: dict[int, ExpertBank], *, pairs_per_s: float = 0.0
+    ) -> None:
+        self.pairs_per_s = pairs_per_s
         self.stats = OwnerStats(kind, sum(bank.num_experts for bank in banks.values()))
         self._banks = banks
 

@@ -166,6 +166,12 @@ class RemoteExpertCompute:
         stats.wait_s = sum(phase.wait_s + phase.receive_s for phase in phases)
         return stats
 
+    @property
+    def pairs_per_s(self) -> float:
+        """As ExpertCompute.pairs_per_s."""
+        session = self._link.session
+        return 0.0 if session is None else session.welcome.pairs_per_second
+
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
         session = self._link.session
         if session is None:

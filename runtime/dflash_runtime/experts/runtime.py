@@ -7,6 +7,7 @@ Knows nothing of architectures, tokens or sockets.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,6 +21,7 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.routed_batch import Hidden, Sums, group_by_expert, zero_sums
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.offload import OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import Pairs, concatenated, split_by_owner
 from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
@@ -46,6 +48,7 @@ class StartedLayer:
     orphans: dict[int, Pairs] = field(default_factory=dict)
     """Pairs whose owner was lost meanwhile, by owner index."""
     lost: frozenset[int] = frozenset()
+    begun_s: float = 0.0
 
 
 class MoeExpertComputeRuntime:
@@ -54,7 +57,8 @@ class MoeExpertComputeRuntime:
     `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
     None when all experts are local, or when daemons are required. The experts that `device_owner`,
     an index, answers for are computed by a device's own MoE block: its pairs are counted here and
-    left out otherwise. Used by one thread at a time.
+    left out otherwise. `offload` says whether that block may compute others' experts too. Used by
+    one thread at a time.
     Owns: owners and fallback.
     """
 
@@ -65,6 +69,7 @@ class MoeExpertComputeRuntime:
         *,
         fallback: ExpertCompute | None,
         device_owner: int | None = None,
+        offload: OffloadMode = OffloadMode.OFF,
     ) -> None:
         assert len(owners) == len(placement.owners)
         self.hits = HitCounts()
@@ -74,6 +79,9 @@ class MoeExpertComputeRuntime:
         self._device_owner = device_owner
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
         self._lost_reason = ""
+        self._offload = PromptOffload(
+            offload, placement, self._owners, fallback=fallback, device_owner=device_owner
+        )
         self._selections = SelectionCounts(placement.experts_per_layer)
 
     def compute(
@@ -92,6 +100,7 @@ class MoeExpertComputeRuntime:
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
         started = self.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
+        assert started is not None  # as nothing is offloaded
         sums = self.finish(started)
         assert isinstance(sums, np.ndarray)  # as the rows were
         return sums.astype(np.float32)
@@ -168,6 +177,17 @@ class MoeExpertComputeRuntime:
                 owner.stats.of_phase(Phase.DECODE).pairs += num_pairs
                 self.hits.remote += num_pairs
 
+    @property
+    def may_offload(self) -> bool:
+        """As OtherExperts.may_offload."""
+        return self._offload.may_name_some
+
+    def to_offload(
+        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
+    ) -> npt.NDArray[np.bool_] | None:
+        """As OtherExperts.to_offload."""
+        return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
+
     def start(
         self,
         layer_id: int,
@@ -176,7 +196,8 @@ class MoeExpertComputeRuntime:
         topk_weights: F32Array,
         *,
         phase: Phase,
-    ) -> StartedLayer:
+        offloaded: npt.NDArray[np.bool_] | None = None,
+    ) -> StartedLayer | None:
         """As OtherExperts.start: submit every pair, but for those of a device's own block.
 
         Shapes and errors as `compute`.
@@ -187,8 +208,15 @@ class MoeExpertComputeRuntime:
         pairs = Pairs(token_indices, global_expert_ids, topk_weights.reshape(-1))
         if self._device_owner is not None:
             pairs = self._without_device(layer_id, pairs, phase, num_used=num_used)
-        started = StartedLayer(layer_id, hidden, phase)
-        if pairs.num_pairs:
+        if offloaded is not None:
+            num_before = pairs.num_pairs
+            pairs = pairs.where(~offloaded[pairs.global_expert_ids])
+            self.hits.offloaded += num_before - pairs.num_pairs
+        started = None
+        if offloaded is None or pairs.num_pairs:
+            started = StartedLayer(layer_id, hidden, phase, is_hot_only=offloaded is None)
+            started.begun_s = time.perf_counter()
+        if started is not None and pairs.num_pairs:
             self._submit(started, pairs)
         # While others are at work.
         self._selections.add(layer_id, global_expert_ids)
@@ -340,6 +368,13 @@ class MoeExpertComputeRuntime:
                     self._lost_reason = str(error)
                 else:
                     self._count_hits(started, entry)
+                    if started.phase is Phase.PREFILL:
+                        self._offload.note(
+                            entry.owner_index,
+                            num_tokens=started.hidden.shape[0],
+                            num_pairs=entry.pairs.num_pairs,
+                            elapsed_s=time.perf_counter() - started.begun_s,
+                        )
                 in_flight.pop()
         finally:
             self.abandon(started)

@@ -32,6 +32,9 @@ class HitCounts:
     fallback."""
     remote: int = 0
     cold: int = 0
+    offloaded: int = 0
+    """Selections of others' experts that the parent's device computed, with weights that were
+    copied for a chunk."""
 
     def as_record(self) -> dict[str, int]:
         """By name, as in ``--json``."""

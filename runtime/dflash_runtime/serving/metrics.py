@@ -77,7 +77,7 @@ _LAYER_COUNTERS: Mapping[str, tuple[str, str]] = {
     "layers_hot_only": ("layers_hot_only", "Those that needed nobody but the parent's own device."),
 }
 
-_PLACES = ("hot", "remote", "cold")
+_PLACES = ("hot", "remote", "cold", "offloaded")
 """Fields of HitCounts: who computes what was selected."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +63,9 @@ class Asked:
         topk_weights: AnyArray,
         *,
         phase: Phase,
+        offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> str:
+        assert offloaded is None
         name = f"{half_of(hidden)}{layer_id}"
         self.note(f"start {name}")
         self.open.append(name)
@@ -78,6 +81,13 @@ class Asked:
 
     def count_mailed(self, routes: Sequence[MailRoute]) -> None:
         """Nothing."""
+
+    may_offload = False
+
+    def to_offload(
+        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
+    ) -> npt.NDArray[np.bool_] | None:
+        return None
 
     def abandon(self, started: str) -> None:
         self.open.remove(started)

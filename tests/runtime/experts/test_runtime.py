@@ -61,6 +61,7 @@ class FakeCompute:
         fails: str = "",
     ) -> None:
         self.stats = OwnerStats(kind, owned.num_experts)
+        self.pairs_per_s = 0.0
         self.name = name
         self.fails = fails
         self.log = log

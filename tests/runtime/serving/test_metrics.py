@@ -81,13 +81,13 @@ def test_what_daemons_say_of_waiting_and_computing_is_counted_by_phase() -> None
 
 
 def test_hits_are_counted_by_who_computes_them() -> None:
-    hits = HitCounts(layers=9, layers_hot_only=4, hot=50, remote=20, cold=2)
+    hits = HitCounts(layers=9, layers_hot_only=4, hot=50, remote=20, cold=2, offloaded=7)
     metrics = Metrics()
     metrics.watch_engine(lambda: EngineStats(owners={}, events=[], selections={}, hits=hits))
     lines = metrics.text().decode().splitlines()
     assert "dflash_moe_layers_total 9.0" in lines
     assert "dflash_moe_layers_hot_only_total 4.0" in lines
-    for place, value in (("hot", 50), ("remote", 20), ("cold", 2)):
+    for place, value in (("hot", 50), ("remote", 20), ("cold", 2), ("offloaded", 7)):
         assert f'dflash_moe_selections_total{{place="{place}"}} {value}.0' in lines
     assert "# TYPE dflash_moe_selections_total counter" in lines
     hits.hot += 8

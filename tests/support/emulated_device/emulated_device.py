@@ -257,6 +257,34 @@ class EmulatedSideStream:
             self.num_runs += 1
 
 
+class EmulatedCopyStream:
+    """Copies nothing before it must have arrived."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._begun: list[tuple[DeviceArray, AnyArray]] = []
+        self._is_closed = False
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """As CopyStream.write."""
+        assert not self._is_closed
+        assert source.flags.c_contiguous
+        assert source.nbytes == destination.nbytes
+        self._device.require_mapped(source)
+        self._begun.append((destination, source))
+
+    def wait(self) -> None:
+        """As CopyStream.wait."""
+        begun, self._begun = self._begun, []
+        for destination, source in begun:
+            self._device.write(destination, source)
+
+    def close(self) -> None:
+        """As CopyStream.close."""
+        assert not self._begun
+        self._is_closed = True
+
+
 class EmulatedDevice:
     """Implements KernelDevice."""
 
@@ -434,6 +462,18 @@ class EmulatedDevice:
         """As KernelDevice.map_host."""
         self._must_not_record("map memory")
         return EmulatedHostMapping(self, array)
+
+    def copy_stream(self) -> EmulatedCopyStream:
+        """As KernelDevice.copy_stream."""
+        self._must_not_record("open a stream")
+        return EmulatedCopyStream(self)
+
+    def require_mapped(self, array: AnyArray) -> None:
+        """Whoever copies memory that may be moved meanwhile fails."""
+        begin = address(array)
+        end = begin + array.nbytes
+        mapped = list(self._range_bytes.items())  # others may be adding to it
+        assert any(first <= begin and end <= first + size for first, size in mapped)
 
     def trim(self) -> None:
         """As KernelDevice.trim; numpy keeps nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model
 from dflash_adapters.quant import TensorType
 from dflash_protocol.device import Device
-from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
@@ -25,6 +26,7 @@ from dflash_runtime.compute.cupy.mail import CupyMail
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.matrix import Uploader
 from dflash_runtime.compute.cupy.moe import DeviceMoe
+from dflash_runtime.compute.cupy.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.payload import PayloadMover
 from dflash_runtime.compute.cupy.recorded_experts import STEP_SIZES, RecordedExperts
@@ -41,6 +43,8 @@ from dflash_runtime.compute.cupy.room import (
 )
 from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 
+_LOG = logging.getLogger(__name__)
+
 MAX_CHUNK = 4096
 """Tokens of a chunk of a prompt: the more, the less often matrices are made halves of."""
 
@@ -50,6 +54,9 @@ take longer to launch, and to make halves of matrices for twice, than they would
 
 _SCRATCH_BYTES = 1 << 30
 """For matrices as halves: all experts of a layer of a 30B model at once."""
+
+_LEFT_BYTES = 256 << 20
+"""What must stay free beside weights of prompts: they are not worth a failure of something else."""
 
 _HEAD_ROWS = 512
 """Rows of logits that are computed at once."""
@@ -116,6 +123,7 @@ class CupyBackend:
             self._undo.close()
             raise
         self._recorded_experts = RecordedExperts(self.ops)
+        self._offload: ExpertOffload | None = None
 
     @property
     def mover(self) -> PayloadMover:
@@ -196,7 +204,44 @@ class CupyBackend:
     ) -> DeviceMoe:
         """As backend.ComputeBackend.moe; without `elsewhere` all that is in the banks is used."""
         resident = self._resident(banks, elsewhere)
-        return DeviceMoe(self.ops, resident, phase, elsewhere=elsewhere)
+        offload = self._offload if phase is Phase.PREFILL else None
+        return DeviceMoe(self.ops, resident, phase, elsewhere=elsewhere, offload=offload)
+
+    def offload_prompts(
+        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+    ) -> None:
+        """As backend.ComputeBackend.offload_prompts."""
+        self._close_offload()
+        if not elsewhere.may_offload:
+            return
+        here = ((layer, elsewhere.experts_here(layer.layer_id)) for layer in layers)
+        missing = {layer.layer_id: (layer, ~some) for layer, some in here if not some.all()}
+        if not missing:
+            return
+        try:
+            num_bytes = offload_bytes(missing)
+            if self._memory is not None:
+                self.device.trim()
+                room = Room(0, scratch=_LEFT_BYTES, offload=num_bytes)
+                room.require(self.device.name, self._memory())
+            self._offload = ExpertOffload(self.ops, file, missing, uploader=self._uploader)
+            self._offload.prepare()
+        except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
+            self._close_offload()
+            _LOG.warning("experts of prompts stay with their owners: %s", str(error))
+        else:
+            _LOG.info(
+                "experts of prompts can be brought here at %.1f GB/s, through %.2f GiB on %s",
+                self._offload.bytes_per_s / 1e9,
+                num_bytes / 2**30,
+                self.device.name,
+            )
+
+    def _close_offload(self) -> None:
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
+            self.device.trim()
 
     def recorded_step(
         self,
@@ -258,6 +303,7 @@ class CupyBackend:
         """Give back the device with all that it holds, of whatever nothing refers to any more."""
         with contextlib.suppress(DeviceUnavailable):  # one that has failed is left all the same
             self.device.synchronize()
+        self._close_offload()
         self._recorded_experts.close()
         del self.ops, self._uploader, self._recorded_experts
         self._undo.close()

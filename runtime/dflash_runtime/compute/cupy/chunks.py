@@ -125,8 +125,14 @@ class Chunks:
         self._run_experts(sums, residual=residual.array, out=residual.array)
         residual.version += 1
 
-    def sums_here(self, sums: ExpertSums) -> Buffer:
-        """Sums of those experts that are here. Shapes: result [T, H] float64."""
+    def sums_here(self, sums: ExpertSums, before: Buffer | None = None) -> Buffer:
+        """Sums of those experts that are here, added to those `before`, which they then are.
+
+        Shapes: result, before [T, H] float64.
+        """
+        if before is not None:
+            self._run_experts(sums, sums=before.array, out_sums=before.array)
+            return before
         here = Buffer(self._device.empty(sums.x.rows.array.shape, np.float64))
         self._run_experts(sums, out_sums=here.array)
         return here
@@ -143,15 +149,15 @@ class Chunks:
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
         return out
 
-    def _run_experts(self, sums: ExpertSums, **places: DeviceArray) -> None:
+    def _run_experts(self, chosen: ExpertSums, **places: DeviceArray) -> None:
         """`places` are what ExpertPrefill.run adds to and writes."""
-        resident = sums.layer
+        resident = chosen.layer
         assert resident is not None
-        prepared = self.prepare(sums.x)
+        prepared = self.prepare(chosen.x)
         groups = self._groups_of(resident)
         groups.group_chosen(
-            sums.topk_ids.array,
-            sums.topk_weights.array,
+            chosen.topk_ids.array,
+            chosen.topk_weights.array,
             slot_of_expert=resident.decode.slot_of_expert,
             num_resident=resident.num_resident,
             selections=resident.selections,

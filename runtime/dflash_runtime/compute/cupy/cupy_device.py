@@ -163,6 +163,41 @@ class CupyHostMapping:
             self._array = None
 
 
+class CupyCopyStream:
+    """A stream of its own."""
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._driver = driver
+        self._index = index
+        self._stream: int | None = driver.create_stream()
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """As CopyStream.write."""
+        assert source.flags.c_contiguous
+        assert source.nbytes == destination.nbytes
+        self._driver.use(self._index)
+        self._driver.copy(
+            address(destination), address(source), source.nbytes, stream=self._opened()
+        )
+
+    def wait(self) -> None:
+        """As CopyStream.wait."""
+        self._driver.use(self._index)
+        self._driver.synchronize_stream(self._opened())
+
+    def close(self) -> None:
+        """As CopyStream.close."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            self._driver.use(self._index)
+            self._driver.destroy_stream(stream)
+
+    def _opened(self) -> int:
+        if self._stream is None:
+            raise SettingsError("a copy stream that was closed is used")
+        return self._stream
+
+
 class CupyDevice:
     """Implements KernelDevice."""
 
@@ -370,6 +405,11 @@ class CupyDevice:
         """As KernelDevice.map_host."""
         self._begin("map memory")
         return CupyHostMapping(self._driver, self._index, array)
+
+    def copy_stream(self) -> CupyCopyStream:
+        """As KernelDevice.copy_stream."""
+        self._begin("open a stream")
+        return CupyCopyStream(self._driver, self._index)
 
     def trim(self) -> None:
         """As KernelDevice.trim."""

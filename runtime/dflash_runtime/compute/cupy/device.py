@@ -134,6 +134,25 @@ class SideStream(Protocol):
         """
 
 
+class CopyStream(Protocol):
+    """Copies to the device beside all that is launched, in an order of their own. Used by one
+    thread at a time, of which each has its own."""
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """Begin to copy contiguous memory of the host, which must be mapped (`map_host`) and stay
+        as it is until `wait`, into an array of the same bytes, which nobody may be using.
+
+        Raises: DeviceUnavailable.
+        """
+
+    def wait(self) -> None:
+        """Until everything has arrived: what is launched from now on reads it. Raises:
+        DeviceUnavailable."""
+
+    def close(self) -> None:
+        """Give it back; nothing may be on its way. Twice does nothing."""
+
+
 class KernelDevice(Protocol):
     """One device and the stream that everything of ours runs on, in order.
 
@@ -223,6 +242,9 @@ class KernelDevice(Protocol):
 
     def map_host(self, array: AnyArray) -> HostMapping:
         """Have kernels see a contiguous array of the host, which must outlive the mapping."""
+
+    def copy_stream(self) -> CopyStream:
+        """A new one."""
 
     def trim(self) -> None:
         """Give memory that no array refers to any more back to the driver, for others to take."""

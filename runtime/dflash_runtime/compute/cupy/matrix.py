@@ -20,7 +20,7 @@ from dflash_runtime.compute.cupy.layouts import FIELDS, is_native, row_bytes
 _STAGED_BYTES = 64 << 20
 """Of the file at once: what stands on the device twice while it is laid out."""
 
-_COLUMNS = 32
+PRODUCT_COLUMNS = 32
 """Values that products take at once, of all types."""
 
 
@@ -72,9 +72,6 @@ class Uploader:
         if is_native(tensor_type, columns):
             self._device.write(weights[: raw.size], raw)
             return
-        key = tensor_type, columns
-        if key not in self._repacks:
-            self._repacks[key] = Repack(self._device, tensor_type, columns=columns)
         num_rows = raw.size // native_bytes
         at_once = max(1, _STAGED_BYTES // native_bytes)
         if self._staging is None or self._staging.size < min(at_once, num_rows) * native_bytes:
@@ -84,7 +81,19 @@ class Uploader:
             native = self._staging[: (end - first) * native_bytes]
             self._device.write(native, raw[first * native_bytes : end * native_bytes])
             out = weights[first * device_bytes : end * device_bytes]
-            self._repacks[key].launch(native, out)
+            self.lay_out(native, out, tensor_type, columns=columns)
+
+    def lay_out(
+        self, native: DeviceArray, out: DeviceArray, tensor_type: TensorType, *, columns: int
+    ) -> None:
+        """Rows of a file that are on the device already, of a type that lies otherwise there.
+
+        Shapes: native [rows * the file's row bytes], out [rows * row_bytes] uint8.
+        """
+        key = tensor_type, columns
+        if key not in self._repacks:
+            self._repacks[key] = Repack(self._device, tensor_type, columns=columns)
+        self._repacks[key].launch(native, out)
 
     def finish(self) -> None:
         """Give back what was needed for uploading only."""
@@ -98,8 +107,8 @@ def require_kernels(
     reason = ""
     if tensor_type not in FIELDS:
         reason = tensor_type.name
-    elif columns % _COLUMNS:
-        reason = f"rows of {columns} values, which are no multiple of {_COLUMNS}"
+    elif columns % PRODUCT_COLUMNS:
+        reason = f"rows of {columns} values, which are no multiple of {PRODUCT_COLUMNS}"
     if reason:
         raise UnsupportedModel(
             f"there are no GPU kernels for {reason}; use --device cpu",

@@ -3,7 +3,7 @@
 Where all of a layer's experts are on the device, nothing leaves it. Else the choice comes to the
 host, and unless all that was chosen is on the device, others are asked for their share; what is
 here is computed while they are at work. Rows of a chunk and sums that come back stay on the device
-unless somebody computes on a CPU.
+unless somebody computes on a CPU; experts of such an owner may be computed here, see offload.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums
 from dflash_runtime.compute.backend import OtherExperts
 from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.offload import ExpertOffload
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed
@@ -25,7 +26,8 @@ from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed
 class DeviceMoe:
     """Implements ops.MoeBlock for one phase; `resident` has what is to be computed here.
 
-    `elsewhere` leaves out just that; it may be None if every layer is whole.
+    `elsewhere` leaves out just that; it may be None if every layer is whole. `offload`, for chunks,
+    computes what would take others longer.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class DeviceMoe:
         phase: Phase,
         *,
         elsewhere: OtherExperts | None,
+        offload: ExpertOffload | None = None,
     ) -> None:
+        self._offload = offload
         self._ops = ops
         self._resident = resident
         self._phase = phase
@@ -69,13 +73,24 @@ class DeviceMoe:
 
         Shapes: ids [T, K] global; all results [T, H] float64.
         """
-        device = self._ops.device
+        device, offload = self._ops.device, self._offload
         weights: F32Array = device.download(sums.topk_weights.array)
         hidden = self._hidden_of(sums)
+        offloaded = None if offload is None else offload.begin(layer_id, ids, elsewhere)
         # Launched first: the device is at work while the host groups pairs, and while rows go out.
-        here = () if sums.layer is None else (self._ops.sums_here(sums),)
-        started = elsewhere.start(layer_id, hidden, ids, weights, phase=self._phase)
-        return (*here, self._on_device(elsewhere.finish(started)))
+        here = None if sums.layer is None else self._ops.sums_here(sums)
+        started = elsewhere.start(
+            layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
+        )
+        try:
+            if offload is not None and offloaded is not None:
+                here = offload.sums(layer_id, sums, experts=offloaded, before=here)
+        except BaseException:
+            if started is not None:
+                elsewhere.abandon(started)
+            raise
+        parts = () if here is None else (here,)
+        return parts if started is None else (*parts, self._on_device(elsewhere.finish(started)))
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
         """The rows that experts are given; those of a chunk stay on the device.

@@ -16,6 +16,7 @@ from dflash_runtime.compute.cupy.layouts import row_bytes
 from dflash_runtime.compute.cupy.prefill_rows import PreparedRows
 from dflash_runtime.compute.cupy.prefill_tiles import (
     DENSE_FLOAT_TILE,
+    FEW_TILE,
     FMA_TILE,
     TENSOR_TILES,
     Product,
@@ -92,7 +93,7 @@ class DensePrefill:
         self.products = products
         self._device = device
         self._scratch = scratch
-        self._kernels: dict[tuple[int, int], Kernel] = {}
+        self._kernels: dict[tuple[int, int, bool], Kernel] = {}
 
     def prepare(self, tensor_type: TensorType, columns: int) -> None:
         """Compile what such matrices need; before a capture, as nothing is compiled in one."""
@@ -155,7 +156,8 @@ class DensePrefill:
 
     def _multiply(self, rows: PreparedRows, parts: int, pieces: list[_Piece]) -> None:
         x, x_scales, part_bytes = rows.addresses(parts)
-        _, tile = self.products.of_dense(parts)
+        is_few = self._is_few(rows.num_rows, parts, pieces)
+        _, tile = self.products.of_dense(parts, is_few=is_few)
         args = DenseArgs(
             x=x,
             x_scales=x_scales,
@@ -186,16 +188,24 @@ class DensePrefill:
             entry.first_tile = num_tiles
             num_tiles += -(-piece.num_rows // tile.columns)
         grid = num_tiles, -(-rows.num_rows // tile.rows), 1
-        kernel = self._kernel(rows.columns, parts)
+        kernel = self._kernel(rows.columns, parts, is_few=is_few)
         self._device.launch(kernel, grid, tile.num_threads, args, shared_bytes=tile.shared_bytes)
 
-    def _kernel(self, columns: int, parts: int) -> Kernel:
-        key = columns, parts
-        if key not in self._kernels:
-            product, tile = self.products.of_dense(parts)
-            module = self._device.module("gemm_dense.cu", _defines(product, tile, columns, parts))
-            self._kernels[key] = module.kernel("gemm_dense", DenseArgs)
-        return self._kernels[key]
+    def _is_few(self, num_tokens: int, parts: int, pieces: Sequence[_Piece]) -> bool:
+        """Whether tiles as large as usual would leave multiprocessors idle."""
+        _, tile = self.products.of_dense(parts)
+        columns = sum(-(-piece.num_rows // tile.columns) for piece in pieces)
+        return columns * -(-num_tokens // tile.rows) < self._device.num_multiprocessors
+
+    def _kernel(self, columns: int, parts: int, *, is_few: bool = False) -> Kernel:
+        """For both sizes of tiles as soon as one is wanted: chunks come in all lengths."""
+        if (columns, parts, is_few) not in self._kernels:
+            for each in (False, True):
+                product, tile = self.products.of_dense(parts, is_few=each)
+                defines = _defines(product, tile, columns, parts)
+                module = self._device.module("gemm_dense.cu", defines)
+                self._kernels[columns, parts, each] = module.kernel("gemm_dense", DenseArgs)
+        return self._kernels[columns, parts, is_few]
 
 
 def _defines(product: Product, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
@@ -212,7 +222,7 @@ KERNEL_VARIANTS = (
         KernelVariant(
             "gemm_dense.cu", _defines(Product.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
         )
-        for tile in TENSOR_TILES
+        for tile in (*TENSOR_TILES, FEW_TILE)
     ),
     KernelVariant("gemm_dense.cu", _defines(Product.HALF, FMA_TILE, 96, 2)),
     KernelVariant("gemm_dense.cu", _defines(Product.FLOAT, DENSE_FLOAT_TILE, 96, 0)),

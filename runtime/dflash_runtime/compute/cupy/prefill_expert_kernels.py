@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cupy.device import Kernel, KernelDevice
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
+from dflash_runtime.compute.cupy.layouts import row_bytes
 from dflash_runtime.compute.cupy.prefill_tiles import (
     FMA_TILE,
     TENSOR_TILES,
@@ -108,15 +110,17 @@ class ExpertShape:
     hidden_parts: int
     down_parts: int
 
-    def gate_up_defines(self, product: Product, tile: Tile) -> dict[str, int | str]:
-        """Of gemm_gate_up.cu."""
+    def gate_up_defines(
+        self, product: Product, tile: Tile, stored: TensorType | None = None
+    ) -> dict[str, int | str]:
+        """Of gemm_gate_up.cu; `stored` is the type of matrices that are read as they are stored."""
         return {
             **tile.defines(product),
             "NUM_COLUMNS": self.hidden_size,
             "NUM_ROWS": self.ffn_size,
             "NUM_PARTS": max(self.hidden_parts, 1),
             "OUT_PARTS": self.down_parts,
-            "WEIGHT_ROW_BYTES": product_row_bytes(self.hidden_size, self.hidden_parts),
+            **_weight_rows(self.hidden_size, self.hidden_parts, stored),
         }
 
     def level_defines(self, tile: Tile) -> dict[str, int | str]:
@@ -128,15 +132,23 @@ class ExpertShape:
             "NUM_SEGMENTS": -(-self.ffn_size // tile.segment),
         }
 
-    def down_defines(self, product: Product, tile: Tile) -> dict[str, int | str]:
-        """Of gemm_down.cu."""
+    def down_defines(
+        self, product: Product, tile: Tile, stored: TensorType | None = None
+    ) -> dict[str, int | str]:
+        """Of gemm_down.cu; `stored` as above."""
         return {
             **tile.defines(product),
             "NUM_COLUMNS": self.ffn_size,
             "NUM_ROWS": self.hidden_size,
             "NUM_PARTS": max(self.down_parts, 1),
-            "WEIGHT_ROW_BYTES": product_row_bytes(self.ffn_size, self.down_parts),
+            **_weight_rows(self.ffn_size, self.down_parts, stored),
         }
+
+
+def _weight_rows(columns: int, parts: int, stored: TensorType | None) -> dict[str, int | str]:
+    if stored is None:
+        return {"WEIGHT_ROW_BYTES": product_row_bytes(columns, parts)}
+    return {"WEIGHT_ROW_BYTES": row_bytes(stored, columns), "STORED_TYPE": int(stored)}
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,22 @@ class ExpertKernels:
     gate_up: Kernel
     level: Kernel
     down: Kernel
+
+
+def compile_stored_gate_up(
+    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
+) -> Kernel:
+    """The same as ExpertKernels.gate_up, of matrices that are read as they are stored."""
+    defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
+    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GateUpArgs)
+
+
+def compile_stored_down(
+    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
+) -> Kernel:
+    """The same as ExpertKernels.down."""
+    defines = shape.down_defines(*products.of(shape.down_parts), stored)
+    return device.module("gemm_down.cu", defines).kernel("gemm_down", DownArgs)
 
 
 def compile_expert_kernels(
@@ -179,6 +207,13 @@ def _product_variants() -> Iterator[KernelVariant]:
             ("gemm_down.cu", shape.down_defines(product, tile)),
         ):
             yield KernelVariant(file, defines, needs=needs, lanes=lanes)
+    shape = ExpertShape(hidden_size=512, ffn_size=512, hidden_parts=1, down_parts=1)
+    tile = TENSOR_TILES[0]
+    for file, defines in (
+        ("gemm_gate_up.cu", shape.gate_up_defines(Product.TENSOR, tile, TensorType.Q4_K)),
+        ("gemm_down.cu", shape.down_defines(Product.TENSOR, tile, TensorType.Q8_0)),
+    ):
+        yield KernelVariant(file, defines, needs=("mma",), lanes=(32,))
 
 
 KERNEL_VARIANTS = (

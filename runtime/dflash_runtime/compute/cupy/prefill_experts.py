@@ -23,20 +23,27 @@ from dflash_runtime.compute.cupy.prefill_expert_kernels import (
     GateUpArgs,
     LevelArgs,
     compile_expert_kernels,
+    compile_stored_down,
+    compile_stored_gate_up,
 )
 from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
 from dflash_runtime.compute.cupy.prefill_rows import PreparedRows
 from dflash_runtime.compute.cupy.prefill_tiles import Products, Tile, activation_parts
 from dflash_runtime.compute.cupy.prefill_weights import (
     AS_STORED,
+    IN_UNITS,
     MatrixChoice,
     StoredExperts,
+    StoredProjection,
     WeightScratch,
     check_type,
     half_row_bytes,
 )
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
+_MOST_ROWS = 64
+"""Of a group, on average, whose matrices are read as they are stored. With more it is quicker to
+make halves of them first."""
 
 
 class ExpertPrefill:
@@ -65,6 +72,9 @@ class ExpertPrefill:
         self._device = device
         self._scratch = scratch
         self._kernels: dict[tuple[int, int], ExpertKernels] = {}
+        self._stored_gate_up: dict[tuple[TensorType, int], Kernel] = {}
+        self._stored_down: dict[TensorType, Kernel] = {}
+        self._reads_stored = products.half_tile.num_threads >= products.half_tile.columns
         combine = device.module("combine.cu", {"HIDDEN": hidden_size})
         self._combine = combine.kernel("combine", CombineArgs)
         self._terms = device.empty((max_pairs, hidden_size), np.float32)
@@ -99,7 +109,31 @@ class ExpertPrefill:
                 f"one expert takes {self.bytes_of_group} bytes of scratch memory, there are "
                 f"{self._scratch.num_bytes}"
             )
-        self._kernels_for(*_parts_of(experts))
+        hidden_parts, down_parts = _parts_of(experts)
+        self._kernels_for(hidden_parts, down_parts)
+        shape = ExpertShape(self.hidden_size, self.ffn_size, hidden_parts, down_parts)
+        hidden_type, down_type = experts.gate.tensor_type, experts.down.tensor_type
+        key = hidden_type, down_parts
+        if self._is_stored(experts.gate, experts.up) and key not in self._stored_gate_up:
+            self._stored_gate_up[key] = compile_stored_gate_up(
+                self._device, shape, self.products, stored=hidden_type
+            )
+        if self._is_stored(experts.down) and down_type not in self._stored_down:
+            self._stored_down[down_type] = compile_stored_down(
+                self._device, shape, self.products, stored=down_type
+            )
+
+    def _is_stored(
+        self, *projections: StoredProjection, groups: ExpertGroups | None = None
+    ) -> bool:
+        """Whether products can read such matrices, used together, as they are stored; and, with
+        `groups`, whether that is quicker."""
+        types = {each.tensor_type for each in projections}
+        if not self._reads_stored or len(types) > 1 or not types <= IN_UNITS:
+            return False
+        if groups is None:
+            return True
+        return groups.num_pairs <= _MOST_ROWS * groups.max_groups
 
     def run(
         self,
@@ -208,6 +242,10 @@ class ExpertPrefill:
         blocks = -(-2 * self.ffn_size // tile.columns)
         size = {"rows": self.ffn_size, "columns": self.hidden_size}
         is_stored = gate.tensor_type is up.tensor_type and gate.tensor_type in AS_STORED
+        kernel = kernels.gate_up
+        if self._is_stored(gate, up, groups=groups):
+            is_stored = True
+            kernel = self._stored_gate_up[gate.tensor_type, _parts_of(experts)[1]]
         for choice in self._passes(groups, experts, is_stored=is_stored):
             args.choice = choice
             if not is_stored:
@@ -216,7 +254,7 @@ class ExpertPrefill:
                 args.up = self._scratch.place(num_bytes)
                 self._scratch.fill_groups(up, groups, choice, offset_bytes=num_bytes, **size)
                 args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
-            self._multiply(kernels.gate_up, (blocks, groups.max_tiles, 1), tile, args)
+            self._multiply(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
     def _level(self, kernels: ExpertKernels, groups: ExpertGroups, down_parts: int) -> None:
         args = LevelArgs(
@@ -250,13 +288,16 @@ class ExpertPrefill:
         blocks = -(-self.hidden_size // tile.columns)
         size = {"rows": self.hidden_size, "columns": self.ffn_size}
         is_stored = down.tensor_type in AS_STORED
+        kernel = kernels.down
+        if self._is_stored(down, groups=groups):
+            is_stored, kernel = True, self._stored_down[down.tensor_type]
         for choice in self._passes(groups, experts, is_stored=is_stored):
             args.choice = choice
             if not is_stored:
                 args.down = self._scratch.place()
                 self._scratch.fill_groups(down, groups, choice, **size)
                 args.stride = self.hidden_size * half_row_bytes(self.ffn_size)
-            self._multiply(kernels.down, (blocks, groups.max_tiles, 1), tile, args)
+            self._multiply(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
     @property
     def _activation_part_bytes(self) -> int:

@@ -69,6 +69,9 @@ TENSOR_TILES = (
 )
 """Largest first: the more of a tile, the less of it is read again for others."""
 
+FEW_TILE = Tile(rows=64, columns=64, warps_m=2, warps_n=2, stages=4, blocks_per_sm=3)
+"""Of dense matrices, where large tiles would be fewer than multiprocessors."""
+
 FMA_TILE = Tile(rows=128, columns=64, warps_m=4, warps_n=2, stages=2)
 
 DENSE_FLOAT_TILE = Tile(rows=64, columns=64, warps_m=4, warps_n=2, stages=2, blocks_per_sm=2)
@@ -83,6 +86,8 @@ class Products:
     half_tile: Tile
     float_tile: Tile = FMA_TILE
     dense_float_tile: Tile = DENSE_FLOAT_TILE
+    few_tile: Tile | None = None
+    """See FEW_TILE; of halves."""
 
     def __post_init__(self) -> None:
         if self.half is Product.FLOAT:
@@ -99,8 +104,10 @@ class Products:
         """Of experts, for activations of that many rows of halves each; 0: floats."""
         return (self.half, self.half_tile) if parts else (Product.FLOAT, self.float_tile)
 
-    def of_dense(self, parts: int) -> tuple[Product, Tile]:
-        """The same of dense matrices."""
+    def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[Product, Tile]:
+        """The same of dense matrices; `is_few`: of which there would be few tiles."""
+        if parts and is_few and self.few_tile is not None:
+            return self.half, self.few_tile
         return (self.half, self.half_tile) if parts else (Product.FLOAT, self.dense_float_tile)
 
 
@@ -109,7 +116,7 @@ def products_of(device: KernelDevice) -> Products:
     if device.capabilities.mma and device.lanes == 32:
         for tile in TENSOR_TILES:
             if tile.shared_bytes <= device.max_shared_bytes:
-                return Products(Product.TENSOR, tile)
+                return Products(Product.TENSOR, tile, few_tile=FEW_TILE)
     if device.max_shared_bytes < FMA_TILE.shared_bytes:
         raise SettingsError(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, "

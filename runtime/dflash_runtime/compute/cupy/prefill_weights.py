@@ -81,6 +81,13 @@ class StoredExperts:
 AS_STORED = frozenset({TensorType.F32, TensorType.F16})
 """Types whose rows on the device are what products read."""
 
+IN_UNITS = frozenset(FIELDS) - {
+    *(TensorType.F32, TensorType.F16, TensorType.BF16),
+    *(TensorType.Q2_K, TensorType.Q3_K),
+}
+"""Types of which products can make halves themselves, 64 weights at a time, in the order of the row
+(stored_units.cuh)."""
+
 
 def half_row_bytes(columns: int) -> int:
     """Bytes of a row of halves, of scratch memory and of F16 matrices alike."""

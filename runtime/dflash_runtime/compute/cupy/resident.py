@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -88,7 +89,7 @@ def load_resident(
     weights = [_matrices(device, uploader, file, each, global_ids) for each in layer.projections]
     local_ids = np.arange(global_ids.size)
     by_global, by_local = (
-        _named(device, file, layer, weights, (global_ids, named))
+        named_layer(device, file, layer, weights=weights, ids=(global_ids, named))
         for named in (global_ids, local_ids)
     )
     if by_global.is_whole:
@@ -106,23 +107,28 @@ def _matrices(
     require_kernels(
         file, projection.tensor_name, projection.tensor_type, columns=projection.columns
     )
-    expert_bytes = _expert_bytes(projection)
-    weights = device.empty(max(1, global_ids.size) * expert_bytes, np.uint8)
+    num_bytes = expert_bytes(projection)
+    weights = device.empty(max(1, global_ids.size) * num_bytes, np.uint8)
     for slot, global_expert_id in enumerate(global_ids.tolist()):
         raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
-        place = weights[slot * expert_bytes : (slot + 1) * expert_bytes]
+        place = weights[slot * num_bytes : (slot + 1) * num_bytes]
         uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
     return weights
 
 
-def _named(
+def named_layer(
     device: KernelDevice,
     file: GgufFile,
     layer: MoeLayer,
-    weights: list[DeviceArray],
+    *,
+    weights: Sequence[DeviceArray],
     ids: tuple[I64Array, I64Array],
 ) -> ResidentLayer:
-    """`ids` are the experts' global ids by slot, and what they are called."""
+    """Experts whose matrices, of each projection, lie in these arrays one after another.
+
+    `ids` are their global ids by slot, and what they are called. Shapes: weights each
+    [experts * expert_bytes] uint8; ids each [experts].
+    """
     names = ids[1]
     slots = np.full(layer.num_experts, -1, np.int32)
     slots[names] = np.arange(names.size, dtype=np.int32)
@@ -138,7 +144,7 @@ def _named(
             StoredProjection(
                 tensor_type=projection.tensor_type,
                 weights_address=address(matrices),
-                stride_bytes=_expert_bytes(projection),
+                stride_bytes=expert_bytes(projection),
                 bias=bias,
                 scale=scale,
             )
@@ -175,5 +181,6 @@ def _by_name(
     return device.upload(values)
 
 
-def _expert_bytes(projection: ExpertProjection) -> int:
+def expert_bytes(projection: ExpertProjection) -> int:
+    """Bytes of one expert's matrix as it lies on a device."""
     return projection.rows * row_bytes(projection.tensor_type, projection.columns)

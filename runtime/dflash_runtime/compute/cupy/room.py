@@ -16,8 +16,8 @@ from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.backend import MEMORY_ADVICE
 from dflash_runtime.compute.cupy.devices import DeviceMemory
 from dflash_runtime.compute.cupy.kv_cache import layer_bytes
-from dflash_runtime.compute.cupy.layouts import row_bytes
-from dflash_runtime.compute.cupy.matrix import require_kernels
+from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES, row_bytes
+from dflash_runtime.compute.cupy.matrix import PRODUCT_COLUMNS, require_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,11 @@ class Room:
     weights: int = 0
     cache: int = 0
     scratch: int = 0
+    offload: int = 0
 
     @property
     def total(self) -> int:
-        return self.experts + self.weights + self.cache + self.scratch
+        return self.experts + self.weights + self.cache + self.scratch + self.offload
 
     def require(self, device: str, memory: DeviceMemory) -> None:
         """Raises: DeviceOutOfMemory with the amounts, and what to do, if it is not free."""
@@ -42,6 +43,7 @@ class Room:
             "other weights": self.weights,
             "keys and values": self.cache,
             "work": self.scratch,
+            "weights of prompts": self.offload,
         }
         named = ", ".join(f"{size / 2**30:.2f} GiB {what}" for what, size in parts.items() if size)
         raise DeviceOutOfMemory(
@@ -79,7 +81,9 @@ def weights_bytes(file: GgufFile, layers: Iterable[MoeLayer]) -> int:
     for name, tensor in file.tensors.items():
         if name in left_out or tensor.tensor_type.is_integer:
             continue
-        if len(tensor.shape) == 2:
+        # Floats in rows that products cannot read, as a convolution's taps, are loaded as vectors.
+        is_vector = tensor.tensor_type in FLOAT_TYPES and tensor.columns % PRODUCT_COLUMNS
+        if len(tensor.shape) == 2 and not is_vector:
             require_kernels(file, name, tensor.tensor_type, columns=tensor.columns)
             total += tensor.shape[0] * row_bytes(tensor.tensor_type, tensor.shape[1])
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,14 +12,16 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute.cupy.device import DeviceArray, address
+from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address
 from dflash_runtime.compute.cupy.layouts import FIELDS, repack
 from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.cupy.prefill_rows import RowPreparer
 from dflash_runtime.compute.cupy.prefill_tiles import (
+    FEW_TILE,
     TENSOR_TILES,
     Product,
     Products,
+    Tile,
     activation_parts,
     products_of,
 )
@@ -117,6 +122,34 @@ def test_bits_of_a_row_are_its_own(products: Products, tensor_type: TensorType) 
         np.testing.assert_array_equal(multiply(part), together[chosen], strict=True)
 
 
+class CountingDevice(EmulatedDevice):
+    """Notes how many threads a block of each product has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks: list[int] = []
+
+    def launch(self, kernel: Any, grid: Grid, block: int, *args: Any, **options: Any) -> None:
+        if kernel.name == "gemm_dense":
+            self.blocks.append(block)
+        super().launch(kernel, grid, block, *args, **options)
+
+
+def test_small_tiles_where_large_ones_would_be_few_have_the_same_bits() -> None:
+    few = Tile(rows=16, columns=32, warps_m=1, warps_n=2, stages=3)
+    products = replace(SMALL_TENSOR, few_tile=few)
+    x, results = random_rows(70), []
+    for num_multiprocessors, tile in ((6, SMALL_TENSOR.half_tile), (7, few)):
+        device = CountingDevice(num_multiprocessors=num_multiprocessors)
+        preparer = RowPreparer(device, columns=COLUMNS, max_rows=70, parts=1)
+        dense = DensePrefill(device, products=products, scratch=WeightScratch(device, 1 << 16))
+        matrix, out = StoredMatrix(device, Q8_0, 70), device.empty((70, 70), np.float32)
+        dense.run(preparer.prepare(device.upload(x)), [matrix.product(out)])  # in 3 x 2 large ones
+        results.append(device.download(out))
+        assert device.blocks == [tile.num_threads]
+    np.testing.assert_array_equal(results[0], results[1], strict=True)
+
+
 @pytest.mark.parametrize("tensor_type", sorted(set(FIELDS) - {F32}), ids=lambda each: each.name)
 def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     device = EmulatedDevice()
@@ -195,7 +228,7 @@ def test_wrong_shapes_are_refused() -> None:
 def test_a_device_gets_the_largest_tiles_that_fit() -> None:
     for tile in TENSOR_TILES:
         device = EmulatedDevice(max_shared_bytes=tile.shared_bytes)
-        assert products_of(device) == Products(Product.TENSOR, tile)
+        assert products_of(device) == Products(Product.TENSOR, tile, few_tile=FEW_TILE)
     small = EmulatedDevice(max_shared_bytes=TENSOR_TILES[-1].shared_bytes - 1)
     assert products_of(small).half is Product.HALF
     assert products_of(EmulatedDevice(lanes=64, max_shared_bytes=1 << 18)).half is Product.HALF

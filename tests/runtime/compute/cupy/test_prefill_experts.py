@@ -16,6 +16,7 @@ from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute.cupy.kernel_sources import Defines
 from dflash_runtime.compute.cupy.prefill_tiles import TENSOR_TILES, Product, Products
+from dflash_runtime.compute.cupy.prefill_weights import IN_UNITS
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedModule
 from support.expert_files import write_expert_layer
@@ -238,6 +239,48 @@ def test_bits_do_not_depend_on_anything_else(tmp_path: Path, case: str) -> None:
     )
     other.group(ids, weights)
     np.testing.assert_array_equal(other.sums(hidden), wanted, strict=True)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        (Q8_0, Q8_0, MXFP4),
+        (Q4_K, Q4_K, Q6_K),
+        *(_slow((each, each, each)) for each in sorted(IN_UNITS - {Q8_0, MXFP4, Q4_K})),
+    ],
+)
+def test_matrices_read_as_they_are_stored_give_the_bits_of_their_halves(
+    tmp_path: Path,
+    types: tuple[TensorType, TensorType, TensorType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With columns that are whole blocks of all types, and an odd number of steps."""
+    path = tmp_path / "experts.gguf"
+    block_elements = max(each.layout.block_elements for each in types)
+    sizes = {32: (160, 96), 64: (192, 128), 256: (256, 512)}[block_elements]
+    layer = write_expert_layer(
+        path, num_experts=3, hidden_size=sizes[0], ffn_size=sizes[1], types=types
+    )
+    device = EmulatedDevice()
+    rig = PrefillRig(
+        device,
+        layer,
+        ExpertsOnDevice(device, path, layer),
+        SMALL_TENSOR,
+        max_tokens=20,
+        pairs_per_token=1,
+        scratch_experts=3,
+    )
+    rng = np.random.default_rng(3)
+    ids, weights = choose(rng, 9, 3, 1)
+    hidden = rng.standard_normal((9, sizes[0]), dtype=np.float32)
+    rig.group(ids, weights)
+    num_launches = device.num_launches
+    stored = rig.sums(hidden)
+    num_stored = device.num_launches - num_launches
+    monkeypatch.setattr("dflash_runtime.compute.cupy.prefill_experts._MOST_ROWS", 0)
+    np.testing.assert_array_equal(rig.sums(hidden), stored, strict=True)
+    assert device.num_launches - num_launches == 2 * num_stored + 3  # which make halves
 
 
 def test_bits_do_not_depend_on_the_logical_warp(tmp_path: Path) -> None:

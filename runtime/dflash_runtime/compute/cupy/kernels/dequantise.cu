@@ -9,10 +9,9 @@
 // Halves are copied, for matrices that are used together with others.
 //
 // Defines: WEIGHT_TYPE (any but F32), NUM_COLUMNS.
-#include "formats.cuh"
+#include "stored_units.cuh"
 
 #include "groups.cuh"
-#include "mma.cuh"
 
 constexpr int UNIT_THREADS = 256, UNIT_CHUNKS = 8;
 constexpr int UNITS = (NUM_COLUMNS + 63) / 64;
@@ -27,34 +26,14 @@ struct DequantiseArgs {
     int num_rows, unused;
 };
 
-INLINE int chunk_place(int chunk) { return 16 * (chunk ^ (chunk / UNIT_CHUNKS % UNIT_CHUNKS)); }
-
 #if WEIGHT_TYPE != 1 && WEIGHT_TYPE != 30  // F16, BF16
 using Weights = Format<WEIGHT_TYPE, NUM_COLUMNS>;
 constexpr int ROW_BYTES = Weights::ROW_BYTES;
 
-// Granules of 16 halves go to `shared`, the row's first at chunk `first_chunk`.
 INLINE void unpack_unit(u8 *shared, const u8 *row, int unit, int first_chunk) {
     typename Weights::Raw raw;
     Weights::load(raw, row, unit);
-    Unpacked unpacked;
-    Weights::unpack(unpacked, raw, unit);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float scale = unpacked.scale[j], offset = unpacked.offset[j];
-        const int chunk = first_chunk + 2 * Weights::granule(unit, j);
-        u32 halves[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const u32 word = unpacked.q[4 * j + i / 2] >> (16 * (i % 2));
-            halves[i] = floats_to_halves(
-                scale * signed_byte(word, 0) + offset, scale * signed_byte(word, 1) + offset);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            *(uint4 *)(shared + chunk_place(chunk + i)) = make_uint4(
-                halves[4 * i], halves[4 * i + 1], halves[4 * i + 2], halves[4 * i + 3]);
-    }
+    store_unit<Weights>(shared, raw, unit, first_chunk);
 }
 #else
 constexpr int ROW_BYTES = 2 * 64 * UNITS;
@@ -67,7 +46,7 @@ INLINE void unpack_unit(u8 *shared, const u8 *row, int unit, int first_chunk) {
 #pragma unroll
     for (int i = 0; i < UNIT_CHUNKS; i++) {
         const uint4 bits = load_weights16(row + 128 * unit + 16 * i);
-        *(uint4 *)(shared + chunk_place(first_chunk + UNIT_CHUNKS * unit + i)) = make_uint4(
+        *(uint4 *)(shared + swapped_place(first_chunk + UNIT_CHUNKS * unit + i)) = make_uint4(
             halves_of(bits.x), halves_of(bits.y), halves_of(bits.z), halves_of(bits.w));
     }
 }
@@ -100,6 +79,6 @@ KERNEL(dequantise, DequantiseArgs, UNIT_THREADS, 4) {
     for (int i = 0; i < UNIT_CHUNKS; i++) {
         const int chunk = i * UNIT_THREADS + thread_index();
         if (chunk < num_chunks)
-            *(uint4 *)(halves + 16 * chunk) = *(const uint4 *)(shared + chunk_place(chunk));
+            *(uint4 *)(halves + 16 * chunk) = *(const uint4 *)(shared + swapped_place(chunk));
     }
 }

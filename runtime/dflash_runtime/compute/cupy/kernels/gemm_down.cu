@@ -30,6 +30,15 @@ INLINE TileRows rows_of_tile(const DownArgs &a, const GroupTile &tile) {
     return rows;
 }
 
+#ifdef STORED_TYPE
+// The row of down that this thread reads; one that is not used, for columns of nobody.
+INLINE const u8 *stored_row(const DownArgs &a, const GroupTile &tile) {
+    const int row = block_index_x() * TILE_N + thread_index() % TILE_N;
+    return a.down + matrix_of(a.choice, tile) * (i64)a.stride +
+           (i64)(row < NUM_ROWS ? row : 0) * WEIGHT_ROW_BYTES;
+}
+#endif
+
 KERNEL(gemm_down, DownArgs, THREADS, BLOCKS_PER_SM) {
     DYNAMIC_SHARED(shared);
     let_next_begin();
@@ -38,9 +47,16 @@ KERNEL(gemm_down, DownArgs, THREADS, BLOCKS_PER_SM) {
     const GroupTile tile = load_tile(a.tiles + block_index_y());
     if (!is_chosen(a.choice, tile.group)) return;
     float totals[NUM_M][NUM_N][4];
+#ifdef STORED_TYPE
+    StoredRows stored;
+    stored.begin(stored_row(a, tile));
+    multiply_tile<0>(totals, shared, rows_of_tile(a, tile), a.activation_part_bytes,
+                     tile.end_row - tile.first_row, stored);
+#else
     multiply_tile<COPIED_ROWS * WEIGHT_ROW_BYTES>(
         totals, shared, rows_of_tile(a, tile), a.activation_part_bytes,
         tile.end_row - tile.first_row);
+#endif
 
     const float scale = a.scale ? load_float(a.scale + tile.expert_id) : 1.0f;
     const float *bias = a.bias ? a.bias + (i64)tile.expert_id * NUM_ROWS : nullptr;

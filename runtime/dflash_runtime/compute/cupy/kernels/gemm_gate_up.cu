@@ -18,7 +18,6 @@
 
 constexpr int FEATURES = TILE_N / 2;
 static_assert(COPIED_ROWS % 16 == 0, "a thread copies rows of gate alone, or of up");
-constexpr int W_DISTANCE = COPIED_ROWS / 2 * WEIGHT_ROW_BYTES;
 constexpr int SEGMENT = WARP_N / 2, NUM_SEGMENTS = (NUM_ROWS + SEGMENT - 1) / SEGMENT;
 static_assert(NUM_ROWS % 8 == 0, "features are taken by eights");
 static_assert(NUM_M * 16 == WARP_M && NUM_N % 2 == 0, "gate and up lie in the same warp");
@@ -65,6 +64,18 @@ INLINE Finish finish_of(const float *scales, const float *biases, int expert_id,
     return finish;
 }
 
+#ifdef STORED_TYPE
+// The row of gate or up that this thread reads; one that is not used, for columns of nobody.
+INLINE const u8 *stored_row(const GateUpArgs &a, const GroupTile &tile) {
+    const i64 matrix = matrix_of(a.choice, tile);
+    const int column = thread_index() % TILE_N;
+    const int feature = block_index_x() * FEATURES + column / 16 * 8 + column % 8;
+    const u8 *begin = column / 8 % 2 ? a.up + matrix * (i64)a.up_stride
+                                     : a.gate + matrix * (i64)a.gate_stride;
+    return begin + (i64)(feature < NUM_ROWS ? feature : 0) * WEIGHT_ROW_BYTES;
+}
+#endif
+
 KERNEL(gemm_gate_up, GateUpArgs, THREADS, BLOCKS_PER_SM) {
     DYNAMIC_SHARED(shared);
     let_next_begin();
@@ -73,8 +84,16 @@ KERNEL(gemm_gate_up, GateUpArgs, THREADS, BLOCKS_PER_SM) {
     const GroupTile tile = load_tile(a.tiles + block_index_y());
     if (!is_chosen(a.choice, tile.group)) return;
     float totals[NUM_M][NUM_N][4];
-    multiply_tile<W_DISTANCE>(totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
-                              tile.end_row - tile.first_row);
+#ifdef STORED_TYPE
+    StoredRows stored;
+    stored.begin(stored_row(a, tile));
+    multiply_tile<0>(totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
+                     tile.end_row - tile.first_row, stored);
+#else
+    multiply_tile<COPIED_ROWS / 2 * WEIGHT_ROW_BYTES>(
+        totals, shared, rows_of_tile(a, tile), a.hidden_part_bytes,
+        tile.end_row - tile.first_row);
+#endif
 
     const int first_feature = block_index_x() * FEATURES + warp_column() / 2;
 #pragma unroll

@@ -17,10 +17,16 @@
 // Defines: PRODUCT, TILE_M, TILE_N, WARPS_M, WARPS_N, STAGES, BLOCKS_PER_SM, NUM_COLUMNS,
 // WEIGHT_ROW_BYTES, NUM_PARTS.
 //
+// With STORED_TYPE, a quantised type that UnitsInOrder knows, rows of W are read as they are stored, WEIGHT_ROW_BYTES apart: a step is a unit, which a thread makes halves of on its way into
+// shared memory. They are the halves that dequantise.cu makes, so that bits are the same.
+//
 // With NUM_PARTS = 2 a row of A is the sum of two rows of halves, the second PART_BYTES after: what
 // the first rounds away. The columns are gone over twice.
 #pragma once
 #include "mma.cuh"
+#ifdef STORED_TYPE
+#include "stored_units.cuh"
+#endif
 
 #define PRODUCT_FLOAT 0
 #define PRODUCT_HALF 1
@@ -42,7 +48,9 @@ static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "a warp's tile is cut into 1
 static_assert(NUM_M <= 4, "multiply_step knows up to four rows of 16 x 8");
 static_assert(A_COPIES * THREADS == TILE_M * STEP_CHUNKS, "threads share the copies evenly");
 static_assert(W_COPIES * THREADS == TILE_N * STEP_CHUNKS, "threads share the copies evenly");
+#ifndef STORED_TYPE
 static_assert(WEIGHT_ROW_BYTES % 16 == 0 && WEIGHT_ROW_BYTES >= 16 * NUM_CHUNKS, "rows of W");
+#endif
 static_assert(STAGES >= 2, "one stage is filled while another is read");
 
 // Place of this thread in its block's tile.
@@ -73,7 +81,7 @@ INLINE int copies_within(int num_rows) {
 }
 INLINE u32 offset_of_a(i64 row) { return (u32)(row * NUM_CHUNKS); }
 
-// W_DISTANCE: bytes between the rows of W of two copies.
+// W_DISTANCE: bytes between the rows of W of two copies; 0: W is left to StoredRows.
 template <int W_DISTANCE>
 INLINE void copy_step(u8 *shared, const TileRows &rows, u64 part_bytes, int step) {
     const int part = NUM_PARTS == 1 ? 0 : step / STEPS_OF_PART;
@@ -86,10 +94,46 @@ INLINE void copy_step(u8 *shared, const TileRows &rows, u64 part_bytes, int step
     copy_async16_each<A_COPIES>(
         [&](int i) { return stage + chunk_place(copied_row(i), chunk); },
         [&](int i) { return a + 16 * (u64)rows.a_offsets[i]; }, [&](int i) { return i < num_a; });
-    copy_async16_each<W_COPIES>(
-        [&](int i) { return stage + A_BYTES + chunk_place(copied_row(i), chunk); },
-        [&](int i) { return w + i * (i64)W_DISTANCE; }, [&](int i) { return i < num_w; });
+    if constexpr (W_DISTANCE != 0)
+        copy_async16_each<W_COPIES>(
+            [&](int i) { return stage + A_BYTES + chunk_place(copied_row(i), chunk); },
+            [&](int i) { return w + i * (i64)W_DISTANCE; }, [&](int i) { return i < num_w; });
 }
+
+// What fills W's part of a stage besides: nothing, if its rows are copied.
+struct CopiedRows {
+    static constexpr int TURNS = 1;
+    template <int TURN>
+    INLINE void fill(u8 *, int) {}
+};
+#ifdef STORED_TYPE
+// Or a row of each thread's, in the order of the tile. Two units of it are on their way, those of
+// even and of odd steps: what holds one must be known when the kernel is compiled.
+struct StoredRows {
+    using Weights = UnitsInOrder<STORED_TYPE, NUM_COLUMNS>;
+    static_assert(Weights::ROW_BYTES == WEIGHT_ROW_BYTES && NUM_PARTS == 1, "rows of W");
+    static_assert(THREADS >= TILE_N && Weights::UNITS == NUM_STEPS, "a thread has a row");
+    static constexpr int TURNS = 2;
+    const u8 *row;
+    typename Weights::Raw raw[TURNS];
+
+    INLINE void begin(const u8 *first) {
+        row = first;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++)
+            if (turn < NUM_STEPS && thread_index() < TILE_N)
+                Weights::load(raw[turn], row, turn);
+    }
+    template <int TURN>
+    INLINE void fill(u8 *shared, int step) {
+        if (thread_index() >= TILE_N) return;
+        u8 *stage = shared + step % STAGES * STAGE_BYTES + A_BYTES;
+        const int first_chunk = STEP_CHUNKS * (thread_index() - step);
+        store_unit<Weights>(stage, raw[TURN], step, first_chunk);
+        if (step + TURNS < NUM_STEPS) Weights::load(raw[TURN], row, step + TURNS);
+    }
+};
+#endif
 
 #if PRODUCT == PRODUCT_TENSOR
 // Of 16 columns: chunks `chunk` and the next of the warp's rows.
@@ -163,10 +207,31 @@ INLINE void multiply_step(float totals[NUM_M][NUM_N][4], const u8 *stage) {
 }
 #endif
 
+// One step, of those whose number is TURN when divided by the turns of `weights`.
+template <int W_DISTANCE, int TURN, typename Weights>
+INLINE void multiply_turn(
+    float totals[NUM_M][NUM_N][4], u8 *shared, const TileRows &rows, u64 part_bytes, int num_m,
+    int step, Weights &weights) {
+    copy_async_wait<STAGES - 2>();
+    block_barrier();
+    // This barrier also says that all have read the stage that is filled now.
+    const int next = step + STAGES - 1;
+    if (next < NUM_STEPS) copy_step<W_DISTANCE>(shared, rows, part_bytes, next);
+    copy_async_commit();
+    if (next < NUM_STEPS)
+        weights.template fill<(TURN + STAGES - 1) % Weights::TURNS>(shared, next);
+    const u8 *stage = shared + step % STAGES * STAGE_BYTES;
+    if (num_m >= NUM_M) multiply_step<NUM_M>(totals, stage);
+    else if (NUM_M > 3 && num_m == 3) multiply_step<(NUM_M > 3 ? 3 : 1)>(totals, stage);
+    else if (NUM_M > 2 && num_m == 2) multiply_step<(NUM_M > 2 ? 2 : 1)>(totals, stage);
+    else if (NUM_M > 1 && num_m == 1) multiply_step<1>(totals, stage);
+}
+
 // Fills `totals`. Rows of the tile from `num_rows` on are not computed, to the next multiple of 16.
-template <int W_DISTANCE>
+template <int W_DISTANCE, typename Weights>
 INLINE void multiply_tile(
-    float totals[NUM_M][NUM_N][4], u8 *shared, const TileRows &rows, u64 part_bytes, int num_rows) {
+    float totals[NUM_M][NUM_N][4], u8 *shared, const TileRows &rows, u64 part_bytes, int num_rows,
+    Weights &weights) {
 #pragma unroll
     for (int m = 0; m < NUM_M; m++)
 #pragma unroll
@@ -177,20 +242,23 @@ INLINE void multiply_tile(
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < NUM_STEPS) copy_step<W_DISTANCE>(shared, rows, part_bytes, step);
         copy_async_commit();
+        if (step < NUM_STEPS) {
+            if (step % Weights::TURNS == 0) weights.template fill<0>(shared, step);
+            else weights.template fill<Weights::TURNS - 1>(shared, step);
+        }
     }
     const int num_m = (num_rows - warp_row() + 15) / 16;  // 0 or less: nothing for this warp
-    for (int step = 0; step < NUM_STEPS; step++) {
-        copy_async_wait<STAGES - 2>();
-        block_barrier();
-        // This barrier also says that all have read the stage that is filled now.
-        const int next = step + STAGES - 1;
-        if (next < NUM_STEPS) copy_step<W_DISTANCE>(shared, rows, part_bytes, next);
-        copy_async_commit();
-        const u8 *stage = shared + step % STAGES * STAGE_BYTES;
-        if (num_m >= NUM_M) multiply_step<NUM_M>(totals, stage);
-        else if (NUM_M > 3 && num_m == 3) multiply_step<(NUM_M > 3 ? 3 : 1)>(totals, stage);
-        else if (NUM_M > 2 && num_m == 2) multiply_step<(NUM_M > 2 ? 2 : 1)>(totals, stage);
-        else if (NUM_M > 1 && num_m == 1) multiply_step<1>(totals, stage);
+    for (int step = 0; step < NUM_STEPS; step += Weights::TURNS) {
+        multiply_turn<W_DISTANCE, 0>(totals, shared, rows, part_bytes, num_m, step, weights);
+        if (Weights::TURNS == 2 && step + 1 < NUM_STEPS)
+            multiply_turn<W_DISTANCE, 1>(
+                totals, shared, rows, part_bytes, num_m, step + 1, weights);
     }
     copy_async_wait<0>();
+}
+template <int W_DISTANCE>
+INLINE void multiply_tile(
+    float totals[NUM_M][NUM_N][4], u8 *shared, const TileRows &rows, u64 part_bytes, int num_rows) {
+    CopiedRows copied;
+    multiply_tile<W_DISTANCE>(totals, shared, rows, part_bytes, num_rows, copied);
 }

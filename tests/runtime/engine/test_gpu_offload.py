@@ -1,0 +1,289 @@
+"""Chunks whose experts others own, computed by the parent's GPU with weights that are copied for
+them. Emulated here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory, DeviceUnavailable
+from dflash_protocol.ids import F32Array
+from dflash_protocol.settings import load_settings
+from dflash_runtime import Engine
+from dflash_runtime.compute.cupy.file_copier import FileCopier, Piece, Transfer
+from dflash_runtime.experts.offload import OffloadMode
+from dflash_runtime.placement.split import LOCAL_OWNER
+from support.emulated_device import EmulatedDevice
+from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.gpu_splits import Layers, Split
+from support.processes import running_daemon
+from support.random_models import write_qwen3moe
+
+SHAPE = replace(TINY, num_layers=3)
+CHUNKS = [16, 9, 1]
+IDS = np.random.default_rng(1).integers(0, SHAPE.vocab_size, sum(CHUNKS)).astype(np.int32)
+NUM_STEPS = 1
+"""Of the chunks: tokens by themselves."""
+WHOLE: Layers = dict.fromkeys(range(SHAPE.num_layers), range(SHAPE.num_experts))
+PAIRS_OF_TOKEN = SHAPE.num_layers * SHAPE.num_experts_used
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_qwen3moe(path, SHAPE, seed=4, tensor_type="Q8_0")
+
+
+@pytest.fixture
+def undo() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every transfer that is begun."""
+    sizes: list[int] = []
+    begin = FileCopier.begin
+
+    def noted(copier: FileCopier, runs: list[Piece]) -> Transfer:
+        transfer = begin(copier, runs)
+        sizes.append(transfer.num_bytes)
+        return transfer
+
+    monkeypatch.setattr(FileCopier, "begin", noted)
+    return sizes
+
+
+def opened(
+    undo: contextlib.ExitStack,
+    path: Path,
+    owners: Mapping[str, Layers],
+    offload: OffloadMode = OffloadMode.ON,
+) -> Split:
+    return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, offload=offload)
+
+
+@pytest.mark.parametrize("tensor_type", [pytest.param("F32", marks=pytest.mark.slow), "Q8_0"])
+def test_bits_are_those_of_a_resident_run(
+    undo: contextlib.ExitStack, tmp_path: Path, tensor_type: str
+) -> None:
+    path = write_qwen3moe(tmp_path / "m.gguf", SHAPE, seed=4, tensor_type=tensor_type)
+    expected = opened(undo, path, {LOCAL_OWNER: WHOLE}, OffloadMode.OFF).logits()
+    of_chunks = (IDS.size - NUM_STEPS) * PAIRS_OF_TOKEN
+    remote = opened(undo, path, {"gpu1": WHOLE})
+    assert (remote.logits() == expected).all()
+    hits = remote.runtime.hits
+    assert (hits.offloaded, hits.remote) == (of_chunks, NUM_STEPS * PAIRS_OF_TOKEN)
+    assert hits.layers == len(CHUNKS) * SHAPE.num_layers
+    assert hits.layers_hot_only == 0
+    assert sum(map(sum, remote.runtime.selections().values())) == IDS.size * PAIRS_OF_TOKEN
+    # Some experts here, a layer that is here as a whole, two others that are not.
+    here: Layers = {0: [4, 0, 2], 1: WHOLE[1]}
+    there: Layers = {0: [3], 2: [0, 4]}
+    rest: Layers = {0: [1], 2: [2, 1, 3]}
+    some = opened(undo, path, {LOCAL_OWNER: here, "gpu1": there, "gpu2": rest})
+    assert (some.logits() == expected).all()
+    hits = some.runtime.hits
+    assert hits.hot + hits.offloaded + hits.remote == IDS.size * PAIRS_OF_TOKEN
+    assert hits.layers_hot_only >= len(CHUNKS)
+
+
+def test_owners_on_devices_are_asked_all_the_same(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By themselves only what a CPU would compute is."""
+    monkeypatch.setattr("dflash_runtime.experts.offload.FEWEST_TOKENS", 1)
+    expected = opened(undo, model, {LOCAL_OWNER: WHOLE}, OffloadMode.OFF).logits()
+    slow: Layers = {layer: [0, 3] for layer in WHOLE}
+    rest: Layers = {layer: [1, 2, 4] for layer in WHOLE}
+    split = opened(undo, model, {"cpu1": slow, "gpu1": rest}, OffloadMode.AUTO)
+    on_cpu, on_gpu = split.runtime._owners
+    on_gpu.stats.device = "cuda:1"
+    monkeypatch.setattr(on_cpu, "pairs_per_s", 1e-3)
+    monkeypatch.setattr(on_gpu, "pairs_per_s", 1e-3)
+    found = split.logits()
+    assert (found[:-NUM_STEPS] == expected[:-NUM_STEPS]).all()
+    selections = split.runtime.selections()
+    of_slow = sum(counts[each] for counts in selections.values() for each in (0, 3))
+    assert split.runtime.hits.offloaded + on_cpu.stats.pairs == of_slow
+    assert split.runtime.hits.offloaded > 0.5 * of_slow
+    assert on_gpu.stats.pairs == split.runtime.hits.remote - on_cpu.stats.pairs > 0
+
+
+def test_nothing_is_copied_that_nobody_has_chosen(
+    tmp_path: Path, undo: contextlib.ExitStack, copied: list[int]
+) -> None:
+    shape = replace(SHAPE, num_experts=40)
+    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
+    whole: Layers = dict.fromkeys(range(3), range(40))
+    ids, chunks = IDS[:9], [9]
+    expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
+    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    layer = split.steps._model.spec.moe.layers[0]
+    copied.clear()
+    assert (split.logits() == expected).all()
+    chosen = [np.count_nonzero(counts) for counts in split.runtime.selections().values()]
+    assert max(chosen) < 30
+    # The first layer's are there from the trial.
+    assert copied == [num * layer.expert_bytes for num in chosen[1:]]
+
+
+def test_the_next_layer_is_on_its_way_while_one_is_computed(
+    model: Path, undo: contextlib.ExitStack, copied: list[int]
+) -> None:
+    split = opened(undo, model, {"gpu1": WHOLE})
+    layer = split.steps._model.spec.moe.layers[0]
+    copied.clear()
+    split.logits()
+    # Whole layers, unseen: the first one is there from the trial, of the second chunk it comes when
+    # its experts are known; and the second is still there then.
+    whole = SHAPE.num_experts * layer.expert_bytes
+    assert copied == [whole, whole, copied[2], whole]
+    assert 0 < copied[2] <= whole
+
+
+def test_a_lost_daemon_is_not_missed_by_prompts(model: Path, undo: contextlib.ExitStack) -> None:
+    expected = opened(undo, model, {LOCAL_OWNER: WHOLE}, OffloadMode.OFF).logits()
+    split = opened(undo, model, {"lost1": WHOLE})
+    run = split.steps.begin()
+    hidden = split.steps.forward(run, IDS[:16], 0)
+    assert (split.steps.head(hidden) == expected[:16]).all()
+    with pytest.raises(DaemonUnavailable, match="gone; daemons are required"):
+        split.steps.forward(run, IDS[16:17], 16)
+
+
+def logits(engine: Engine) -> F32Array:
+    return engine.logits(IDS[:25].tolist(), [16, 9])
+
+
+def engine_of(path: Path, mode: str, **options: Any) -> Engine:
+    settings = replace(load_settings(), prefill_offload=mode, connect_timeout_ms=100)
+    return Engine.open(
+        path, device="cuda:0", context=48, local_experts=0, threads=1, settings=settings, **options
+    )
+
+
+@pytest.fixture
+def absent(run_dir: Path) -> dict[str, Any]:
+    """Of a daemon that never comes: its experts are cold."""
+    return {"connect": [f"ipc://{run_dir}/absent"], "tolerates_absent": True}
+
+
+def test_cold_experts_of_prompts_are_brought_to_the_device(
+    model: Path, gpus: EmulatedGpus, absent: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine.open(model, device="cuda:0", context=48) as engine:
+        expected = logits(engine)
+    caplog.set_level(logging.INFO)
+    with engine_of(model, "on", **absent) as engine:
+        assert (logits(engine) == expected).all()
+        asked = iter([False] * 2 + [True] * 99)
+        cancelled = engine.generate(IDS[:16].tolist(), 2, is_cancelled=lambda: next(asked))
+        assert list(cancelled) == []  # with a layer's experts on their way
+        assert (logits(engine) == expected).all()
+        hits = engine.stats().hits
+        assert hits.cold == 0
+        list(engine.generate(IDS[:16].tolist(), 3, ignore_eos=True))
+        hits = engine.stats().hits
+        assert hits.cold == 2 * PAIRS_OF_TOKEN
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("can be brought here at" in text for text in texts) == 1
+    assert sum("experts of the fallback in a chunk of 16 tokens" in text for text in texts) == 1
+    for device in gpus.opened:
+        assert not device.num_bytes
+        assert not device._range_bytes  # nothing is mapped any more
+
+
+def test_short_prompts_stay_with_their_owners(
+    model: Path, gpus: EmulatedGpus, absent: dict[str, Any]
+) -> None:
+    for mode in ("auto", "off"):
+        with engine_of(model, mode, **absent) as engine:
+            logits(engine)
+            assert engine.stats().hits.cold == 25 * PAIRS_OF_TOKEN
+            assert engine.stats().hits.offloaded == 0
+
+
+def test_without_room_on_the_device_owners_are_asked(
+    model: Path,
+    gpus: EmulatedGpus,
+    absent: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine_of(model, "off", **absent) as engine:
+        used_bytes = gpus.opened[-1].num_bytes
+        expected = logits(engine)
+
+    def check(words: str) -> None:
+        caplog.clear()
+        with engine_of(model, "on", **absent) as engine:
+            assert words in caplog.text
+            assert gpus.opened[-1].num_bytes == used_bytes
+            assert (logits(engine) == expected).all()
+            assert engine.stats().hits.cold == 25 * PAIRS_OF_TOKEN
+        assert not gpus.opened[-1].num_bytes
+        assert not gpus.opened[-1]._range_bytes
+
+    gpus.free_bytes = 200 << 20
+    check("GiB weights of prompts")
+    gpus.free_bytes = 1 << 40
+
+    def fails(error: Callable[[], DeviceUnavailable]) -> Callable[..., Any]:
+        def method(*_: Any) -> Any:
+            raise error()
+
+        return method
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedDevice, "copy_stream", fails(lambda: DeviceUnavailable("no more")))
+        check("experts of prompts stay with their owners: no more")
+
+    def lacking() -> DeviceOutOfMemory:
+        return DeviceOutOfMemory("host:0", num_bytes=9, free_bytes=1, total_bytes=8)
+
+    for method in ("_load", "_made"):
+        with monkeypatch.context() as patched:
+            place = f"dflash_runtime.compute.cupy.offload.ExpertOffload.{method}"
+            patched.setattr(place, fails(lacking))
+            check("experts of prompts stay with their owners: host:0")
+
+
+@pytest.mark.e2e
+def test_a_daemon_that_is_killed_between_prompts(
+    model: Path, gpus: EmulatedGpus, run_dir: Path
+) -> None:
+    with Engine.open(model, device="cuda:0", context=48) as engine:
+        expected = logits(engine)
+    endpoint = f"ipc://{run_dir}/cpu.sock"
+    options = ["--device", "cpu", "--threads", "1"]
+    with (
+        running_daemon(model, endpoint, options) as daemon,
+        engine_of(model, "on", connect=[endpoint]) as engine,
+    ):
+        assert (logits(engine) == expected).all()
+        prompt = IDS[:16].tolist()
+        written = [token.token_id for token in engine.generate(prompt, 4, ignore_eos=True)]
+        assert engine.stats().hits.remote == 3 * PAIRS_OF_TOKEN
+        daemon.kill()
+        daemon.wait()
+        assert (logits(engine) == expected).all()
+        again = [token.token_id for token in engine.generate(prompt, 4, ignore_eos=True)]
+        assert again == written
+        hits = engine.stats().hits
+        assert (hits.remote, hits.cold) == (3 * PAIRS_OF_TOKEN, 3 * PAIRS_OF_TOKEN)
+    for left in run_dir.glob("cpu.sock*"):  # what is killed cannot clean up
+        left.unlink()

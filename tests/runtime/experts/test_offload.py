@@ -1,0 +1,138 @@
+"""Whose experts of a chunk are copied to the parent's device, by what this and that takes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_adapters.moe_spec import MoeSpec
+from dflash_protocol.ids import I32Array
+from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.offload import (
+    FEWEST_TOKENS,
+    OffloadChooser,
+    OffloadMode,
+    PromptOffload,
+)
+from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
+from support.routed_batches import moe_layer
+
+NUM_EXPERTS = 6
+NUM_TOKENS = 100
+SAID = 1e4
+"""Pairs a second."""
+
+
+def worth(
+    chooser: OffloadChooser, copying_s: float, *, num_tokens: int = NUM_TOKENS, said: float = SAID
+) -> bool:
+    return chooser.is_worth_it(
+        3, num_tokens=num_tokens, num_pairs=8 * num_tokens, pairs_per_s=said, copying_s=copying_s
+    )
+
+
+def test_modes_that_have_been_set_hold() -> None:
+    assert worth(OffloadChooser(OffloadMode.ON), 1e9, num_tokens=9, said=0.0)
+    assert not worth(OffloadChooser(OffloadMode.OFF), 1e-9)
+
+
+def test_an_owner_that_is_slow_by_its_own_account_is_not_tried() -> None:
+    chooser = OffloadChooser(OffloadMode.AUTO)
+    said_s = 8 * NUM_TOKENS / SAID
+    assert worth(chooser, said_s / 17)
+    assert not worth(chooser, said_s / 15)  # it may be much quicker than that
+    assert not worth(chooser, 2 * said_s)
+    assert not worth(chooser, 1e-9, said=0.0)
+    few = FEWEST_TOKENS - 1
+    assert not worth(chooser, 1e-9, num_tokens=few)
+
+
+def test_what_was_measured_decides() -> None:
+    chooser = OffloadChooser(OffloadMode.AUTO)
+    chooser.note(3, num_tokens=NUM_TOKENS, num_pairs=400, elapsed_s=0.1)
+    assert not worth(chooser, 0.21)
+    assert worth(chooser, 0.19)
+    # Of other owners, and of chunks of another magnitude, nothing is known.
+    chooser.note(4, num_tokens=NUM_TOKENS, num_pairs=400, elapsed_s=1e-6)
+    chooser.note(3, num_tokens=4 * NUM_TOKENS, num_pairs=400, elapsed_s=1e-6)
+    assert worth(chooser, 0.19)
+    for _ in range(20):
+        chooser.note(3, num_tokens=NUM_TOKENS, num_pairs=400, elapsed_s=0.01)
+    assert not worth(chooser, 0.021)
+    assert worth(chooser, 0.019)
+
+
+class Rig:
+    """A device's own experts 0 and 1, a CPU's 2 and 3, a GPU's 4 and 5 and perhaps a copy of 3."""
+
+    def __init__(
+        self, mode: OffloadMode, *, has_fallback: bool = True, replica: bool = False
+    ) -> None:
+        owned = {
+            LOCAL_OWNER: [0, 1],
+            "slow": [2, 3],
+            "quick": [4, 5, *([3] if replica else [])],
+        }
+        layer = moe_layer(layer_id=2, num_experts=NUM_EXPERTS)
+        placement = make_placement(
+            MoeSpec((layer,)),
+            {name: OwnedExperts.from_lists({2: ids}) for name, ids in owned.items()},
+        )
+        self.owners = [
+            LocalExpertCompute(
+                OwnerKind.LOCAL if name == LOCAL_OWNER else OwnerKind.DAEMON,
+                {},
+                pairs_per_s=1.0,
+            )
+            for name in owned
+        ]
+        _, self.slow, self.quick = self.owners
+        self.slow.stats.device, self.quick.stats.device = "cpu", "cuda:1"
+        fallback = LocalExpertCompute(OwnerKind.FALLBACK, {}, pairs_per_s=1.0)
+        self.offload = PromptOffload(
+            mode,
+            placement,
+            self.owners,
+            fallback=fallback if has_fallback else None,
+            device_owner=0,
+        )
+
+    def experts(self, *chosen: int, **options: Any) -> list[int]:
+        """Those to be copied if all tokens choose these, or if it is not known."""
+        ids: I32Array | None = np.tile(np.array(chosen, np.int32), (NUM_TOKENS, 1))
+        found = self.offload.experts(2, ids if chosen else None, expert_s=1e-3, **options)
+        return [] if found is None else np.flatnonzero(found).tolist()
+
+
+def test_experts_of_slow_owners_are_named_and_those_of_devices_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig = Rig(OffloadMode.AUTO)
+    assert rig.experts(0, 1, 4, 5) == []
+    assert rig.experts() == []
+    for _ in range(2):
+        assert rig.experts(1, 2, 4) == [2, 3]
+        assert rig.experts() == [2, 3]  # of a layer whose choice is not known yet
+    assert rig.experts(0, 4) == []
+    assert rig.experts(2) == [2, 3]
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 1  # however often it is decided
+    assert "experts of slow in a chunk of 100 tokens" in texts[0]
+    assert Rig(OffloadMode.ON).experts(0, 2, 4) == [2, 3, 4, 5]
+
+
+def test_a_lost_owner_counts_as_whoever_computes_for_it() -> None:
+    rig = Rig(OffloadMode.AUTO, replica=True)
+    rig.slow.stats.is_lost = True
+    assert rig.experts(2, 3, 4) == [2]  # the fallback's; a GPU has the other one
+    rig.quick.stats.is_lost = True
+    assert rig.experts(2, 3, 4) == [2, 3, 4, 5]
+    without = Rig(OffloadMode.ON, has_fallback=False)  # daemons are required
+    assert without.experts(2, 4) == [2, 3, 4, 5]
+    without.slow.stats.is_lost = True
+    assert without.experts(2, 4) == [4, 5]
