@@ -167,10 +167,7 @@ def _read_window(keys: Keys, num_layers: int) -> tuple[int, Callable[[int], bool
     if not window:
         return 0, lambda layer_id: False
     if keys.file.is_array(keys.name(key)):
-        pattern = keys.file.get_bool_array(keys.name(key))
-        if len(pattern) != num_layers:
-            raise keys.wrong(key, f"has {len(pattern)} entries for {num_layers} layers")
-        return window, pattern.__getitem__
+        return window, keys.file.get_bool_per_layer(keys.name(key), num_layers).__getitem__
     period = keys.count(key, 4)
     # The first of each period sees everything.
     return window, lambda layer_id: period == 0 or layer_id % period != 0
