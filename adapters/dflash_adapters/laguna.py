@@ -44,7 +44,16 @@ from dflash_adapters.keys import (
     read_rope,
 )
 from dflash_adapters.moe_spec import CAUSAL, Mask, ModelSpec, MoeLayer
-from dflash_adapters.ops import Gate, Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import (
+    Gate,
+    Gating,
+    KvCache,
+    MoeBlock,
+    OnLayer,
+    Ops,
+    RoutingRule,
+    nobody_looks,
+)
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -249,7 +258,12 @@ class Laguna(Generic[A]):
         self._layers = [_Layer(file, ops, layer) for layer in plan.layers]
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         x = self._ends.embed(token_ids)
@@ -273,12 +287,13 @@ class Laguna(Generic[A]):
             h = ops.rms_norm(x, layer.ffn_norm, eps)
             if isinstance(layer.ffn, Ffn):
                 x = layer.ffn(h, add=x)
-                continue
-            routed = layer.ffn
-            topk_ids, topk_weights = ops.route(routed.router(h), self._rule, bias=routed.bias)
-            shared = routed.shared.begin(h)
-            x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
-            x = routed.shared.end(shared, add=x)
+            else:
+                routed = layer.ffn
+                topk_ids, topk_weights = ops.route(routed.router(h), self._rule, bias=routed.bias)
+                shared = routed.shared.begin(h)
+                x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
+                x = routed.shared.end(shared, add=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:

@@ -43,7 +43,16 @@ from dflash_adapters.keys import (
     read_rope,
 )
 from dflash_adapters.moe_spec import DeltaShape, ModelSpec, MoeLayer, RecurrentLayer
-from dflash_adapters.ops import Gate, Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import (
+    Gate,
+    Gating,
+    KvCache,
+    MoeBlock,
+    OnLayer,
+    Ops,
+    RoutingRule,
+    nobody_looks,
+)
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -319,7 +328,12 @@ class Qwen35Moe(Generic[A]):
             num_of_kind[kind] += 1
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         x = self._ends.embed(token_ids)
@@ -330,6 +344,7 @@ class Qwen35Moe(Generic[A]):
             shared = layer.shared.begin(h)
             x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
             x = layer.shared.end(shared, add=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:
