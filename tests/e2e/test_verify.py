@@ -25,7 +25,15 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute import rings
 from dflash_runtime.engine.engine import Verified
-from support import random_laguna, random_models, random_qwen35moe
+from support import (
+    random_laguna,
+    random_llama,
+    random_llama4,
+    random_models,
+    random_olmoe,
+    random_qwen2moe,
+    random_qwen35moe,
+)
 from support.examples import examples
 from support.oracle_cases import BACKENDS, SPLITS
 from support.random_gguf import RandomShape, write_model
@@ -38,6 +46,11 @@ SHAPES: dict[str, RandomShape] = {
     "qwen35moe": random_qwen35moe.SHAPES[0],
     "laguna": random_laguna.SHAPES[0],
 }
+OTHER_MODULES = random_llama, random_llama4, random_olmoe, random_qwen2moe
+EVERY_SHAPE: list[RandomShape] = [
+    *SHAPES.values(),
+    *(module.SHAPES[0] for module in OTHER_MODULES),
+]
 PROMPT = [3 * token_id % 97 for token_id in range(122)]
 """Within the trees a block of the delta rule ends, and laguna's rings of 128 rows go round."""
 MOST_ERROR = 3e-5
@@ -190,6 +203,21 @@ def test_trees_are_sequences_wherever_experts_are(folder: Path, case: tuple[str,
             for owner in stats.owners.values()
             if owner.kind.value == "daemon"
         )
+
+
+@pytest.mark.parametrize("shape", EVERY_SHAPE, ids=lambda shape: shape.architecture)
+def test_models_tell_what_every_layer_has_left_behind(tmp_path: Path, shape: RandomShape) -> None:
+    path, ids = write_model(tmp_path / "m.gguf", shape, seed=3), np.arange(9, dtype=np.int32)
+    told: dict[int, AnyArray] = {}
+    with Engine.open(path, backend="reference") as engine:
+        steps = engine._steps
+        hidden = steps.forward(steps.begin(), ids, 0, lambda i, x: told.update({i: x.copy()}))
+        assert list(told) == list(range(engine.spec.num_layers))
+        np.testing.assert_array_equal(told[engine.spec.num_layers - 1], hidden)
+        assert len({each.tobytes() for each in told.values()}) == len(told)
+        begun = engine.prefill(ids.tolist(), feature_layers=range(engine.spec.num_layers))
+    for layer_id, rows in told.items():
+        np.testing.assert_array_equal(begun.features[layer_id], rows)
 
 
 def test_rings_go_round(folder: Path) -> None:
