@@ -338,15 +338,15 @@ def test_what_is_no_tree_is_refused(local: Pair, tokens: Any, parents: Any, reas
     check_next(local, PROMPT)
 
 
-@pytest.mark.parametrize("layers", [[99], [-1], ["0"], [True]])
-def test_layers_that_there_are_not_are_refused(local: Pair, layers: list[Any]) -> None:
+@pytest.mark.parametrize("layers", [[0, 5], {-1}, ["0"], [0.5], [None], "0", 0, None])
+def test_layers_that_there_are_not_are_refused(local: Pair, layers: Any) -> None:
     local.engine.prefill(PROMPT)
     calls: list[Callable[[], object]] = [
         lambda: local.engine.verify([1], [-1], feature_layers=layers),
         lambda: local.engine.prefill(PROMPT, feature_layers=layers),
     ]
     for call in calls:
-        with pytest.raises(SettingsError, match="feature_layers"):
+        with pytest.raises(SettingsError, match="feature layer"):
             call()
 
 

@@ -6,7 +6,7 @@ Knows nothing of models beyond their sizes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -49,7 +49,7 @@ def token_id_array(token_ids: Sequence[int], *, vocab_size: int, num_positions: 
     return index_array("token id", token_ids, smallest=0, largest=vocab_size - 1)
 
 
-def index_array(what: str, indices: Sequence[int], *, smallest: int, largest: int) -> I32Array:
+def index_array(what: str, indices: Collection[int], *, smallest: int, largest: int) -> I32Array:
     """Indices, each of which is `what`, as an array. Shapes: result [T] int32.
 
     Raises: SettingsError for the first that is not within ``smallest..largest``.

@@ -15,7 +15,7 @@ from dflash_adapters.moe_spec import ModelSpec
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array
 from dflash_runtime.compute.trees import MOST_NODES, Tree
-from dflash_runtime.engine.arguments import index_array, whole_number
+from dflash_runtime.engine.arguments import index_array
 from dflash_runtime.engine.steps import Steps
 
 
@@ -104,11 +104,11 @@ class Verifier:
 
     def _features(self, layers: Collection[int], num_tokens: int) -> _Features:
         """Raises: SettingsError for a layer that there is not."""
-        for layer_id in layers:
-            whole_number("feature_layers", layer_id, smallest=0, largest=self._spec.num_layers - 1)
+        spec = self._spec
+        layer_ids = index_array("feature layer", layers, smallest=0, largest=spec.num_layers - 1)
         by_layer = {
-            layer_id: np.empty((num_tokens, self._spec.hidden_size), np.float32)
-            for layer_id in layers
+            layer_id: np.empty((num_tokens, spec.hidden_size), np.float32)
+            for layer_id in layer_ids.tolist()
         }
         return _Features(self._steps, by_layer)
 
