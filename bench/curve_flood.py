@@ -29,6 +29,7 @@ from pathlib import Path
 import zmq
 from bench import report
 from bench.curve_peers import Client, serve
+from bench.machine import REALTIME_PRIORITY, be_realtime
 
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,
@@ -46,7 +47,6 @@ TARGETS = ("control", "data")
 _HOLD_S = 1.5
 _STRANGER_S = 0.3
 _SETTLE_S = 0.3
-_REALTIME_PRIORITY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def flood(
     """Make connections at that rate while `go` is set; send how many, and in what time, after."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     if os.sched_getscheduler(0) == os.SCHED_RR:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_REALTIME_PRIORITY - 1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REALTIME_PRIORITY - 1))
     daemon_keys, keys = load_keys(folder / "daemon"), load_keys(folder / "stranger")
     while not end.is_set():
         if not go.wait(0.05):
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the figures in bench/results/")
     options = parser.parse_args()
     if options.realtime:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_REALTIME_PRIORITY))
+        be_realtime()
     record = report.head("Floods of bad connections, with keys")
     if not options.json:
         print(record["machine"])

@@ -11,13 +11,13 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from typing import Any
 
 import numpy as np
 from bench import report
+from bench.machine import be_realtime
 
 from dflash_adapters.moe_spec import DeltaShape, RecurrentLayer
 from dflash_adapters.ops import KvType
@@ -27,7 +27,6 @@ from dflash_runtime.compute.cpu import CpuBackend
 SHAPE = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
 KERNEL = 4
 
-_REALTIME_PRIORITY = 10
 _EPS = 1e-6
 
 
@@ -101,7 +100,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the result")
     options = parser.parse_args()
     if options.realtime:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_REALTIME_PRIORITY))
+        be_realtime()
     samples = measure(
         options.layers, options.tokens, num_threads=options.threads, rounds=options.rounds
     )

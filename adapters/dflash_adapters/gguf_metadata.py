@@ -168,13 +168,6 @@ class Metadata:
         """Whether the key is present and an array."""
         return key in self._values and self._values[key].is_array
 
-    def get_bool_array(self, key: str, *, max_length: int = MAX_ARRAY_LENGTH) -> list[bool]:
-        """An array of bools."""
-        value = self._array(key)
-        if value.value_type is not ValueType.BOOL:
-            self._fail(key, value, "is not an array of bools")
-        return [bool(each) for each in self._read_array(key, value, max_length)]
-
     def ignore(self, keys: Iterable[str]) -> None:
         """From now on it is as if the file had not these keys."""
         for key in keys:

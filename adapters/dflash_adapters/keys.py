@@ -64,13 +64,10 @@ class Keys:
                 return default
             value = self.uint(key)
             return lambda layer_id: value
-        values = self.file.get_uint_array(self._prefix + key, maximum=(1 << 31) - 1)
-        if values.size != num_layers:
-            raise self.wrong(key, f"has {values.size} entries for {num_layers} layers")
-        if not values.all():
+        values = self.file.get_uint_per_layer(self._prefix + key, num_layers, maximum=(1 << 31) - 1)
+        if not all(values):
             raise self.wrong(key, "0 is out of range")
-        by_layer: list[int] = values.tolist()
-        return by_layer.__getitem__
+        return values.__getitem__
 
     def number(self, key: str, default: float | None = None) -> float:
         return self.file.get_float(self._prefix + key, default)

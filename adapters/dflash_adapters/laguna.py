@@ -44,7 +44,16 @@ from dflash_adapters.keys import (
     read_rope,
 )
 from dflash_adapters.moe_spec import CAUSAL, Mask, ModelSpec, MoeLayer
-from dflash_adapters.ops import Gate, Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import (
+    Gate,
+    Gating,
+    KvCache,
+    MoeBlock,
+    OnLayer,
+    Ops,
+    RoutingRule,
+    nobody_looks,
+)
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -167,10 +176,7 @@ def _read_window(keys: Keys, num_layers: int) -> tuple[int, Callable[[int], bool
     if not window:
         return 0, lambda layer_id: False
     if keys.file.is_array(keys.name(key)):
-        pattern = keys.file.get_bool_array(keys.name(key))
-        if len(pattern) != num_layers:
-            raise keys.wrong(key, f"has {len(pattern)} entries for {num_layers} layers")
-        return window, pattern.__getitem__
+        return window, keys.file.get_bool_per_layer(keys.name(key), num_layers).__getitem__
     period = keys.count(key, 4)
     # The first of each period sees everything.
     return window, lambda layer_id: period == 0 or layer_id % period != 0
@@ -252,7 +258,12 @@ class Laguna(Generic[A]):
         self._layers = [_Layer(file, ops, layer) for layer in plan.layers]
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         x = self._ends.embed(token_ids)
@@ -276,12 +287,13 @@ class Laguna(Generic[A]):
             h = ops.rms_norm(x, layer.ffn_norm, eps)
             if isinstance(layer.ffn, Ffn):
                 x = layer.ffn(h, add=x)
-                continue
-            routed = layer.ffn
-            topk_ids, topk_weights = ops.route(routed.router(h), self._rule, bias=routed.bias)
-            shared = routed.shared.begin(h)
-            x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
-            x = routed.shared.end(shared, add=x)
+            else:
+                routed = layer.ffn
+                topk_ids, topk_weights = ops.route(routed.router(h), self._rule, bias=routed.bias)
+                shared = routed.shared.begin(h)
+                x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
+                x = routed.shared.end(shared, add=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:

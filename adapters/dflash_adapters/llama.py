@@ -39,7 +39,7 @@ from dflash_adapters.keys import (
     require_dim,
 )
 from dflash_adapters.moe_spec import ModelSpec, MoeLayer
-from dflash_adapters.ops import Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import Gating, KvCache, MoeBlock, OnLayer, Ops, RoutingRule, nobody_looks
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -142,7 +142,12 @@ class Llama(Generic[A]):
         self._layers = [_Layer(file, ops, layer) for layer in plan.layers]
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         x = self._ends.embed(token_ids)
@@ -155,6 +160,7 @@ class Llama(Generic[A]):
             h = ops.rms_norm(x, layer.ffn_norm, eps)
             topk_ids, topk_weights = ops.route(layer.router(h), self._rule)
             x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:

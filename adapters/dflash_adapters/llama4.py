@@ -48,7 +48,7 @@ from dflash_adapters.keys import (
     require_dim,
 )
 from dflash_adapters.moe_spec import CAUSAL, Mask, ModelSpec, MoeLayer
-from dflash_adapters.ops import Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import Gating, KvCache, MoeBlock, OnLayer, Ops, RoutingRule, nobody_looks
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -199,7 +199,12 @@ class Llama4(Generic[A]):
         self._layers = [_Layer(file, ops, layer) for layer in plan.layers]
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         growth = _growth(positions)
@@ -218,13 +223,14 @@ class Llama4(Generic[A]):
             h = ops.rms_norm(x, layer.ffn_norm, eps)
             if isinstance(layer.ffn, Ffn):
                 x = layer.ffn(h, add=x)
-                continue
-            logits = layer.ffn.router(h)
-            topk_ids, ones = ops.route(logits, _CHOICE)
-            _, shares = ops.route(logits, _SHARE)
-            shared = layer.ffn.shared.begin(h)
-            x = ops.add(x, moe(layer_id, ops.scale_rows(h, shares), topk_ids, ones), out=x)
-            x = layer.ffn.shared.end(shared, add=x)
+            else:
+                logits = layer.ffn.router(h)
+                topk_ids, ones = ops.route(logits, _CHOICE)
+                _, shares = ops.route(logits, _SHARE)
+                shared = layer.ffn.shared.begin(h)
+                x = ops.add(x, moe(layer_id, ops.scale_rows(h, shares), topk_ids, ones), out=x)
+                x = layer.ffn.shared.end(shared, add=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:

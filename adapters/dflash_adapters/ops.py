@@ -8,10 +8,10 @@ Knows nothing of experts' whereabouts: the MoE block is handed to the adapter as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
@@ -315,15 +315,32 @@ class MoeBlock(Protocol[A]):
         """
 
 
+OnLayer: TypeAlias = Callable[[int, A], None]
+"""What is told a layer's id and the hidden states after it [T, H], which it must not keep: the next
+layer adds to them in place."""
+
+
+def nobody_looks(layer_id: int, hidden: object) -> None:
+    """Where only what is after the last layer counts."""
+
+
 class Model(Protocol[A]):
     """A loaded model: its forward pass in Ops."""
 
     spec: ModelSpec
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
-        """Hidden states after the last layer. Shapes: token_ids, positions [T]; result [T, H]."""
+        """Hidden states after the last layer; `on_layer` is told those after every layer.
+
+        Shapes: token_ids, positions [T]; result [T, H].
+        """
 
     def head(self, hidden: A) -> A:
         """Logits. Shapes: hidden [T, H]; result [T, V]."""
@@ -337,8 +354,10 @@ __all__ = [
     "Matrix",
     "Model",
     "MoeBlock",
+    "OnLayer",
     "Ops",
     "Phase",
     "RoutingRule",
     "Snapshot",
+    "nobody_looks",
 ]

@@ -40,7 +40,7 @@ from dflash_adapters.keys import (
     require_dim,
 )
 from dflash_adapters.moe_spec import ModelSpec, MoeLayer
-from dflash_adapters.ops import Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import Gating, KvCache, MoeBlock, OnLayer, Ops, RoutingRule, nobody_looks
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -144,7 +144,12 @@ class Qwen2Moe(Generic[A]):
         self._layers = [_Layer(file, ops, layer) for layer in plan.layers]
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         scale = self._heads.dim**-0.5
@@ -160,6 +165,7 @@ class Qwen2Moe(Generic[A]):
             shared = layer.shared.begin(h)
             x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
             x = layer.shared.end(shared, add=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:

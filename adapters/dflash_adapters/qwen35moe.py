@@ -11,6 +11,7 @@ Source: Yang et al. 2024 (arXiv 2412.06464) and llama.cpp's graph of the same na
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -42,7 +43,16 @@ from dflash_adapters.keys import (
     read_rope,
 )
 from dflash_adapters.moe_spec import DeltaShape, ModelSpec, MoeLayer, RecurrentLayer
-from dflash_adapters.ops import Gate, Gating, KvCache, MoeBlock, Ops, RoutingRule
+from dflash_adapters.ops import (
+    Gate,
+    Gating,
+    KvCache,
+    MoeBlock,
+    OnLayer,
+    Ops,
+    RoutingRule,
+    nobody_looks,
+)
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
 from dflash_adapters.tensors import Tensors
@@ -90,7 +100,7 @@ def _plan(file: GgufFile) -> _Plan:
     keys, tensors = Keys(file), Tensors(file)
     base = read_base(keys)
     num_blocks, num_left_out = base.num_layers, keys.count("nextn_predict_layers")
-    if num_left_out >= num_blocks:
+    if num_left_out >= num_blocks or num_left_out > len(file.tensors):
         raise keys.wrong("nextn_predict_layers", f"{num_left_out} of {num_blocks} blocks")
     base = replace(base, num_layers=num_blocks - num_left_out)
     hidden = base.hidden_size
@@ -138,13 +148,15 @@ def _read_recurrent(keys: Keys) -> RecurrentLayer:
     return RecurrentLayer(keys.uint("ssm.conv_kernel"), delta)
 
 
-def _are_recurrent(keys: Keys, num_layers: int, num_blocks: int) -> tuple[bool, ...]:
+def _are_recurrent(keys: Keys, num_layers: int, num_blocks: int) -> Iterable[bool]:
     """For each layer: the others have attention."""
-    if keys.has("attention.recurrent_layers"):
-        key = keys.name("attention.recurrent_layers")
-        return keys.file.get_bool_per_layer(key, num_blocks)[:num_layers]
+    key = "attention.recurrent_layers"
+    if keys.has(key):
+        if not keys.file.is_array(keys.name(key)):  # of how many, nobody has checked yet
+            raise keys.wrong(key, "is not an array")
+        return keys.file.get_bool_per_layer(keys.name(key), num_blocks)[:num_layers]
     interval = keys.uint("full_attention_interval", 4)
-    return tuple((layer_id + 1) % interval != 0 for layer_id in range(num_layers))
+    return ((layer_id + 1) % interval != 0 for layer_id in range(num_layers))
 
 
 def _read_rope(keys: Keys, heads: Heads, base: BaseConfig) -> RopeTable:
@@ -316,7 +328,12 @@ class Qwen35Moe(Generic[A]):
             num_of_kind[kind] += 1
 
     def forward(
-        self, token_ids: I32Array, positions: I32Array, cache: KvCache, moe: MoeBlock[A]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
         x = self._ends.embed(token_ids)
@@ -327,6 +344,7 @@ class Qwen35Moe(Generic[A]):
             shared = layer.shared.begin(h)
             x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
             x = layer.shared.end(shared, add=x)
+            on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:

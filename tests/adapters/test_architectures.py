@@ -241,7 +241,7 @@ def test_a_missing_key_is_named(tmp_path: Path, shape: RandomShape, key: str) ->
         (LAGUNA, "attention.head_count", [6, 0], "0 is out of range"),
         (LAGUNA, "attention.head_count_kv", [4, 4], "6 heads cannot share 4"),
         (LAGUNA, "attention.sliding_window_pattern", [True], "has 1 entries for 2 layers"),
-        (LAGUNA, "attention.sliding_window_pattern", [1, 2], "not an array of bools"),
+        (LAGUNA, "attention.sliding_window_pattern", [1, 2], "outside 0 … 1"),
         (LAGUNA, "rope.dimension_count", 14, "14 of 12 cannot be rotated"),
         (LAGUNA, "rope.dimension_count_swa", 5, "5 of 12 cannot be rotated"),
         (LLAMA4, "interleave_moe_layer_step", 0, "0 is out of range"),

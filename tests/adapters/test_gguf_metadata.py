@@ -162,6 +162,17 @@ def test_flags_are_one_a_layer_or_one_for_all(tmp_path: Path) -> None:
                 file.get_bool_per_layer(key, num_layers)
 
 
+def test_keys_may_be_ignored(tmp_path: Path) -> None:
+    with metadata_file(
+        tmp_path, one=raw.scalar(raw.UINT32, 8), many=raw.array(raw.UINT32, [8, 4])
+    ) as file:
+        assert (file.is_array("one"), file.is_array("many"), file.is_array("no")) == (0, 1, 0)
+        file.ignore(["many", "no"])
+        assert (file.has("one"), file.has("many"), file.is_array("many")) == (1, 0, 0)
+        with pytest.raises(ModelFileError, match="missing"):
+            file.get_uint_array("many")
+
+
 @pytest.mark.parametrize("lengths", [[0] * 40_000, [300_000, 0, 262_130, 5, 262_144, 1 << 20]])
 def test_strings_of_any_length_are_read_one_after_another(
     tmp_path: Path, lengths: list[int]

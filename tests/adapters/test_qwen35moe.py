@@ -90,6 +90,7 @@ def test_old_keys_give_widths(tmp_path: Path) -> None:
         ("nextn_predict_layers", 4, "4 of 4 blocks", ModelFileError),
         ("full_attention_interval", 0, "out of range", ModelFileError),
         ("attention.recurrent_layers", [True] * 3, "3 entries for 4", ModelFileError),
+        ("attention.recurrent_layers", True, "not an array", ModelFileError),
         ("ssm.group_count", 3, "cannot share 3 key heads", ModelFileError),
         ("ssm.inner_size", 65, "not 4 heads of 16", ModelFileError),
         ("ssm.conv_kernel", 0, "out of range", ModelFileError),
@@ -112,6 +113,13 @@ def test_wrong_keys_are_refused_by_name(
     path = write(tmp_path / "m.gguf", keys={f"{A}.{key}": value})
     field = "ssm.time_step_rank" if key == "ssm.group_count" else key
     refuse(path, f"{A}.{field}", reason, kind)
+
+
+def test_more_blocks_than_tensors_take_no_memory(tmp_path: Path) -> None:
+    most = (1 << 31) - 1
+    keys = {f"{A}.block_count": most, f"{A}.nextn_predict_layers": most - 1}
+    path = write(tmp_path / "m.gguf", keys=keys)
+    refuse(path, f"{A}.nextn_predict_layers", f"{most - 1} of {most} blocks", ModelFileError)
 
 
 def test_every_tensor_must_be_there_and_of_its_shape(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,37 @@ def test_yarn_of_factor_one_is_plain() -> None:
     scaled = table(64, 1e4, yarn=YarnScaling(1.0, 4096))
     np.testing.assert_allclose(scaled.inv_freq, table(64, 1e4).inv_freq, rtol=1e-15)
     assert scaled.scale == 1.0
+
+
+@examples(40)
+@given(EVEN_DIMS, BASES, st.floats(0.1, 2.0))
+def test_a_log_multiplier_takes_back_its_share_of_the_scale(
+    num_rotated: int, base: float, multiplier: float
+) -> None:
+    """Source: DeepSeek-V2's YaRN: get_mscale(factor, 1) / get_mscale(factor, mscale_all_dim)."""
+    scaled = table(num_rotated, base, yarn=YarnScaling(40.0, 4096, log_multiplier=multiplier))
+    share = (0.1 * math.log(40.0) + 1.0) / (0.1 * multiplier * math.log(40.0) + 1.0)
+    assert scaled.scale == pytest.approx(share)
+    usual = table(num_rotated, base, yarn=YarnScaling(40.0, 4096))
+    np.testing.assert_array_equal(scaled.inv_freq, usual.inv_freq)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"linear_factor": 4.0}, {"yarn": YarnScaling(8.0, 32)}])
+def test_factors_divide_each_pairs_angles_before_any_scaling(scaling: dict[str, Any]) -> None:
+    factors = np.array([1.0, 2.5, 8.0, 4.0], np.float32)
+    divided, usual = table(8, 1e4, **scaling, factors=factors), table(8, 1e4, **scaling)
+    np.testing.assert_allclose(divided.inv_freq, usual.inv_freq / factors, rtol=1e-14)
+    assert divided.scale == usual.scale
+
+
+def test_betas_say_where_yarn_begins_to_stretch() -> None:
+    """Laguna's full layers: with the file's beta fewer pairs stay as they are."""
+    plain = table(64, 5e5).inv_freq
+    kept = {
+        beta: int((table(64, 5e5, yarn=YarnScaling(32.0, 4096, beta)).inv_freq == plain).sum())
+        for beta in (32.0, 64.0)
+    }
+    assert kept == {32.0: 8, 64.0: 6}
 
 
 @pytest.mark.parametrize("pairing", list(RopePairing))

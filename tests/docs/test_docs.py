@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_protocol.settings import VARIABLES
+from dflash_runtime import Engine
+from dflash_runtime.engine.demo_model import demo_model_path
 from support.processes import ROOT, run_cli
 
 README = (ROOT / "README.md").read_text()
@@ -44,6 +48,22 @@ def test_every_command_and_flag_that_is_shown_exists(path: str) -> None:
         assert f"Usage: dflash-moe {name}" in helps[name] or "usage: dflash-daemon" in helps[name]
         for flag in re.findall(r"(?<=\s)(--?[a-z][a-z-]*)", arguments):
             assert re.search(rf"(?<=[\s,]){flag}(?=[\s,])", helps[name]), (name, flag)
+
+
+def test_the_example_of_verifying_writes_what_generate_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").symlink_to(demo_model_path())
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "verify.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    prompt, ids = names["prompt"], names["ids"]
+    num_new = len(ids) - len(prompt)
+    with Engine.open() as engine:
+        written = [t.token_id for t in engine.generate(prompt, num_new, ignore_eos=True)]
+    assert ids == [*prompt, *written]
+    assert num_new > 1 + 12, "no guess was right"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

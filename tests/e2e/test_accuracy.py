@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from dflash_protocol.ids import F32Array
-from dflash_runtime import Engine
-from support.llama_oracle import LlamaOracle
-from support.random_models import Qwen3MoeShape, TensorTypes, write_qwen3moe
+from support.oracle_cases import check_no_less_accurate
+from support.random_models import Qwen3MoeShape, TensorTypes
 
 pytestmark = pytest.mark.e2e
 
@@ -27,8 +24,6 @@ SHAPE = Qwen3MoeShape(
     ffn_size=256,
     vocab_size=400,
 )
-SEEDS = (20, 21, 22)
-NUM_TOKENS = 48
 
 
 def q4_k_m(name: str) -> str:
@@ -48,27 +43,9 @@ MIXES: dict[str, TensorTypes] = {
 IN_EVERY_RUN = ("Q4_K_M", "Q8_0")
 
 
-def squared(values: F32Array) -> float:
-    return float(np.square(values.astype(np.float64)).sum())
-
-
 @pytest.mark.parametrize(
     "mix",
     [pytest.param(mix, marks=() if mix in IN_EVERY_RUN else pytest.mark.slow) for mix in MIXES],
 )
 def test_logits_are_no_further_from_float32_than_llama_cpps(mix: str, tmp_path: Path) -> None:
-    ours = theirs = exact = 0.0
-    for seed in SEEDS:
-        path = write_qwen3moe(tmp_path / f"{seed}.gguf", SHAPE, seed=seed, tensor_type=MIXES[mix])
-        token_ids = np.random.default_rng(seed).integers(0, SHAPE.vocab_size, NUM_TOKENS).tolist()
-        logits = {}
-        for backend in ("reference", "cpu"):
-            with Engine.open(path, backend=backend, kv_type="f16") as engine:
-                logits[backend] = engine.logits(token_ids)
-        with LlamaOracle(path, context_length=64, kv_type="f16") as oracle:
-            ours += squared(logits["cpu"] - logits["reference"])
-            theirs += squared(oracle.logits(token_ids) - logits["reference"])
-        exact += squared(logits["reference"])
-    assert theirs > 0
-    assert ours <= theirs, f"{(ours / exact) ** 0.5:.5f} against {(theirs / exact) ** 0.5:.5f}"
-    assert ours <= 0.03**2 * exact
+    check_no_less_accurate(tmp_path, SHAPE, MIXES[mix], seeds=(20, 21, 22), most_error=0.03)

@@ -15,7 +15,7 @@ import numpy as np
 from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
 from support.llama_oracle import LlamaOracle, relative_error
-from support.random_gguf import RandomShape, write_model
+from support.random_gguf import RandomShape, TensorTypes, write_model
 
 BACKENDS = ("reference", "cpu")
 CHUNKS: tuple[int | list[int] | None, ...] = (None, [70, 1], [33, 33, 24])
@@ -78,7 +78,12 @@ def check_logits(
 
 
 def check_no_less_accurate(
-    folder: Path, shape: RandomShape, tensor_type: str, *, seeds: Iterable[int], most_error: float
+    folder: Path,
+    shape: RandomShape,
+    tensor_type: TensorTypes,
+    *,
+    seeds: Iterable[int],
+    most_error: float,
 ) -> None:
     """Of files of fewer bits the cpu backend's logits are no further from the reference's, which
     computes in float32 with what the bits stand for, than llama.cpp's are; all with halves as keys

@@ -7,7 +7,8 @@ them it must have been kept. Knows nothing of what a state's values mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from dflash_adapters import ops
 from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.rings import Ring, RingSnapshot
+from dflash_runtime.compute.trees import Tree
 
 
 class LayerState:
@@ -77,11 +79,25 @@ class SequenceState:
         self.recurrent = list(recurrent)
         self.rings = list(rings)
         """Which rows each layer of keys and values has."""
+        self.tree: Tree | None = None
+        """What is being computed is this instead of tokens that follow each other: no state changes
+        but the rows after the last token that counts."""
 
     @property
     def state_bytes(self) -> int:
         """Memory of recurrent layers."""
         return sum(state.values.nbytes for state in self.recurrent)
+
+    @contextmanager
+    def branching(self, tree: Tree) -> Iterator[None]:
+        """As trees.BranchingCache.branching."""
+        if not self.can_resume(tree.position):
+            raise StateNotKept(wanted=tree.position, kept=-1)
+        self.tree = tree
+        try:
+            yield
+        finally:
+            self.tree = None
 
     def can_resume(self, num_positions: int) -> bool:
         kept = all(state.num_positions == num_positions for state in self.recurrent)

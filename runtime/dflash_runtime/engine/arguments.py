@@ -6,7 +6,7 @@ Knows nothing of models beyond their sizes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -44,24 +44,32 @@ def token_id_array(token_ids: Sequence[int], *, vocab_size: int, num_positions: 
 
     Raises: SettingsError for the first that is not an id of the vocabulary; ContextExceeded.
     """
-    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__len__"):
-        raise SettingsError("token ids must be a sequence of whole numbers")
-    if len(token_ids) > num_positions:
+    if hasattr(token_ids, "__len__") and len(token_ids) > num_positions:
         raise ContextExceeded(len(token_ids), num_positions)
-    ids = np.empty(len(token_ids), np.int32)
-    for position, token_id in enumerate(token_ids):
+    return index_array("token id", token_ids, smallest=0, largest=vocab_size - 1)
+
+
+def index_array(what: str, indices: Collection[int], *, smallest: int, largest: int) -> I32Array:
+    """Indices, each of which is `what`, as an array. Shapes: result [T] int32.
+
+    Raises: SettingsError for the first that is not within ``smallest..largest``.
+    """
+    if isinstance(indices, str | bytes) or not hasattr(indices, "__len__"):
+        raise SettingsError(f"{what}s must be a sequence of whole numbers")
+    array = np.empty(len(indices), np.int32)
+    for position, index in enumerate(indices):
         try:
-            number = operator.index(token_id)
+            number = operator.index(index)
         except TypeError:
             raise SettingsError(
-                f"token id {token_id!r} at position {position} is no whole number"
+                f"{what} {index!r} at position {position} is no whole number"
             ) from None
-        if not 0 <= number < vocab_size:
+        if not smallest <= number <= largest:
             raise SettingsError(
-                f"token id {number} at position {position} is not within 0..{vocab_size - 1}"
+                f"{what} {number} at position {position} is not within {smallest}..{largest}"
             )
-        ids[position] = number
-    return ids
+        array[position] = number
+    return array
 
 
 def chunk_bounds(

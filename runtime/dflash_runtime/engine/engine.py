@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,10 +34,11 @@ from dflash_runtime.engine.prompts import chat_ids, text_ids
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
+from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import Profile
 
-__all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats"]
+__all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
 
 class Engine:
@@ -69,6 +70,7 @@ class Engine:
             local_banks=opened.owners.local_banks,
             num_positions=self.num_positions,
         )
+        self._verifier: Verifier | None = None
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
@@ -141,6 +143,7 @@ class Engine:
     def close(self) -> None:
         """End the daemons we spawned, leave the others, release the file. May be called twice."""
         self._steps.end()
+        self._verifier = None  # it may hold parts of the cache
         self._release()
 
     @property
@@ -275,6 +278,41 @@ class Engine:
         prompt = self.encode_chat(messages, template=template, extra=variables)
         return self.generate(prompt, max_tokens, **options)
 
+    def prefill(
+        self, token_ids: Sequence[int], *, feature_layers: Collection[int] = ()
+    ) -> Verified:
+        """Begin a sequence for `verify` with a prompt; another call of this engine ends it.
+
+        Gives the likeliest token after the prompt, and the hidden states of all its tokens after
+        each of the `feature_layers`.
+        Raises: SettingsError, ContextExceeded, DaemonUnavailable.
+        """
+        self._verifier = Verifier(self._steps, self.spec, self._checked(token_ids))
+        return self._verifier.prefill(feature_layers)
+
+    def verify(
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        *,
+        feature_layers: Collection[int] = (),
+    ) -> Verified:
+        """Compute up to 64 tokens of a tree at once, without making them count.
+
+        A token follows that of index ``parents[i]``, which is smaller than its own; -1 is the last
+        token that counts. Gives the likeliest token after each, and hidden states as `prefill`.
+        Raises: SettingsError, also if there is no sequence; ContextExceeded, DaemonUnavailable.
+        """
+        return self._begun().verify(self._checked(token_ids), parents, feature_layers)
+
+    def accept(self, path: Sequence[int]) -> None:
+        """Have tokens of the last `verify` count: indices, each the parent of the next, the first
+        one's parent -1. None may be; once after each verify.
+
+        Raises: SettingsError.
+        """
+        self._begun().accept(path)
+
     def stats(self) -> EngineStats:
         """Counters since opening."""
         runtime = self._owners.runtime
@@ -302,6 +340,11 @@ class Engine:
                     {name: each.phases for name, each in owners.items()},
                     troubles={name: each.troubles for name, each in owners.items()},
                 )
+
+    def _begun(self) -> Verifier:
+        if self._verifier is None:
+            raise SettingsError("no sequence was begun: call prefill first")
+        return self._verifier
 
     def _checked(self, token_ids: Sequence[int]) -> I32Array:
         return token_id_array(

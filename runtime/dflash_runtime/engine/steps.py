@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.ops import KvCache, Model, MoeBlock
+from dflash_adapters.ops import KvCache, Model, MoeBlock, OnLayer, nobody_looks
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import MailRoute, RecordedStep
+from dflash_runtime.compute.trees import BranchingCache, Tree
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.halves import Turns
 from dflash_runtime.engine.kept_states import KeptStates
@@ -184,7 +185,13 @@ class Steps:
         if not self._model.spec.can_be_cut:
             self._kept.keep(num_positions)
 
-    def forward(self, run: int, token_ids: I32Array, first_position: int) -> AnyArray:
+    def forward(
+        self,
+        run: int,
+        token_ids: I32Array,
+        first_position: int,
+        on_layer: OnLayer[AnyArray] = nobody_looks,
+    ) -> AnyArray:
         """One chunk of a run through all layers. Shapes: token_ids [T]; result [T, H].
 
         It goes on from `first_position`, if that is where the last one ended, or 0, or reusable.
@@ -192,16 +199,55 @@ class Steps:
         Cancelled, before the first layer that nobody wants any more; StateNotKept.
         """
         self._require_current(run)
-        moe = self._moe(_phase_of(token_ids.size))
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
-        self._prefix.cut(first_position)
-        self._kept.cut(first_position)
+        self._cut(first_position)
         self._kept.take_up(first_position)
-        if self._is_cancelled is not None:
-            moe = self._cancellable(moe)
-        hidden = self._through_layers(token_ids, positions, moe)
+        moe = self._cancellable(_phase_of(token_ids.size))
+        hidden = self._through_layers(token_ids, positions, moe, on_layer)
         self._prefix.add(first_position, token_ids)
         return hidden
+
+    def forward_tree(
+        self,
+        run: int,
+        token_ids: I32Array,
+        tree: Tree,
+        *,
+        on_layer: OnLayer[AnyArray] = nobody_looks,
+    ) -> AnyArray:
+        """A tree's tokens through all layers, as `forward`; the sequence stays as it is.
+
+        Shapes: token_ids [W]; result [W, H].
+        Raises: as `forward`; SettingsError if the backend cannot compute trees.
+        """
+        self._require_current(run)
+        if not isinstance(self._cache, BranchingCache):
+            raise SettingsError(f"backend {self._backend.name} cannot verify trees of tokens yet")
+        self._cut(tree.position)
+        with self._cache.branching(tree):
+            return self._model.forward(
+                token_ids, tree.positions, self._cache, self._cancellable(Phase.VERIFY), on_layer
+            )
+
+    def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
+        """The tokens of a path through a tree that `forward_tree` has computed count from now on.
+
+        Shapes: token_ids [W]; path [L].
+        Raises: as `forward`.
+        """
+        self._require_current(run)
+        tree.accept(path)
+        if self._chunking.invariant_from == 1:  # else a chunk of them would have other bits
+            self._prefix.add(tree.position, token_ids[path])
+
+    def _cut(self, first_position: int) -> None:
+        """What there is from this position on is about to be overwritten."""
+        self._prefix.cut(first_position)
+        self._kept.cut(first_position)
+
+    def to_host(self, hidden: AnyArray) -> F32Array:
+        """Where the host can read it, until the next layer. Shapes: hidden, result [T, H]."""
+        return self._backend.to_host(hidden)
 
     def head(self, hidden: AnyArray) -> F32Array:
         """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V]."""
@@ -238,17 +284,23 @@ class Steps:
         )
 
     def _through_layers(
-        self, token_ids: I32Array, positions: I32Array, moe: MoeBlock[AnyArray]
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        moe: MoeBlock[AnyArray],
+        on_layer: OnLayer[AnyArray],
     ) -> AnyArray:
-        """A chunk at once, or as two halves that others compute experts of in turn.
+        """A chunk at once, or, if nobody looks at its layers, as two halves that others compute
+        experts of in turn.
 
         Shapes: token_ids, positions [T]; result [T, H].
         """
         halved_from = self._chunking.halved_from
         is_short = halved_from is None or token_ids.size < halved_from
         # Experts that are copied here for a layer are used by the whole chunk.
-        if is_short or not self._runtime.asks_daemons or self._runtime.may_offload:
-            return self._model.forward(token_ids, positions, self._cache, moe)
+        is_whole = is_short or self._runtime.may_offload or on_layer is not nobody_looks
+        if is_whole or not self._runtime.asks_daemons:
+            return self._model.forward(token_ids, positions, self._cache, moe, on_layer)
         of_half = self._turns.passing(moe)
 
         def half(part: slice) -> AnyArray:
@@ -278,8 +330,11 @@ class Steps:
             self._moes[phase] = moe
         return moe
 
-    def _cancellable(self, compute: MoeBlock[AnyArray]) -> MoeBlock[AnyArray]:
+    def _cancellable(self, phase: Phase) -> MoeBlock[AnyArray]:
         """The same, but the first layer that nobody wants any more raises Cancelled."""
+        compute = self._moe(phase)
+        if self._is_cancelled is None:
+            return compute
 
         def moe(
             layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray

@@ -300,6 +300,8 @@ class RemoteExpertCompute:
     ) -> _RemoteTicket:
         """A ticket of which nothing is sent yet."""
         mode, chooser = self._mode, None
+        if batch.phase is Phase.VERIFY:  # few tokens, for which the parent waits layer by layer
+            mode = ExecutionMode.BATCHED
         is_moved = self._moved_window > 0 and isinstance(compacted, DeviceBatch)
         # What has no slot yet is sent while replies are awaited.
         window = self._moved_window if is_moved else _WINDOW

@@ -141,6 +141,17 @@ def test_a_run_that_another_has_taken_over_is_refused(model: Path, gpus: Emulate
     engine.close()
 
 
+def test_trees_are_refused_by_name(model: Path, gpus: EmulatedGpus) -> None:
+    prompt = prompt_of(6)
+    with opened(model) as engine:
+        begun = engine.prefill(prompt, feature_layers=[0])
+        assert begun.features[0].shape == (6, engine.spec.hidden_size)
+        with pytest.raises(SettingsError, match="backend cupy cannot verify trees"):
+            engine.verify([1], [-1])
+        first = generated(engine, prompt, 1)
+    assert begun.next_token_ids.tolist() == first
+
+
 def test_a_cached_prefix_does_not_show_in_the_bits(model: Path, gpus: EmulatedGpus) -> None:
     wishes: dict[str, Any] = {"ignore_eos": True, "top_logprobs": TINY.vocab_size}
     with opened(model) as engine:

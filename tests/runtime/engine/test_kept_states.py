@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from dflash_adapters.ops import KvCache, Snapshot
 from dflash_protocol.errors import DeviceOutOfMemory, StateNotKept
 from dflash_runtime import Engine
+from dflash_runtime.compute import rings
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.kept_states import MOST_KEPT, KeptStates
-from support.random_gguf import END_OF_TEXT_ID, write_model
+from support import random_laguna, random_models
+from support.random_gguf import END_OF_TEXT_ID, RandomShape, write_model
 from support.random_qwen35moe import SHAPES
 
 CHUNK = 16
@@ -125,18 +127,37 @@ def test_a_run_that_was_cancelled_within_a_chunk_spoils_nothing(
         assert engine.last_generation.num_reused_tokens == 41
 
 
-def test_logits_of_a_snapshot_are_the_same_every_time(model: Path) -> None:
-    with Engine.open(model, backend="cpu") as engine:
-        steps, ids = engine._steps, np.array(random_ids(70), np.int32)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, random_laguna.SHAPES[0], random_models.ODD_SHAPES[0]],
+    ids=["recurrent", "rings", "plain"],
+)
+def test_logits_of_a_snapshot_are_the_same_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: RandomShape, backend: str
+) -> None:
+    monkeypatch.setattr(rings, "RING_CHUNK", 64)
+    path = write_model(tmp_path / "m.gguf", shape, seed=4)
+    with Engine.open(path, backend=backend) as engine:
+        steps, ids = engine._steps, np.array(random_ids(250), np.int32) % shape.vocab_size
         run = steps.begin()
-        steps.forward(run, ids[:40], 0)
-        snapshot = steps._cache.snapshot(40)
-        first = steps.head(steps.forward(run, ids[40:57], 40)).tobytes()
-        steps.forward(run, ids[57:], 57)
-        with pytest.raises(StateNotKept):
-            steps.forward(run, ids[40:57], 40)
-        steps._cache.restore(snapshot)
-        assert steps.head(steps.forward(run, ids[40:57], 40)).tobytes() == first
+        steps.forward(run, ids[:100], 0)
+        snapshot = steps._cache.snapshot(100)
+        for size in (17, 1):
+            logits = []
+            for _ in range(2):
+                logits.append(
+                    b"".join(
+                        steps.head(steps.forward(run, ids[first : first + size], first)).tobytes()
+                        for first in range(100, 117, size)
+                    )
+                )
+                steps.forward(run, ids[117:], 117)  # once round the rings
+                if not engine.spec.can_be_cut:
+                    with pytest.raises(StateNotKept):
+                        steps.forward(run, ids[100:117], 100)
+                steps._cache.restore(snapshot)
+            assert logits[0] == logits[1]
 
 
 def test_short_sequences_use_the_memory_of_those_before(

@@ -33,6 +33,9 @@ _TILE_ROWS = 128
 _MOST_PARTIAL_BYTES = 32 << 20
 
 _NO_SINKS = np.empty(0, np.float32)
+_NO_PAIRS = (1, 0, 1, 0, 0)
+_NO_MEMORY = (0, 0, 0)
+"""What the kernel is told about attending, and given to work in, where it is to store alone."""
 
 
 class Attention:
@@ -99,6 +102,38 @@ class Attention:
                 out=out[part],
             )
         return out
+
+    def store(
+        self,
+        k: F32Array,
+        v: F32Array,
+        cache: CpuKvCache,
+        cache_layer: int,
+        positions: I32Array,
+    ) -> None:
+        """Write k and v to the cache, for later tokens to see. Shapes and errors as above."""
+        layer, num_tokens = cache.layers[cache_layer], k.shape[0]
+        first_position = _first_position(positions, num_tokens, cache.capacity)
+        nothing = np.empty((0, 1, 1), np.float32)
+        for part in layer.ring.parts(first_position, num_tokens):
+            with self._scratch.take(8 * a.NUM_ARGUMENTS) as (args, counter):
+                attention_kernel()(
+                    nothing,
+                    k[part],
+                    v[part],
+                    _NO_SINKS,
+                    nothing,
+                    layer.words,
+                    _functions(cache.kv_type),
+                    first_position + part.start,
+                    0.0,
+                    *_NO_PAIRS,
+                    args,
+                    *_NO_MEMORY,
+                    counter,
+                    0,
+                    0,
+                )
 
     def _compute(
         self,

@@ -230,7 +230,8 @@ def _attention(
     store_pool: int,
     attend_pool: int,
 ) -> None:
-    """Every new row is stored before any is read: a token sees those of the same chunk.
+    """Every new row is stored before any is read: a token sees those of the same chunk. Without
+    pairs nothing is read.
 
     Sinks are [heads], or [0] for none.
     A pair is a tile and a key/value head. `layer` and `functions` are copied to `args`, which has
@@ -245,7 +246,7 @@ def _attention(
     set_word(args, NEW_VALUES, v.address_of(v_new))
     set_word(args, SINKS, v.address_of(sinks) if sinks.size else 0)
     set_word(args, OUT, v.address_of(out))
-    set_word(args, NUM_TOKENS, q.shape[0])
+    set_word(args, NUM_TOKENS, k.shape[0])
     set_word(args, NUM_HEADS, q.shape[1])
     set_word(args, FIRST_POSITION, first_position)
     set_word(args, SCALE_BITS, v.bits_of_float(scale))
@@ -260,7 +261,8 @@ def _attention(
         for pair in range(num_pairs):
             atomics.relaxed_store(done + 8 * pair, 0)
     run_on(store_pool, word(args, STORE_TASK), args, counter)
-    run_on(attend_pool, word(args, ATTEND_TASK), args, counter)
+    if num_pairs > 0:
+        run_on(attend_pool, word(args, ATTEND_TASK), args, counter)
 
 
 @cache

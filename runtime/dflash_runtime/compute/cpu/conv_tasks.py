@@ -24,7 +24,7 @@ from dflash_runtime.compute.cpu.words import set_word, word
 
 TOKENS_AN_ITEM = 4
 
-NUM_WORDS = 9
+NUM_WORDS = 10
 
 
 @helper
@@ -53,16 +53,20 @@ def _conv_row(rows: int, taps: int, num_taps: int, channels: int, out: int) -> N
 
 def _conv_task(args: int, counter: int, worker_idx: int) -> None:
     """Words: x, inputs kept, taps, out, tokens, channels, taps of a channel, first position,
-    scratch: words for each thread's rows."""
+    scratch: words for each thread's rows; addresses of all tokens' rows, or 0."""
     x, kept, taps, out = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
     num_tokens, channels, num_taps = word(args, 4), word(args, 5), word(args, 6)
     first_position, rows = word(args, 7), word(args, 8) + 8 * worker_idx * num_taps
-    stride = 4 * channels
+    stride, table = 4 * channels, word(args, 9)
     while True:
         first = claim(counter) * TOKENS_AN_ITEM
         if first >= num_tokens:
             return
         for token in range(first, min(first + TOKENS_AN_ITEM, num_tokens)):
+            place = out + stride * token
+            if table != 0:
+                _conv_row(table + 8 * num_taps * token, taps, num_taps, channels, place)
+                continue
             for tap in range(num_taps):
                 before = token - num_taps + 1 + tap
                 row = x + stride * before
@@ -71,7 +75,7 @@ def _conv_task(args: int, counter: int, worker_idx: int) -> None:
                     position = first_position + before + num_taps - 1
                     row = kept + stride * (position % (num_taps - 1))
                 set_word(rows, tap, row)
-            _conv_row(rows, taps, num_taps, channels, out + stride * token)
+            _conv_row(rows, taps, num_taps, channels, place)
 
 
 def _conv(
@@ -81,12 +85,14 @@ def _conv(
     out: F32Array,
     first_position: int,
     rows: int,
+    table: int,
     args: int,
     counter: int,
     pool: int,
     task: int,
 ) -> None:
-    """`rows`: K words for each thread.
+    """`rows`: K words for each thread; `table`: of every token the addresses of K inputs, where
+    those before it do not stand before it in `x`, else 0.
 
     Shapes: x, out [T, C]; kept [K - 1, C], position p's input in row ``p % (K - 1)``; taps [K, C].
     """
@@ -99,6 +105,7 @@ def _conv(
     set_word(args, 6, taps.shape[0])
     set_word(args, 7, first_position)
     set_word(args, 8, rows)
+    set_word(args, 9, table)
     run_on(pool, task, args, counter)
 
 
@@ -106,6 +113,6 @@ def _conv(
 def conv_kernel() -> tuple[Kernel, RowFunction]:
     """A function to call, and the task that it takes the address of."""
     rows = types.Array(v.f32, 2, "C", readonly=True)
-    arguments = [rows, rows, rows, v.f32[:, ::1], *[v.i64] * 6]
+    arguments = [rows, rows, rows, v.f32[:, ::1], *[v.i64] * 7]
     task = compile_row_function(_conv_task, v.void, *[v.i64] * 3)
     return compile_kernel(_conv, *arguments), task

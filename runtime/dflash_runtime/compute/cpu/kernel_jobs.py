@@ -13,6 +13,7 @@ from dflash_runtime.compute.cpu import (
     attention_tasks,
     conv_tasks,
     delta_tasks,
+    delta_tree,
     dense_tasks,
     experts_kernel,
     gate_tasks,
@@ -52,6 +53,7 @@ _OF_DENSE: dict[str, Callable[[], object]] = {
     "embed": linear_kernel.embed_kernel,
 }
 _OF_RECURRENT: dict[str, Callable[[], object]] = {
+    "tree": delta_tree.tree_kernel,
     "delta": delta_tasks.delta_kernel,
     "conv": conv_tasks.conv_kernel,
     "products": recurrent_tiles.products_function,

@@ -26,6 +26,8 @@ from dflash_runtime.compute.cpu.results import result_array
 from dflash_runtime.compute.cpu.rows import expand_function
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.trees import attend_segments
 
 
 class CpuOps:
@@ -149,7 +151,20 @@ class CpuOps:
         sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        return self._attention(q, k, v, cache, cache_layer, positions, scale, out, sinks)
+        tree = cache.tree
+        if tree is None:
+            return self._attention(q, k, v, cache, cache_layer, positions, scale, out, sinks)
+        out = result_array((*q.shape[:2], v.shape[2]), out)
+
+        def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
+            return self._attention(q, k, v, cache, cache_layer, positions, scale, None, sinks)
+
+        def keep(path: I32Array) -> None:
+            self._attention.store(k[path], v[path], cache, cache_layer, tree.positions[path])
+
+        attend_segments(tree, attended, out, q=q, k=k, v=v)
+        tree.keep(keep)
+        return out
 
     def route(
         self, logits: F32Array, rule: RoutingRule, *, bias: F32Array | None = None
@@ -198,7 +213,10 @@ class CpuOps:
         out: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        return self._recurrent.causal_conv(x, weight, cache.states[layer], positions, out)
+        state = cache.states[layer]
+        if cache.tree is not None:
+            return self._recurrent.tree_conv(x, weight, state, cache.tree, out)
+        return self._recurrent.causal_conv(x, weight, state, positions, out)
 
     def delta_rule(
         self,
@@ -216,15 +234,8 @@ class CpuOps:
         out: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        return self._recurrent.delta_rule(
-            mixed,
-            alpha,
-            beta,
-            shape,
-            a=a,
-            dt_bias=dt_bias,
-            state=cache.states[layer],
-            positions=positions,
-            eps=eps,
-            out=out,
-        )
+        inputs = DeltaInputs(mixed, alpha, beta, shape, a, dt_bias, eps)
+        state = cache.states[layer]
+        if cache.tree is not None:
+            return self._recurrent.tree_delta(inputs, state, cache.tree, out)
+        return self._recurrent.delta_rule(inputs, state, positions, out)

@@ -1,4 +1,4 @@
-"""Launches causal convolution and the gated delta rule: guards, and buffers.
+"""Launches causal convolution and the gated delta rule: guards and buffers.
 
 Dtypes and layouts are checked by the kernels' own signatures, which accept C-contiguous arrays of
 one element type and rank only. Knows nothing of the mathematics.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.moe_spec import DeltaShape
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu import conv_tasks
-from dflash_runtime.compute.cpu import delta_tasks as d
+from dflash_runtime.compute.cpu import conv_tasks, delta_tasks, delta_tree
+from dflash_runtime.compute.cpu import delta_parts as d
 from dflash_runtime.compute.cpu.recurrent_state import RecurrentState
 from dflash_runtime.compute.cpu.recurrent_tiles import products_function
 from dflash_runtime.compute.cpu.results import result_array
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.sequence_state import begin_of
+from dflash_runtime.compute.trees import Tree
 
 _PARALLEL_VALUES = 1 << 15
 """Values of a convolution below which waking other threads costs more than it saves."""
@@ -35,8 +36,9 @@ class Recurrent:
         self._taps: dict[int, tuple[F32Array, F32Array]] = {}
 
     def compile(self) -> None:
+        """Have all ready but what only trees need."""
         conv_tasks.conv_kernel()
-        d.delta_kernel()
+        delta_tasks.delta_kernel()
         products_function()
 
     def causal_conv(
@@ -48,94 +50,169 @@ class Recurrent:
         out: F32Array | None = None,
     ) -> F32Array:
         """See ops.Ops. Shapes: x [T, C]; weight [C, K]."""
-        num_tokens, channels = x.shape
-        taps = self._taps_of(weight)
-        num_kept = taps.shape[0] - 1
-        if taps.shape[1] != channels or state.inputs.shape != (num_kept, channels):
-            raise ValueError(f"{x.shape} by {weight.shape} does not fit {state.inputs.shape}")
-        if out is x:
-            raise ValueError("out must not be x, of which rows are read after they were convolved")
-        out = result_array(x.shape, out)
+        num_tokens = x.shape[0]
         if num_tokens == 0:
-            return out
+            return result_array(x.shape, out)
         first = begin_of(positions, state.conv_positions)
         _check_count(positions, num_tokens)
         if first == 0:
             state.inputs[:] = 0
-        kernel, task = conv_tasks.conv_kernel()
-        pool = self._workers.address if x.size >= _PARALLEL_VALUES else 0
         state.conv_positions = -1  # until all of it is done
-        rows_bytes = 8 * taps.shape[0] * self._workers.num_threads
-        with self._scratch.take(8 * conv_tasks.NUM_WORDS, rows_bytes) as (args, rows, counter):
-            kernel(x, state.inputs, taps, out, first, rows, args, counter, pool, task.address)
-        end = first + num_tokens
+        result = self._convolved(x, weight, state, out, first=first)
+        num_kept, end = state.inputs.shape[0], first + num_tokens
         for position in range(max(first, end - num_kept), end):
             state.inputs[position % num_kept] = x[position - first]
         state.conv_positions = end
+        return result
+
+    def tree_conv(
+        self,
+        x: F32Array,
+        weight: F32Array,
+        state: RecurrentState,
+        tree: Tree,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        """The same of a tree's tokens, of which the accepted ones are to be gone on from."""
+        tree.check_size(x.shape[0])
+        num_kept, stride = state.inputs.shape[0], 4 * x.shape[1]
+        before = tree.ancestors(weight.shape[1]).astype(np.int64)
+        kept = (tree.position + before) % max(1, num_kept)
+        table = np.where(
+            before < 0,
+            state.inputs.ctypes.data + stride * kept,
+            x.ctypes.data + stride * before,
+        )
+        table = np.ascontiguousarray(table)
+
+        def keep(path: I32Array) -> None:
+            self.causal_conv(x[path], weight, state, tree.positions[path])
+
+        tree.keep(keep)
+        return self._convolved(x, weight, state, out, table=int(table.ctypes.data))
+
+    def _convolved(
+        self,
+        x: F32Array,
+        weight: F32Array,
+        state: RecurrentState,
+        out: F32Array | None,
+        *,
+        first: int = 0,
+        table: int = 0,
+    ) -> F32Array:
+        """`table` as in conv_tasks. The state is only read."""
+        taps, kept = self._taps_of(weight), state.inputs
+        if taps.shape != (kept.shape[0] + 1, x.shape[1]) or kept.shape[1] != x.shape[1]:
+            raise ValueError(f"{x.shape} by {weight.shape} does not fit {kept.shape}")
+        if out is x:
+            raise ValueError("out must not be x, of which rows are read after they were convolved")
+        out = result_array(x.shape, out)
+        kernel, task = conv_tasks.conv_kernel()
+        pool = self._workers.address if x.size >= _PARALLEL_VALUES else 0
+        rows_bytes = 8 * taps.shape[0] * self._workers.num_threads
+        with self._scratch.take(8 * conv_tasks.NUM_WORDS, rows_bytes) as (args, rows, counter):
+            kernel(x, kept, taps, out, first, rows, table, args, counter, pool, task.address)
         return out
 
     def delta_rule(
         self,
-        mixed: F32Array,
-        alpha: F32Array,
-        beta: F32Array,
-        shape: DeltaShape,
-        *,
-        a: F32Array,
-        dt_bias: F32Array,
+        inputs: DeltaInputs,
         state: RecurrentState,
         positions: I32Array,
-        eps: float,
         out: F32Array | None = None,
     ) -> F32Array:
         """See ops.Ops."""
-        num_tokens, heads = mixed.shape[0], shape.num_value_heads
-        logits = num_tokens, heads
-        if (
-            shape != state.delta
-            or mixed.shape[1] != shape.num_channels
-            or alpha.shape != logits
-            or beta.shape != logits
-            or a.shape != (heads,)
-            or dt_bias.shape != (heads,)
-        ):
-            raise ValueError(f"{mixed.shape}, {alpha.shape}, {beta.shape} do not fit {shape}")
-        out = result_array((num_tokens, heads, shape.value_dim), out)
-        if num_tokens == 0:
+        _check_shape(inputs, state)
+        out, shape = result_array(inputs.out_shape, out), inputs.shape
+        if inputs.num_tokens == 0:
             return out
         first = begin_of(positions, state.delta_positions)
-        _check_count(positions, num_tokens)
-        num_threads = self._workers.num_threads
-        products = 2 * num_tokens * heads * shape.key_dim * shape.value_dim
-        is_shared = num_threads > 1 and products >= _PARALLEL_PRODUCTS
-        one_scratch = d.scratch_bytes(shape.key_dim, shape.value_dim)
-        kernel, task = d.delta_kernel()
+        _check_count(positions, inputs.num_tokens)
+        one_scratch = delta_tasks.scratch_bytes(shape.key_dim, shape.value_dim)
+        kernel, task = delta_tasks.delta_kernel()
         state.delta_positions = -1  # until all of it is done
-        with self._scratch.take(8 * d.NUM_WORDS, num_threads * one_scratch) as (
+        with self._scratch.take(8 * d.NUM_WORDS, self._workers.num_threads * one_scratch) as (
             args,
             scratch,
             counter,
         ):
             kernel(
                 state.words,
-                mixed,
-                alpha,
-                beta,
-                a,
-                dt_bias,
+                inputs.mixed,
+                inputs.alpha,
+                inputs.beta,
+                inputs.a,
+                inputs.dt_bias,
                 out,
                 first,
-                eps,
-                one_scratch,
-                args,
+                inputs.eps,
                 scratch,
-                counter,
-                self._workers.address if is_shared else 0,
-                task.address,
+                one_scratch,
                 products_function().address,
+                args,
+                counter,
+                self._pool_for(inputs),
+                task.address,
             )
-        state.delta_positions = first + num_tokens
+        state.delta_positions = first + inputs.num_tokens
         return out
+
+    def tree_delta(
+        self,
+        inputs: DeltaInputs,
+        state: RecurrentState,
+        tree: Tree,
+        out: F32Array | None = None,
+    ) -> F32Array:
+        """The same of a tree's tokens, each from its parent's state."""
+        _check_shape(inputs, state)
+        tree.check_size(inputs.num_tokens)
+        out, shape = result_array(inputs.out_shape, out), inputs.shape
+        if inputs.num_tokens == 0:
+            return out
+        last = tree.position + int(tree.depths.max())
+        num_blocks = last // d.DELTA_BLOCK - tree.position // d.DELTA_BLOCK + 1
+        group = shape.num_value_heads // shape.num_key_heads
+        one_scratch = delta_tree.scratch_bytes(
+            inputs.num_tokens, num_blocks, group, key_dim=shape.key_dim, value_dim=shape.value_dim
+        )
+        kernel, task = delta_tree.tree_kernel()
+        with self._scratch.take(
+            8 * delta_tree.NUM_WORDS, self._workers.num_threads * one_scratch
+        ) as (args, scratch, counter):
+            kernel(
+                state.words,
+                inputs.mixed,
+                inputs.alpha,
+                inputs.beta,
+                inputs.a,
+                inputs.dt_bias,
+                out,
+                tree.walk,
+                tree.parents,
+                tree.position,
+                inputs.eps,
+                scratch,
+                one_scratch,
+                products_function().address,
+                num_blocks,
+                args,
+                counter,
+                self._pool_for(inputs),
+                task.address,
+            )
+
+        def keep(path: I32Array) -> None:
+            self.delta_rule(inputs.of(path), state, tree.positions[path])
+
+        tree.keep(keep)
+        return out
+
+    def _pool_for(self, inputs: DeltaInputs) -> int:
+        shape = inputs.shape
+        values = inputs.num_tokens * shape.num_value_heads * shape.value_dim
+        return self._workers.address if 2 * values * shape.key_dim >= _PARALLEL_PRODUCTS else 0
 
     def _taps_of(self, weight: F32Array) -> F32Array:
         """A weight with a row for each tap, made once. Shapes: weight [C, K]; result [K, C]."""
@@ -143,6 +220,11 @@ class Recurrent:
         if known is None:
             known = self._taps[id(weight)] = weight, np.ascontiguousarray(weight.T)
         return known[1]
+
+
+def _check_shape(inputs: DeltaInputs, state: RecurrentState) -> None:
+    if inputs.shape != state.delta:
+        raise ValueError(f"{inputs.shape} does not fit a state of {state.delta}")
 
 
 def _check_count(positions: I32Array, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What one recurrent layer keeps of a sequence, in the layout that delta_tasks reads."""
+"""What one recurrent layer keeps of a sequence, in the layout that delta_parts reads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from dflash_adapters.moe_spec import RecurrentLayer
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import delta_tasks as d
+from dflash_runtime.compute.cpu import delta_parts as d
 from dflash_runtime.compute.cpu.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import LayerState
 
 
 class RecurrentState(LayerState):
-    """One layer's, in the layout of delta_tasks: float32, every part at the begin of a line.
+    """One layer's, in the layout of delta_parts: float32, every part at the begin of a line.
 
     Shapes: inputs [K - 1, channels], position p's in row ``p % (K - 1)``; matrices [value heads,
     Dk, V padded]; of the tokens since the block's begin keys [key heads, Dk, 32], rows [value

@@ -63,7 +63,7 @@ class GatedOps(LackingOps):
         return result
 
     def scale_rows(self, x: Any, factors: Any, out: Any = None) -> Any:
-        if isinstance(factors, np.ndarray):
+        if isinstance(factors, np.ndarray | float):
             self.lacks("rows times factors that the host knows")
         if isinstance(x, Heads):
             self.lacks("heads times factors")

@@ -29,10 +29,20 @@ def attend(
     """
     keys, values = rows
     for part in ring.parts(int(positions[0]), positions.size):
-        places = positions[part] % ring.num_rows
-        keys.store(places, new[0][part])
-        values.store(places, new[1][part])
+        store(positions[part], (new[0][part], new[1][part]), rows, ring=ring)
         _attend(q[part], keys, values, ring, positions[part], scale, sinks, out[part])
+
+
+def store(
+    positions: I32Array,
+    new: tuple[F32Array, F32Array],
+    rows: tuple[CachedRows, CachedRows],
+    *,
+    ring: Ring,
+) -> None:
+    """Keys and values of these positions. Shapes: positions [T]; new [T, kv_heads, …]."""
+    for each, values in zip(rows, new, strict=True):
+        each.store(positions % ring.num_rows, values)
 
 
 def _attend(

@@ -16,12 +16,20 @@ from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.reference.attention import attend
+from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.reference.attention import attend, store
 from dflash_runtime.compute.reference.kv_cache import CachedRows, cached_rows
-from dflash_runtime.compute.reference.recurrent import RecurrentState, causal_conv, delta_rule
+from dflash_runtime.compute.reference.recurrent import (
+    RecurrentState,
+    causal_conv,
+    delta_rule,
+    tree_conv,
+    tree_delta,
+)
 from dflash_runtime.compute.reference.routing import route
 from dflash_runtime.compute.rings import Ring
 from dflash_runtime.compute.sequence_state import SequenceState
+from dflash_runtime.compute.trees import attend_segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,17 +168,29 @@ class ReferenceOps:
         num_tokens, num_heads, _ = q.shape
         if out is None:
             out = np.empty((num_tokens, num_heads, v.shape[2]), np.float32)
-        if num_tokens:
+        rows = cache.keys[cache_layer], cache.values[cache_layer]
+        ring = cache.rings[cache_layer]
+
+        def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
+            out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
             attend(
                 q,
                 (k, v),
-                (cache.keys[cache_layer], cache.values[cache_layer]),
-                ring=cache.rings[cache_layer],
+                rows,
+                ring=ring,
                 positions=positions,
                 scale=scale,
                 sinks=sinks,
                 out=out,
             )
+            return out
+
+        tree = cache.tree
+        if tree is not None:
+            attend_segments(tree, attended, out, q=q, k=k, v=v)
+            tree.keep(lambda path: store(positions[path], (k[path], v[path]), rows, ring=ring))
+        elif num_tokens:
+            out[:] = attended(q, k, v, positions)
         return out
 
     def route(
@@ -213,7 +233,10 @@ class ReferenceOps:
         out: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        return _into(out, causal_conv(x, weight, cache.states[layer], positions))
+        state, tree = cache.states[layer], cache.tree
+        if tree is not None:
+            return _into(out, tree_conv(x, weight, state, tree=tree))
+        return _into(out, causal_conv(x, weight, state, positions))
 
     def delta_rule(
         self,
@@ -231,18 +254,11 @@ class ReferenceOps:
         out: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        result = delta_rule(
-            mixed,
-            alpha,
-            beta,
-            shape,
-            a=a,
-            dt_bias=dt_bias,
-            state=cache.states[layer],
-            positions=positions,
-            eps=eps,
-        )
-        return _into(out, result)
+        inputs = DeltaInputs(mixed, alpha, beta, shape, a, dt_bias, eps)
+        state, tree = cache.states[layer], cache.tree
+        if tree is not None:
+            return _into(out, tree_delta(inputs, state, tree))
+        return _into(out, delta_rule(inputs, state, positions))
 
 
 def _into(out: F32Array | None, result: F32Array) -> F32Array:

@@ -10,7 +10,9 @@ import numpy as np
 
 from dflash_adapters.moe_spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.sequence_state import LayerState, begin_of
+from dflash_runtime.compute.trees import Tree
 
 DELTA_CHUNK = 64
 """Tokens between two states of the chunked form."""
@@ -53,40 +55,63 @@ def causal_conv(
     return total * _sigmoid(total)
 
 
-def delta_rule(
-    mixed: F32Array,
-    alpha: F32Array,
-    beta: F32Array,
-    shape: DeltaShape,
-    *,
-    a: F32Array,
-    dt_bias: F32Array,
-    state: RecurrentState,
-    positions: I32Array,
-    eps: float,
-) -> F32Array:
+def tree_conv(x: F32Array, weight: F32Array, state: RecurrentState, *, tree: Tree) -> F32Array:
+    """The same of a tree's tokens, of which the accepted ones are to be gone on from."""
+    tree.check_size(x.shape[0])
+    kernel = weight.shape[1]
+    rows = np.concatenate([x, state.inputs])  # those before the tree are found from the end
+    before = tree.ancestors(kernel)
+    total = np.zeros_like(x)
+    for tap in range(kernel):
+        total += rows[before[:, tap]] * weight[:, tap]
+
+    def keep(path: I32Array) -> None:
+        causal_conv(x[path], weight, state, tree.positions[path])
+
+    tree.keep(keep)
+    return total * _sigmoid(total)
+
+
+def _prepared(inputs: DeltaInputs) -> tuple[F32Array, F32Array, F32Array, F32Array, F32Array]:
+    """Queries, keys and values of each value head [T, heads, D]; g and b [T, heads]."""
+    decay = inputs.a * np.logaddexp(inputs.alpha + inputs.dt_bias, np.float32(0))
+    heads = _heads(inputs.mixed, inputs.shape, inputs.eps)
+    return *heads, decay, _sigmoid(inputs.beta)
+
+
+def delta_rule(inputs: DeltaInputs, state: RecurrentState, positions: I32Array) -> F32Array:
     """See ops.Ops."""
-    num_tokens, heads = mixed.shape[0], shape.num_value_heads
-    logits = num_tokens, heads
-    if mixed.shape[1] != shape.num_channels or alpha.shape != logits or beta.shape != logits:
-        raise ValueError(f"{mixed.shape}, {alpha.shape}, {beta.shape} do not fit {shape}")
-    out = np.empty((num_tokens, heads, shape.value_dim), np.float32)
+    num_tokens, out = inputs.num_tokens, np.empty(inputs.out_shape, np.float32)
     if num_tokens == 0:
         return out
     first = begin_of(positions, state.delta_positions)
     if first == 0:
         state.matrices[:] = 0
-    q, k, v = _heads(mixed, shape, eps)
-    decay = a * np.logaddexp(alpha + dt_bias, np.float32(0))
-    share = _sigmoid(beta)
+    prepared = _prepared(inputs)
     size = 1 if num_tokens <= _FEW_TOKENS else DELTA_CHUNK
     for start in range(0, num_tokens, size):
-        chunk = slice(start, start + size)
         compute = _step if size == 1 else _chunk
-        out[chunk] = compute(
-            q[chunk], k[chunk], v[chunk], decay[chunk], share[chunk], matrices=state.matrices
-        )
+        of_chunk = (each[start : start + size] for each in prepared)
+        out[start : start + size] = compute(*of_chunk, matrices=state.matrices)
     state.delta_positions = first + num_tokens
+    return out
+
+
+def tree_delta(inputs: DeltaInputs, state: RecurrentState, tree: Tree) -> F32Array:
+    """The same of a tree's tokens, each from its parent's state."""
+    tree.check_size(inputs.num_tokens)
+    out = np.empty(inputs.out_shape, np.float32)
+    prepared = _prepared(inputs)
+    after: list[F32Array] = []
+    for node, parent in enumerate(tree.parents.tolist()):
+        after.append((state.matrices if parent < 0 else after[parent]).copy())
+        of_node = (each[node : node + 1] for each in prepared)
+        out[node : node + 1] = _step(*of_node, matrices=after[node])
+
+    def keep(path: I32Array) -> None:
+        delta_rule(inputs.of(path), state, tree.positions[path])
+
+    tree.keep(keep)
     return out
 
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from dflash_adapters.ops import KvType
-from support.gpu_devices import EMULATED_AND_GPU, opened_device
+from dflash_protocol.errors import UnsupportedModel
+from dflash_protocol.ids import F32Array
+from support.gpu_devices import EMULATED, EMULATED_AND_GPU, opened_device
 from support.gpu_models import GpuModel, largest_error, reference_logits
 from support.random_gguf import RandomShape, write_model
 from support.random_laguna import LagunaShape
@@ -62,4 +64,16 @@ def test_logits_are_the_references(tmp_path: Path, name: str, which: str) -> Non
             step.start()
             assert largest_error(step.logits(), expected[first]) < BOUND
         step.close()
+        model.close()
+
+
+def test_scales_of_products_are_refused_by_name(tmp_path: Path) -> None:
+    def with_scale(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
+        return {**tensors, "blk.0.ssm_out.scale": np.full(1, 0.5, np.float32)}
+
+    path = write_model(tmp_path / "m.gguf", SHAPES["qwen35moe"], seed=2, change=with_scale)
+    with opened_device(EMULATED) as device:
+        model = GpuModel(path, device, kv_type=KvType.F32)
+        with pytest.raises(UnsupportedModel, match="factors that the host knows"):
+            model.logits(np.arange(9, dtype=np.int32), [9])
         model.close()

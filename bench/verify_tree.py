@@ -1,0 +1,119 @@
+"""A tree of guessed tokens verified in one pass, against as many single steps, on the CPU.
+
+The tree has 22 tokens, as a drafter might guess them; a step computes one token of a sequence with
+its logits. Both go on from the same prompt of the same file, by default one with random weights in
+the shape of Qwen3.6-35B-A3B (see bench.random_moe): routing is as spread out as it can be.
+
+Examples:
+  python -m bench.verify_tree
+  python -m bench.verify_tree --daemons 1 --prompt 2000
+  python -m bench.verify_tree --realtime --save          root, while others use the machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench import report
+from bench.machine import be_realtime
+from bench.random_moe import model_path
+
+from dflash_protocol.ids import Phase
+from dflash_runtime import Engine
+
+PARENTS = [-1, 0, 0, 1, -1, 1, 2, 3, 3, 4, 7, 7, 10, 11, 0, 8, 15, 16, 16, 12, 12, 20]
+"""22 tokens, the deepest of them ten below a root."""
+
+
+class TreeBench:
+    """One open file, begun with a prompt."""
+
+    def __init__(self, engine: Engine, prompt: list[int]) -> None:
+        self._engine = engine
+        random = np.random.default_rng(1)
+        self._guesses = [int(i) for i in random.integers(0, engine.spec.vocab_size, len(PARENTS))]
+        engine.prefill(prompt)
+
+    def tree_s(self) -> float:
+        """Seconds of one pass, after which nothing counts."""
+        started_s = time.perf_counter()
+        self._engine.verify(self._guesses, PARENTS)
+        return time.perf_counter() - started_s
+
+    def steps_s(self, prompt: list[int]) -> float:
+        """Seconds of as many steps after the prompt."""
+        count = len(PARENTS)
+        for _ in self._engine.generate(prompt, count + 1, ignore_eos=True, reuse_prefix=True):
+            pass
+        elapsed_s = self._engine.last_generation.decode_s
+        self._engine.prefill(prompt)
+        return elapsed_s
+
+
+def measure(engine: Engine, num_prompt: int, *, rounds: int) -> dict[str, Any]:
+    """Seconds of each round, the two taken in turn; each owner's requests a layer and tree."""
+    random = np.random.default_rng(0)
+    prompt = [int(i) for i in random.integers(0, engine.spec.vocab_size, num_prompt)]
+    bench = TreeBench(engine, prompt)
+    bench.tree_s()
+    samples: dict[str, list[float]] = {"tree": [], "steps": []}
+    for _ in range(rounds):
+        samples["tree"].append(bench.tree_s())
+        samples["steps"].append(bench.steps_s(prompt))
+    passes = (rounds + 1) * engine.spec.num_layers
+    requests = {
+        name: owner.phases[Phase.VERIFY].requests / passes
+        for name, owner in engine.stats().owners.items()
+        if Phase.VERIFY in owner.phases
+    }
+    return {"prompt": num_prompt, "seconds": samples, "requests_a_layer": requests}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="default: bench.random_moe's qwen35moe")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens (default 200)")
+    parser.add_argument("--daemons", type=int, default=0, help="with all experts (default 0)")
+    parser.add_argument("--threads", type=int, default=2, help="default 2")
+    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--realtime", action="store_true", help="real-time priority (root)")
+    parser.add_argument("--save", action="store_true", help="keep the result")
+    options = parser.parse_args()
+    if options.realtime:
+        be_realtime()
+    model = options.model or model_path("qwen35moe")
+    with Engine.open(
+        model,
+        backend="cpu",
+        threads=options.threads,
+        daemons=["cpu"] * options.daemons,
+        context=options.prompt + 100,
+    ) as engine:
+        num_layers = engine.spec.num_layers
+        measured = measure(engine, options.prompt, rounds=options.rounds)
+    what = f"A tree of {len(PARENTS)} tokens against steps, {model.stem}, {num_layers} layers"
+    record = report.head(what, num_threads=options.threads)
+    record |= {"daemons": options.daemons} | measured
+    steps, tree = (statistics.median(measured["seconds"][name]) for name in ("steps", "tree"))
+    rows = [
+        [f"{len(PARENTS)} steps", f"{steps * 1e3:.1f}", ""],
+        ["one tree", f"{tree * 1e3:.1f}", f"{tree / steps:.3f}"],
+    ]
+    table = report.table([f"after {options.prompt} tokens", "ms", "of the steps' time"], rows)
+    owners = measured["requests_a_layer"].items()
+    counts = ", ".join(f"{name} {count:.2f}" for name, count in owners)
+    table += f"\n\nRequests a layer and tree, by owner: {counts}."
+    print(table)
+    if options.save:
+        print(report.save("verify-tree", record, table))
+
+
+if __name__ == "__main__":
+    main()

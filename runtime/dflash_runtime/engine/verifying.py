@@ -1,0 +1,134 @@
+"""Verifying tokens that somebody has guessed: chains and trees of them in one pass each.
+
+A sequence is begun with a prompt; then a tree of guesses is computed at once, and a path through it
+accepted, again and again. Knows nothing of where guesses come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.moe_spec import ModelSpec
+from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_protocol.ids import AnyArray, F32Array, I32Array
+from dflash_runtime.compute.trees import MOST_NODES, Tree
+from dflash_runtime.engine.arguments import index_array
+from dflash_runtime.engine.steps import Steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """What a model says of tokens, given those before each of them."""
+
+    next_token_ids: I32Array
+    """The likeliest token after each of those that were asked about. Shapes: [W]."""
+    features: dict[int, F32Array]
+    """Hidden states after each of the layers that were asked for. Shapes: [T, H], all tokens."""
+
+
+class Verifier:
+    """The state of one sequence of an engine, from its prompt on."""
+
+    def __init__(self, steps: Steps, spec: ModelSpec, prompt: I32Array) -> None:
+        """Begin a run. Shapes: prompt [T]. Raises: SettingsError if there is no token."""
+        if prompt.size == 0:
+            raise SettingsError("the prompt is empty")
+        self._steps = steps
+        self._spec = spec
+        self._run = steps.begin()
+        self._prompt = prompt
+        self._pending: tuple[I32Array, Tree] | None = None
+        self.num_positions = 0
+        """Tokens that count."""
+
+    def prefill(self, feature_layers: Collection[int]) -> Verified:
+        """The prompt through the model; what comes after its last token.
+
+        Raises: as Steps.forward.
+        """
+        features = self._features(feature_layers, self._prompt.size)
+        for first, last in self._steps.chunks(self._prompt.size):
+            features.first = first
+            hidden = self._steps.forward(
+                self._run, self._prompt[first:last], first, features.on_layer
+            )
+        self.num_positions = self._prompt.size
+        return Verified(self._likeliest(hidden[-1:]), features.by_layer)
+
+    def verify(
+        self, token_ids: I32Array, parents: Sequence[int], feature_layers: Collection[int]
+    ) -> Verified:
+        """See Engine.verify. Shapes: token_ids, parents [W]."""
+        num_tokens = token_ids.size
+        if num_tokens > MOST_NODES:
+            raise SettingsError(f"{num_tokens} tokens: up to {MOST_NODES} can be verified at once")
+        of_tokens = index_array("parent", parents, smallest=-1, largest=num_tokens - 1)
+        if of_tokens.size != num_tokens:
+            raise SettingsError(f"{num_tokens} tokens with {of_tokens.size} parents")
+        try:
+            tree = Tree(of_tokens, self.num_positions)
+        except ValueError as error:
+            raise SettingsError(f"parents: {error}") from error
+        end = self.num_positions + int(tree.depths.max(initial=-1)) + 1
+        if end > self._steps.num_positions:
+            raise ContextExceeded(end, self._steps.num_positions)
+        features = self._features(feature_layers, num_tokens)
+        self._pending = None
+        self._steps.check(self._run)
+        next_token_ids = np.empty(0, np.int32)
+        if num_tokens:
+            hidden = self._steps.forward_tree(
+                self._run, token_ids, tree, on_layer=features.on_layer
+            )
+            next_token_ids = self._likeliest(hidden)
+        self._pending = token_ids, tree
+        return Verified(next_token_ids, features.by_layer)
+
+    def accept(self, path: Sequence[int]) -> None:
+        """See Engine.accept."""
+        self._steps.check(self._run)
+        if self._pending is None:
+            raise SettingsError("there is nothing to accept: a path counts once after each verify")
+        token_ids, tree = self._pending
+        nodes = index_array("node", path, smallest=0, largest=token_ids.size - 1)
+        try:
+            tree.check_path(nodes)
+        except ValueError as error:
+            raise SettingsError(f"path: {error}") from error
+        self._pending = None
+        self._steps.accept(self._run, token_ids, tree=tree, path=nodes)
+        self.num_positions += nodes.size
+
+    def _features(self, layers: Collection[int], num_tokens: int) -> _Features:
+        """Raises: SettingsError for a layer that there is not."""
+        spec = self._spec
+        layer_ids = index_array("feature layer", layers, smallest=0, largest=spec.num_layers - 1)
+        by_layer = {
+            layer_id: np.empty((num_tokens, spec.hidden_size), np.float32)
+            for layer_id in layer_ids.tolist()
+        }
+        return _Features(self._steps, by_layer)
+
+    def _likeliest(self, hidden: AnyArray) -> I32Array:
+        """As a greedy sampler takes them. Shapes: hidden [T, H]; result [T]."""
+        likeliest: I32Array = np.argmax(self._steps.head(hidden), axis=1).astype(np.int32)
+        return likeliest
+
+
+class _Features:
+    """Hidden states of some layers, as chunks come through them. Shapes: by_layer [T, H]."""
+
+    def __init__(self, steps: Steps, by_layer: dict[int, F32Array]) -> None:
+        self._steps = steps
+        self.by_layer = by_layer
+        self.first = 0
+        """The first token of the chunk at hand."""
+
+    def on_layer(self, layer_id: int, hidden: AnyArray) -> None:
+        """As ops.OnLayer."""
+        if layer_id in self.by_layer:
+            rows = self._steps.to_host(hidden)
+            self.by_layer[layer_id][self.first : self.first + rows.shape[0]] = rows
