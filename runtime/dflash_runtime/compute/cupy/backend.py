@@ -239,7 +239,8 @@ class CupyBackend:
 
     def _close_offload(self) -> None:
         if self._offload is not None:
-            self._offload.close()
+            with contextlib.suppress(DeviceUnavailable):  # of a device that has failed
+                self._offload.close()
             self._offload = None
             self.device.trim()
 

@@ -125,11 +125,11 @@ class ExpertOffload:
         self._file = file
         place_bytes, laid_out_bytes = _memory_of(missing)
         self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(_NUM_PLACES)]
-        self._laid_out = device.empty(laid_out_bytes, np.uint8)
+        laid_out = device.empty(laid_out_bytes, np.uint8)
         self._laid_out_of: tuple[int, bytes] | None = None
         device.synchronize()  # what had this memory before must not be running any more
         self._layers = {
-            layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES])
+            layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES], laid_out)
             for index, (layer_id, (layer, experts)) in enumerate(missing.items())
         }
         ids = list(missing)
@@ -208,7 +208,6 @@ class ExpertOffload:
         self._copier.close()
         self._layers.clear()
         self._places.clear()
-        self._laid_out = self._device.empty(0, np.uint8)
 
     def _wanted(
         self, layer_id: int, topk_ids: I32Array | None, elsewhere: OtherExperts
@@ -309,7 +308,10 @@ class ExpertOffload:
                     columns=projection.columns,
                 )
 
-    def _made(self, layer: MoeLayer, missing: Experts, place: _Place) -> _Layer:
+    def _made(
+        self, layer: MoeLayer, missing: Experts, place: _Place, laid_out: DeviceArray
+    ) -> _Layer:
+        """`laid_out` is memory for what does not lie on the device as in the file."""
         num = int(missing.sum())
         native: list[DeviceArray] = []
         weights: list[DeviceArray] = []
@@ -322,7 +324,7 @@ class ExpertOffload:
                 weights.append(native[-1])
                 continue
             laid_out_end = laid_out_begin + num * expert_bytes(each)
-            weights.append(self._laid_out[laid_out_begin:laid_out_end])
+            weights.append(laid_out[laid_out_begin:laid_out_end])
             laid_out_begin = _aligned(laid_out_end)
         ids = np.flatnonzero(missing)
         resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))
