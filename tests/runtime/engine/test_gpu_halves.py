@@ -3,11 +3,12 @@ computes their experts and whatever happens meanwhile."""
 
 from __future__ import annotations
 
-import _thread
 import contextlib
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.routed_batch import Sums
+from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime import Engine
 from dflash_runtime.engine.kept_states import MOST_KEPT, KeptStates
@@ -81,7 +83,6 @@ def test_halves_have_the_bits_of_a_whole(model: Path, undo: contextlib.ExitStack
     assert resident.runtime.hits.layers == len(CHUNKS) * TINY.num_layers  # nobody is asked
     for owners in (
         {"gpu1": WHOLE},
-        {"cpu1": {0: [0]}, LOCAL_OWNER: WHOLE},  # copies, that is
         {
             LOCAL_OWNER: {0: [4, 0, 2], 1: [3]},
             "gpu1": {0: [3, 1]},
@@ -90,11 +91,7 @@ def test_halves_have_the_bits_of_a_whole(model: Path, undo: contextlib.ExitStack
         {LOCAL_OWNER: {1: WHOLE[1]}, "gpu1": {0: WHOLE[0]}},
     ):
         split = halved(undo, model, owners)
-        found = split.logits()
-        if "cpu1" in owners:
-            assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
-        else:
-            assert (found == expected).all()
+        assert (split.logits() == expected).all()
         assert split.runtime.hits.layers == NUM_HALVES * TINY.num_layers
 
 
@@ -132,13 +129,13 @@ def test_states_of_recurrent_layers_go_from_half_to_half(
     defaults = {"most_kept": MOST_KEPT, "least_apart": 1}
     monkeypatch.setattr(KeptStates.__init__, "__kwdefaults__", defaults)
     path = write_model(tmp_path / "m.gguf", RECURRENT, seed=2)
-    ids = ids_for(RECURRENT, 49)
+    ids = ids_for(RECURRENT, 40)
     experts: Layers = dict.fromkeys(range(RECURRENT.num_layers), range(RECURRENT.num_experts))
     some: Layers = {layer: [1, 4, 6] for layer in experts}
     rest: Layers = {layer: [0, 2, 3, 5] for layer in experts}
     expected: F32Array | None = None
-    for owners in ({LOCAL_OWNER: experts}, {"gpu1": experts}, {LOCAL_OWNER: some, "gpu1": rest}):
-        split = Split(undo, path, owners, ids=ids, chunks=CHUNKS, halved_from=HALVED_FROM)
+    for owners in ({LOCAL_OWNER: experts}, {LOCAL_OWNER: some, "gpu1": rest}):
+        split = Split(undo, path, owners, ids=ids, chunks=[20, 20], halved_from=HALVED_FROM)
         found = split.logits()
         expected = found if expected is None else expected
         assert (found == expected).all()
@@ -146,8 +143,8 @@ def test_states_of_recurrent_layers_go_from_half_to_half(
         run = steps.begin()
         steps.forward(run, ids[:20], 0)
         steps.keep(20)
-        steps.forward(run, ids[30:49], 20)  # another text
-        assert (steps.head(steps.forward(run, ids[20:39], 20)) == expected[20:39]).all()
+        steps.forward(run, ids[12:30], 20)  # another text
+        assert (steps.head(steps.forward(run, ids[20:], 20)) == expected[20:]).all()
 
 
 def test_a_run_that_is_cancelled_within_a_chunk_spoils_nothing(
@@ -188,7 +185,9 @@ def daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def opened(path: Path, **options: Any) -> Engine:
-    return Engine.open(path, device="cuda:0", context=64, **options)
+    """With patience, so that a machine with much to do loses no daemon."""
+    settings = replace(load_settings(), deadline_ms=60_000)
+    return Engine.open(path, device="cuda:0", context=64, settings=settings, **options)
 
 
 @pytest.mark.e2e
@@ -219,7 +218,7 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
             if fault == "kill":
                 daemon.kill()
             else:
-                _thread.interrupt_main()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return status
 
     monkeypatch.setattr(SharedClient, "_move_rows", sent)

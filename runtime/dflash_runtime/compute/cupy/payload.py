@@ -11,15 +11,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflash_protocol import device_payload
 from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_protocol.routed_batch import Hidden
+from dflash_runtime.compute.cupy.crossings import (
+    COPY_DEADLINE_S,
+    Crossing,
+    Crossings,
+    Shares,
+)
 from dflash_runtime.compute.cupy.device import (
     DeviceArray,
     KernelDevice,
@@ -35,8 +40,6 @@ _BLOCKS_OF_MULTIPROCESSOR = 8
 _MULTIPROCESSORS_OF_BLOCK = 2
 """Beside other work: enough of them for PCIe, and as many again in which nothing is disturbed."""
 _PIECE_BYTES = 16
-_COPY_DEADLINE_S = 60.0
-"""A copy waits for what the device computes before it, and for nobody else."""
 _FEWEST_PLACES = 1024
 
 
@@ -63,13 +66,6 @@ class AddToRowsArgs(ctypes.Structure):
         ("num_rows", ctypes.c_int),
         ("columns", ctypes.c_int),
     )
-
-
-class _Shares(NamedTuple):
-    """Shares of a digest, of as many blocks as a launch may have. Shapes: host [blocks] int64."""
-
-    host: I64Array
-    device_address: int
 
 
 class PayloadMover:
@@ -338,55 +334,6 @@ class SlotRows:
         self._digest = digest
 
 
-class _Crossings:
-    """One direction of a window: a side stream, and whose digest is found in it now."""
-
-    def __init__(self, mover: PayloadMover, name: str, shares: _Shares) -> None:
-        self.mover = mover
-        self.shares = shares
-        self._name = name
-        self._held: tuple[object, ...] = ()
-        """What the stream may be using, until it is known to have ended."""
-
-    @property
-    def stream(self) -> SideStream:
-        return self.mover.device.side_stream(self._name)
-
-    def hold(self, *used: object) -> None:
-        """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
-        self._held = *self._held, *used
-
-    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
-        """As PayloadMover.move, in the stream."""
-        address = self.shares.device_address
-        num_blocks = self.mover.move(source, target, shape, shares=address, side=self.stream, **how)
-        return Crossing(self, num_blocks)
-
-    def settle(self) -> None:
-        """Wait for all that was begun. Raises: DeviceUnavailable."""
-        self.stream.synchronize(_COPY_DEADLINE_S)
-        self._held = ()
-
-
-class Crossing:
-    """Implements device_payload.Crossing: what its direction has begun last."""
-
-    def __init__(self, crossings: _Crossings, num_blocks: int) -> None:
-        self._crossings = crossings
-        self._num_blocks = num_blocks
-
-    def has_ended(self) -> bool:
-        """As device_payload.Crossing.has_ended."""
-        with self._crossings.mover.lock:
-            return self._crossings.stream.is_empty()
-
-    def digest(self) -> int:
-        """As device_payload.Crossing.digest."""
-        with self._crossings.mover.lock:
-            self._crossings.settle()
-            return int(self._crossings.shares.host[: self._num_blocks].sum())
-
-
 class SegmentWindow:
     """Implements device_payload.DeviceWindow.
 
@@ -407,13 +354,13 @@ class SegmentWindow:
             self._undo = undo.pop_all()
         self._base = mapping.device_address
         self._shares, self._read_shares = (
-            _Shares(host, array.data.ptr)
+            Shares(host, array.data.ptr)
             for host, array in zip(block.host, block.device, strict=True)
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
-        self._out = _Crossings(mover, "out", self._shares)
-        self._in = _Crossings(mover, "in", self._read_shares)
+        self._out = Crossings(mover, "out", self._shares)
+        self._in = Crossings(mover, "in", self._read_shares)
         self._places: DeviceArray | None = None
         """Of rows that are gathered on their way out."""
 
@@ -479,7 +426,7 @@ class SegmentWindow:
     def settle(self) -> None:
         """Wait for what was begun to be read, and tell it its digest."""
         if self._reading is not None:
-            self.mover.device.synchronize(_COPY_DEADLINE_S)
+            self.mover.device.synchronize(COPY_DEADLINE_S)
             self._settle()
 
     def close(self) -> None:
@@ -491,7 +438,7 @@ class SegmentWindow:
                 with contextlib.suppress(DeviceUnavailable):  # nothing of it runs any more
                     self._out.settle()
                     self._in.settle()
-                    device.synchronize(_COPY_DEADLINE_S)
+                    device.synchronize(COPY_DEADLINE_S)
                 self._places = None
                 with contextlib.suppress(DeviceUnavailable):
                     self._undo.close()
@@ -505,7 +452,7 @@ class SegmentWindow:
     def _arrived(self, num_blocks: int) -> int:
         """Wait for everything; the digest of what was copied last."""
         with self.mover.lock:
-            self.mover.device.synchronize(_COPY_DEADLINE_S)
+            self.mover.device.synchronize(COPY_DEADLINE_S)
             if self._reading is not None:
                 self._settle()
             return int(self._shares.host[:num_blocks].sum())
@@ -517,7 +464,7 @@ class SegmentWindow:
             size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())
             self._out.hold(self._places)
             self._places = device.empty(size, np.int32)
-            device.synchronize(_COPY_DEADLINE_S)  # who had it before has done with it
+            device.synchronize(COPY_DEADLINE_S)  # who had it before has done with it
         places: DeviceArray = self._places[:count]
         return places
 

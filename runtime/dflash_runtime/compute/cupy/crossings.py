@@ -1,0 +1,73 @@
+"""Copies of payload that are under way beside what a device computes, in one direction of a window.
+
+Knows nothing of what is copied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dflash_protocol.ids import I64Array
+from dflash_runtime.compute.cupy.device import SideStream
+
+if TYPE_CHECKING:
+    from dflash_runtime.compute.cupy.payload import PayloadMover
+
+COPY_DEADLINE_S = 60.0
+"""A copy waits for what the device computes before it, and for nobody else."""
+
+
+class Shares(NamedTuple):
+    """Shares of a digest, of as many blocks as a launch may have. Shapes: host [blocks] int64."""
+
+    host: I64Array
+    device_address: int
+
+
+class Crossings:
+    """One direction of a window: a side stream, and whose digest is found in it now."""
+
+    def __init__(self, mover: PayloadMover, name: str, shares: Shares) -> None:
+        self.mover = mover
+        self.shares = shares
+        self._name = name
+        self._held: tuple[object, ...] = ()
+        """What the stream may be using, until it is known to have ended."""
+
+    @property
+    def stream(self) -> SideStream:
+        return self.mover.device.side_stream(self._name)
+
+    def hold(self, *used: object) -> None:
+        """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
+        self._held = *self._held, *used
+
+    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
+        """As PayloadMover.move, in the stream."""
+        address = self.shares.device_address
+        num_blocks = self.mover.move(source, target, shape, shares=address, side=self.stream, **how)
+        return Crossing(self, num_blocks)
+
+    def settle(self) -> None:
+        """Wait for all that was begun. Raises: DeviceUnavailable."""
+        self.stream.synchronize(COPY_DEADLINE_S)
+        self._held = ()
+
+
+class Crossing:
+    """Implements device_payload.Crossing: what its direction has begun last."""
+
+    def __init__(self, crossings: Crossings, num_blocks: int) -> None:
+        self._crossings = crossings
+        self._num_blocks = num_blocks
+
+    def has_ended(self) -> bool:
+        """As device_payload.Crossing.has_ended."""
+        with self._crossings.mover.lock:
+            return self._crossings.stream.is_empty()
+
+    def digest(self) -> int:
+        """As device_payload.Crossing.digest."""
+        with self._crossings.mover.lock:
+            self._crossings.settle()
+            return int(self._crossings.shares.host[: self._num_blocks].sum())
