@@ -23,9 +23,11 @@ BY_PLACE = {
     "new_kv_cache",
     # Of the operation that a model calls without knowing whose it is.
     "MoeExpertComputeRuntime.compute", "MoeExpertComputeRuntime.start", "OtherExperts.start",
+    "Turns.start",
     # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads
     # before what it writes.
-    "KernelDevice.launch", "CupyDevice.launch", "launch_gate_up", "launch_down",
+    "KernelDevice.launch", "CupyDevice.launch", "SideStream.launch", "CupySideStream.launch",
+    "launch_gate_up", "launch_down",
     # Called by others, who decide how: a ProgressCallback, and Jinja's sandbox.
     "update", "call_binop",
 }  # fmt: skip

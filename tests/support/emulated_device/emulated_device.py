@@ -161,23 +161,19 @@ class EmulatedQueue:
 
 
 class EmulatedPeerMemory:
-    """Implements device.PeerMemory: a file that both processes map; its handle is its name."""
+    """Implements device.PeerMemory: memory that both processes map; its handle is where the one
+    that has made it has it open, so that nothing is left when that is killed."""
 
     def __init__(self, device: EmulatedDevice, *, num_bytes: int = 0, handle: bytes = b"") -> None:
         self._device = device
-        self._owned: Path | None = None
         if num_bytes:
-            fd, name = tempfile.mkstemp(prefix="dflash-peer-", dir="/dev/shm")
-            self._owned = Path(name)
-            handle = name.encode().ljust(HANDLE_BYTES, b"\0")
-            os.truncate(fd, num_bytes)
+            self._fd = os.memfd_create("dflash-peer", os.MFD_CLOEXEC)
+            os.truncate(self._fd, num_bytes)
+            handle = f"/proc/{os.getpid()}/fd/{self._fd}".encode().ljust(HANDLE_BYTES, b"\0")
         else:
-            fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+            self._fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
         self.handle = handle
-        try:
-            self._memory = mmap.mmap(fd, 0)
-        finally:
-            os.close(fd)
+        self._memory = mmap.mmap(self._fd, 0)
         self.device_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
         device.add_range(self.device_address, len(self._memory))
 
@@ -187,8 +183,7 @@ class EmulatedPeerMemory:
             self._device.drop_range(self.device_address)
             self.device_address = 0
             self._memory.close()
-            if self._owned is not None:
-                self._owned.unlink()
+            os.close(self._fd)
 
 
 def _fail_closed() -> None:

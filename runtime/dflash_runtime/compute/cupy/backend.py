@@ -260,7 +260,7 @@ class CupyBackend:
             whole = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
             return RecordedStep(self.ops, model, cache, moe=whole)
         shared = SharedMoe(self.ops, resident, elsewhere)
-        mailed = MailedSteps(self.ops, model.spec.moe, resident, elsewhere)
+        mailed = MailedSteps(self.ops, model.spec.moe, resident, elsewhere=elsewhere)
         return RecordedStep(self.ops, model, cache, moe=shared, mailed=mailed)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:

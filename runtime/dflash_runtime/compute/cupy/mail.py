@@ -36,4 +36,4 @@ class CupyMail:
             assert isinstance(bank, CupyExpertBank)
             if bank.num_experts:
                 layers[layer_id] = bank.by_local
-        return MailServer(self._device, segment, moe, layers, lock=self._lock)
+        return MailServer(self._device, segment, moe, layers=layers, lock=self._lock)

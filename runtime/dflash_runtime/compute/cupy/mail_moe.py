@@ -34,7 +34,7 @@ class MailMoe:
     """
 
     def __init__(
-        self, ops: CupyOps, moe: MoeSpec, resident: Mapping[int, ResidentLayer], mail: ParentMail
+        self, ops: CupyOps, moe: MoeSpec, resident: Mapping[int, ResidentLayer], *, mail: ParentMail
     ) -> None:
         self.mail = mail
         self._ops, self._resident = ops, resident

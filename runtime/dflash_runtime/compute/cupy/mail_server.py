@@ -76,8 +76,8 @@ class MailServer:
         device: KernelDevice,
         segment: Segment,
         moe: MoeSpec,
-        layers: Mapping[int, ResidentLayer],
         *,
+        layers: Mapping[int, ResidentLayer],
         lock: threading.RLock,
     ) -> None:
         assert segment.window is not None
@@ -272,7 +272,7 @@ class _Step:
                 )
             request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
             self._kernels.take(layer, rows, choice, request=request)
-            self._steps.answer(resident, rows, choice, to)
+            self._steps.answer(resident, rows, choice, to=to)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class MailedSteps:
         ops: CupyOps,
         moe: MoeSpec,
         resident: Mapping[int, ResidentLayer],
+        *,
         elsewhere: OtherExperts,
     ) -> None:
         self._ops, self._moe, self._resident = ops, moe, resident
@@ -63,7 +64,7 @@ class MailedSteps:
                 mail = ParentMail(device, self._layout, routes)
                 if mail.has_peers and self._uses_peers is not False:
                     mail.use_peers(True)
-                self._present = MailMoe(self._ops, self._moe, self._resident, mail)
+                self._present = MailMoe(self._ops, self._moe, self._resident, mail=mail)
                 self._routes = routes
             except DaemonUnavailable as error:
                 _LOG.warning("no mailbox: %s", one_line(str(error)))

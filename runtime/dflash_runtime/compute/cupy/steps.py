@@ -153,7 +153,9 @@ class Steps:
         self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
         return here
 
-    def answer(self, layer: ResidentLayer, rows: ExpertRows, choice: Choice, to: MailReply) -> None:
+    def answer(
+        self, layer: ResidentLayer, rows: ExpertRows, choice: Choice, *, to: MailReply
+    ) -> None:
         """Sums of the chosen experts into a mailbox. Shapes: of one token."""
         experts, hidden = self._experts_of(experts_shape(layer.layer, 1, gives_sums=True))
         experts.launch_gate_up(layer.decode, choice, rows, hidden)
@@ -166,7 +168,7 @@ class Steps:
         experts.launch_gate_up(layer.decode, choice, rows, hidden)
 
     def end_experts(
-        self, layer: ResidentLayer, choice: Choice, residual: Rows, replies: MailReplies
+        self, layer: ResidentLayer, choice: Choice, residual: Rows, *, replies: MailReplies
     ) -> None:
         """Add them and what peers answer to the residual."""
         experts, hidden = self._experts_of(experts_shape(layer.layer, 1))
