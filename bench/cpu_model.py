@@ -7,6 +7,7 @@ Our own memory beyond the mapped weights and the KV cache is measured too. See b
 Examples:
   python -m bench.cpu_model                              both files, native peer
   python -m bench.cpu_model --files q4_k_m --contexts 16
+  python -m bench.cpu_model --files qwen35moe olmoe --contexts 16
   python -m bench.cpu_model --model big.gguf             a file of your own
 """
 
@@ -32,6 +33,7 @@ from bench.random_moe import MIXES, model_path
 from bench.sides import Side
 
 from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ModelSpec
 from dflash_adapters.registry import adapter_for
 
 OURS, PEER, REPACKED = "ours", "peer", "peer, repacked"
@@ -51,10 +53,13 @@ class ModelBench:
     """All rows of one file."""
 
     def __init__(
-        self, sides: dict[str, Side], vocab_size: int, options: argparse.Namespace
+        self, sides: dict[str, Side], spec: ModelSpec, options: argparse.Namespace
     ) -> None:
-        self._sides, self._vocab_size, self._options = sides, vocab_size, options
-        self._ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, 1 << 16).tolist()
+        self._sides, self._options = sides, options
+        self._vocab_size, self._is_recurrent = spec.vocab_size, bool(spec.recurrent_layers)
+        self._ids: list[int] = (
+            np.random.default_rng(0).integers(0, spec.vocab_size, 1 << 16).tolist()
+        )
         self._num_positions = 0
 
     def prefill(self) -> dict[str, Any]:
@@ -82,10 +87,13 @@ class ModelBench:
         runners: dict[str, Runner] = {}
         peak = None
         for name, side in self._sides.items():
-            if name != OURS:
+            is_short = context <= _SHORT_CONTEXT
+            if name != OURS and (is_short or self._is_recurrent):
+                runners[name] = runner(side, "decode_after", prompt, following)
+            elif name != OURS:
                 side.sample("fill", prompt)
                 runners[name] = runner(side, "decode", context, following)
-            elif context <= _SHORT_CONTEXT:
+            elif is_short:
                 peak = self._peak("decode_after", context + count, prompt, count)
                 runners[name] = runner(side, "decode_after", prompt, count)
             else:
@@ -176,7 +184,7 @@ def measure_file(name: str, path: Path, options: argparse.Namespace) -> dict[str
         "realtime": options.realtime,
     }
     with GgufFile.open(path) as file:
-        vocab_size = adapter_for(file).read_spec(file).vocab_size
+        spec = adapter_for(file).read_spec(file)
     with contextlib.ExitStack() as open_sides:
         sides: dict[str, Side] = {}
         for side, repack in ((PEER, False), (REPACKED, True)):
@@ -186,7 +194,7 @@ def measure_file(name: str, path: Path, options: argparse.Namespace) -> dict[str
                 Side(side, PeerModel, folder, path, repack=repack, **common)
             )
         result: dict[str, Any] = {"file": name, "bytes": path.stat().st_size, "rows": []}
-        bench = ModelBench(sides, vocab_size, options)
+        bench = ModelBench(sides, spec, options)
         if not options.only_peer:
             ours = sides[OURS] = open_sides.enter_context(Side(OURS, OurModel, path, **common))
             result["memory"] = {

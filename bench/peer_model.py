@@ -141,6 +141,17 @@ class PeerContext:
         """Tokens per second of tokens one by one from `position`; what stood there is dropped."""
         if not self.drop(position):
             raise PeerError("llama.cpp does not drop positions")
+        return self._one_by_one(position, token_ids)
+
+    def decode_after(self, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Tokens per second of tokens one by one after a prompt, which is not in the time.
+
+        Also of a model with recurrent layers, whose state llama.cpp cannot take back.
+        """
+        self.fill(prompt)
+        return self._one_by_one(len(prompt), token_ids)
+
+    def _one_by_one(self, position: int, token_ids: Sequence[int]) -> float:
         started_s = time.perf_counter()
         for index, token_id in enumerate(token_ids):
             self._decode(self._filled([token_id], position + index))

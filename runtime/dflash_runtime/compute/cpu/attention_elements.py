@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 from dflash_adapters.ops import KvType
@@ -16,7 +15,7 @@ from dflash_runtime.compute.cpu import attention_tiles as tiles
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.attention_store import store_key, store_values
 from dflash_runtime.compute.cpu.attention_tiles import BLOCK, ELEMENTS
-from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function
+from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function, variant
 from dflash_runtime.compute.cpu.untyped import ir
 from dflash_runtime.compute.cpu.vector.atomics import relaxed_load
 from dflash_runtime.compute.cpu.vector.memory import emit_call
@@ -47,16 +46,9 @@ def _scores(
 _tile_8, _tile_4, _tile_2, _tile_1 = tiles.score_8, tiles.score_4, tiles.score_2, tiles.score_1
 
 
-def _fetching(function: Any, name: str) -> Any:
-    """The same function of the tiles that prefetch."""
-    fetching = {f"_tile_{size}": getattr(tiles, f"fetch_score_{size}") for size in (8, 4, 2, 1)}
-    other = FunctionType(function.__code__, globals() | fetching, name)
-    other.__qualname__ = name
-    other.__module__ = __name__
-    return other
-
-
-_fetch_scores = _fetching(_scores, "_fetch_scores")
+_FETCHING = {f"_tile_{size}": getattr(tiles, f"fetch_score_{size}") for size in (8, 4, 2, 1)}
+_fetch_scores = variant(_scores, "_fetch_scores", **_FETCHING)
+"""The same with tiles that prefetch."""
 
 
 def _mix(

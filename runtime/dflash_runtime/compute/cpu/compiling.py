@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import llvmlite
@@ -18,6 +19,7 @@ import numba
 
 from dflash_protocol.fingerprint import digest
 from dflash_runtime.compute.cpu.kernel_cache import cache_for, release
+from dflash_runtime.compute.cpu.kernel_compiler import Helper, KernelCompiler
 from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.untyped import CFunc, cpu_target, llvm, njit
 
@@ -31,7 +33,7 @@ _OPTIONS = {"error_model": "numpy", "nogil": True}
 
 def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
     """A function to be called from Python; it releases the GIL and refuses other argument types."""
-    kernel = njit(**_OPTIONS)(function)
+    kernel = njit(**_OPTIONS, pipeline_class=KernelCompiler)(function)
     kernel._cache = cache_for(function)
     with _uninterrupted():
         try:
@@ -51,7 +53,8 @@ class RowFunction:
     """Owns compiled code; `address` is valid while this object lives."""
 
     def __init__(self, function: Kernel, result: Any, argument_types: tuple[Any, ...]) -> None:
-        callback = CFunc(function, (argument_types, result), locals={}, options=dict(_OPTIONS))
+        signature = argument_types, result
+        callback = CFunc(function, signature, {}, dict(_OPTIONS), pipeline_class=KernelCompiler)
         callback._cache = cache_for(function)
         with _uninterrupted():
             try:
@@ -85,9 +88,18 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+def variant(function: Kernel, name: str, **others: object) -> Kernel:
+    """The same function with other things behind these global names, cached under this name."""
+    assert isinstance(function, FunctionType)
+    varied = FunctionType(function.__code__, function.__globals__ | others, name)
+    varied.__qualname__ = name
+    varied.__module__ = function.__module__
+    return varied
+
+
 def helper(function: Kernel) -> Kernel:
     """Mark a function that kernels call; it is compiled into each of them."""
-    return njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
+    return Helper(function, _OPTIONS)
 
 
 def numeric_class() -> str:

@@ -14,20 +14,25 @@ from functools import cache
 
 from dflash_runtime.compute.cpu import rows_dense
 from dflash_runtime.compute.cpu import vector as v
-from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function, helper
+from dflash_runtime.compute.cpu.compiling import (
+    RowFunction,
+    compile_row_function,
+    helper,
+    variant,
+)
 from dflash_runtime.compute.cpu.float_tile_code import (
     BF16,
     F16,
     F32,
     LANES,
     LINE,
-    multiply_block,
+    block_products,
     tile_rows,
     tile_shape,
     tile_vectors,
 )
 
-__all__ = ["BF16", "F16", "F32", "float_rows", "multiply_rows_f32", "scratch_bytes"]
+__all__ = ["BF16", "F16", "F32", "float_rows", "scratch_bytes"]
 
 _ROWS_BYTES = 256 * 1024  # of expanded rows: with the vectors they meet, they stay in the L2 cache
 _COPIES_BYTES = 256 * 1024  # of copied vectors, for the same reason
@@ -49,6 +54,7 @@ def _copy_stride(columns: int) -> int:
 
 
 _copy_stride_of = helper(_copy_stride)
+_multiply_block = block_products((F32,))  # `float_rows` may put that of more kinds in its place
 
 
 def _multiply_rows_f32(
@@ -75,7 +81,7 @@ def _multiply_rows_f32(
     table = (scratch + LINE - 1) & -LINE
     if expand <= BF16 and num_vectors <= tile_vectors():
         _fill_table(table, x, x_stride, indices, 0, num_vectors)
-        multiply_block(
+        _multiply_block(
             expand, num_vectors, row, row_bytes, num_rows, columns, table, out, out_row, out_vector
         )
         return
@@ -112,7 +118,7 @@ def _multiply_rows_f32(
                 else:
                     _fill_table(table, copies, stride, 0, first % vectors_at_once, share)
                 place = out + first_row * out_row + first * out_vector
-                multiply_block(
+                _multiply_block(
                     kind,
                     share,
                     rows,
@@ -127,13 +133,16 @@ def _multiply_rows_f32(
                 first += share
 
 
-multiply_rows_f32 = helper(_multiply_rows_f32)
-
-
 @cache
-def float_rows() -> RowFunction:
-    """multiply_rows_f32 by address: it takes long to compile, so kernels had better share it."""
-    return compile_row_function(_multiply_rows_f32, v.void, *[v.i64] * 13)
+def float_rows(kind: int | None) -> RowFunction:
+    """_multiply_rows_f32 by address, for rows of a kind, or of types that are expanded (None).
+
+    Half of what it takes to compile is tiles for kinds that the file may not have.
+    """
+    kinds = (F32,) if kind is None or kind == F32 else (F32, kind)
+    name = f"multiply_rows_{''.join(map(str, kinds))}"
+    function = variant(_multiply_rows_f32, name, _multiply_block=block_products(kinds))
+    return compile_row_function(function, v.void, *[v.i64] * 13)
 
 
 @helper

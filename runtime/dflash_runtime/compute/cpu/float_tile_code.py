@@ -54,21 +54,26 @@ def tile_vectors(builder: Any) -> Any:
     return I64(tile_shape()[1])
 
 
-@primitive(void, *[i64] * 10)
-def multiply_block(builder: Any, kind: Any, num_vectors: Any, *arguments: Any) -> None:
-    """Rows of a kind times the vectors whose addresses are in a table; see _emit_block.
+def block_products(kinds: tuple[int, ...]) -> Any:
+    """A primitive: rows of one of these kinds times the vectors whose addresses are in a table.
 
-    Vectors are as many as a tile takes, or fewer.
+    Called ``(kind, number of vectors, arguments of _block_function…)``; vectors are as many as a
+    tile takes, or fewer.
     """
-    rows, most_vectors = tile_shape()
-    done = builder.append_basic_block("done")
-    switch = builder.switch(builder.add(builder.shl(kind, I64(8)), num_vectors), done)
-    for stored, vectors in product((F32, F16, BF16), range(1, most_vectors + 1)):
-        with builder.goto_block(builder.append_basic_block("case")):
-            switch.add_case(I64((stored << 8) + vectors), builder.block)
-            builder.call(_block_function(builder.module, stored, rows, vectors), arguments)
-            builder.branch(done)
-    builder.position_at_end(done)
+
+    @primitive(void, *[i64] * 10)
+    def multiply_block(builder: Any, kind: Any, num_vectors: Any, *arguments: Any) -> None:
+        rows, most_vectors = tile_shape()
+        done = builder.append_basic_block("done")
+        switch = builder.switch(builder.add(builder.shl(kind, I64(8)), num_vectors), done)
+        for stored, vectors in product(kinds, range(1, most_vectors + 1)):
+            with builder.goto_block(builder.append_basic_block("case")):
+                switch.add_case(I64((stored << 8) + vectors), builder.block)
+                builder.call(_block_function(builder.module, stored, rows, vectors), arguments)
+                builder.branch(done)
+        builder.position_at_end(done)
+
+    return multiply_block
 
 
 def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> Any:

@@ -88,5 +88,5 @@ def row_layout(tensor_type: TensorType, columns: int) -> I64Array:
     else:
         is_plain = tensor_type in _PLAIN
         layout[EXPAND] = _PLAIN[tensor_type] if is_plain else expand_function(tensor_type).address
-        layout[FLOAT_ROWS] = float_tile.float_rows().address
+        layout[FLOAT_ROWS] = float_tile.float_rows(_PLAIN.get(tensor_type)).address
     return layout

@@ -10,8 +10,12 @@ import numba
 import numba.core.caching
 import numba.core.ccallback
 import numba.core.cgutils
+import numba.core.codegen
+import numba.core.compiler
+import numba.core.compiler_machinery
 import numba.core.imputils
 import numba.core.registry
+import numba.core.typed_passes
 import numba.core.typing
 import numba.core.typing.templates
 import numba.extending
@@ -34,3 +38,10 @@ templates: Any = numba.core.typing.templates
 intrinsic: Any = numba.extending.intrinsic
 models: Any = numba.extending.models
 register_model: Any = numba.extending.register_model
+Compiler: Any = numba.core.compiler.Compiler
+CPUDispatcher: Any = numba.core.registry.CPUDispatcher
+DefaultPassBuilder: Any = numba.core.compiler.DefaultPassBuilder
+JITCodeLibrary: Any = numba.core.codegen.JITCodeLibrary
+NativeLowering: Any = numba.core.typed_passes.NativeLowering
+PassManager: Any = numba.core.compiler_machinery.PassManager
+register_pass: Any = numba.core.compiler_machinery.register_pass

@@ -20,6 +20,7 @@ from dflash_adapters.quant import TensorType
 from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
+from dflash_runtime.compute.cpu import float_tile
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.backend import CpuBackend
 from dflash_runtime.compute.cpu.compiling import compile_row_function
@@ -102,6 +103,35 @@ def test_every_job_of_a_model_can_be_run() -> None:
     assert set(jobs) > set(jobs_for([TensorType.F32, TensorType.Q8_0], None))
     for job in jobs:
         run_job(job)
+
+
+def test_a_model_needs_what_it_has() -> None:
+    """Compiling is most of a first start: nothing for types and layers that are not in the file."""
+    types = [TensorType.F32, TensorType.Q8_0]
+    experts = set(jobs_for(types, None))
+    whole = set(jobs_for(types, KvType.F16))
+    recurrent = set(jobs_for(types, KvType.F16, is_recurrent=True))
+    assert experts < whole < recurrent
+    assert {job for job in experts if "." in job} == {"rows.F32", "rows.Q8_0"}
+    assert not {"attend", "attention", "delta", "conv"} & experts
+    assert recurrent - whole == {"delta", "conv", "products"}
+    assert {job for job in whole if job.startswith("elements.")} == {"elements.f16", "elements.f32"}
+
+
+@pytest.mark.usefixtures("cache_dir")
+def test_float_rows_are_compiled_for_the_kinds_they_have() -> None:
+    float_tile.float_rows.cache_clear()
+    sizes = {kind: len(kept_code(kind)) for kind in (float_tile.F32, float_tile.F16)}
+    float_tile.float_rows.cache_clear()
+    assert sizes[float_tile.F32] < 0.8 * sizes[float_tile.F16]
+
+
+def kept_code(kind: int) -> bytes:
+    """What is on disk after rows of a kind have been compiled and was not there before."""
+    before = {*the_folder().glob("*.nbc")}
+    float_tile.float_rows(kind)
+    (path,) = {*the_folder().glob("*.nbc")} - before
+    return path.read_bytes()
 
 
 @pytest.mark.parametrize("job", ["", "nonsense", "rows.Q9_K", "elements.f8"])

@@ -75,7 +75,10 @@ def aligned(values: F32Array, offset: int = 0) -> F32Array:
 
 @pytest.fixture(scope="module")
 def multiply() -> Multiply:
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 13)(float_tile.float_rows().address)
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 13)
+    functions = {
+        kind: prototype(float_tile.float_rows(kind).address) for kind in (None, *PLAIN.values())
+    }
 
     def multiply(
         rows: Rows, x: F32Array, indices: I32Array | None = None, *, by_row: bool = False
@@ -89,7 +92,7 @@ def multiply() -> Multiply:
         out = np.full(shape, GUARD, np.float32)
         step = 1 if by_row else 2
         expand = PLAIN.get(rows.tensor_type)
-        function(
+        functions[expand](
             rows.data.ctypes.data,
             rows.tensor_type.row_bytes(columns),
             expand_function(rows.tensor_type).address if expand is None else expand,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
+from inspect import signature
 from typing import Any
 
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function
+from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function, variant
 from dflash_runtime.compute.cpu.panels.amx import NUM_TOKENS, multiplying_by_tiles
 from dflash_runtime.compute.cpu.panels.dots import Quants
 from dflash_runtime.compute.cpu.panels.formats import FORMATS
@@ -75,8 +75,6 @@ def _emitted(*numbers: int) -> None:
 
 def _compile(name: str, body: Callable[..., None], primitive: Callable[..., Any]) -> RowFunction:
     """A function that is one primitive; the name is what it is cached under."""
-    assert isinstance(body, FunctionType)
-    function = FunctionType(body.__code__, {"_emitted": primitive}, name)
-    function.__qualname__ = name
-    function.__module__ = __name__
-    return compile_row_function(function, void, *[i64] * body.__code__.co_argcount)
+    function = variant(body, name, _emitted=primitive)
+    num_arguments = len(signature(body).parameters)
+    return compile_row_function(function, void, *[i64] * num_arguments)
