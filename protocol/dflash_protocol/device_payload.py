@@ -90,6 +90,9 @@ class DeviceWindow(Protocol):
     Everything raises DeviceUnavailable if the device fails.
     """
 
+    def device_address(self, offset: int) -> int:
+        """As the device's kernels see it."""
+
     def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
         """Begin to copy rows there, when those before have arrived, and somebody has their digest,
         or nobody wants it any more."""

@@ -65,6 +65,10 @@ class HostBackend:
     ) -> None:
         """None: there is nothing to record for."""
 
+    @property
+    def mail(self) -> None:
+        """None: there is no device."""
+
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """None: the host sees what is chosen."""
         return {}

@@ -60,6 +60,7 @@ class Turns:
         self._pair: _Pair[Any] | None = None
         self.experts_here, self.count_here = others.experts_here, others.count_here
         self.count_selections, self.abandon = others.count_selections, others.abandon
+        self.mail_routes, self.count_mailed = others.mail_routes, others.count_mailed
 
     def start(
         self,

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import zmq
 
@@ -24,6 +23,7 @@ from dflash_protocol.errors import (
     ProtocolError,
 )
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import (
     DeviceBatch,
     RoutedBatch,
@@ -34,12 +34,14 @@ from dflash_protocol.routed_batch import (
 )
 from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
 from dflash_protocol.transports.shared_memory import SharedClient
+from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
 from dflash_runtime.experts.pieces import Rows, pieces
+from dflash_runtime.experts.remote_ticket import RemoteTicket, Sent
 from dflash_runtime.experts.telemetry import PhaseStats
 
 _LOG = logging.getLogger(__name__)
@@ -54,38 +56,6 @@ _WINDOW = 16
 _NO_PIECES: Iterator[tuple[Rows, RoutedBatch]] = iter(())
 _PROBE_WINDOW = 4
 """The same while streaming is only tried: what has been sent cannot be called back."""
-
-
-@dataclass(slots=True)
-class _Sent:
-    """One request in flight, and the rows of the step that it answers."""
-
-    sequence: int
-    num_pairs: int
-    rows: Rows | None
-    """None = all."""
-    sent_s: float
-    deadline_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _RemoteTicket(Ticket):
-    generation: int
-    rows: I32Array | None
-    compacted: RoutedBatch
-    pieces: Iterator[tuple[Rows, RoutedBatch]]
-    """What is still to be sent."""
-    window: int
-    chooser: ModeChooser | None
-    """To be told what this batch took; None if nobody needs to know."""
-    mode: ExecutionMode
-    started_s: float
-    counted: PhaseStats
-    in_flight: deque[_Sent] = field(default_factory=deque)
-    num_rows_sent: int = 0
-    """Rows of `compacted` that need not be sent any more, while these are sent in order."""
-    is_whole: bool = False
-    """It is one request, and there are no pieces."""
 
 
 class RemoteExpertCompute:
@@ -111,6 +81,8 @@ class RemoteExpertCompute:
         self._link = link
         self._mover = mover
         self._moved_window = 0
+        self._mail: Segment | None = None
+        self._route: MailRoute | None = None
         self._context = context
         self._hidden_size = hidden_size
         self._num_experts_used = num_experts_used
@@ -191,14 +163,14 @@ class RemoteExpertCompute:
         return ticket
 
     def collect(self, ticket: Ticket, out: Sums) -> None:
-        assert isinstance(ticket, _RemoteTicket)
+        assert isinstance(ticket, RemoteTicket)
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
             reason = self._link.lost_reason()
             if ticket is self._probe:
                 self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
-        replies: list[tuple[_Sent, Sums]] = []
+        replies: list[tuple[Sent, Sums]] = []
         collecting_s = time.perf_counter()
         try:
             while ticket.in_flight:
@@ -232,7 +204,7 @@ class RemoteExpertCompute:
             )
 
     def push(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _RemoteTicket)
+        assert isinstance(ticket, RemoteTicket)
         client = self._client
         if isinstance(client, SharedClient) and self._client_generation == ticket.generation:
             for sent in ticket.in_flight:
@@ -243,17 +215,36 @@ class RemoteExpertCompute:
             self._client.look()
 
     def abandon(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _RemoteTicket)
+        assert isinstance(ticket, RemoteTicket)
         if ticket is self._probe:
             self._probe = None
             self._breaker.note_probe_abandoned()
         self._forget(ticket)
 
+    def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
+        session = self._link.session
+        if session is None or self._is_troubled:
+            return None
+        try:
+            self._client_of(session)
+        except DaemonUnavailable:
+            return None
+        if self._route is None and self._mail is not None:
+            generation = session.generation
+            self._route = MailRoute(
+                self._link.name,
+                self._mail,
+                local_ids,
+                is_live=lambda: self._link.session is session and self._mail is not None,
+                fail=partial(self._link.mark_lost, generation),
+            )
+        return self._route
+
     def close(self) -> None:
         self._drop_client()
         self._mover = None  # it holds memory of a device, which is given back
 
-    def _forget(self, ticket: _RemoteTicket) -> None:
+    def _forget(self, ticket: RemoteTicket) -> None:
         """What is in flight of a ticket is not waited for."""
         if self._client is not None and self._client_generation == ticket.generation:
             for sent in ticket.in_flight:
@@ -267,7 +258,7 @@ class RemoteExpertCompute:
         compacted: RoutedBatch,
         rows: I32Array | None,
         started_s: float,
-    ) -> _RemoteTicket:
+    ) -> RemoteTicket:
         """A ticket of which nothing is sent yet."""
         mode, chooser = self._mode, None
         is_moved = self._moved_window > 0 and isinstance(compacted, DeviceBatch)
@@ -286,7 +277,7 @@ class RemoteExpertCompute:
         is_cut = mode is ExecutionMode.STREAM
         most = min(self._stream_tokens, self._max_tokens) if is_cut else self._max_tokens
         is_whole = compacted.num_tokens <= most and self._version > 1
-        return _RemoteTicket(
+        return RemoteTicket(
             layer_id=layer_id,
             batch=batch,
             generation=self._client_generation,
@@ -303,7 +294,7 @@ class RemoteExpertCompute:
             is_whole=is_whole,
         )
 
-    def _cut_short(self, ticket: _RemoteTicket, elapsed_s: float, num_pairs: int) -> None:
+    def _cut_short(self, ticket: RemoteTicket, elapsed_s: float, num_pairs: int) -> None:
         """Send the rest of a batch at once if streaming it turns out to be much slower."""
         chooser = ticket.chooser
         if chooser is None or ticket.mode is not ExecutionMode.STREAM:
@@ -321,7 +312,7 @@ class RemoteExpertCompute:
             rest, rows, max_tokens=self._max_tokens, version=self._version, first_row=first
         )
 
-    def _fill(self, client: ClientTransport, ticket: _RemoteTicket) -> None:
+    def _fill(self, client: ClientTransport, ticket: RemoteTicket) -> None:
         """Send until the window is full or nothing is left."""
         while len(ticket.in_flight) < ticket.window:
             following = next(ticket.pieces, None)
@@ -333,10 +324,10 @@ class RemoteExpertCompute:
     def _send(
         self,
         client: ClientTransport,
-        ticket: _RemoteTicket,
+        ticket: RemoteTicket,
         rows: Rows | None,
         piece: RoutedBatch,
-    ) -> _Sent:
+    ) -> Sent:
         num_pairs = piece.num_pairs
         self._pairs_in_flight += num_pairs
         predicted_s = self._pairs_in_flight * self._s_per_pair(piece.phase)
@@ -356,11 +347,9 @@ class RemoteExpertCompute:
         counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
         counted.send_s += send_s
         counted.receive_s += receive_s
-        return _Sent(sequence, num_pairs, rows, sent_s, deadline_s)
+        return Sent(sequence, num_pairs, rows, sent_s, deadline_s)
 
-    def _wait(
-        self, client: ClientTransport, sent: _Sent, phase: Phase, counted: PhaseStats
-    ) -> Sums:
+    def _wait(self, client: ClientTransport, sent: Sent, phase: Phase, counted: PhaseStats) -> Sums:
         bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
         started_s = time.monotonic()
         # The deadline runs from the sending: the daemon has been at work since then.
@@ -399,7 +388,7 @@ class RemoteExpertCompute:
         self._num_bytes_counted = client.bytes_sent
 
     def _failed(
-        self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
+        self, ticket: RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
     ) -> None:
         """Count a failure, and give the session up unless only this request is concerned."""
         code = error.code if isinstance(error, ProtocolError) else ""
@@ -468,6 +457,7 @@ class RemoteExpertCompute:
             )
             self._client, self._max_tokens = path.client, path.max_tokens
             self._moved_window = path.moved_window
+            self._mail, self._route = path.mail, None
             self._stats.transport = path.transport
             self._client_generation = session.generation
             self._version = session.welcome.version
@@ -480,6 +470,7 @@ class RemoteExpertCompute:
         return self._measured_s_per_pair.get(phase, self._warm_up_s_per_pair)
 
     def _drop_client(self) -> None:
+        self._mail = self._route = None
         if self._client is not None:
             self._client.close()
             self._client = None

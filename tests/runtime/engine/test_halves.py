@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums
+from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.engine import halves
 from dflash_runtime.engine.halves import Turns
 from support.examples import examples
@@ -50,6 +51,12 @@ class Asked:
         """Not looked at."""
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+        """Not looked at."""
+
+    def mail_routes(self) -> tuple[MailRoute, ...]:
+        return ()
+
+    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
         """Not looked at."""
 
     def start(

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
+import os
+import secrets
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +33,14 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import cache_directory_in_use
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.capabilities import Capabilities, host_capabilities
-from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address, check_args
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    Graph,
+    Grid,
+    address,
+    check_args,
+)
+from dflash_runtime.compute.cupy.driver_table import HANDLE_BYTES
 from dflash_runtime.compute.cupy.kernel_sources import (
     KERNELS_FOLDER,
     Defines,
@@ -37,6 +48,7 @@ from dflash_runtime.compute.cupy.kernel_sources import (
     digest_of,
     kernel_source,
 )
+from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
 
 _FOLDER = Path(__file__).parent
 _GUARD_BYTES = 256
@@ -85,14 +97,18 @@ class KernelFailure(AssertionError):
 class EmulatedKernel:
     """One function of an emulated module."""
 
-    def __init__(self, name: str, launch: Any, args: type[ctypes.Structure]) -> None:
+    def __init__(
+        self, name: str, launch: Any, args: type[ctypes.Structure], *, lock: threading.Lock
+    ) -> None:
         self.name = name
         self.args = args
         self._launch = launch
+        self._lock = lock
 
     def run(self, launch: _Launch) -> None:
         """Raises: KernelFailure."""
-        error = self._launch(ctypes.byref(launch))
+        with self._lock:  # a module runs one block at a time, whoever's device it is
+            error = self._launch(ctypes.byref(launch))
         if error is not None:
             raise KernelFailure(error.decode(errors="replace"))
 
@@ -112,7 +128,7 @@ class EmulatedModule:
         size.restype = ctypes.c_uint64
         launch.restype = ctypes.c_char_p
         check_args(name, size(), args)
-        return EmulatedKernel(name, launch, args)
+        return EmulatedKernel(name, launch, args, lock=_lock_of(self._library._name))
 
 
 class EmulatedGraph:
@@ -129,6 +145,51 @@ class EmulatedGraph:
     def close(self) -> None:
         """Replaying is an error from now on."""
         self._launches = [_fail_closed]
+
+
+class EmulatedQueue:
+    """Implements device.Queue: the thread that replays a graph runs it."""
+
+    def replay(self, graph: Graph) -> None:
+        """As Queue.replay."""
+        graph.replay()
+
+    def synchronize(self) -> None:
+        """Everything has ended already."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class EmulatedPeerMemory:
+    """Implements device.PeerMemory: a file that both processes map; its handle is its name."""
+
+    def __init__(self, device: EmulatedDevice, *, num_bytes: int = 0, handle: bytes = b"") -> None:
+        self._device = device
+        self._owned: Path | None = None
+        if num_bytes:
+            fd, name = tempfile.mkstemp(prefix="dflash-peer-", dir="/dev/shm")
+            self._owned = Path(name)
+            handle = name.encode().ljust(HANDLE_BYTES, b"\0")
+            os.truncate(fd, num_bytes)
+        else:
+            fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+        self.handle = handle
+        try:
+            self._memory = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        self.device_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+        device.add_range(self.device_address, len(self._memory))
+
+    def close(self) -> None:
+        """As PeerMemory.close."""
+        if self.device_address:
+            self._device.drop_range(self.device_address)
+            self.device_address = 0
+            self._memory.close()
+            if self._owned is not None:
+                self._owned.unlink()
 
 
 def _fail_closed() -> None:
@@ -148,55 +209,6 @@ class EmulatedHostMapping:
         self._device.drop_range(self.device_address)
 
 
-class EmulatedMark:
-    """A place in the order of launches, all of which have run at once."""
-
-
-class EmulatedSideStream:
-    """Implements SideStream: everything runs at the latest moment, when somebody waits for it, so
-    that whoever does not wait finds nothing, and whoever gives memory back before is found out."""
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
-        self._waiting: list[Callable[[], None]] = []
-        self._was_asked = False
-        self.num_runs = 0
-        """Of what ran here."""
-
-    def wait_for(self, mark: Any) -> None:
-        """As SideStream.wait_for."""
-        assert isinstance(mark, EmulatedMark)
-
-    def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As SideStream.write."""
-        assert source.flags.c_contiguous
-        place, origin, num_bytes = address(destination), int(source.ctypes.data), source.nbytes
-        assert destination.nbytes == num_bytes
-        # By address: that both are kept is the caller's business.
-        self._waiting.append(lambda: self._device.write_at(place, origin, num_bytes))
-
-    def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
-        """As SideStream.launch."""
-        run = self._device.prepared(kernel, grid, block, args, overlaps_previous=False)
-        self._waiting.append(run)
-
-    def is_empty(self) -> bool:
-        """As SideStream.is_empty: not when it is asked first, and then it is."""
-        has_been_asked, self._was_asked = self._was_asked, True
-        if self._waiting and has_been_asked:
-            self.synchronize(1.0)
-        return not self._waiting
-
-    def synchronize(self, deadline_s: float) -> None:
-        """As SideStream.synchronize. Raises: KernelFailure."""
-        assert deadline_s > 0
-        self._was_asked = False
-        waiting, self._waiting = self._waiting, []
-        for run in waiting:
-            run()
-            self.num_runs += 1
-
-
 class EmulatedDevice:
     """Implements KernelDevice."""
 
@@ -209,6 +221,8 @@ class EmulatedDevice:
         max_shared_bytes: int = 96 * 1024,
     ) -> None:
         self.name = "host:0"
+        self.uuid = secrets.token_bytes(16)
+        self.ticks_per_ms = 1_000_000
         self.lanes = lanes
         self.num_multiprocessors = num_multiprocessors
         self.max_shared_bytes = max_shared_bytes
@@ -356,6 +370,18 @@ class EmulatedDevice:
             self._recorded = None
         return EmulatedGraph(recorded)
 
+    def new_queue(self) -> EmulatedQueue:
+        """As KernelDevice.new_queue."""
+        return EmulatedQueue()
+
+    def export_memory(self, num_bytes: int) -> EmulatedPeerMemory:
+        """As KernelDevice.export_memory."""
+        return EmulatedPeerMemory(self, num_bytes=num_bytes)
+
+    def import_memory(self, handle: bytes) -> EmulatedPeerMemory:
+        """As KernelDevice.import_memory."""
+        return EmulatedPeerMemory(self, handle=handle)
+
     def map_host(self, array: AnyArray) -> EmulatedHostMapping:
         """As KernelDevice.map_host."""
         self._must_not_record("map memory")
@@ -425,6 +451,11 @@ class EmulatedDevice:
     def _must_not_record(self, what: str) -> None:
         if self._recorded is not None:
             raise DeviceUnavailable(f"cannot {what} while launches are recorded")
+
+
+@cache
+def _lock_of(library_name: str) -> threading.Lock:
+    return threading.Lock()
 
 
 @cache

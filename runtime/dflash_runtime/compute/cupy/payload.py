@@ -364,6 +364,10 @@ class SegmentWindow:
         self._places: DeviceArray | None = None
         """Of rows that are gathered on their way out."""
 
+    def device_address(self, offset: int) -> int:
+        """As DeviceWindow.device_address."""
+        return self._at(offset)
+
     def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
         """As DeviceWindow.write_rows."""
         mover = self.mover
