@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import zmq
@@ -43,6 +41,7 @@ from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
 from dflash_runtime.experts.pieces import Rows, pieces
+from dflash_runtime.experts.remote_ticket import RemoteTicket, Sent
 from dflash_runtime.experts.telemetry import PhaseStats
 
 _LOG = logging.getLogger(__name__)
@@ -57,38 +56,6 @@ _WINDOW = 16
 _NO_PIECES: Iterator[tuple[Rows, RoutedBatch]] = iter(())
 _PROBE_WINDOW = 4
 """The same while streaming is only tried: what has been sent cannot be called back."""
-
-
-@dataclass(slots=True)
-class _Sent:
-    """One request in flight, and the rows of the step that it answers."""
-
-    sequence: int
-    num_pairs: int
-    rows: Rows | None
-    """None = all."""
-    sent_s: float
-    deadline_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _RemoteTicket(Ticket):
-    generation: int
-    rows: I32Array | None
-    compacted: RoutedBatch
-    pieces: Iterator[tuple[Rows, RoutedBatch]]
-    """What is still to be sent."""
-    window: int
-    chooser: ModeChooser | None
-    """To be told what this batch took; None if nobody needs to know."""
-    mode: ExecutionMode
-    started_s: float
-    counted: PhaseStats
-    in_flight: deque[_Sent] = field(default_factory=deque)
-    num_rows_sent: int = 0
-    """Rows of `compacted` that need not be sent any more, while these are sent in order."""
-    is_whole: bool = False
-    """It is one request, and there are no pieces."""
 
 
 class RemoteExpertCompute:
@@ -202,14 +169,14 @@ class RemoteExpertCompute:
         return ticket
 
     def collect(self, ticket: Ticket, out: Sums) -> None:
-        assert isinstance(ticket, _RemoteTicket)
+        assert isinstance(ticket, RemoteTicket)
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
             reason = self._link.lost_reason()
             if ticket is self._probe:
                 self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
-        replies: list[tuple[_Sent, Sums]] = []
+        replies: list[tuple[Sent, Sums]] = []
         collecting_s = time.perf_counter()
         try:
             while ticket.in_flight:
@@ -243,7 +210,7 @@ class RemoteExpertCompute:
             )
 
     def push(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _RemoteTicket)
+        assert isinstance(ticket, RemoteTicket)
         client = self._client
         if isinstance(client, SharedClient) and self._client_generation == ticket.generation:
             for sent in ticket.in_flight:
@@ -254,7 +221,7 @@ class RemoteExpertCompute:
             self._client.look()
 
     def abandon(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _RemoteTicket)
+        assert isinstance(ticket, RemoteTicket)
         if ticket is self._probe:
             self._probe = None
             self._breaker.note_probe_abandoned()
@@ -283,7 +250,7 @@ class RemoteExpertCompute:
         self._drop_client()
         self._mover = None  # it holds memory of a device, which is given back
 
-    def _forget(self, ticket: _RemoteTicket) -> None:
+    def _forget(self, ticket: RemoteTicket) -> None:
         """What is in flight of a ticket is not waited for."""
         if self._client is not None and self._client_generation == ticket.generation:
             for sent in ticket.in_flight:
@@ -297,7 +264,7 @@ class RemoteExpertCompute:
         compacted: RoutedBatch,
         rows: I32Array | None,
         started_s: float,
-    ) -> _RemoteTicket:
+    ) -> RemoteTicket:
         """A ticket of which nothing is sent yet."""
         mode, chooser = self._mode, None
         if batch.phase is Phase.VERIFY:  # few tokens, for which the parent waits layer by layer
@@ -318,7 +285,7 @@ class RemoteExpertCompute:
         is_cut = mode is ExecutionMode.STREAM
         most = min(self._stream_tokens, self._max_tokens) if is_cut else self._max_tokens
         is_whole = compacted.num_tokens <= most and self._version > 1
-        return _RemoteTicket(
+        return RemoteTicket(
             layer_id=layer_id,
             batch=batch,
             generation=self._client_generation,
@@ -335,7 +302,7 @@ class RemoteExpertCompute:
             is_whole=is_whole,
         )
 
-    def _cut_short(self, ticket: _RemoteTicket, elapsed_s: float, num_pairs: int) -> None:
+    def _cut_short(self, ticket: RemoteTicket, elapsed_s: float, num_pairs: int) -> None:
         """Send the rest of a batch at once if streaming it turns out to be much slower."""
         chooser = ticket.chooser
         if chooser is None or ticket.mode is not ExecutionMode.STREAM:
@@ -353,7 +320,7 @@ class RemoteExpertCompute:
             rest, rows, max_tokens=self._max_tokens, version=self._version, first_row=first
         )
 
-    def _fill(self, client: ClientTransport, ticket: _RemoteTicket) -> None:
+    def _fill(self, client: ClientTransport, ticket: RemoteTicket) -> None:
         """Send until the window is full or nothing is left."""
         while len(ticket.in_flight) < ticket.window:
             following = next(ticket.pieces, None)
@@ -365,10 +332,10 @@ class RemoteExpertCompute:
     def _send(
         self,
         client: ClientTransport,
-        ticket: _RemoteTicket,
+        ticket: RemoteTicket,
         rows: Rows | None,
         piece: RoutedBatch,
-    ) -> _Sent:
+    ) -> Sent:
         num_pairs = piece.num_pairs
         self._pairs_in_flight += num_pairs
         predicted_s = self._pairs_in_flight * self._s_per_pair(piece.phase)
@@ -388,11 +355,9 @@ class RemoteExpertCompute:
         counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
         counted.send_s += send_s
         counted.receive_s += receive_s
-        return _Sent(sequence, num_pairs, rows, sent_s, deadline_s)
+        return Sent(sequence, num_pairs, rows, sent_s, deadline_s)
 
-    def _wait(
-        self, client: ClientTransport, sent: _Sent, phase: Phase, counted: PhaseStats
-    ) -> Sums:
+    def _wait(self, client: ClientTransport, sent: Sent, phase: Phase, counted: PhaseStats) -> Sums:
         bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
         started_s = time.monotonic()
         # The deadline runs from the sending: the daemon has been at work since then.
@@ -431,7 +396,7 @@ class RemoteExpertCompute:
         self._num_bytes_counted = client.bytes_sent
 
     def _failed(
-        self, ticket: _RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
+        self, ticket: RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
     ) -> None:
         """Count a failure, and give the session up unless only this request is concerned."""
         code = error.code if isinstance(error, ProtocolError) else ""

@@ -54,6 +54,12 @@ class Asked:
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
         """Not looked at."""
 
+    def mail_routes(self) -> tuple[MailRoute, ...]:
+        return ()
+
+    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+        """Not looked at."""
+
     def start(
         self,
         layer_id: int,

@@ -48,6 +48,7 @@ from dflash_runtime.compute.cupy.kernel_sources import (
     digest_of,
     kernel_source,
 )
+from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
 
 _FOLDER = Path(__file__).parent
 _GUARD_BYTES = 256

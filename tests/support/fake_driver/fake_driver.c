@@ -200,6 +200,10 @@ int cuMemHostGetDevicePointer_v2(void **pointer, void *address, unsigned flags) 
     *pointer = (char *)address + 0x1000;
     return note("host_pointer flags %u", flags);
 }
+int cuMemAlloc_v2(void **address, size_t num_bytes) {
+    return handle(address, note("allocate %zu", num_bytes));
+}
+int cuMemFree_v2(void *address) { return note("free %zu", (size_t)address); }
 int cuMemcpyAsync(void *destination, const void *source, size_t num_bytes, void *stream) {
     memcpy(destination, source, num_bytes);
     return note("copy %zu on %zu", num_bytes, (size_t)stream);
@@ -256,4 +260,6 @@ SAME(hipGraphExecDestroy, cuGraphExecDestroy)
 SAME(hipHostRegister, cuMemHostRegister_v2)
 SAME(hipHostUnregister, cuMemHostUnregister)
 SAME(hipHostGetDevicePointer, cuMemHostGetDevicePointer_v2)
+SAME(hipMalloc, cuMemAlloc_v2)
+SAME(hipFree, cuMemFree_v2)
 SAME(hipMemsetD8Async, cuMemsetD8Async)
