@@ -169,9 +169,16 @@ class ControlServer:
             raise ProtocolError("memory for more tokens than were agreed on", code="transport")
         if attach.max_pairs > attach.max_tokens * limits.max_experts_used:
             raise ProtocolError("memory for more pairs than there can be", code="transport")
+        mail = self._host.backend.mail if moves else None
+        if attach.mail_bytes and attach.mail_bytes != self._mail_bytes(limits):
+            raise ProtocolError("memory for another mailbox than ours", code="transport")
         try:
             shape = RingShape(
-                attach.num_slots, attach.max_tokens, limits.hidden_size, attach.max_pairs
+                attach.num_slots,
+                attach.max_tokens,
+                limits.hidden_size,
+                attach.max_pairs,
+                attach.mail_bytes,
             )
             segment = open_segment(
                 self._shared_folder, attach.name, shape, generation=limits.generation
@@ -185,8 +192,22 @@ class ControlServer:
         nonce = segment.write_nonce(is_client=False)
         if moves:
             moves = await self._has_window(segment, limits)
+        held = self._held.get(attach.link_id)
+        mails = bool(attach.mail_bytes) and moves and mail is not None and held is not None
+        if mails:
+            assert mail is not None
+            assert held is not None
+            service = mail.serve(segment, self._host.spec.moe, held.banks)
+            segment.before_close = service.close
         self._service.attach(attach.link_id, segment)
-        await self._send(routing_id, Attached(attach.link_id, nonce.hex(), moves))
+        await self._send(routing_id, Attached(attach.link_id, nonce.hex(), moves, mails))
+
+    def _mail_bytes(self, limits: LinkLimits) -> int:
+        """What a mailbox of such a link takes; 0 if it has none."""
+        mail = self._host.backend.mail
+        if mail is None or self._mover_of(limits) is None:
+            return 0
+        return mail.num_bytes(self._host.spec.moe)
 
     def _mover_of(self, limits: LinkLimits) -> DeviceMover | None:
         """What moves the payload of such a link, if something can."""
@@ -264,6 +285,7 @@ class ControlServer:
             payload=limits.payload.value,
             can_share=version > 1 and self._shared_folder is not None,
             can_move=self._mover_of(limits) is not None,
+            mail_bytes=self._mail_bytes(limits),
         )
         await self._send(routing_id, welcome)
 

@@ -70,6 +70,9 @@ class DeviceWindow(Protocol):
     Everything raises DeviceUnavailable if the device fails.
     """
 
+    def device_address(self, offset: int) -> int:
+        """As the device's kernels see it."""
+
     def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
         """Begin to copy rows there. Result: to be called before anything else here is; waits until
         all has arrived, and returns the digest."""

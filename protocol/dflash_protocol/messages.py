@@ -84,7 +84,7 @@ class Welcome(Message):
     ``pairs_per_second`` was measured while warming up. Every message of the link carries
     ``generation``; no other link has it. ``payload`` is the wished type if the daemon knows it.
     ``can_share``: the parent may offer memory to share, see Attach. ``can_move``: a device here can
-    read and write that by itself.
+    read and write that by itself. ``mail_bytes``: what a mailbox of the model takes here; 0: none.
     """
 
     TYPE: ClassVar[str] = "welcome"
@@ -102,6 +102,7 @@ class Welcome(Message):
     payload: str = "f32"
     can_share: bool = False
     can_move: bool = False
+    mail_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Attach(Message):
     Its shape is `ring.RingShape` of these counts and the model's width. ``nonce``: what is written
     in it, as hexadecimal digits, so that the daemon can see that it has the same memory.
     ``moves``: a device of the parent will move payload; one of the daemon is to do so too.
+    ``mail_bytes``: there is a mailbox behind the slots, for which it must move; 0: none.
     """
 
     TYPE: ClassVar[str] = "attach"
@@ -121,17 +123,19 @@ class Attach(Message):
     max_pairs: int
     nonce: str
     moves: bool = False
+    mail_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Attached(Message):
     """Daemon → parent: requests may come through that memory now. ``nonce``: our answer in it.
-    ``moves``: as Attach says, and as it was wished."""
+    ``moves``: as Attach says, and as it was wished. ``mails``: the mailbox is being made ready."""
 
     TYPE: ClassVar[str] = "attached"
     link_id: str
     nonce: str
     moves: bool = False
+    mails: bool = False
 
 
 @dataclass(frozen=True, slots=True)

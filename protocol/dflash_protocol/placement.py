@@ -148,6 +148,18 @@ class Placement:
         """Lookup tables of every layer."""
         return self.routing_without(frozenset())
 
+    def local_ids_of(self, owner_index: int) -> dict[int, I32Array]:
+        """An owner's names for the experts that it is to compute, by layer id of all layers that it
+        has experts of. Shapes: each [E] int32, -1: not its."""
+        owned = self.owners[owner_index].by_layer
+        return {
+            layer_id: np.where(
+                routing.owner_index == owner_index, routing.local_expert_id, np.int32(-1)
+            ).astype(np.int32)
+            for layer_id, routing in self.routing.items()
+            if len(owned.get(layer_id, ()))
+        }
+
     def routing_without(self, lost: frozenset[int]) -> dict[int, LayerRouting]:
         """Lookup tables of every layer if these owners, by index, hold nothing.
 

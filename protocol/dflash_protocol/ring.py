@@ -16,6 +16,7 @@ Offsets are written here once; Python and compiled code take them from here.
     640       server sleeps, int64                                       server sets, client clears
     4096      request slots 0 … N-1, whole pages each                    client
     …         reply slots 0 … N-1, whole pages each                      server
+    …         a mailbox, if devices have one here: its own layout        both sides' devices
 
     a slot: 16 int64 of header, then the arrays, each beginning a line of 64 bytes
 
@@ -130,12 +131,16 @@ class RingShape:
     max_tokens: int
     hidden_size: int
     max_pairs: int
+    mail_bytes: int = 0
+    """Behind the slots, for what devices tell each other by themselves."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_slots <= MAX_SLOTS:
             raise ValueError(f"{self.num_slots} slots, expected 1 to {MAX_SLOTS}")
         if min(self.max_tokens, self.hidden_size, self.max_pairs) < 1:
             raise ValueError("a ring for no tokens, no pairs or rows of no width")
+        if self.mail_bytes < 0:
+            raise ValueError(f"a mailbox of {self.mail_bytes} bytes")
         if self.segment_bytes > _LARGEST_SEGMENT_BYTES:
             raise ValueError(f"a segment of {self.segment_bytes} bytes")
 
@@ -151,6 +156,11 @@ class RingShape:
 
     @property
     def segment_bytes(self) -> int:
+        return self.mail_at + _pages(self.mail_bytes)
+
+    @property
+    def mail_at(self) -> int:
+        """Offset of the mailbox in the segment."""
         return SLOTS_AT + self.num_slots * (self.request_slot_bytes + self.reply_slot_bytes)
 
     def request_slot_at(self, slot_idx: int) -> int:

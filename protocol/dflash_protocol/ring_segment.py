@@ -9,6 +9,7 @@ named pipe: one byte wakes whoever sleeps. Knows nothing of what is in a slot.
     ring-<pid>-<start time>-<32 random hex digits>           the memory, 0600, all of it reserved
     ring-…-….client                                          rung by the server
     ring-…-….server                                          rung by the client
+    ring-…-….mail                                            the same, for the mailbox, if any
 
 Never ``multiprocessing.shared_memory``: a process that attaches to a block of that removes it when
 it ends.
@@ -25,7 +26,7 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ from dflash_protocol.ring import RingShape
 
 _NAME = re.compile(r"ring-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{32}\Z")
 _BELLS = (".client", ".server")
+_MAIL_BELL = ".mail"
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 # Read and write, so that a bell never closes and can be opened before the other side has.
 _BELL_FLAGS = _FILE_FLAGS | os.O_NONBLOCK
@@ -56,7 +58,7 @@ class Segment:
         name: str,
         *,
         memory: mmap.mmap,
-        bells: tuple[int, int],
+        bells: Sequence[int],
         folder_fd: int | None,
         lock_fd: int | None,
     ) -> None:
@@ -64,11 +66,16 @@ class Segment:
         self.generation = generation
         self.name = name
         """What to tell the other side, to be opened in the folder we share."""
-        self.client_bell, self.server_bell = bells
+        self.client_bell, self.server_bell = bells[:2]
+        self.mail_bell: int | None = bells[2] if len(bells) > 2 else None
         self.window: DeviceWindow | None = None
         """The memory as a device of ours sees it, if one does."""
         self.peer_moves = False
         """A device of the other side sees it."""
+        self.before_close: Callable[[], None] = lambda: None
+        """Has whoever uses the memory besides let go of it."""
+        self.peer_mails = False
+        """The other side makes its end of the mailbox ready."""
         self._memory = memory
         self._folder_fd = folder_fd
         self._lock_fd = lock_fd
@@ -86,6 +93,28 @@ class Segment:
         """What the client (else the server) has written; tell it, or compare with what it says."""
         at = ring.CLIENT_NONCE_AT if is_client else ring.SERVER_NONCE_AT
         return self._memory[at : at + ring.NONCE_BYTES]
+
+    def read_mail(self, offset: int, num_bytes: int) -> bytes:
+        """Of the mailbox, as it is now. Raises: DaemonUnavailable if the memory is closed."""
+        at = self._mail_place(offset, num_bytes)
+        return self._memory[at : at + num_bytes]
+
+    def write_mail(self, offset: int, data: bytes) -> None:
+        """Into the mailbox. Raises: DaemonUnavailable if the memory is closed."""
+        at = self._mail_place(offset, len(data))
+        self._memory[at : at + len(data)] = data
+
+    def ring_mail(self) -> None:
+        """Wake whoever waits for the mailbox's bell."""
+        if self.mail_bell is not None and not self._memory.closed:
+            with contextlib.suppress(BlockingIOError):  # it is rung already
+                os.write(self.mail_bell, b"\0")
+
+    def _mail_place(self, offset: int, num_bytes: int) -> int:
+        if self._memory.closed:
+            raise DaemonUnavailable("the memory is not shared any more")
+        assert 0 <= offset <= self.shape.mail_bytes - num_bytes
+        return self.shape.mail_at + offset
 
     def unlink(self) -> None:
         """Remove the names, once both sides have the memory. Only who made them removes them."""
@@ -106,13 +135,15 @@ class Segment:
         """Let go of everything; nothing may use the address any more."""
         if self._memory.closed:
             return
+        self.before_close()
         if self.window is not None:
             self.window.close()
             self.window = None
         self.unlink()
         self._memory.close()
-        os.close(self.client_bell)
-        os.close(self.server_bell)
+        for bell in (self.client_bell, self.server_bell, self.mail_bell):
+            if bell is not None:
+                os.close(bell)
 
 
 def silence_bell(bell: int) -> None:
@@ -144,7 +175,7 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
         undo.callback(memory.close)
         struct.pack_into(ring.FACTS_FORMAT, memory, ring.FACTS_AT, *shape.facts(generation))
         bells = []
-        for suffix in _BELLS:
+        for suffix in _bells_of(shape):
             os.mkfifo(name + suffix, 0o600, dir_fd=folder_fd)
             bells.append(os.open(name + suffix, _BELL_FLAGS, dir_fd=folder_fd))
             undo.callback(os.close, bells[-1])
@@ -153,7 +184,7 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
             generation,
             name,
             memory=memory,
-            bells=(bells[0], bells[1]),
+            bells=bells,
             folder_fd=folder_fd,
             lock_fd=file,
         )
@@ -190,7 +221,7 @@ def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) 
         if struct.unpack_from(ring.FACTS_FORMAT, memory, ring.FACTS_AT) != shape.facts(generation):
             raise ProtocolError("the shared memory is of another version, shape or generation")
         bells = []
-        for suffix in _BELLS:
+        for suffix in _bells_of(shape):
             bells.append(os.open(name + suffix, _BELL_FLAGS, dir_fd=folder_fd))
             kept.callback(os.close, bells[-1])
             _check_ours(bells[-1], stat.S_ISFIFO, name + suffix)
@@ -199,7 +230,7 @@ def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) 
             generation,
             name,
             memory=memory,
-            bells=(bells[0], bells[1]),
+            bells=bells,
             folder_fd=None,
             lock_fd=None,
         )
@@ -217,7 +248,8 @@ def sweep_segments(folder: Path) -> int:
         folder_fd = _open_folder(folder)
         undo.callback(os.close, folder_fd)
         names = {
-            entry.removesuffix(".client").removesuffix(".server") for entry in os.listdir(folder_fd)
+            entry.removesuffix(".client").removesuffix(".server").removesuffix(_MAIL_BELL)
+            for entry in os.listdir(folder_fd)
         }
         for name in sorted(names):
             match = _NAME.match(name)
@@ -225,6 +257,10 @@ def sweep_segments(folder: Path) -> int:
                 _unlink(folder_fd, name)
                 num_removed += 1
     return num_removed
+
+
+def _bells_of(shape: RingShape) -> tuple[str, ...]:
+    return (*_BELLS, _MAIL_BELL) if shape.mail_bytes else _BELLS
 
 
 def _open_folder(folder: Path) -> int:
@@ -254,7 +290,7 @@ def _check_ours(fd: int, is_kind: object, name: str) -> os.stat_result:
 
 
 def _unlink(folder_fd: int, name: str) -> None:
-    for each in (name, *(name + suffix for suffix in _BELLS)):
+    for each in (name, *(name + suffix for suffix in (*_BELLS, _MAIL_BELL))):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each, dir_fd=folder_fd)
 

@@ -51,7 +51,7 @@ class Settings:
     ipc_mode: str = "auto"
     """How prefill is cut into requests: ``batched``, ``stream`` or ``auto``."""
     ipc_transport: str = "auto"
-    """What payloads travel through: ``shared``, ``stream`` or ``auto``."""
+    """What payloads travel through: ``device``, ``shared``, ``stream`` or ``auto``."""
     ipc_dtype: str = "f32"
     """Type of the values in payloads: ``f32``, ``f16`` or ``bf16``."""
     prefill_offload: str = "auto"
@@ -71,6 +71,8 @@ class Settings:
     """Times of the boundary as log lines."""
     deadline_ms: int = 250
     """Shortest time a daemon is given to answer one request."""
+    step_limit_ms: int = 200
+    """Longest time of a decode step in which GPUs ask each other."""
     heartbeat_ms: int = 1000
     """Time between two pings on a link; five silent ones and the daemon counts as lost."""
     connect_timeout_ms: int = 10_000
@@ -183,7 +185,7 @@ SETTINGS_FLAG = "--settings"
 SETTINGS_HELP = f"Settings file, TOML; else the one that {SETTINGS_FILE} names."
 
 _MODES = ("auto", "batched", "stream")
-_TRANSPORTS = ("auto", "shared", "stream")
+_TRANSPORTS = ("auto", "device", "shared", "stream")
 _DTYPES = ("f32", "f16", "bf16")
 _OFFLOADS = ("auto", "on", "off")
 
@@ -208,7 +210,8 @@ KNOBS = (
     ),
     Knob(
         "IPC_TRANSPORT", "ipc_transport", OneOf(*_TRANSPORTS), Reader.BOTH,
-        "Payloads through shared memory or sockets; auto = shared where both sides reach it.",
+        "Payloads through shared memory or sockets; device = GPUs ask each other, with no host "
+        "between layers of a decode step; auto = the first of these that both sides can.",
     ),
     Knob(
         "IPC_DTYPE", "ipc_dtype", OneOf(*_DTYPES), Reader.PARENT,
@@ -245,6 +248,10 @@ KNOBS = (
     Knob(
         "IPC_DEADLINE_MS", "deadline_ms", Whole(1, 3_600_000), Reader.PARENT,
         "Shortest time a daemon is given to answer one request.",
+    ),
+    Knob(
+        "IPC_STEP_LIMIT_MS", "step_limit_ms", Whole(1, 60_000), Reader.PARENT,
+        "Longest time of a decode step in which GPUs ask each other; then the host asks again.",
     ),
     Knob(
         "HEARTBEAT_MS", "heartbeat_ms", Whole(10, 60_000), Reader.PARENT,

@@ -89,6 +89,11 @@ class HostWindow:
         kind = ctypes.c_ubyte * num_bytes
         self._memory: U8Array | None = np.ctypeslib.as_array(kind.from_address(address))
 
+    def device_address(self, offset: int) -> int:
+        memory = self._memory
+        assert memory is not None
+        return memory.ctypes.data + offset
+
     def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
         digest = self._write(offset, rows.to_host())
         return lambda: digest

@@ -6,7 +6,7 @@ local id, and computes the pairs it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
+from dflash_adapters.moe_spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
 from dflash_protocol.device_payload import DeviceMover, DeviceSums
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import DeviceBatch, Hidden, RoutedBatch, Sums
 
 MEMORY_ADVICE = (
@@ -82,6 +83,23 @@ class Chunking:
         return self.invariant_from or 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MailRoute:
+    """A daemon whose device answers ours through a mailbox, with no host in between.
+
+    `local_ids`: by layer id of layers that it has experts of, its names for those that it is to
+    compute. Shapes: each [E] int32, negative: not its.
+    """
+
+    name: str
+    segment: Segment
+    local_ids: Mapping[int, I32Array]
+    is_live: Callable[[], bool]
+    """Whether it can still be used: its session lasts."""
+    fail: Callable[[str], None]
+    """To be told why it cannot."""
+
+
 class OtherExperts(Protocol):
     """The owners of what a device's own MoE block does not compute, asked by that block."""
 
@@ -136,6 +154,13 @@ class OtherExperts(Protocol):
     def abandon(self, started: Any) -> None:
         """Nobody will finish it."""
 
+    def mail_routes(self) -> tuple[MailRoute, ...]:
+        """To all owners of what the block does not compute, if each is there and has a mailbox.
+        The same ones as before while their sessions last."""
+
+    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+        """A step of one token has gone through mailboxes; its pairs are told later."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
@@ -149,6 +174,29 @@ class DrawOptions:
     min_p: float = 0.0
 
 
+class DeviceMail(Protocol):
+    """A device whose kernels can ask those of another, or answer them."""
+
+    def num_bytes(self, moe: MoeSpec) -> int:
+        """Of a model's mailbox in shared memory."""
+
+    def begin(self, segment: Segment, limit_ms: int) -> None:
+        """What a daemon is to know before it is told of a mailbox: how long a step may take."""
+
+    def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailService:
+        """Answer a parent, as the daemon whose experts these are.
+
+        Raises: DeviceUnavailable if our device does not see the memory.
+        """
+
+
+class MailService(Protocol):
+    """The daemon's end of one mailbox."""
+
+    def close(self) -> None:
+        """What is asked now is not answered any more; the segment is used no longer."""
+
+
 class RecordedStep(Protocol):
     """Decode steps of one sequence that cost the host next to nothing.
 
@@ -158,8 +206,11 @@ class RecordedStep(Protocol):
 
     @property
     def needs_host(self) -> bool:
-        """The host asks others for their share in each step: it has ended when it was started, and
-        what others and this device have computed is counted."""
+        """The host asks others for their share in each step: it has ended when it was started."""
+
+    @property
+    def counts_itself(self) -> bool:
+        """What others and this device have computed is counted by whom it asks."""
 
     def prepare(self) -> None:
         """Have everything compiled and recorded; nothing in the cache may be wanted any more."""
@@ -196,6 +247,10 @@ class RecordedStep(Protocol):
     def logits(self) -> F32Array:
         """Of the step that was started last, once it is done. Shapes: result [V]."""
 
+    def take_selections(self) -> dict[int, I64Array]:
+        """How often experts were chosen since the last call, by layer id, in layers that others
+        have a share of without any host. Shapes: each [E]."""
+
     def close(self) -> None:
         """Give back what it holds."""
 
@@ -229,6 +284,10 @@ class ComputeBackend(Protocol):
     def mover(self) -> DeviceMover | None:
         """What brings its rows into memory that is shared with others, if it does not lie in the
         host's memory."""
+
+    @property
+    def mail(self) -> DeviceMail | None:
+        """Its part in mailboxes, if it has a device for them."""
 
     @property
     def trial_batches(self) -> tuple[tuple[Phase, int], ...]:

@@ -66,6 +66,10 @@ class HostBackend:
     ) -> None:
         """Nothing: weights are where the host computes."""
 
+    @property
+    def mail(self) -> None:
+        """None: there is no device."""
+
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """None: the host sees what is chosen."""
         return {}

@@ -82,7 +82,7 @@ class _FromLogits:
         recorded = self._recorded
         recorded.begin(token_id, position)
         recorded.start()
-        if not recorded.needs_host:
+        if not recorded.counts_itself:
             self._steps.count()
         return self._choose(recorded.logits())
 
@@ -123,7 +123,7 @@ class _OnDevice:
         self._num_alone = max(0, self._num_alone - 1)
         if next_id is None:
             next_id = self._drawn(token_id, position)
-        if not recorded.needs_host:
+        if not recorded.counts_itself:
             self._steps.count()
         return next_id, None
 

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -108,7 +109,8 @@ class Owners:
                         max_tokens=settings.batch_capacity,
                         payload=PayloadType(settings.ipc_dtype),
                         sharing=_sharing_plan(spec, settings, backend),
-                        is_sharing_required=settings.ipc_transport == "shared",
+                        is_sharing_required=settings.ipc_transport in ("shared", "device"),
+                        is_mail_required=settings.ipc_transport == "device",
                     ),
                     patience=Patience(
                         settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3
@@ -252,11 +254,18 @@ def _sharing_plan(
         return None
     if ring_native.is_available():
         ring_native.kernels()
-    return SharingPlan(
+    plan = SharingPlan(
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),
         max_bytes=settings.ipc_shared_bytes,
         moves=backend.mover is not None,
+    )
+    if settings.ipc_transport == "shared" or backend.mail is None:
+        return plan
+    return replace(
+        plan,
+        mail_bytes=backend.mail.num_bytes(spec.moe),
+        begin_mail=partial(backend.mail.begin, limit_ms=settings.step_limit_ms),
     )
 
 

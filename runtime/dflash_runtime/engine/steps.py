@@ -5,7 +5,7 @@ Knows nothing of text or sampling; hands every layer's routing to whoever comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.backend import RecordedStep
+from dflash_runtime.compute.backend import MailRoute, RecordedStep
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.kept_states import KeptStates
 from dflash_runtime.engine.prefix import CachedPrefix
@@ -87,6 +87,8 @@ class Steps:
         if self._recorded is not None:
             self._recorded.prepare()
         self._backend.take_selections(self._local_banks)  # nobody's
+        if self._recorded is not None:
+            self._recorded.take_selections()
         layers = self._model.spec.moe.layers
         self._backend.offload_prompts(self._file, layers, self._runtime)
 
@@ -99,6 +101,9 @@ class Steps:
             return
         for layer_id, counts in self._backend.take_selections(self._local_banks).items():
             self._runtime.add_selections(layer_id, counts)
+        if self._recorded is not None:
+            for layer_id, counts in self._recorded.take_selections().items():
+                self._runtime.add_mailed(layer_id, counts)
 
     def begin(self, is_cancelled: Callable[[], bool] | None = None) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
@@ -300,3 +305,9 @@ class _NobodyElse:
 
     def abandon(self, started: Any) -> None:
         """Nothing was begun."""
+
+    def mail_routes(self) -> tuple[MailRoute, ...]:
+        return ()
+
+    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+        """Nothing."""

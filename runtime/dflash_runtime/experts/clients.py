@@ -34,6 +34,8 @@ class DataPath:
     transport: str
     max_tokens: int
     moved_window: int = 0
+    mail: Segment | None = None
+    """The memory, which `client` owns, if there is a mailbox in it."""
 
 
 def open_data_path(
@@ -77,7 +79,8 @@ def open_data_path(
                 if not segment.peer_moves:
                     max_tokens = min(max_tokens, welcome.max_tokens)
                 window = segment.shape.num_slots if moves else 0
-                return DataPath(shared, "shared", max_tokens, window)
+                mail = segment if moves and segment.peer_mails else None
+                return DataPath(shared, "shared", max_tokens, window, mail)
             stream = StreamClient(
                 context,
                 session.data_address,

@@ -6,16 +6,17 @@ Knows nothing of routing: it gets a batch of its own experts and returns weighte
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 
-from dflash_protocol.ids import Phase
+from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch, Sums
 from dflash_runtime.compute import ExpertBank
-from dflash_runtime.compute.backend import sums_of
+from dflash_runtime.compute.backend import MailRoute, sums_of
 from dflash_runtime.experts.telemetry import PhaseStats
 
 
@@ -138,6 +139,10 @@ class ExpertCompute(Protocol):
     def abandon(self, ticket: Ticket) -> None:
         """Nobody will collect this ticket: forget it."""
 
+    def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
+        """A way to have these experts computed by a device that answers ours; None: there is none
+        now. The same as before, if that still holds. `local_ids`: as the route has them."""
+
     def close(self) -> None:
         """Release what this owner holds."""
 
@@ -171,6 +176,9 @@ class LocalExpertCompute:
 
     def abandon(self, ticket: Ticket) -> None:
         """Nothing was begun."""
+
+    def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
+        """None: this process computes."""
 
     def close(self) -> None:
         self._banks.clear()

@@ -11,8 +11,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 
@@ -24,6 +25,7 @@ from dflash_protocol.errors import (
     ProtocolError,
 )
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import (
     DeviceBatch,
     RoutedBatch,
@@ -33,6 +35,7 @@ from dflash_protocol.routed_batch import (
     tail_tokens,
 )
 from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
+from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
@@ -109,6 +112,8 @@ class RemoteExpertCompute:
         self._link = link
         self._mover = mover
         self._moved_window = 0
+        self._mail: Segment | None = None
+        self._route: MailRoute | None = None
         self._context = context
         self._hidden_size = hidden_size
         self._num_experts_used = num_experts_used
@@ -239,6 +244,25 @@ class RemoteExpertCompute:
             self._probe = None
             self._breaker.note_probe_abandoned()
         self._forget(ticket)
+
+    def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
+        session = self._link.session
+        if session is None or self._is_troubled:
+            return None
+        try:
+            self._client_of(session)
+        except DaemonUnavailable:
+            return None
+        if self._route is None and self._mail is not None:
+            generation = session.generation
+            self._route = MailRoute(
+                self._link.name,
+                self._mail,
+                local_ids,
+                is_live=lambda: self._link.session is session and self._mail is not None,
+                fail=partial(self._link.mark_lost, generation),
+            )
+        return self._route
 
     def close(self) -> None:
         self._drop_client()
@@ -454,6 +478,7 @@ class RemoteExpertCompute:
             )
             self._client, self._max_tokens = path.client, path.max_tokens
             self._moved_window = path.moved_window
+            self._mail, self._route = path.mail, None
             self._stats.transport = path.transport
             self._client_generation = session.generation
             self._version = session.welcome.version
@@ -466,6 +491,7 @@ class RemoteExpertCompute:
         return self._measured_s_per_pair.get(phase, self._warm_up_s_per_pair)
 
     def _drop_client(self) -> None:
+        self._mail = self._route = None
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -19,6 +19,7 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_protocol.routed_batch import Hidden, Sums, group_by_expert, zero_sums
+from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import Pairs, concatenated, split_by_owner
@@ -143,6 +144,44 @@ class MoeExpertComputeRuntime:
     ) -> npt.NDArray[np.bool_] | None:
         """As OtherExperts.to_offload."""
         return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
+
+    def mail_routes(self) -> tuple[MailRoute, ...]:
+        """As OtherExperts.mail_routes."""
+        routes = []
+        for index, owned in enumerate(self._placement.owners):
+            if index == self._device_owner or not owned.num_experts:
+                continue
+            route = self._owners[index].mail_route(self._placement.local_ids_of(index))
+            if route is None:
+                return ()
+            routes.append(route)
+        return tuple(routes)
+
+    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+        """As OtherExperts.count_mailed."""
+        by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
+        layers: set[int] = set()
+        for route in routes:
+            counted = by_name[route.name].stats.of_phase(Phase.DECODE)
+            counted.requests += len(route.local_ids)
+            counted.tokens += len(route.local_ids)
+            layers.update(route.local_ids)
+        self.hits.layers += len(self._placement.routing)
+        self.hits.layers_hot_only += len(self._placement.routing) - len(layers)
+
+    def add_mailed(self, layer_id: int, counts: I64Array) -> None:
+        """Which experts steps have chosen that went through mailboxes. Shapes: counts [E]."""
+        self._selections.add_counts(layer_id, counts)
+        owner_index = self._placement.routing[layer_id].owner_index
+        for index, owner in enumerate(self._owners):
+            num_pairs = int(counts[owner_index == index].sum())
+            if index == self._device_owner:
+                self._count_on_device(
+                    Phase.DECODE, num_tokens=0, num_pairs=num_pairs, num_requests=0
+                )
+            else:
+                owner.stats.of_phase(Phase.DECODE).pairs += num_pairs
+                self.hits.remote += num_pairs
 
     def start(
         self,

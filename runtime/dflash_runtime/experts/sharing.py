@@ -6,6 +6,7 @@ Used by the supervisor between a daemon's welcome and the session. Knows nothing
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,12 @@ class SharingPlan:
     num_experts_used: int
     max_bytes: int
     moves: bool = False
+    mail_bytes: int = 0
+    """Of a mailbox, if our device can have one."""
+    begin_mail: Callable[[Segment], None] = lambda segment: None
+    """To be called with a segment that has one."""
 
-    def shape(self, max_tokens: int) -> RingShape | None:
+    def shape(self, max_tokens: int, mail_bytes: int = 0) -> RingShape | None:
         """Of a segment for requests of up to `max_tokens`, or of fewer if there is not the room.
 
         None if there is none for a single token.
@@ -41,7 +46,7 @@ class SharingPlan:
             slot_bytes = one.request_slot_bytes + one.reply_slot_bytes
             num_slots = min(MAX_SLOTS, max(self.max_bytes, _DEFAULT_BYTES) // slot_bytes)
             if num_slots >= _FEWEST_SLOTS:
-                return RingShape(num_slots, max_tokens, self.hidden_size, max_pairs)
+                return RingShape(num_slots, max_tokens, self.hidden_size, max_pairs, mail_bytes)
             max_tokens //= 2
         return None
 
@@ -74,6 +79,7 @@ class Offer:
             max_pairs=shape.max_pairs,
             nonce=self._nonce.hex(),
             moves=self._moves,
+            mail_bytes=shape.mail_bytes,
         )
 
     def accepted(self, answer: Attached) -> Segment:
@@ -86,6 +92,7 @@ class Offer:
         if answer.link_id != self._link_id or not is_same:
             raise OfferFailed("the daemon has other memory than we")
         self._segment.peer_moves = self._moves and answer.moves
+        self._segment.peer_mails = self._segment.peer_moves and answer.mails
         self._segment.unlink()
         return self._segment
 
@@ -97,13 +104,17 @@ class Offer:
 def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
     """Raises: OfferFailed if no memory can be had."""
     moves = plan.moves and welcome.can_move
-    shape = plan.shape(welcome.max_tokens * (MOVED_FACTOR if moves else 1))
+    mails = moves and welcome.mail_bytes == plan.mail_bytes
+    mail_bytes = plan.mail_bytes if mails else 0
+    shape = plan.shape(welcome.max_tokens * (MOVED_FACTOR if moves else 1), mail_bytes)
     if shape is None:
         raise OfferFailed(f"{plan.max_bytes} bytes do not hold a single token")
     try:
         segment = create_segment(folder, shape, generation=welcome.generation)
     except DaemonUnavailable as error:
         raise OfferFailed(str(error)) from error
+    if mail_bytes:
+        plan.begin_mail(segment)
     return Offer(segment, welcome.link_id, moves=moves)
 
 

@@ -82,6 +82,8 @@ class Greeting:
     sharing: SharingPlan | None = None
     """How to share memory with daemons of this machine; None = not to."""
     is_sharing_required: bool = False
+    is_mail_required: bool = False
+    """Devices must be able to ask each other by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,14 @@ class _LinkTask:
             try:
                 # Reserving the pages takes a while.
                 offer = await asyncio.to_thread(make_offer, folder, welcome, plan)
-                return await self._accepted(control, disconnected, offer)
+                segment = await self._accepted(control, disconnected, offer)
+                if not greeting.is_mail_required or segment.peer_mails:
+                    return segment
+                segment.close()
+                raise HandshakeRefused(
+                    f"daemon {link.name} cannot have a mailbox with us: each side needs a GPU "
+                    "that sees shared memory, and payloads in f32"
+                )
             except OfferFailed as error:
                 reason = str(error)
                 is_surprise = True

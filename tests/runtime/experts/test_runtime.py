@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +89,9 @@ class FakeCompute:
 
     def abandon(self, ticket: Ticket) -> None:
         self.log.append(f"abandon {self.name}")
+
+    def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
+        """None."""
 
     def close(self) -> None:
         self.log.append(f"close {self.name}")

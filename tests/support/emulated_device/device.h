@@ -13,6 +13,7 @@ float fmaf(float, float, float) noexcept;
 float logf(float) noexcept;
 float rintf(float) noexcept;
 float sqrtf(float) noexcept;
+int sched_yield() noexcept;
 }
 
 // Not always inlined: each copy would be compiled again.
@@ -139,6 +140,36 @@ INLINE u32 load_weights1(const void *p) { return loaded_weights<u8>(p); }
 INLINE uint4 load_fresh16(const void *p) { return loaded_fresh<uint4>(p); }
 INLINE uint2 load_fresh8(const void *p) { return loaded_fresh<uint2>(p); }
 INLINE u32 load_fresh4(const void *p) { return loaded_fresh<u32>(p); }
+
+// Others of these are threads or processes of the host.
+INLINE void store_line(void *p, uint4 v) {
+    emulated::check_read(p, 16, 16);
+    const u64 halves[2] = {(u64)v.y << 32 | v.x, (u64)v.w << 32 | v.z};
+    for (int i = 0; i < 2; i++) __atomic_store_n((u64 *)p + i, halves[i], __ATOMIC_RELAXED);
+}
+INLINE uint4 load_line(const void *p) {
+    emulated::check_fresh_read(p, 16);
+    u64 halves[2];
+    for (int i = 0; i < 2; i++) halves[i] = __atomic_load_n((const u64 *)p + i, __ATOMIC_RELAXED);
+    return {(u32)halves[0], (u32)(halves[0] >> 32), (u32)halves[1], (u32)(halves[1] >> 32)};
+}
+INLINE void store_word(u32 *p, u32 value) {
+    emulated::check_read(p, 4, 4);
+    __atomic_store_n(p, value, __ATOMIC_RELAXED);
+}
+INLINE u32 load_word(const u32 *p) {
+    emulated::check_fresh_read(p, 4);
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+INLINE u64 clock_ticks() {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (u64)now.tv_sec * 1000000000u + (u64)now.tv_nsec;
+}
+INLINE void spin_pause() {
+    sched_yield();
+    emulated::yield();  // what is waited for may be another thread's of this block
+}
 
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() { emulated::current_fiber().has_waited = true; }

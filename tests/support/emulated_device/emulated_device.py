@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
+import os
+import secrets
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +33,14 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import cache_directory_in_use
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.capabilities import Capabilities, host_capabilities
-from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address, check_args
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    Graph,
+    Grid,
+    address,
+    check_args,
+)
+from dflash_runtime.compute.cupy.driver_table import HANDLE_BYTES
 from dflash_runtime.compute.cupy.kernel_sources import (
     KERNELS_FOLDER,
     Defines,
@@ -85,14 +96,18 @@ class KernelFailure(AssertionError):
 class EmulatedKernel:
     """One function of an emulated module."""
 
-    def __init__(self, name: str, launch: Any, args: type[ctypes.Structure]) -> None:
+    def __init__(
+        self, name: str, launch: Any, args: type[ctypes.Structure], *, lock: threading.Lock
+    ) -> None:
         self.name = name
         self.args = args
         self._launch = launch
+        self._lock = lock
 
     def run(self, launch: _Launch) -> None:
         """Raises: KernelFailure."""
-        error = self._launch(ctypes.byref(launch))
+        with self._lock:  # a module runs one block at a time, whoever's device it is
+            error = self._launch(ctypes.byref(launch))
         if error is not None:
             raise KernelFailure(error.decode(errors="replace"))
 
@@ -112,7 +127,7 @@ class EmulatedModule:
         size.restype = ctypes.c_uint64
         launch.restype = ctypes.c_char_p
         check_args(name, size(), args)
-        return EmulatedKernel(name, launch, args)
+        return EmulatedKernel(name, launch, args, lock=_lock_of(self._library._name))
 
 
 class EmulatedGraph:
@@ -129,6 +144,51 @@ class EmulatedGraph:
     def close(self) -> None:
         """Replaying is an error from now on."""
         self._launches = [_fail_closed]
+
+
+class EmulatedQueue:
+    """Implements device.Queue: the thread that replays a graph runs it."""
+
+    def replay(self, graph: Graph) -> None:
+        """As Queue.replay."""
+        graph.replay()
+
+    def synchronize(self) -> None:
+        """Everything has ended already."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class EmulatedPeerMemory:
+    """Implements device.PeerMemory: a file that both processes map; its handle is its name."""
+
+    def __init__(self, device: EmulatedDevice, *, num_bytes: int = 0, handle: bytes = b"") -> None:
+        self._device = device
+        self._owned: Path | None = None
+        if num_bytes:
+            fd, name = tempfile.mkstemp(prefix="dflash-peer-", dir="/dev/shm")
+            self._owned = Path(name)
+            handle = name.encode().ljust(HANDLE_BYTES, b"\0")
+            os.truncate(fd, num_bytes)
+        else:
+            fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+        self.handle = handle
+        try:
+            self._memory = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        self.device_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+        device.add_range(self.device_address, len(self._memory))
+
+    def close(self) -> None:
+        """As PeerMemory.close."""
+        if self.device_address:
+            self._device.drop_range(self.device_address)
+            self.device_address = 0
+            self._memory.close()
+            if self._owned is not None:
+                self._owned.unlink()
 
 
 def _fail_closed() -> None:
@@ -188,6 +248,8 @@ class EmulatedDevice:
         max_shared_bytes: int = 96 * 1024,
     ) -> None:
         self.name = "host:0"
+        self.uuid = secrets.token_bytes(16)
+        self.ticks_per_ms = 1_000_000
         self.lanes = lanes
         self.num_multiprocessors = num_multiprocessors
         self.max_shared_bytes = max_shared_bytes
@@ -307,6 +369,18 @@ class EmulatedDevice:
             self._recorded = None
         return EmulatedGraph(recorded)
 
+    def new_queue(self) -> EmulatedQueue:
+        """As KernelDevice.new_queue."""
+        return EmulatedQueue()
+
+    def export_memory(self, num_bytes: int) -> EmulatedPeerMemory:
+        """As KernelDevice.export_memory."""
+        return EmulatedPeerMemory(self, num_bytes=num_bytes)
+
+    def import_memory(self, handle: bytes) -> EmulatedPeerMemory:
+        """As KernelDevice.import_memory."""
+        return EmulatedPeerMemory(self, handle=handle)
+
     def map_host(self, array: AnyArray) -> EmulatedHostMapping:
         """As KernelDevice.map_host."""
         self._must_not_record("map memory")
@@ -379,6 +453,11 @@ class EmulatedDevice:
     def _must_not_record(self, what: str) -> None:
         if self._recorded is not None:
             raise DeviceUnavailable(f"cannot {what} while launches are recorded")
+
+
+@cache
+def _lock_of(library_name: str) -> threading.Lock:
+    return threading.Lock()
 
 
 @cache

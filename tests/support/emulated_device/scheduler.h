@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif

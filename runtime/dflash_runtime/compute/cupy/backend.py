@@ -22,6 +22,8 @@ from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.devices import DeviceMemory
 from dflash_runtime.compute.cupy.experts import CupyExpertBank
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.mail import CupyMail
+from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.matrix import Uploader
 from dflash_runtime.compute.cupy.moe import DeviceMoe
 from dflash_runtime.compute.cupy.offload import ExpertOffload, offload_bytes
@@ -117,6 +119,11 @@ class CupyBackend:
     def mover(self) -> PayloadMover:
         """As backend.ComputeBackend.mover: there always is one."""
         return self.ops.payload
+
+    @property
+    def mail(self) -> CupyMail:
+        """As backend.ComputeBackend.mail: there always is one."""
+        return CupyMail(self.device, self._lock)
 
     def free_memory_bytes(self) -> int:
         """As backend.ComputeBackend; what is not known is 0."""
@@ -235,12 +242,12 @@ class CupyBackend:
         assert isinstance(cache, DeviceKvCache)
         resident = self._resident(banks, elsewhere)
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
-        moe: DeviceMoe | SharedMoe
         if all(layer is not None and layer.is_whole for layer in layers):
-            moe = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
-        else:
-            moe = SharedMoe(self.ops, resident, elsewhere)
-        return RecordedStep(self.ops, model, cache, moe=moe)
+            whole = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
+            return RecordedStep(self.ops, model, cache, moe=whole)
+        shared = SharedMoe(self.ops, resident, elsewhere)
+        mailed = MailedSteps(self.ops, model.spec.moe, resident, elsewhere)
+        return RecordedStep(self.ops, model, cache, moe=shared, mailed=mailed)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """As backend.ComputeBackend.take_selections."""

@@ -27,7 +27,7 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.capabilities import Vendor
-from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address, check_args
+from dflash_runtime.compute.cupy.device import DeviceArray, Graph, Grid, address, check_args
 from dflash_runtime.compute.cupy.devices import (
     VENDORS,
     DeviceMemory,
@@ -40,6 +40,8 @@ from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
 from dflash_runtime.compute.cupy.rtc import KernelCompiler, runtime_compiler
 
 _LOG = logging.getLogger(__name__)
+
+_NANOSECONDS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,14 @@ class CupyGraph:
 
     def replay(self) -> None:
         """As Graph.replay."""
+        self.replay_in(self._stream)
+
+    def replay_in(self, stream: int) -> None:
+        """The same in another stream of the driver."""
         if self._executable is None:
             raise SettingsError("a graph that was closed is replayed")
         self._driver.use(self._index)
-        self._driver.launch_graph(self._executable, self._stream)
+        self._driver.launch_graph(self._executable, stream)
 
     def close(self) -> None:
         """As Graph.close; closing twice does nothing."""
@@ -85,6 +91,58 @@ class CupyGraph:
             self._driver.use(self._index)
             self._driver.destroy_graph(self._executable)
             self._executable = None
+
+
+class CupyQueue:
+    """Implements device.Queue."""
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._driver, self._index = driver, index
+        driver.use(index)
+        self._stream: int | None = driver.create_stream()
+
+    def replay(self, graph: Graph) -> None:
+        """As Queue.replay."""
+        assert isinstance(graph, CupyGraph)
+        assert self._stream is not None
+        graph.replay_in(self._stream)
+
+    def synchronize(self) -> None:
+        """As Queue.synchronize."""
+        assert self._stream is not None
+        self._driver.use(self._index)
+        self._driver.synchronize_stream(self._stream)
+
+    def close(self) -> None:
+        """As Queue.close."""
+        if self._stream is not None:
+            self._driver.use(self._index)
+            self._driver.destroy_stream(self._stream)
+            self._stream = None
+
+
+class CupyPeerMemory:
+    """Implements device.PeerMemory: ours, or another process's."""
+
+    def __init__(
+        self, driver: Driver, index: int, *, num_bytes: int = 0, handle: bytes = b""
+    ) -> None:
+        """New memory of so many bytes, or what the handle is of."""
+        self._driver, self._index = driver, index
+        self._is_ours = not handle
+        driver.use(index)
+        if self._is_ours:
+            self.device_address, self.handle = driver.export_memory(num_bytes)
+        else:
+            self.device_address, self.handle = driver.import_memory(handle), handle
+
+    def close(self) -> None:
+        """As PeerMemory.close."""
+        if self.device_address:
+            self._driver.use(self._index)
+            give_back = self._driver.free if self._is_ours else self._driver.close_memory
+            give_back(self.device_address)
+            self.device_address = 0
 
 
 class CupyHostMapping:
@@ -161,6 +219,12 @@ class CupyDevice:
         self.lanes = self.capabilities.lanes if lanes is None else lanes
         self.num_multiprocessors = self._attribute(DeviceAttribute.MULTIPROCESSORS)
         self.max_shared_bytes = self._attribute(DeviceAttribute.MAX_SHARED_BYTES)
+        self.uuid = bytes.fromhex(driver.device_uuid(device.index))
+        # NVIDIA's kernels read nanoseconds, AMD's a clock of so many kHz, that is ticks a ms.
+        is_hip = driver.vendor is Vendor.HIP
+        self.ticks_per_ms = (
+            self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else _NANOSECONDS_PER_MS
+        )
         newest = driver.version() // 1000 if driver.vendor is Vendor.CUDA else None
         self._compiler = KernelCompiler(
             runtime_compiler(driver.vendor, newest),
@@ -315,6 +379,21 @@ class CupyDevice:
         finally:
             self._is_recording = False
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
+
+    def new_queue(self) -> CupyQueue:
+        """As KernelDevice.new_queue."""
+        self._begin("make a stream")
+        return CupyQueue(self._driver, self._index)
+
+    def export_memory(self, num_bytes: int) -> CupyPeerMemory:
+        """As KernelDevice.export_memory."""
+        self._begin("export memory")
+        return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
+
+    def import_memory(self, handle: bytes) -> CupyPeerMemory:
+        """As KernelDevice.import_memory."""
+        self._begin("import memory")
+        return CupyPeerMemory(self._driver, self._index, handle=handle)
 
     def map_host(self, array: AnyArray) -> CupyHostMapping:
         """As KernelDevice.map_host."""

@@ -31,6 +31,7 @@ from dflash_runtime.compute.cupy.decode_experts_shape import (
 )
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.layouts import row_bytes
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies
 
 
 class Projection(ctypes.Structure):
@@ -81,7 +82,18 @@ class DownArgs(ctypes.Structure):
         ("h", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
+        ("reply", ctypes.c_void_p),
+        ("mail", ctypes.c_void_p),
+        ("replies", MailReplies),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MailReply:
+    """Lines of a mailbox that sums go to, and the state of that, by addresses of the device."""
+
+    lines: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +246,16 @@ class DecodeExperts:
         experts: ResidentExperts,
         choice: Choice,
         hidden: Rows,
-        out: DeviceArray,
+        out: DeviceArray | MailReply,
         *,
+        replies: MailReplies | None = None,
         overlaps_previous: bool = True,
     ) -> None:
-        """Add each token's terms, rounded once, to `out`; or write their float64 sums there.
+        """Add each token's terms, rounded once, to `out`; or write their float64 sums there, or to
+        a mailbox.
 
-        It follows `launch_gate_up` of the same object and choice.
+        It follows `launch_gate_up` of the same object and choice. To what is added to a residual
+        peers' `replies` are added before.
         Shapes: out [T, H] float32, or float64 if the shape gives sums.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
@@ -251,11 +266,17 @@ class DecodeExperts:
         )
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
         dtype = np.float64 if shape.gives_sums else np.float32
-        place = self._arrays.address("out", out, dtype, T=shape.num_tokens, H=shape.hidden_size)
-        if shape.gives_sums:
-            args.sums = place
+        sizes = {"T": shape.num_tokens, "H": shape.hidden_size}
+        if replies is not None:
+            args.replies = replies
+        if isinstance(out, MailReply):
+            if not shape.gives_sums:
+                raise ValueError("a mailbox takes sums, for which this was not compiled")
+            args.reply, args.mail = out.lines, out.state
+        elif shape.gives_sums:
+            args.sums = self._arrays.address("out", out, dtype, **sizes)
         else:
-            args.residual = place
+            args.residual = self._arrays.address("out", out, dtype, **sizes)
         self._device.launch(
             self._down,
             (shape.num_tokens * ceil(shape.hidden_size / tuning.down_tile), 1, 1),

@@ -17,6 +17,7 @@ from dflash_runtime.compute.cupy.decode_arrays import (
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
+from dflash_runtime.compute.cupy.mailbox_args import MOST_PEERS
 
 EXPERTS_FILE = "experts_decode.cu"
 GATES = {Gating.SOFTMAX: 0}
@@ -164,6 +165,7 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
         "TOKENS": shape.num_tokens,
         "TOP_K": shape.num_experts_used,
         "EXPERTS": shape.num_experts,
+        "MOST_PEERS": MOST_PEERS,
         "HIDDEN": shape.hidden_size,
         "FFN": shape.ffn_size,
         "TYPE_GATE": int(shape.gate_type),

@@ -66,6 +66,33 @@ class Graph(Protocol):
         """Give back what the driver keeps for it. Must not be replayed afterwards."""
 
 
+class Queue(Protocol):
+    """A stream beside the device's own, in whose order graphs run; for any one thread."""
+
+    def replay(self, graph: Graph) -> None:
+        """Start all of its launches; returns before they have run."""
+
+    def synchronize(self) -> None:
+        """Wait until everything here has ended. Raises what a kernel did wrong."""
+
+    def close(self) -> None:
+        """Nothing of it may still run. Twice does nothing."""
+
+
+class PeerMemory(Protocol):
+    """Memory of a device that kernels of another process's device see."""
+
+    @property
+    def device_address(self) -> int: ...
+
+    @property
+    def handle(self) -> bytes:
+        """What another process opens it by."""
+
+    def close(self) -> None:
+        """Nothing that uses it may still run. Twice does nothing."""
+
+
 class HostMapping(Protocol):
     """Memory of the host that kernels can read and write."""
 
@@ -119,6 +146,14 @@ class KernelDevice(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def uuid(self) -> bytes:
+        """16 bytes, the same for this very device in every process."""
+
+    @property
+    def ticks_per_ms(self) -> int:
+        """Of the clock that kernels read by clock_ticks()."""
+
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """New memory, 256-byte aligned, with anything in it.
 
@@ -164,6 +199,15 @@ class KernelDevice(Protocol):
 
     def capture(self, record: Callable[[], None]) -> Graph:
         """Record what `record` launches, without running it. Inside, nothing but launches goes."""
+
+    def new_queue(self) -> Queue:
+        """Raises: DeviceUnavailable."""
+
+    def export_memory(self, num_bytes: int) -> PeerMemory:
+        """New memory of ours, zero. Raises: DeviceUnavailable, also if that cannot be had."""
+
+    def import_memory(self, handle: bytes) -> PeerMemory:
+        """Another process's. Raises: DeviceUnavailable if our kernels cannot see it."""
 
     def map_host(self, array: AnyArray) -> HostMapping:
         """Have kernels see a contiguous array of the host, which must outlive the mapping."""

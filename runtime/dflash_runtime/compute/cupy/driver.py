@@ -24,10 +24,12 @@ from dflash_runtime.compute.cupy.driver_table import (
     MAPPED_FOR_ALL_CONTEXTS,
     NON_BLOCKING_STREAM,
     OVERLAPS_PREVIOUS,
+    WITH_PEER_ACCESS,
     DeviceAttribute,
     FunctionAttribute,
     LaunchAttribute,
     LaunchConfig,
+    MemoryHandle,
 )
 
 _NAME_BYTES = 256
@@ -251,6 +253,32 @@ class Driver:
         """Unlock it."""
         self._call("unregister_host", address)
 
+    def export_memory(self, num_bytes: int) -> tuple[int, bytes]:
+        """New memory of the device in use, zero, and what another process opens it by."""
+        address = self._handle("allocate", num_bytes)
+        try:
+            handle = MemoryHandle()
+            self._call("export_memory", byref(handle), address)
+            self._call("clear", address, 0, num_bytes, None)
+            self._call("synchronize_stream", None)
+        except BaseException:
+            self.free(address)
+            raise
+        return address, bytes(handle.reserved)
+
+    def free(self, address: int) -> None:
+        """What `export_memory` gave; nothing may use it any more."""
+        self._call("free", address)
+
+    def import_memory(self, handle: bytes) -> int:
+        """Another process's memory, as kernels of the device in use see it."""
+        given = MemoryHandle.from_buffer_copy(handle)
+        return self._handle("import_memory", given, WITH_PEER_ACCESS)
+
+    def close_memory(self, address: int) -> None:
+        """What `import_memory` gave."""
+        self._call("close_memory", address)
+
     def copy(self, destination: int, source: int, num_bytes: int, *, stream: int) -> None:
         """Between any two of host and devices, in the order of the stream."""
         if self.vendor is Vendor.CUDA:
@@ -278,6 +306,8 @@ class Driver:
         return handle.value or 0
 
     def _call(self, name: str, *args: Any) -> None:
+        if name not in self._functions:
+            raise DeviceUnavailable(f"the {self.vendor} driver has no {self._symbol(name)}")
         status = self._functions[name](*args)
         if status == _OUT_OF_MEMORY and name != "memory_info":
             free_bytes, total_bytes = self.memory_info()

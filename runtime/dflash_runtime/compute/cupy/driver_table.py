@@ -18,6 +18,15 @@ _OUT = POINTER(c_void_p)
 _OUT_INT = POINTER(c_int)
 _OUT_SIZE = POINTER(c_size_t)
 
+HANDLE_BYTES = 64
+"""Of memory that another process may open."""
+
+
+class MemoryHandle(ctypes.Structure):
+    """CUipcMemHandle, hipIpcMemHandle_t: passed by value."""
+
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
 
 class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute; of the union in it only the int is used."""
@@ -128,6 +137,23 @@ FUNCTIONS = {
     "host_pointer": DriverFunction(
         "cuMemHostGetDevicePointer_v2", "hipHostGetDevicePointer", (_OUT, c_void_p, c_uint)
     ),
+    "allocate": DriverFunction("cuMemAlloc_v2", "hipMalloc", (_OUT, c_size_t)),
+    "free": DriverFunction("cuMemFree_v2", "hipFree", (c_void_p,)),
+    "export_memory": DriverFunction(
+        "cuIpcGetMemHandle",
+        "hipIpcGetMemHandle",
+        (POINTER(MemoryHandle), c_void_p),
+        is_optional=True,
+    ),
+    "import_memory": DriverFunction(
+        "cuIpcOpenMemHandle_v2",
+        "hipIpcOpenMemHandle",
+        (_OUT, MemoryHandle, c_uint),
+        is_optional=True,
+    ),
+    "close_memory": DriverFunction(
+        "cuIpcCloseMemHandle", "hipIpcCloseMemHandle", (c_void_p,), is_optional=True
+    ),
     # HIP's takes the kind of copy too, of which 4 = by the addresses.
     "copy": DriverFunction("cuMemcpyAsync", None, (c_void_p, c_void_p, c_size_t, c_void_p)),
     "copy_of_kind": DriverFunction(
@@ -152,6 +178,8 @@ class DeviceAttribute(IntEnum):
     COMPUTE_CAPABILITY_MAJOR = 75
     COMPUTE_CAPABILITY_MINOR = 76
     MAX_SHARED_BYTES = 97
+    WALL_CLOCK_KHZ = -1
+    """Of AMD's alone."""
 
 
 HIP_ATTRIBUTES = {
@@ -160,6 +188,7 @@ HIP_ATTRIBUTES = {
     DeviceAttribute.COMPUTE_CAPABILITY_MAJOR: 23,
     DeviceAttribute.COMPUTE_CAPABILITY_MINOR: 61,
     DeviceAttribute.MAX_SHARED_BYTES: 74,
+    DeviceAttribute.WALL_CLOCK_KHZ: 10017,
 }
 """Their numbers in HIP since ROCm 5."""
 
@@ -176,5 +205,6 @@ OVERLAPS_PREVIOUS = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 CAPTURE_OF_THIS_THREAD = 1
 NON_BLOCKING_STREAM = 1
+WITH_PEER_ACCESS = 1
 MAPPED_FOR_ALL_CONTEXTS = 3
 COPY_BY_ADDRESSES = 4

@@ -46,7 +46,7 @@ class CupyExpertBank:
         """What steps of one token go through, once there was one."""
         self.by_global = by_global
         self._ops = ops
-        self._by_local = by_local
+        self.by_local = by_local
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """See backend.ExpertBank; expert ids of the batch are local."""
@@ -64,14 +64,14 @@ class CupyExpertBank:
                 return
             hidden = batch.hidden
             if batch.num_tokens == 1:
-                self._recorded.add_token(self, self._by_local, batch, out=out)
+                self._recorded.add_token(self, self.by_local, batch, out=out)
                 return
             ids, weights = rectangular(batch, self.layer.num_experts_used)
             for first in range(0, batch.num_tokens, MOST_TOKENS):
                 some = slice(first, first + MOST_TOKENS)
                 self._recorded.add_steps(
                     self,
-                    self._by_local,
+                    self.by_local,
                     hidden=hidden[some],
                     ids=ids[some],
                     weights=weights[some],
@@ -94,7 +94,7 @@ class CupyExpertBank:
         """To be called with the lock. Shapes: out [T, H]."""
         chunks, payload = self._ops.chunks, self._ops.payload
         for first, piece in slice_tokens(batch, chunks.max_chunk):
-            sums = payload.sums(chunks.sums_of_batch(self._by_local, piece))
+            sums = payload.sums(chunks.sums_of_batch(self.by_local, piece))
             num_tokens = piece.num_tokens
             is_whole = num_tokens == batch.num_tokens
             add_sums(out, sums, None if is_whole else slice(first, first + num_tokens))

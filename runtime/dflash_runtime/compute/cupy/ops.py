@@ -230,7 +230,10 @@ class CupyOps(GatedOps):
             if out is not x:
                 raise ValueError("experts are added in place: out must be x")
             residual = _rows(x)
-            if y.parts:
+            if y.add_to is not None:
+                y.add_to(residual)
+                residual.version += 1
+            elif y.parts:
                 self._add_sums.launch(residual.array, *(part.array for part in y.parts))
                 residual.version += 1
             else:

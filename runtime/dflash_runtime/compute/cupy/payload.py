@@ -336,6 +336,10 @@ class SegmentWindow:
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
 
+    def device_address(self, offset: int) -> int:
+        """As DeviceWindow.device_address."""
+        return self._at(offset)
+
     def write_rows(self, offset: int, rows: DeviceRows) -> Callable[[], int]:
         """As DeviceWindow.write_rows."""
         with self.mover.lock:

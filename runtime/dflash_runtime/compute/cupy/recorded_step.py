@@ -7,6 +7,7 @@ What was chosen is written to memory of the host, which looks there without a wo
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
-from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_runtime.compute.backend import DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
 from dflash_runtime.compute.cupy.buffers import Buffer
@@ -27,17 +28,22 @@ from dflash_runtime.compute.cupy.draw_tokens import (
     option_values,
 )
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.mail_moe import MailMoe
+from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.recorded_pieces import Pause, Piece, record_pieces
 from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 from dflash_runtime.compute.cupy.values import Product, Rows, StepPositions, StepTokens
 
+_LOG = logging.getLogger(__name__)
+
 _NONE = -1
 """In place of a token that no step has chosen yet."""
 _LOOK_S = 20e-6
 """Time between looks for a token: short for a step, and long enough for others to get the lock
 that Python has."""
+_TRIED_STEPS, _TRIED_TIMES = 16, 3
 _PATIENCE_S = 0.5
 """A step that takes longer may have failed: the driver is asked."""
 
@@ -45,13 +51,21 @@ _PATIENCE_S = 0.5
 class RecordedStep:
     """Steps of one token of one sequence. Implements backend.RecordedStep.
 
-    `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces.
+    `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces. As long as
+    `mailed` has daemons that devices can ask by themselves, its steps go that way; one that fails
+    is computed once more in pieces, as is all that follows until such daemons are there again.
     What draws tokens is recorded apart, so that it costs nothing where it is not wanted.
     Owns: the graphs of each context bucket that was met, and mapped memory of the host.
     """
 
     def __init__(
-        self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache, *, moe: MoeBlock[Any]
+        self,
+        ops: CupyOps,
+        model: Model[Any],
+        cache: DeviceKvCache,
+        *,
+        moe: MoeBlock[Any],
+        mailed: MailedSteps | None = None,
     ) -> None:
         device = ops.device
         self._ops = ops
@@ -69,14 +83,66 @@ class RecordedStep:
         )
         self._is_drawing = False
         self._shared = moe if isinstance(moe, SharedMoe) else None
-        self.needs_host = self._shared is not None
-        self._recordings: dict[tuple[int, bool], _Recording] = {}
+        self._mailed = mailed
+        self._mail: MailMoe | None = None
+        self._is_trial = False
+        """What the next step goes through, unless the host is asked."""
+        self._first_epoch = self._first_id = 0
+        """Of the step that was begun last."""
+        self._recordings: dict[tuple[int, bool, MailMoe | None], _Recording] = {}
         self._last: Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
 
+    @property
+    def needs_host(self) -> bool:
+        """As backend.RecordedStep.needs_host."""
+        return self._shared is not None and self._mail is None
+
+    @property
+    def counts_itself(self) -> bool:
+        """As backend.RecordedStep.counts_itself."""
+        return self._shared is not None
+
+    def take_selections(self) -> dict[int, I64Array]:
+        """As backend.RecordedStep.take_selections."""
+        return {} if self._mail is None else self._mail.take_selections()
+
     def prepare(self) -> None:
         """As backend.RecordedStep.prepare."""
+        self._prepare_all()
+        if self._mailed is not None and self._mailed.await_ready():
+            self._choose_way()
+            self._choose_memory(self._mailed)
+            self._prepare_all()
+
+    def _choose_memory(self, mailed: MailedSteps) -> None:
+        """Of mailboxes: where steps are the fastest."""
+        self._is_trial = True
+        try:
+            mailed.choose_memory(self._step_s)
+        except DaemonUnavailable as error:
+            _LOG.warning("no mailbox: %s", one_line(str(error)))
+        self._is_trial = False
+        self._forget_recordings()
+
+    def _step_s(self) -> float:
+        """Seconds of a step, of some that are run in vain."""
+        self._forget_recordings()
+        num_steps = min(self._cache.capacity, _TRIED_STEPS)
+        times_s = []
+        for _ in range(_TRIED_TIMES):
+            self._begin(0, 0)
+            self._recording()
+            began_s = time.perf_counter()
+            for _ in range(num_steps):
+                self.start()
+            self._ops.device.synchronize()
+            times_s.append((time.perf_counter() - began_s) / num_steps)
+        self._cache.truncate(0)
+        return min(times_s)
+
+    def _prepare_all(self) -> None:
         capacity, position = self._cache.capacity, 0
         while position < capacity:
             self._place(0, position)
@@ -105,8 +171,30 @@ class RecordedStep:
         Raises: ContextExceeded, DeviceUnavailable; StateNotKept.
         """
         self._cache.check_fits(position, 1)
+        self._choose_way()
+        self._begin(token_id, position)
+
+    def _begin(self, token_id: int, position: int) -> None:
         self._cache.states.begin_step(position)
         self._place(token_id, position)
+
+    def _choose_way(self) -> None:
+        """Through mailboxes, if there are some: other ones than before, perhaps."""
+        if self._mailed is None or (self._mail is not None and self._mail.mail.is_live):
+            return
+        self._forget_mail()
+        self._mail = self._mailed.present()
+
+    def _forget_mail(self) -> None:
+        self._forget_recordings()
+        self._mail = None
+
+    def _forget_recordings(self) -> None:
+        """Those that go through mailboxes."""
+        if self._mail is not None:
+            self._ops.device.synchronize()
+        for key in [key for key in self._recordings if key[2] is not None]:
+            self._recordings.pop(key).close()
 
     def _place(self, token_id: int, position: int) -> None:
         device = self._ops.device
@@ -114,6 +202,8 @@ class RecordedStep:
         if self._shared is not None:
             self._shared.reset()
         self._chosen[self._first + 1 : self._position + 1] = _NONE
+        self._first_id = token_id
+        self._first_epoch = 0 if self._mail is None else self._mail.mail.epoch + 1
         device.write(self._token_ids, np.array([token_id], np.int32))
         device.write(self._positions, np.array([position], np.int32))
         self._first = self._position = position
@@ -126,6 +216,9 @@ class RecordedStep:
         self._cache.check_fits(self._position, 1)
         recording = self._recording()
         self._last = recording.logits
+        if self._mail is not None:
+            self._start_mailed(self._mail, recording)
+            return
         try:
             for piece in recording.pieces:
                 piece.graph.replay()
@@ -139,6 +232,39 @@ class RecordedStep:
             self._shared.count_step()
         self._cache.states.count_step()
         self._position += 1
+
+    def _start_mailed(self, mail: MailMoe, recording: _Recording) -> None:
+        """A daemon that is gone is noticed when the step's token is asked for."""
+        assert self._mailed is not None
+        mail.mail.ring()
+        for piece in recording.pieces:
+            piece.graph.replay()
+        if not self._is_trial:
+            self._mailed.count_step()
+        self._cache.states.count_step()
+        self._position += 1
+
+    def _redo_failed(self, position: int) -> None:
+        """If the step of this position has failed, it and all after it are computed once more, with
+        the host's help. Whatever it had written is written again.
+
+        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        """
+        mail = self._mail
+        if mail is None:
+            return
+        failed = mail.mail.failed_epoch()
+        if not failed or failed > self._first_epoch + position - self._first:
+            return
+        end, token_id = self._position, self._first_id
+        if position > self._first:
+            token_id = int(self._chosen[position])
+        self._ops.device.synchronize()
+        mail.mail.fail()
+        self._forget_mail()
+        self._begin(token_id, position)
+        while self._position < end:
+            self.start()
 
     def token(self, position: int) -> int | None:
         """The token chosen for a position, by a step that was started; None: the host is to.
@@ -158,17 +284,25 @@ class RecordedStep:
                         f"{self._ops.device.name}: a step has ended without a token"
                     )
             time.sleep(_LOOK_S)
+        if self._mail is not None:
+            self._redo_failed(position - 1)
+            if self._mail is None:
+                return self.token(position)
         return None if token_id == UNDECIDED else token_id
 
     def logits(self) -> F32Array:
         """Of the step that was started last, once it is done. Shapes: result [V]."""
         assert self._last is not None
+        if self._mail is not None:
+            self._ops.device.synchronize()
+            self._redo_failed(self._position - 1)
         logits: F32Array = self._ops.device.download(self._last.array)[0]
         return logits
 
     def tokens(self, first: int, last: int) -> I32Array:
         """Tokens chosen for these positions, once everything that was started is done."""
         self._ops.device.synchronize()
+        self._redo_failed(self._first)
         return self._chosen[first:last].copy()
 
     def close(self) -> None:
@@ -179,19 +313,21 @@ class RecordedStep:
         with suppress(DeviceUnavailable):  # a device that has failed writes nothing any more
             self._ops.device.synchronize()
         for recording in self._recordings.values():
-            for piece in recording.pieces:
-                piece.graph.close()
+            recording.close()
         self._recordings.clear()
+        self._mail = None
+        if self._mailed is not None:
+            self._mailed.close()
         self._mapping.close()
         if self._shared is not None:
             self._shared.close()
-        del self._ops, self._model, self._cache, self._moe, self._shared, self._last
+        del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
         del self._token_ids, self._positions, self._drawing
 
     def _recording(self) -> _Recording:
         """Of the bucket that the next step is in: tried out and recorded when first needed."""
         bucket = context_bucket(self._position + 1)
-        key = bucket, self._is_drawing
+        key = bucket, self._is_drawing, self._mail
         if key not in self._recordings:
             self._recordings[key] = self._recorded(bucket)
         return self._recordings[key]
@@ -199,12 +335,19 @@ class RecordedStep:
     def _recorded(self, bucket: int) -> _Recording:
         """Try the step out, which compiles and allocates what it needs, then record it."""
         device, buffers, shared = self._ops.device, self._ops.steps.buffers, self._shared
+        mail = None if self._mail is None else self._mail.mail
+        if mail is not None:
+            shared = None
         before = [device.download(array) for array in (self._token_ids, self._positions)]
         with buffers.noted() as noted:
             if shared is not None:
                 shared.begin_trial()
+            if mail is not None:
+                mail.begin_trial()
             self._record(bucket)
         device.synchronize()
+        if mail is not None:
+            mail.end_trial()
         self._chosen[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
@@ -229,7 +372,11 @@ class RecordedStep:
     def _record(self, bucket: int) -> Rows:
         tokens: Any = StepTokens(self._token_ids)
         positions: Any = StepPositions(self._positions, bucket)
-        hidden = self._model.forward(tokens, positions, self._cache, self._moe)
+        moe = self._moe
+        if self._mail is not None:
+            self._mail.mail.kernels.begin()
+            moe = self._mail
+        hidden = self._model.forward(tokens, positions, self._cache, moe)
         logits = self._model.head(hidden)
         assert isinstance(logits, Product)
         history: Any = self._history
@@ -249,3 +396,7 @@ class _Recording:
     pieces: list[Piece]
     logits: Rows
     kept: list[Buffer]
+
+    def close(self) -> None:
+        for piece in self.pieces:
+            piece.graph.close()

@@ -15,7 +15,7 @@ import numpy as np
 from dflash_adapters.ops import RoutingRule
 from dflash_runtime.compute.cupy.buffers import Buffer, Buffers, array_of
 from dflash_runtime.compute.cupy.decode_arrays import GRANULE, meta_shape, padded_columns
-from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts
+from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts, MailReply
 from dflash_runtime.compute.cupy.decode_experts import Rows as ExpertRows
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, experts_shape
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
@@ -25,6 +25,7 @@ from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.row_kernels import ChooseExperts, is_plain
@@ -152,6 +153,41 @@ class Steps:
         self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
         return here
 
+    def answer(self, layer: ResidentLayer, rows: ExpertRows, choice: Choice, to: MailReply) -> None:
+        """Sums of the chosen experts into a mailbox. Shapes: of one token."""
+        experts, hidden = self._experts_of(experts_shape(layer.layer, 1, gives_sums=True))
+        experts.launch_gate_up(layer.decode, choice, rows, hidden)
+        experts.launch_down(layer.decode, choice, hidden, to)
+
+    def begin_experts(self, layer: ResidentLayer, choice: Choice, rows: ExpertRows) -> None:
+        """The first half of a token's chosen experts, of which no others may run before
+        `end_experts`."""
+        experts, hidden = self._experts_of(experts_shape(layer.layer, 1))
+        experts.launch_gate_up(layer.decode, choice, rows, hidden)
+
+    def end_experts(
+        self, layer: ResidentLayer, choice: Choice, residual: Rows, replies: MailReplies
+    ) -> None:
+        """Add them and what peers answer to the residual."""
+        experts, hidden = self._experts_of(experts_shape(layer.layer, 1))
+        experts.launch_down(layer.decode, choice, hidden, residual.array, replies=replies)
+
+    def rows_of(self, x: Normed) -> ExpertRows:
+        """Normalised rows as experts read them."""
+        sides = self._sides(x)
+        return ExpertRows(
+            quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
+        )
+
+    def new_rows(self, num_tokens: int, columns: int) -> ExpertRows:
+        """The same, with anything in them, kept by nobody else."""
+        empty = self._device.empty
+        return ExpertRows(
+            quants=empty((num_tokens, padded_columns(columns)), np.int8),
+            meta=empty(meta_shape(num_tokens, columns), np.float32),
+            values=empty((num_tokens, columns), np.float32),
+        )
+
     def sums_of(self, layer: ResidentLayer, x: Rows, choice: Choice) -> DeviceArray:
         """Weighted sums of the chosen experts of rows that are normalised already.
 
@@ -173,17 +209,21 @@ class Steps:
         gives_sums: bool,
         rule: RoutingRule | None = None,
     ) -> None:
+        rows = ExpertRows(
+            quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
+        )
         shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums, rule=rule)
+        experts, hidden = self._experts_of(shape)
+        experts.launch_gate_up(layer.decode, choice, rows, hidden)
+        experts.launch_down(layer.decode, choice, hidden, out)
+
+    def _experts_of(self, shape: ExpertsShape) -> tuple[DecodeExperts, ExpertRows]:
+        """Kernels, and what is between the two."""
         experts = self._experts.get(shape)
         if experts is None:
             experts = self._experts[shape] = DecodeExperts(self._device, shape)
             self._hidden[shape] = experts.hidden_rows()
-        rows = ExpertRows(
-            quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
-        )
-        hidden = self._hidden[shape]
-        experts.launch_gate_up(layer.decode, choice, rows, hidden)
-        experts.launch_down(layer.decode, choice, hidden, out)
+        return experts, self._hidden[shape]
 
     def pick(
         self,

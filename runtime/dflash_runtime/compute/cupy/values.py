@@ -7,6 +7,7 @@ the next one does it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -184,6 +185,8 @@ class ExpertSums:
     parts: tuple[Buffer, ...] = ()
     """Float64 sums [T, H] of all pairs, of experts here and elsewhere, if somebody else has had a
     share: at most two."""
+    add_to: Callable[[Rows], None] | None = None
+    """Launches what adds all of it to a residual, if somebody else has put that off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,6 +48,11 @@ typedef unsigned long long u64;
 //   atomic_add(u32 *, u32) -> u32 before      integers only: sums of floats would depend on the order
 //   memory_fence()                            writes before it are seen by whoever sees writes after it
 //   memory_fence_of_system()                  the same, the host and other devices included
+//   store_line(pointer, uint4), load_line(pointer) -> uint4   16 bytes, either half as one access, past
+//                                             every cache: for what other devices read and write
+//   store_word(u32 *, u32), load_word(const u32 *)            the same for 4 bytes
+//   clock_ticks() -> u64                      of a clock of constant rate, the same for all blocks
+//   spin_pause()                              between two looks at what somebody else is to write
 //   exp_fast(float), exp2_fast(float), log_fast(float), reciprocal_root(float), reciprocal(float)
 //   exp_double(double)                        within a few units of the last place
 

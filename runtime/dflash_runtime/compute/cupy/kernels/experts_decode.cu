@@ -4,7 +4,7 @@
 // term, one float32 an output element, depends on its own row, weight and expert alone; terms are
 // added in float64 in the order of the choice, and rounded once.
 //
-// HIDDEN, FFN, EXPERTS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
+// HIDDEN, FFN, EXPERTS; MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
 // SUMS: float64 sums are written, or else rounded ones are added to the residual. ROUTE: experts are
 // chosen from logits, NORMALISE and GATE as route.cuh has them.
 // GUESS: down begins with slots that it has no right to rely on (0 in tests).
@@ -12,6 +12,7 @@
 // GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
 #include "activation.cuh"
 #include "choices.cuh"
+#include "mailbox.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
 
@@ -183,6 +184,9 @@ struct DownArgs {
     const float *h;
     float *residual;             // [T, HIDDEN], added to unless SUMS
     double *sums;                // [T, HIDDEN], if SUMS
+    void *reply;                 // null, or lines of a mailbox: sums go there, one a line
+    const MailState *mail;       // whose step this is, if there is a reply
+    MailReplies replies;         // unless SUMS: of peers, if any; added to what is here
 };
 
 constexpr int DOWN_THREADS = DOWN_WARPS * LANES;
@@ -264,6 +268,12 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     if (!SUMS && adds) {
         before = bits_to_float(load_fresh4(a.residual + (i64)token * HIDDEN + row));
     }
+    u32 epoch = 0;  // what the reply is for, or replies are; 0: there is none
+    [[maybe_unused]] u64 deadline = 0;
+    if (SUMS && adds && a.reply && !load_word(&a.mail->aborted)) epoch = load_fresh4(&a.mail->epoch);
+    if (!SUMS && adds && a.replies.num_replies) {
+        epoch = a.replies.mail.epoch(), deadline = a.replies.mail.deadline();
+    }
     if (thread_index() < TOP_K) {
         weight = bits_to_float(load_fresh4(a.choices.topk_weights + token * TOP_K + thread_index()));
     }
@@ -302,6 +312,18 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
 #pragma unroll
     for (int k = 0; k < TOP_K; k++) total += (double)terms[k * DOWN_TILE + thread_index()];
     const i64 place_out = (i64)token * HIDDEN + row;
-    if constexpr (SUMS) a.sums[place_out] = total;
-    else a.residual[place_out] = before + (float)total;
+    if constexpr (!SUMS) {
+        if (epoch) {
+            double others = 0.0;
+            if (!a.replies.add(place_out, epoch, deadline, others)) return;
+            total += others;
+        }
+        a.residual[place_out] = before + (float)total;
+    } else if (!a.reply) {
+        a.sums[place_out] = total;
+    } else if (epoch) {
+        DoubleWords sum;
+        sum.value = total;
+        send_line(line_at(a.reply, place_out), epoch, sum.words[0], sum.words[1]);
+    }
 }

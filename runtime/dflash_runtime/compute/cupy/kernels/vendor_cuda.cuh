@@ -128,6 +128,31 @@ INLINE u32 load_fresh4(const void *p) {
 #define HAS_LOAD_EARLY
 INLINE u32 load_early4(const void *p) { return load_fresh4(p); }
 
+// PTX ISA, memory consistency model: volatile accesses are relaxed at system scope, and a vector access
+// is one of each element. That its halves of 8 bytes are not torn is what NCCL's LL protocol relies on.
+INLINE void store_line(void *p, uint4 v) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+INLINE uint4 load_line(const void *p) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+INLINE void store_word(u32 *p, u32 value) { *(volatile u32 *)p = value; }
+INLINE u32 load_word(const u32 *p) { return *(const volatile u32 *)p; }
+INLINE u64 clock_ticks() {
+    u64 ticks;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ticks));
+    return ticks;
+}
+INLINE void spin_pause() {
+#if __CUDA_ARCH__ >= 700
+    asm volatile("nanosleep.u32 20;");  // leaves the memory to whoever writes what is waited for
+#endif
+}
+
 INLINE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

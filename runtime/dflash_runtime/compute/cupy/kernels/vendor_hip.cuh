@@ -96,6 +96,33 @@ INLINE u32 load_fresh4(const void *p) {
     return __hip_atomic_load((const u32 *)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 
+// HIP programming guide, memory model: accesses of system scope to fine-grained memory (what
+// hipHostRegister maps, and memory of a peer) bypass caches that others do not see. 8 bytes that are
+// aligned are one access.
+INLINE void store_half_line(void *p, u32 low, u32 high) {
+    __hip_atomic_store((u64 *)p, (u64)high << 32 | low, __ATOMIC_RELAXED,
+                       __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE void store_line(void *p, uint4 v) {
+    store_half_line(p, v.x, v.y);
+    store_half_line((u8 *)p + 8, v.z, v.w);
+}
+INLINE u64 load_half_line(const void *p) {
+    return __hip_atomic_load((const u64 *)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE uint4 load_line(const void *p) {
+    const u64 low = load_half_line(p), high = load_half_line((const u8 *)p + 8);
+    return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
+}
+INLINE void store_word(u32 *p, u32 value) {
+    __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE u32 load_word(const u32 *p) {
+    return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE u64 clock_ticks() { return wall_clock64(); }
+INLINE void spin_pause() { __builtin_amdgcn_s_sleep(1); }
+
 // Kernels follow each other whole here.
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() {}

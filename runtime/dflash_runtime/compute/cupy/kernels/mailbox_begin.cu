@@ -1,0 +1,14 @@
+// The first kernel of a step that goes through mailboxes, on either side.
+#include "mailbox_lines.cuh"
+
+struct MailBeginArgs {
+    MailState *state;
+};
+
+KERNEL(mail_begin, MailBeginArgs, LANES, 1) {
+    let_next_begin();
+    wait_for_previous();
+    if (thread_index() != 0) return;
+    a.state->epoch = load_fresh4(&a.state->epoch) + 1;
+    a.state->began = clock_ticks();
+}

@@ -1,0 +1,80 @@
+// The parent's side of a mailbox: what a layer asks of the daemons, and their answers.
+//
+// Defines: TOKENS, HIDDEN, TOP_K, EXPERTS; NORMALISE, GATE as route.cuh has them, ROUTE: experts are
+// chosen here, from logits; THREADS, ADD_THREADS; MOST_PEERS.
+#include "mailbox.cuh"
+#include "route.cuh"
+
+struct MailPostArgs {
+    Mail mail;
+    MailParts parts;
+    const float *logits;             // [T, EXPERTS], if ROUTE: the next two are written then
+    int *topk_ids;                   // [T, TOP_K], global
+    float *topk_weights;             // [T, TOP_K]
+    u32 *selections;                 // null, or [EXPERTS]: how often each was chosen, added to
+    const int *local_ids[MOST_PEERS];  // [EXPERTS] by peer: its name for an expert; negative: not its
+    void *requests[MOST_PEERS];      // lines
+};
+
+constexpr int POST_PAIRS = TOKENS * TOP_K;
+
+// Grid: peers. Rows are on their way while the first warp chooses.
+KERNEL(mail_post, MailPostArgs, THREADS, 1) {
+    using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
+    SHARED(int, ids, POST_PAIRS);
+    SHARED(float, weights, POST_PAIRS);
+    const int peer = block_index_x();
+    const bool is_first = peer == 0, chooses = ROUTE && warp_index() == 0;
+    let_next_begin();
+    wait_for_previous();
+    const u32 epoch = a.mail.epoch();
+    const bool posts = !a.mail.is_aborted();
+    void *lines = a.requests[peer];
+    if (chooses) {
+        for (int token = 0; token < TOKENS; token++) {
+            Choice router;
+            const float *logits = a.logits + (i64)token * EXPERTS;
+            router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
+            router.choose(TOP_K, [&](int k, int j) { ids[token * TOP_K + k] = router.expert(j); });
+            const float weight = router.weight();
+            if (lane_index() < TOP_K) weights[token * TOP_K + lane_index()] = weight;
+        }
+    } else if (posts) {
+        constexpr int First = ROUTE ? LANES : 0;
+        a.parts.each_line(thread_index() - First, THREADS - First,
+                          [&](int line, const u32 *word, bool has_second) {
+            const u32 second = has_second ? load_fresh4(word + 1) : 0;
+            send_line(line_at(lines, POST_PAIRS + line), epoch, load_fresh4(word), second);
+        });
+    }
+    if (ROUTE) block_barrier();
+    for (int pair = thread_index(); pair < POST_PAIRS; pair += THREADS) {
+        const int expert = ROUTE ? ids[pair] : (int)load_fresh4(a.topk_ids + pair);
+        const u32 weight = ROUTE ? float_to_bits(weights[pair]) : load_fresh4(a.topk_weights + pair);
+        const bool exists = (u32)expert < (u32)EXPERTS;
+        if (is_first) {
+            if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
+            if (a.selections && exists) atomic_add(a.selections + expert, 1);
+        }
+        const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
+        if (posts) send_line(line_at(lines, pair), epoch, local, weight);
+    }
+}
+
+struct MailAddArgs {
+    MailReplies replies;
+    float *residual;  // [T, HIDDEN], added to in place
+};
+
+// For a layer none of whose experts are here; else experts_down does it. Rounds once.
+KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
+    const int i = block_index_x() * ADD_THREADS + thread_index();
+    let_next_begin();
+    wait_for_previous();
+    if (i >= TOKENS * HIDDEN) return;
+    const float before = bits_to_float(load_fresh4(a.residual + i));
+    const u32 epoch = a.replies.mail.epoch();
+    double total = 0.0;
+    if (!a.replies.add(i, epoch, a.replies.mail.deadline(), total)) return;
+    a.residual[i] = before + (float)total;
+}

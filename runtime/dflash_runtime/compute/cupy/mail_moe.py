@@ -1,0 +1,123 @@
+"""Routed experts of a recorded step whose remote ones are asked for through mailboxes.
+
+No host has a part in the step: kernels ask, those of daemons answer. Bits are those of
+`moe.DeviceMoe` and `shared_moe.SharedMoe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.moe_spec import MoeLayer, MoeSpec
+from dflash_adapters.ops import RoutingRule
+from dflash_protocol.ids import I64Array, Phase
+from dflash_runtime.compute.cupy.decode_experts import Choice
+from dflash_runtime.compute.cupy.device import DeviceArray
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies
+from dflash_runtime.compute.cupy.ops import CupyOps
+from dflash_runtime.compute.cupy.parent_mail import ParentMail
+from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.row_kernels import is_plain
+from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
+
+_PHASE = Phase.DECODE
+
+
+class MailMoe:
+    """Implements ops.MoeBlock while a step of one token is recorded, or tried.
+
+    Owns: memory of the device.
+    """
+
+    def __init__(
+        self, ops: CupyOps, moe: MoeSpec, resident: Mapping[int, ResidentLayer], mail: ParentMail
+    ) -> None:
+        self.mail = mail
+        self._ops, self._resident = ops, resident
+        self._layers = {layer.layer_id: (index, layer) for index, layer in enumerate(moe.layers)}
+        upload = ops.device.upload
+        self._tables: dict[int, dict[int, DeviceArray]] = {
+            layer.layer_id: {
+                peer: upload(route.local_ids[layer.layer_id])
+                for peer, route in enumerate(mail.routes)
+                if layer.layer_id in route.local_ids
+            }
+            for layer in moe.layers
+        }
+        self._selections = {
+            layer.layer_id: ops.device.zeros(layer.num_experts, np.uint32)
+            for layer in moe.layers
+            if self._tables[layer.layer_id]
+        }
+
+    def take_selections(self) -> dict[int, I64Array]:
+        """How often experts were chosen since the last call in layers that daemons have a share of,
+        by layer id. Shapes: each [E]."""
+        device, taken = self._ops.device, {}
+        for layer_id, selections in self._selections.items():
+            counts: I64Array = device.download(selections).astype(np.int64)
+            if counts.any():
+                device.write(selections, np.zeros(counts.size, np.uint32))
+                taken[layer_id] = counts
+        return taken
+
+    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+        assert isinstance(hidden, Normed)
+        assert isinstance(topk_ids, Chosen)
+        assert isinstance(topk_weights, Chosen)
+        ops, here = self._ops, self._resident.get(layer_id)
+        sums = ExpertSums(here, hidden, topk_ids, topk_weights, _PHASE)
+        tables = self._tables[layer_id]
+        if not tables:
+            return sums  # no daemon has any of it
+        index, layer = self._layers[layer_id]
+        rule = self._rule_to_post_by(topk_ids, topk_weights)
+        choosing = topk_ids.choosing
+        choice = Choice(
+            topk_ids.array,
+            topk_weights.array,
+            logits=None if rule is None or choosing is None else choosing.logits.array,
+            selections=self._selections[layer_id],
+        )
+        requests, replies = self.mail.requests(index), self.mail.replies(index)
+        rows = ops.steps.rows_of(hidden)
+        self.mail.kernels.post(
+            layer,
+            rule,
+            rows,
+            choice=choice,
+            local_ids=list(tables.values()),
+            requests=[requests[peer] for peer in tables],
+        )
+        answers = self.mail.kernels.replies({peer: replies[peer] for peer in tables})
+        if here is None:
+            sums.add_to = partial(self._add, layer, rule, answers)
+        else:
+            chosen = Choice(topk_ids.array, topk_weights.array)
+            ops.steps.begin_experts(here, chosen, rows)
+            sums.add_to = partial(ops.steps.end_experts, here, chosen, replies=answers)
+        return sums
+
+    def _rule_to_post_by(self, topk_ids: Chosen, topk_weights: Chosen) -> RoutingRule | None:
+        """The rule by which posting chooses; None: it is done before, by another kernel."""
+        choosing = topk_ids.choosing
+        if choosing is None or choosing.is_done:
+            return None
+        if choosing.bias is not None or not is_plain(choosing.rule):
+            self._ops.steps.choose(topk_ids, topk_weights)
+            return None
+        choosing.is_done = True
+        return choosing.rule
+
+    def _add(
+        self,
+        layer: MoeLayer,
+        rule: RoutingRule | None,
+        replies: MailReplies,
+        residual: Rows,
+    ) -> None:
+        self.mail.kernels.add(layer, rule, residual.array, replies=replies)

@@ -1,0 +1,190 @@
+"""Where everything of a mailbox lies: the memory through which the kernels of a parent's step ask a
+daemon's, layer by layer, with no host in between.
+
+::
+
+    byte     words of 4 bytes that hosts and devices see               written by
+    0        state of the daemon: MAIL_…                               daemon's host
+    64       doorbell: what was asked for so far, in number            parent's host
+    128      what was asked for last: ASK_…                            parent's host
+    192      its argument                                              parent's host
+    256      answers: what was done of that so far, in number          daemon's host
+    320      the step in which the parent has given up; 0: none        parent's device
+    384      the same of the daemon                                    daemon's device, and host
+    448      milliseconds that a step may take                         parent's host, once
+    512      which device the parent's is, 16 bytes                    parent's host, once
+    576      the same of the daemon's                                  daemon's host, once
+    640      handle of the parent's memory for replies, 64 bytes       parent's host, once
+    704      handle of the daemon's memory for requests, 64 bytes      daemon's host, once
+
+    then     of each layer, in the model's order:                      the devices
+    4096     requests: lines of 16 bytes
+    …        replies: lines of 16 bytes
+
+    a line   data, epoch, data, epoch                                  (u32 each)
+    request  [T, K] (local expert id, or a negative number; weight float32), then the rows as the
+             experts of the layer read them: int8 and {scale, scale * sum}, or float32, or both,
+             each in whole lines
+    reply    [T, H] float64, one a line, rounded nowhere
+
+Requests and replies are written and read here if both devices see the host's memory only; where
+they see each other's, either is in the memory of the device that reads it (at the same offsets,
+less those of the first), and only the words above are here.
+
+Why this is right:
+
+* Either half of a line, 8 bytes and aligned, is stored and loaded as one. A reader that finds the
+  epoch which it waits for has the four bytes that were stored with it. Nothing is ordered among
+  lines or halves, and nothing needs to be: a reader waits for each.
+* An epoch is a step's. It grows by one with every step, on each side by itself, and is never 0,
+  which new memory is. So no line of an earlier step can be taken for this one's.
+* A line is written again only when it has been read: the parent asks a layer again in the next
+  step, which it begins when it has all answers of this one; and the daemon answered when it had
+  read the request. So one place a layer and direction is enough, and nobody counts them.
+* That holds for steps that end. One that does not ends all that goes through this mailbox: whoever
+  has waited too long says so (320, 384), every later wait and post of both sides returns at once,
+  and nothing of the step is used. Steps begin anew with an epoch that none has had, once both hosts
+  have seen their devices at rest; a new session brings new memory.
+* NVIDIA: volatile accesses are relaxed ones of system scope (PTX ISA, memory consistency model).
+  AMD: atomic accesses of system scope to fine-grained memory, as hipHostRegister maps it. See
+  ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
+* The other process may be broken and write anything. What is read is data: ids are checked against
+  the layer's experts, weights and rows are numbers, and no length or address is ever read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from dflash_adapters.moe_spec import MoeLayer, MoeSpec
+from dflash_runtime.compute.cupy.decode_arrays import GRANULE, padded_columns
+from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
+
+STATE_AT = 0
+DOORBELL_AT, ASKED_AT, ARGUMENT_AT, ANSWERS_AT = 64, 128, 192, 256
+PARENT_ABORT_AT, DAEMON_ABORT_AT = 320, 384
+LIMIT_MS_AT = 448
+PARENT_DEVICE_AT, DAEMON_DEVICE_AT = 512, 576
+REPLY_MEMORY_AT, REQUEST_MEMORY_AT = 640, 704
+LINES_AT = 4096
+
+LINE_BYTES = 16
+_LINE_WORDS = 2
+DEVICE_BYTES = 16
+HANDLE_BYTES = 64
+
+_ALIGNMENT = 256
+
+
+class MailState(IntEnum):
+    """What a daemon says of its side."""
+
+    PREPARING = 0
+    READY = 1
+    FAILED = 2
+    SEES_PEER = 3
+    """Ready, and lines may be in the devices' memory."""
+
+
+class Ask(IntEnum):
+    """What a parent's host asks of a daemon's."""
+
+    STEP = 0
+    """Run a step."""
+    EPOCH = 1
+    """The next step's epoch is the argument plus one; lines are in the host's memory."""
+    PEER_EPOCH = 2
+    """The same; lines are in the memory of the device that reads them."""
+    ECHO = 3
+    """Answer so many rounds of a probe."""
+    PEERS = 4
+    """Open the parent's memory, have a step made that goes through it, and say in the state whether
+    that could be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class MailLayout:
+    """Sizes of a mailbox for steps of one token."""
+
+    num_layers: int
+    request_lines: int
+    """Of the layer that has most."""
+    reply_lines: int
+
+    @property
+    def request_bytes(self) -> int:
+        return _aligned(self.request_lines * LINE_BYTES)
+
+    @property
+    def reply_bytes(self) -> int:
+        return _aligned(self.reply_lines * LINE_BYTES)
+
+    @property
+    def requests_nbytes(self) -> int:
+        return self.num_layers * self.request_bytes
+
+    @property
+    def replies_nbytes(self) -> int:
+        return self.num_layers * self.reply_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it in the host's memory."""
+        return LINES_AT + self.requests_nbytes + self.replies_nbytes
+
+    @property
+    def replies_at(self) -> int:
+        """Offset of the first reply, if it is in the host's memory."""
+        return LINES_AT + self.requests_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class MailLines:
+    """Where the lines of a mailbox are, as one device sees them."""
+
+    layout: MailLayout
+    requests: int
+    replies: int
+
+    def request(self, layer_index: int) -> int:
+        """Of a layer, by its place in the model."""
+        return self.requests + layer_index * self.layout.request_bytes
+
+    def reply(self, layer_index: int) -> int:
+        return self.replies + layer_index * self.layout.reply_bytes
+
+
+def host_lines(layout: MailLayout, mailbox: int) -> MailLines:
+    """In the host's memory, in a mailbox at that address."""
+    return MailLines(layout, mailbox + LINES_AT, mailbox + layout.replies_at)
+
+
+def mail_layout(moe: MoeSpec) -> MailLayout:
+    """Of a model's mailbox."""
+    layers = moe.layers
+    return MailLayout(
+        num_layers=len(layers),
+        request_lines=max(
+            layer.num_experts_used + sum(-(-words // _LINE_WORDS) for words in part_words(layer))
+            for layer in layers
+        ),
+        reply_lines=max(layer.hidden_size for layer in layers),
+    )
+
+
+def part_words(layer: MoeLayer) -> tuple[int, int, int]:
+    """Words of a row as the layer's experts read it: int8, what belongs to that, and float32."""
+    columns = padded_columns(layer.hidden_size)
+    kinds = (layer.gate.tensor_type, layer.up.tensor_type)
+    as_bytes = any(kind not in FLOAT_TYPES for kind in kinds)
+    as_floats = any(kind in FLOAT_TYPES for kind in kinds)
+    return (
+        as_bytes * (columns // 4),
+        as_bytes * (2 * columns // GRANULE),
+        as_floats * layer.hidden_size,
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,210 @@
+"""A parent's steps on a GPU that ask daemons' GPUs through mailboxes, all of them emulated here."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_protocol.ring import RingShape
+from dflash_protocol.ring_segment import create_segment
+from dflash_protocol.settings import Settings, load_settings
+from dflash_runtime import Engine
+from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.compute.cupy.mail_words import MailWords
+from dflash_runtime.compute.cupy.mailbox_layout import (
+    DAEMON_DEVICE_AT,
+    LINES_AT,
+    STATE_AT,
+    MailState,
+)
+from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
+from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
+from support.emulated_device import EmulatedDevice
+from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.processes import running_daemon
+from support.random_models import write_qwen3moe
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [int(i) for i in np.random.default_rng(2).integers(0, TINY.vocab_size, 12)]
+NUM_TOKENS = 9
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
+
+
+@pytest.fixture
+def settings() -> Settings:
+    """Emulated kernels take their time."""
+    return replace(load_settings(), step_limit_ms=20_000, deadline_ms=20_000)
+
+
+@pytest.fixture
+def daemons(model: Path, run_dir: Path) -> Iterator[list[tuple[str, subprocess.Popen[str]]]]:
+    with ExitStack() as undo:
+        found = []
+        for name in "ab":
+            endpoint = f"ipc://{run_dir}/{name}.sock"
+            arguments = ["--device", "cuda:0"]
+            process = undo.enter_context(
+                running_daemon(model, endpoint, arguments, module="support.emulated_daemon")
+            )
+            found.append((endpoint, process))
+        yield found
+
+
+class Rings:
+    """Counts steps that were asked for through mailboxes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        ring = ParentMail.ring
+
+        def counted(mail: ParentMail) -> None:
+            self.count += 1
+            ring(mail)
+
+        monkeypatch.setattr(ParentMail, "ring", counted)
+
+
+def tokens(engine: Engine) -> list[int]:
+    return [t.token_id for t in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True)]
+
+
+def opened(model: Path, **options: Any) -> Engine:
+    return Engine.open(model, device="cuda:0", context=32, **options)
+
+
+def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(model) as engine:
+        expected = tokens(engine)
+    rings = Rings(monkeypatch)
+    for endpoints, num_here in ((daemons[:1], 0), (daemons, 2)):
+        with opened(
+            model,
+            connect=[endpoint for endpoint, _ in endpoints],
+            local_experts=num_here,
+            require_daemons=True,
+            settings=replace(settings, ipc_transport="device"),
+        ) as engine:
+            rings.count = 0
+            assert tokens(engine) == expected
+            assert tokens(engine) == expected
+            assert rings.count >= 2 * (NUM_TOKENS - 1)
+    assert all(not device.num_bytes for device in gpus.opened)
+
+
+def test_mailboxes_may_lie_in_the_devices_memory(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As whichever is the faster is taken, either is made to seem so."""
+    choose_memory, use_peers = MailedSteps.choose_memory, ParentMail.use_peers
+    chosen: list[bool] = []
+
+    def used(mail: ParentMail, uses_peers: bool) -> None:
+        assert mail.has_peers
+        chosen.append(uses_peers)
+        use_peers(mail, uses_peers)
+
+    monkeypatch.setattr(ParentMail, "use_peers", used)
+    with opened(model) as engine:
+        expected = tokens(engine)
+    rings = Rings(monkeypatch)
+    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
+    for num_here, times_s in ((0, [2.0, 1.0]), (2, [2.0, 1.0]), (2, [1.0, 2.0])):
+        tried = iter(times_s)
+
+        def seems(mailed: MailedSteps, step_s: Any, tried: Iterator[float] = tried) -> None:
+            assert step_s() > 0
+            choose_memory(mailed, tried.__next__)
+
+        monkeypatch.setattr(MailedSteps, "choose_memory", seems)
+        with opened(model, local_experts=num_here, settings=settings, **options) as engine:
+            assert chosen[-1] == (times_s[1] < times_s[0])
+            rings.count = 0
+            assert tokens(engine) == expected
+            assert rings.count >= NUM_TOKENS - 1
+    assert not list(Path("/dev/shm").glob("dflash-peer-*"))
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path,
+    fault: str,
+) -> None:
+    """What the CPU computes in its place has other bits, so tokens are compared by their logits."""
+    endpoint, process = daemons[0]
+    rings = Rings(monkeypatch)
+    settings = replace(settings, step_limit_ms=3000)
+    with opened(model, connect=[endpoint], local_experts=0, settings=settings) as engine:
+        expected = tokens(engine)
+        assert rings.count
+        found = []
+        for token in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True):
+            found.append(token.token_id)
+            if len(found) == 4:
+                process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        assert len(found) == NUM_TOKENS
+        assert found[:4] == expected[:4]
+        logits = engine.logits([*PROMPT, *found])[len(PROMPT) - 1 : -1]
+        chosen = logits[np.arange(NUM_TOKENS), found]
+        assert (logits.max(axis=1) - chosen < 0.05 * np.abs(logits).max()).all()
+        kinds = [event.kind for event in engine.stats().events]
+        assert "daemon_lost" in kinds
+        rings.count = 0
+        assert len(tokens(engine)) == NUM_TOKENS  # and all goes on without it
+        assert not rings.count
+    process.send_signal(signal.SIGCONT)
+    for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
+        if fault == "kill":
+            left.unlink()
+
+
+def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:
+    device = EmulatedDevice()
+    shape = RingShape(2, 1, TINY.hidden_size, TINY.num_experts_used, mail_bytes=LINES_AT)
+    segment = create_segment(run_dir, shape, generation=1)
+    try:
+        route = MailRoute("a", segment, {}, is_live=lambda: True, fail=lambda reason: None)
+        words = MailWords(segment)
+        segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
+        assert not is_ready(route, device)
+        words.write(STATE_AT, MailState.READY)
+        assert not is_ready(route, device)
+        assert is_ready(route, EmulatedDevice())
+        words.write(STATE_AT, MailState.FAILED)
+        assert not is_ready(route, EmulatedDevice())
+    finally:
+        segment.close()
+    assert not is_ready(route, device)  # nor any when the memory is gone
