@@ -137,7 +137,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
         expected = tokens(engine)
     rings = Rings(monkeypatch)
     options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
-    for num_here, times_s in ((0, [2.0, 1.0]), (2, [2.0, 1.0]), (2, [1.0, 2.0])):
+    for num_here, times_s in ((2, [2.0, 1.0]), (2, [1.0, 2.0])):
         tried = iter(times_s)
 
         def seems(mailed: MailedSteps, step_s: Any, tried: Iterator[float] = tried) -> None:
@@ -152,7 +152,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
             assert rings.count >= NUM_TOKENS - 1
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
     model: Path,
     gpus: EmulatedGpus,

@@ -81,12 +81,6 @@ class Asked:
         self.note(f"finish {started}")
         return EMPTY.astype(np.float64)
 
-    def mail_routes(self) -> tuple[MailRoute, ...]:
-        return ()
-
-    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
-        """Nothing."""
-
     may_offload = False
 
     def to_offload(

@@ -204,55 +204,6 @@ class EmulatedHostMapping:
         self._device.drop_range(self.device_address)
 
 
-class EmulatedMark:
-    """A place in the order of launches, all of which have run at once."""
-
-
-class EmulatedSideStream:
-    """Implements SideStream: everything runs at the latest moment, when somebody waits for it, so
-    that whoever does not wait finds nothing, and whoever gives memory back before is found out."""
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
-        self._waiting: list[Callable[[], None]] = []
-        self._was_asked = False
-        self.num_runs = 0
-        """Of what ran here."""
-
-    def wait_for(self, mark: Any) -> None:
-        """As SideStream.wait_for."""
-        assert isinstance(mark, EmulatedMark)
-
-    def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As SideStream.write."""
-        assert source.flags.c_contiguous
-        place, origin, num_bytes = address(destination), int(source.ctypes.data), source.nbytes
-        assert destination.nbytes == num_bytes
-        # By address: that both are kept is the caller's business.
-        self._waiting.append(lambda: self._device.write_at(place, origin, num_bytes))
-
-    def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
-        """As SideStream.launch."""
-        run = self._device.prepared(kernel, grid, block, args, overlaps_previous=False)
-        self._waiting.append(run)
-
-    def is_empty(self) -> bool:
-        """As SideStream.is_empty: not when it is asked first, and then it is."""
-        has_been_asked, self._was_asked = self._was_asked, True
-        if self._waiting and has_been_asked:
-            self.synchronize(1.0)
-        return not self._waiting
-
-    def synchronize(self, deadline_s: float) -> None:
-        """As SideStream.synchronize. Raises: KernelFailure."""
-        assert deadline_s > 0
-        self._was_asked = False
-        waiting, self._waiting = self._waiting, []
-        for run in waiting:
-            run()
-            self.num_runs += 1
-
-
 class EmulatedCopyStream:
     """Copies nothing before it must have arrived."""
 
