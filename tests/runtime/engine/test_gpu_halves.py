@@ -191,6 +191,7 @@ def opened(path: Path, **options: Any) -> Engine:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_whatever_happens_to_a_half_the_chunk_is_computed(
     model: Path,
     gpus: EmulatedGpus,
