@@ -1,0 +1,229 @@
+"""Kernels of the mailbox, both of whose sides are the same device here: one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.registry import adapter_for
+from dflash_protocol.ids import AnyArray, F64Array
+from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
+from dflash_runtime.compute.cupy.decode_experts import Choice, Rows
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.mailbox_kernels import (
+    MailKernels,
+    MailPeer,
+    MailProbeArgs,
+    MailSide,
+)
+from dflash_runtime.compute.cupy.mailbox_layout import LINE_BYTES, mail_layout, part_words
+from support.emulated_device import EmulatedDevice
+from support.emulated_gpu import TINY
+from support.random_models import write_qwen3moe
+
+EPOCH, ABORTED, BLAMED = 2, 3, 4
+"""Words of MailSide.state."""
+
+
+@dataclass
+class Side:
+    """One side with two peers, and the words that they tell each other."""
+
+    mail: MailSide
+    kernels: MailKernels
+    own: DeviceArray
+    other: DeviceArray
+
+    @property
+    def state(self) -> AnyArray:
+        return self.mail.device.download(self.mail.state)
+
+
+def side_of(device: KernelDevice, *, limit_ms: int = 20_000) -> Side:
+    own, other = device.zeros(2, np.uint32), device.zeros(2, np.uint32)
+    peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(2)]
+    mail = MailSide(device, peers, limit_ms)
+    return Side(mail, MailKernels(mail), own, other)
+
+
+@pytest.fixture(scope="module", params=["F32", "Q8_0"])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_qwen3moe(folder / "m.gguf", TINY, seed=1, tensor_type=request.param)
+
+
+@pytest.fixture
+def layer(file: Path) -> Iterator[MoeLayer]:
+    with GgufFile.open(file) as opened:
+        yield adapter_for(opened).read_spec(opened).moe.layers[0]
+
+
+def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> Rows:
+    """Rows as experts read them, with numbers or without."""
+    rng = np.random.default_rng(seed)
+    shapes = ((1, padded_columns(columns)), np.int8), (meta_shape(1, columns), np.float32)
+    arrays = [
+        device.empty(shape, dtype)
+        if seed is None
+        else device.upload(rng.integers(-99, 99, shape).astype(dtype))
+        for shape, dtype in (*shapes, ((1, columns), np.float32))
+    ]
+    return Rows(*arrays)
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_chosen: bool) -> None:
+    used, num_experts = layer.num_experts_used, layer.num_experts
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((1, num_experts)).astype(np.float32)
+    rule = RoutingRule(num_experts_used=used, gating=Gating.SOFTMAX, normalise=True)
+    chosen = np.argsort(-logits[0])[:used].astype(np.int32)
+    weights = np.exp(logits[0, chosen].astype(np.float64))
+    weights /= weights.sum()
+    choice = Choice(
+        device.upload(chosen[None]) if is_chosen else device.empty((1, used), np.int32),
+        device.upload(weights[None].astype(np.float32))
+        if is_chosen
+        else device.empty((1, used), np.float32),
+        logits=None if is_chosen else device.upload(logits),
+        selections=device.zeros(num_experts, np.uint32),
+    )
+    tables = [rng.integers(-1, num_experts, num_experts).astype(np.int32) for _ in range(2)]
+    num_lines = used + sum(-(-words // 2) for words in part_words(layer))
+    requests = device.zeros((2, num_lines * LINE_BYTES), np.uint8)
+    places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(2)]
+    parent, rows = side_of(device), new_rows(device, layer.hidden_size, seed=4)
+    parent.kernels.begin()
+    parent.kernels.post(
+        layer,
+        None if is_chosen else rule,
+        rows,
+        choice=choice,
+        local_ids=[device.upload(table) for table in tables],
+        requests=places,
+    )
+    counts = np.bincount(chosen, minlength=num_experts)
+    assert choice.selections is not None
+    np.testing.assert_array_equal(device.download(choice.selections), counts)
+    np.testing.assert_array_equal(device.download(choice.topk_ids)[0], chosen)
+    for table, request in zip(tables, places, strict=True):
+        daemon, taken = side_of(device), new_rows(device, layer.hidden_size)
+        asked = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
+        daemon.kernels.begin()
+        daemon.kernels.take(layer, taken, asked, request=request)
+        np.testing.assert_array_equal(device.download(asked.topk_ids)[0], table[chosen])
+        found = device.download(asked.topk_weights)[0]
+        np.testing.assert_allclose(found, weights, rtol=1e-6)
+        given = ((rows.quants, taken.quants), (rows.meta, taken.meta), (rows.values, taken.values))
+        for num_words, (sent, arrived) in zip(part_words(layer), given, strict=True):
+            if num_words:
+                assert sent is not None
+                assert arrived is not None
+                np.testing.assert_array_equal(device.download(arrived), device.download(sent))
+        assert daemon.state[EPOCH] == 1
+        assert not daemon.state[ABORTED]
+
+
+def reply_lines(values: F64Array, epoch: int) -> AnyArray:
+    """Shapes: values [H]; result [H, 4] uint32."""
+    lines = np.full((values.size, 4), epoch, np.uint32)
+    lines[:, ::2] = values.view(np.uint32).reshape(-1, 2)
+    return lines
+
+
+def test_replies_are_added_in_order_and_rounded_once(
+    device: EmulatedDevice, layer: MoeLayer
+) -> None:
+    rng = np.random.default_rng(5)
+    sums = rng.standard_normal((2, layer.hidden_size)) * [[1.0], [1e9]]
+    before = rng.standard_normal((1, layer.hidden_size)).astype(np.float32)
+    side, residual = side_of(device), device.upload(before)
+    arrays = [device.upload(reply_lines(each, epoch=1)) for each in sums]
+    side.kernels.begin()
+    replies = side.kernels.replies({peer: address(lines) for peer, lines in enumerate(arrays)})
+    side.kernels.add(layer, None, residual, replies=replies)
+    expected = before + ((0.0 + sums[0]) + sums[1]).astype(np.float32)
+    np.testing.assert_array_equal(device.download(residual), expected)
+
+
+def test_who_does_not_answer_ends_the_step_and_all_after_it(
+    device: EmulatedDevice, layer: MoeLayer
+) -> None:
+    answered = device.upload(reply_lines(np.ones(layer.hidden_size), epoch=1))
+    late = device.upload(reply_lines(np.ones(layer.hidden_size), epoch=7))  # another step's
+    side = side_of(device, limit_ms=200)
+    before = np.ones((1, layer.hidden_size), np.float32)
+    residual = device.upload(before)
+    replies = side.kernels.replies({0: address(answered), 1: address(late)})
+    side.kernels.begin()
+    side.kernels.add(layer, None, residual, replies=replies)
+    assert side.state[ABORTED] == 1
+    assert side.state[BLAMED] == 2
+    np.testing.assert_array_equal(device.download(side.own), [1, 1])
+    side.kernels.begin()
+    began_s = time.monotonic()
+    side.kernels.add(layer, None, residual, replies=replies)
+    device.synchronize()
+    assert time.monotonic() - began_s < 0.15 or device.name.startswith("host")
+    assert list(side.state[EPOCH : ABORTED + 1]) == [2, 1]
+    np.testing.assert_array_equal(device.download(residual), before)
+
+
+def test_a_peer_that_has_given_up_is_not_waited_for(
+    device: EmulatedDevice, layer: MoeLayer
+) -> None:
+    side = side_of(device, limit_ms=600_000)
+    device.write(side.other, np.array([0, 5], np.uint32))
+    lines = device.zeros((layer.hidden_size, 4), np.uint32)
+    residual = device.zeros((1, layer.hidden_size), np.float32)
+    side.kernels.begin()
+    side.kernels.add(layer, None, residual, replies=side.kernels.replies({0: address(lines)}))
+    assert side.state[ABORTED] == 1
+    assert side.state[BLAMED] == 2
+
+
+def test_a_probe_finds_what_did_not_arrive_as_sent(device: EmulatedDevice, file: Path) -> None:
+    with GgufFile.open(file) as opened:
+        layout = mail_layout(adapter_for(opened).read_spec(opened).moe)
+    requests = device.zeros((layout.request_lines, 4), np.uint32)
+    replies = device.zeros((layout.reply_lines, 4), np.uint32)
+    wrong, ticks = device.zeros(1, np.uint32), device.zeros(1, np.int64)
+
+    def args() -> MailProbeArgs:
+        return MailProbeArgs(
+            requests=address(requests),
+            replies=address(replies),
+            wrong=address(wrong),
+            ticks=address(ticks),
+            num_requests=layout.request_lines,
+            num_replies=layout.reply_lines,
+            num_rounds=1,
+            seed=9,
+            longest_pause=1000,
+        )
+
+    # Nobody answers in time; then the request is there, and is answered, and asked once more.
+    alone = side_of(device, limit_ms=20)
+    alone.kernels.probe(args(), is_echo=False)
+    assert device.download(wrong)[0]
+    device.write(wrong, np.zeros(1, np.uint32))
+    echo, ping = side_of(device), side_of(device)
+    echo.kernels.probe(args(), is_echo=True)
+    ping.kernels.probe(args(), is_echo=False)
+    assert device.download(wrong)[0] == 0
+    assert device.download(ticks)[0] > 0
+    assert echo.state[EPOCH] == ping.state[EPOCH] == 1
+    damaged = device.download(replies)
+    damaged[3, 2] ^= 1
+    device.write(replies, damaged)
+    last = side_of(device)
+    last.kernels.probe(args(), is_echo=False)
+    assert device.download(wrong)[0] == 1
