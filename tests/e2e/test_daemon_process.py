@@ -128,7 +128,7 @@ def test_tcp_on_the_loopback_address_works(model: Path, host: str) -> None:
         (["--device", "tpu:0"], "--device='tpu:0': must be auto, cpu, cuda:N or hip:N"),
         (["--device", "cuda:1023"], "device cuda:1023: "),
         (["--threads", "x"], "--threads='x': must be a whole number from 0 to 1024"),
-        (["--ipc-transport", "pigeon"], "must be one of auto, shared, stream"),
+        (["--ipc-transport", "pigeon"], "must be one of auto, device, shared, stream"),
         (["--settings", "/no/such.toml"], "settings file /no/such.toml: No such file"),
         (["--what"], "--what"),
     ],

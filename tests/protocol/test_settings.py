@@ -22,6 +22,7 @@ PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 NUMBERS = [
     # variable, field, default, smallest, largest
     ("IPC_DEADLINE_MS", "deadline_ms", 250, 1, 3_600_000),
+    ("IPC_STEP_LIMIT_MS", "step_limit_ms", 200, 1, 60_000),
     ("HEARTBEAT_MS", "heartbeat_ms", 1000, 10, 60_000),
     ("CONNECT_TIMEOUT_MS", "connect_timeout_ms", 10_000, 10, 3_600_000),
     ("IPC_BATCH_CAPACITY", "batch_capacity", 1024, 1, 4096),
@@ -35,7 +36,7 @@ NUMBERS = [
 WORDS = [
     # variable, field, default, values
     ("IPC_MODE", "ipc_mode", "auto", ("auto", "batched", "stream")),
-    ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "shared", "stream")),
+    ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "device", "shared", "stream")),
     ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
     ("PREFILL_OFFLOAD", "prefill_offload", "auto", ("auto", "on", "off")),
     ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),

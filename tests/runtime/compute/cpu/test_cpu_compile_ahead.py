@@ -114,7 +114,7 @@ def test_a_model_needs_what_it_has() -> None:
     assert experts < whole < recurrent
     assert {job for job in experts if "." in job} == {"rows.F32", "rows.Q8_0"}
     assert not {"attend", "attention", "delta", "conv"} & experts
-    assert recurrent - whole == {"delta", "conv", "products"}
+    assert recurrent - whole == {"delta", "conv", "products", "tree"}
     assert {job for job in whole if job.startswith("elements.")} == {"elements.f16", "elements.f32"}
 
 
