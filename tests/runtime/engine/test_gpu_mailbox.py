@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.settings import Settings, load_settings
@@ -188,6 +189,32 @@ def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
     for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
         if fault == "kill":
             left.unlink()
+
+
+def test_where_a_probe_fails_the_host_asks(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_probes = 0
+
+    def fails(mail: ParentMail, index: int) -> float:
+        nonlocal num_probes
+        num_probes += 1
+        raise DaemonUnavailable("1 lines of a probe did not arrive as sent")
+
+    monkeypatch.setattr(ParentMail, "_probe", fails)
+    rings = Rings(monkeypatch)
+    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
+    with opened(model, local_experts=0, settings=settings, **options) as engine:
+        assert tokens(engine) == tokens(engine)
+        assert num_probes == 1
+        assert not rings.count
+        stats = engine.stats()
+        assert stats.owners["link0"].requests
+        assert not stats.events
 
 
 def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:

@@ -21,6 +21,7 @@ _LOG = logging.getLogger(__name__)
 _READY_S = 60.0
 """Daemons may have to compile their kernels."""
 _LOOK_S = 0.01
+_MOST_FAILURES = 10
 
 
 class MailedSteps:
@@ -39,6 +40,9 @@ class MailedSteps:
         self._layout = mail_layout(moe)
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailMoe | None = None
+        self._refused: tuple[MailRoute, ...] = ()
+        """Sessions whose mailboxes were tried and are of no use."""
+        self._num_failures = 0
         self._uses_peers: bool | None = None
         """Whether lines are best in devices' memory; None: nobody has tried."""
 
@@ -57,18 +61,42 @@ class MailedSteps:
         if self._present is not None and self._present.mail.is_live:
             return self._present
         self.close()
-        device, routes = self._ops.device, self._elsewhere.mail_routes()
-        is_usable = 0 < len(routes) <= MOST_PEERS
-        if is_usable and all(is_ready(route, device) for route in routes):
+        routes = self._elsewhere.mail_routes()
+        if self._num_failures < _MOST_FAILURES and self._is_usable(routes):
+            self._routes = routes
             try:
-                mail = ParentMail(device, self._layout, routes)
-                if mail.has_peers and self._uses_peers is not False:
-                    mail.use_peers(True)
-                self._present = MailMoe(self._ops, self._moe, self._resident, mail=mail)
-                self._routes = routes
+                self._present = self._opened(routes)
             except DaemonUnavailable as error:
-                _LOG.warning("no mailbox: %s", one_line(str(error)))
+                self.refuse(error)
         return self._present
+
+    def _is_usable(self, routes: tuple[MailRoute, ...]) -> bool:
+        is_new = 0 < len(routes) <= MOST_PEERS and routes != self._refused
+        return is_new and all(is_ready(route, self._ops.device) for route in routes)
+
+    def _opened(self, routes: tuple[MailRoute, ...]) -> MailMoe:
+        """Raises: DaemonUnavailable."""
+        mail = ParentMail(self._ops.device, self._layout, routes)
+        try:
+            if mail.has_peers and self._uses_peers is not False:
+                mail.use_peers(True)
+            return MailMoe(self._ops, self._moe, self._resident, mail=mail)
+        except BaseException:
+            mail.close()
+            raise
+
+    def refuse(self, error: DaemonUnavailable) -> None:
+        """The present sessions' mailboxes are of no use: their hosts are asked instead."""
+        _LOG.warning("no mailbox: %s", one_line(str(error)))
+        self._refused = self._routes
+        self.close()
+
+    def count_failure(self) -> None:
+        """A step has failed, and a session with it. Where that happens again and again, no other is
+        tried: each costs a step's limit."""
+        self._num_failures += 1
+        if self._num_failures == _MOST_FAILURES:
+            _LOG.warning("no mailbox: %s", f"{_MOST_FAILURES} steps have failed")
 
     def choose_memory(self, step_s: Callable[[], float]) -> None:
         """Where steps are the fastest, as `step_s` measures. Raises: DaemonUnavailable."""

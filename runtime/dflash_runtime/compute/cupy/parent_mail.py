@@ -85,8 +85,8 @@ class ParentMail:
     def __init__(
         self, device: KernelDevice, layout: MailLayout, routes: Sequence[MailRoute]
     ) -> None:
-        """Raises: DaemonUnavailable if a daemon does not answer, or what comes is damaged; it is
-        told so then."""
+        """Raises: DaemonUnavailable if a daemon does not answer, or what comes is damaged; it may
+        be well otherwise."""
         self.routes = tuple(routes)
         self._device, self._layout = device, layout
         self._words = [MailWords(route.segment) for route in routes]
@@ -159,14 +159,10 @@ class ParentMail:
         """Steps begin anew, none of which is under way. Raises: DaemonUnavailable."""
         self._device.synchronize()
         self.epoch += _UNUSED_EPOCHS
-        for route, words, ask in zip(self.routes, self._words, self._asks, strict=True):
-            try:
-                words.write(PARENT_ABORT_AT, 0)
-                words.ask(ask, self.epoch)
-                words.await_answer(_ANSWER_S)
-            except DaemonUnavailable as error:
-                route.fail(str(error))
-                raise
+        for words, ask in zip(self._words, self._asks, strict=True):
+            words.write(PARENT_ABORT_AT, 0)
+            words.ask(ask, self.epoch)
+            words.await_answer(_ANSWER_S)
         self._side.set_epoch(self.epoch)
 
     def ring(self) -> None:
@@ -224,19 +220,15 @@ class ParentMail:
             _LOG.info("our device does not see that of %s: %s", route.name, one_line(str(error)))
             return None
         route.segment.write_mail(REPLY_MEMORY_AT, own.handle)
-        try:
-            words.ask(Ask.PEERS)
-            words.await_answer(_COMPILE_S)
-        except DaemonUnavailable as error:
-            route.fail(str(error))
-            raise
+        words.ask(Ask.PEERS)
+        words.await_answer(_COMPILE_S)
         if words.read(STATE_AT) != MailState.SEES_PEER:
             return None
         return MailLines(layout, requests=other.device_address, replies=own.device_address)
 
     def _probe(self, index: int) -> float:
         """Seconds of a round trip, half of them took longer. Raises: DaemonUnavailable."""
-        route, words = self.routes[index], self._words[index]
+        words = self._words[index]
         side = MailSide(self._device, (self._side.peers[index],), self._side.limit_ms)
         wrong, ticks = self._device.zeros(1, np.uint32), self._device.zeros(_PROBE_ROUNDS, np.int64)
         lines = self._lines[index]
@@ -249,19 +241,15 @@ class ParentMail:
             num_replies=self._layout.reply_lines,
             num_rounds=_PROBE_ROUNDS,
         )
-        try:
-            words.ask(self._asks[index], self.epoch)
-            words.await_answer(_ANSWER_S)
-            words.ask(Ask.ECHO, _PROBE_ROUNDS)
-            side.set_epoch(self.epoch)
-            MailKernels(side).probe(args, is_echo=False)
-            num_wrong = int(self._device.download(wrong)[0])
-            words.await_answer(_ANSWER_S)
-            if num_wrong:
-                raise DaemonUnavailable(f"{num_wrong} lines of a probe did not arrive as sent")
-        except DaemonUnavailable as error:
-            route.fail(str(error))
-            raise
+        words.ask(self._asks[index], self.epoch)
+        words.await_answer(_ANSWER_S)
+        words.ask(Ask.ECHO, _PROBE_ROUNDS)
+        side.set_epoch(self.epoch)
+        MailKernels(side).probe(args, is_echo=False)
+        num_wrong = int(self._device.download(wrong)[0])
+        words.await_answer(_ANSWER_S)
+        if num_wrong:
+            raise DaemonUnavailable(f"{num_wrong} lines of a probe did not arrive as sent")
         self.epoch += _PROBE_ROUNDS
         return float(np.median(self._device.download(ticks))) * 1e-3 / self._device.ticks_per_ms
 

@@ -7,7 +7,6 @@ What was chosen is written to memory of the host, which looks there without a wo
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
-from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_runtime.compute.backend import DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
@@ -35,8 +34,6 @@ from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.recorded_pieces import Pause, Piece, record_pieces
 from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 from dflash_runtime.compute.cupy.values import Product, Rows, StepPositions, StepTokens
-
-_LOG = logging.getLogger(__name__)
 
 _NONE = -1
 """In place of a token that no step has chosen yet."""
@@ -85,8 +82,9 @@ class RecordedStep:
         self._shared = moe if isinstance(moe, SharedMoe) else None
         self._mailed = mailed
         self._mail: MailMoe | None = None
-        self._is_trial = False
         """What the next step goes through, unless the host is asked."""
+        self._is_trial = False
+        """Steps are run in vain, and counted by nobody."""
         self._first_epoch = self._first_id = 0
         """Of the step that was begun last."""
         self._recordings: dict[tuple[int, bool, MailMoe | None], _Recording] = {}
@@ -122,7 +120,8 @@ class RecordedStep:
         try:
             mailed.choose_memory(self._step_s)
         except DaemonUnavailable as error:
-            _LOG.warning("no mailbox: %s", one_line(str(error)))
+            self._forget_mail()
+            mailed.refuse(error)
         self._is_trial = False
         self._forget_recordings()
 
@@ -262,6 +261,8 @@ class RecordedStep:
         self._ops.device.synchronize()
         mail.mail.fail()
         self._forget_mail()
+        assert self._mailed is not None
+        self._mailed.count_failure()
         self._begin(token_id, position)
         while self._position < end:
             self.start()
