@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import psutil
 from bench.cpu_time import family, others_s
+from bench.machine import ROOT
 from bench.pairs import Sample
 
 _WHERE_ARE_YOU = signal.SIGUSR1
@@ -152,7 +153,7 @@ def _serve(
     try:
         served = factory(*args, **kwargs)
     except Exception:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send((False, _failure()))
         return
     pipe.send((True, None))
     while True:
@@ -168,13 +169,18 @@ def _serve(
                 sampled = getattr(served, arguments[0])
                 reply = True, _sampled(sampled, arguments[1:], realtime)
         except Exception:
-            reply = False, traceback.format_exc()
+            reply = False, _failure()
         except KeyboardInterrupt:
             return
         try:
             pipe.send(reply)
         except OSError:  # nobody waits for it any more
             return
+
+
+def _failure() -> str:
+    """The present exception's traceback, without what lies above our folder: results are kept."""
+    return traceback.format_exc().replace(f"{ROOT}/", "")
 
 
 def _sampled(
