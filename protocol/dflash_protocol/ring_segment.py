@@ -74,6 +74,8 @@ class Segment:
         """A device of the other side sees it."""
         self.before_close: Callable[[], None] = lambda: None
         """Has whoever uses the memory besides let go of it."""
+        self.mail_limit_ms = 0
+        """How long a step of ours through the mailbox may take, as we have told the other side."""
         self.peer_mails = False
         """The other side makes its end of the mailbox ready."""
         self._memory = memory
@@ -135,7 +137,8 @@ class Segment:
         """Let go of everything; nothing may use the address any more."""
         if self._memory.closed:
             return
-        self.before_close()
+        before_close, self.before_close = self.before_close, lambda: None
+        before_close()
         if self.window is not None:
             self.window.close()
             self.window = None

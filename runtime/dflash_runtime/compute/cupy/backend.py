@@ -166,7 +166,8 @@ class CupyBackend:
             scratch=work,
         )
         if self._memory is not None:
-            self.device.trim()
+            with self._lock:
+                self.device.trim()
             room.require(self.device.name, self._memory())
 
     def load_experts(
@@ -186,7 +187,7 @@ class CupyBackend:
         """A bank's memory goes with it; here it goes on to whoever else wants it."""
         with self._lock:
             self._recorded_experts.forget_dropped()
-        self.device.trim()
+            self.device.trim()
 
     def to_host(self, rows: Any) -> F32Array:
         """As backend.ComputeBackend.to_host."""

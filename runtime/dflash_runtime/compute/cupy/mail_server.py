@@ -55,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 
 _POLL_MS = 250
 _LONGEST_LIMIT_MS = 60_000
-_MOST_ROUNDS = 1 << 24
+_MOST_ROUNDS = 1 << 12
 _MODULUS = 1 << 32
 _MOST_STEPS = 64
 """That can be asked for before any of them is done."""
@@ -126,9 +126,11 @@ class MailServer:
         with suppress(DaemonUnavailable):
             self._words.write(STATE_AT, MailState.FAILED)
             self._words.write(DAEMON_ABORT_AT, _CLOSED)
-        with suppress(DeviceUnavailable), self._lock:
+        with suppress(DeviceUnavailable):
             if self._queue is not None:
                 self._queue.synchronize()
+        with suppress(DeviceUnavailable), self._lock:
+            if self._queue is not None:
                 self._queue.close()
             for medium in self._media:
                 medium.graph.close()
@@ -136,6 +138,7 @@ class MailServer:
                 if memory is not None:
                     memory.close()
         self._media.clear()
+        self._layers = {}  # whose experts others may want to drop
         self._queue = self._kernels = self._own_memory = self._peer_memory = None
 
     def _prepare(self) -> None:
@@ -145,8 +148,10 @@ class MailServer:
             peer = MailPeer(
                 own_abort=self._base + DAEMON_ABORT_AT, other_abort=self._base + PARENT_ABORT_AT
             )
-            side = MailSide(self._device, (peer,), limit_ms)
+            # The parent is to give up first, who knows whom it waits for.
+            side = MailSide(self._device, (peer,), limit_ms + limit_ms // 2)
             self._kernels = MailKernels(side)
+            self._kernels.prepare_probe(is_echo=True)
             self._record(host_lines(self._layout, self._base))
             self._queue = self._device.new_queue()
             with suppress(DeviceUnavailable):  # the host's memory is there in any case
@@ -215,8 +220,10 @@ class MailServer:
                 self._queue.replay(self._media[self._medium].graph)
                 self._num_done += 1
         else:
+            self._queue.synchronize()  # which waits for the parent, and others must not
             with self._lock:
-                self._queue.synchronize()
+                if asked.ask is Ask.ECHO:  # which waits for the parent: it is to know that
+                    self._words.answer(asked.number)
                 self._do_other(asked)
             self._num_done = asked.number
         self._words.answer(self._num_done)

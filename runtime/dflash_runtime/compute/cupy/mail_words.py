@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_protocol.errors import DaemonUnavailable
@@ -61,11 +62,12 @@ class MailWords:
         self.write(DOORBELL_AT, self._num_asked % _MODULUS)
         self._segment.ring_mail()
 
-    def await_answer(self, patience_s: float) -> None:
-        """Until all that was asked for is done. Raises: DaemonUnavailable if it takes longer."""
+    def await_answer(self, patience_s: float, is_live: Callable[[], bool]) -> None:
+        """Until all that was asked for is done. Raises: DaemonUnavailable if it takes longer, or
+        the session is over."""
         end_s = time.monotonic() + patience_s
         while self.read(ANSWERS_AT) != self._num_asked % _MODULUS:
-            if time.monotonic() > end_s:
+            if not is_live() or time.monotonic() > end_s:
                 raise DaemonUnavailable(f"the mailbox has not answered for {patience_s:.1f} s")
             time.sleep(_LOOK_S)
 

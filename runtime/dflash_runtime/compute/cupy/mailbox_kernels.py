@@ -228,11 +228,15 @@ class MailKernels:
         kernel = self._kernel("mailbox_daemon.cu", "mail_take", MailTakeArgs, defines)
         self._device.launch(kernel, (1, 1, 1), _THREADS, args)
 
+    def prepare_probe(self, *, is_echo: bool) -> Kernel:
+        """Compiled, so that the other side need not wait for that."""
+        name, defines = "mail_echo" if is_echo else "mail_ping", _probe_defines(is_echo=is_echo)
+        return self._kernel("mailbox_probe.cu", name, MailProbeArgs, defines)
+
     def probe(self, args: MailProbeArgs, *, is_echo: bool) -> None:
         """So many round trips of a probe, or the answers to them."""
         args.mail = self.side.args
-        name, defines = "mail_echo" if is_echo else "mail_ping", _probe_defines(is_echo=is_echo)
-        kernel = self._kernel("mailbox_probe.cu", name, MailProbeArgs, defines)
+        kernel = self.prepare_probe(is_echo=is_echo)
         self._device.launch(kernel, (1, 1, 1), _THREADS, args)
 
     def _parts(self, layer: MoeLayer, rows: Rows) -> MailPartsArgs:

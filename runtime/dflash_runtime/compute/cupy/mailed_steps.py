@@ -22,6 +22,8 @@ _READY_S = 60.0
 """Daemons may have to compile their kernels."""
 _LOOK_S = 0.01
 _MOST_FAILURES = 10
+_EPOCHS_OF_OPENING = 1 << 16
+"""More than probes and restarts take."""
 
 
 class MailedSteps:
@@ -43,6 +45,8 @@ class MailedSteps:
         self._refused: tuple[MailRoute, ...] = ()
         """Sessions whose mailboxes were tried and are of no use."""
         self._num_failures = 0
+        self._epoch = 0
+        """No step was ever asked for with one after it: a session may be used again."""
         self._uses_peers: bool | None = None
         """Whether lines are best in devices' memory; None: nobody has tried."""
 
@@ -76,7 +80,8 @@ class MailedSteps:
 
     def _opened(self, routes: tuple[MailRoute, ...]) -> MailMoe:
         """Raises: DaemonUnavailable."""
-        mail = ParentMail(self._ops.device, self._layout, routes)
+        self._epoch += _EPOCHS_OF_OPENING
+        mail = ParentMail(self._ops.device, self._layout, routes, epoch=self._epoch)
         try:
             if mail.has_peers and self._uses_peers is not False:
                 mail.use_peers(True)
@@ -120,5 +125,6 @@ class MailedSteps:
     def close(self) -> None:
         """Let go of everything; no step may still run."""
         if self._present is not None:
+            self._epoch = max(self._epoch, self._present.mail.epoch)
             self._present.mail.close()
         self._present, self._routes = None, ()

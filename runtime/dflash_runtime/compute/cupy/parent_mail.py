@@ -52,8 +52,8 @@ _UNUSED_EPOCHS = 64
 
 def begin_mailbox(segment: Segment, device: KernelDevice, limit_ms: int) -> None:
     """What a daemon is to know before it makes its end ready."""
-    words = MailWords(segment)
-    words.write(LIMIT_MS_AT, limit_ms)
+    segment.mail_limit_ms = limit_ms
+    MailWords(segment).write(LIMIT_MS_AT, limit_ms)
     segment.write_mail(PARENT_DEVICE_AT, device.uuid)
 
 
@@ -83,9 +83,16 @@ class ParentMail:
     """
 
     def __init__(
-        self, device: KernelDevice, layout: MailLayout, routes: Sequence[MailRoute]
+        self,
+        device: KernelDevice,
+        layout: MailLayout,
+        routes: Sequence[MailRoute],
+        *,
+        epoch: int,
     ) -> None:
-        """Raises: DaemonUnavailable if a daemon does not answer, or what comes is damaged; it may
+        """No step with these daemons has had this epoch, or one after it.
+
+        Raises: DaemonUnavailable if a daemon does not answer, or what comes is damaged; it may
         be well otherwise."""
         self.routes = tuple(routes)
         self._device, self._layout = device, layout
@@ -100,9 +107,9 @@ class ParentMail:
         self._peer_lines: list[MailLines | None] = []
         self._asks = [Ask.EPOCH] * len(bases)
         self._undo = ExitStack()
-        self._side = MailSide(device, peers, self._words[0].read(LIMIT_MS_AT))
+        self._side = MailSide(device, peers, routes[0].segment.mail_limit_ms)
         self.kernels = MailKernels(self._side)
-        self.epoch = 0
+        self.epoch = epoch
         """Of the step that was asked for last."""
         self.trip_s: list[float] = []
         """A round trip with each daemon, by the nearer memory; half of them took longer."""
@@ -153,16 +160,17 @@ class ParentMail:
     def end_trial(self) -> None:
         """The next step is one again."""
         self._device.synchronize()
-        self._side.set_epoch(self.epoch)
+        # A step before the trial may have failed, which nobody has noticed yet.
+        self._side.set_epoch(self.epoch, is_trial=self.failed_epoch() != 0)
 
     def restart(self) -> None:
         """Steps begin anew, none of which is under way. Raises: DaemonUnavailable."""
         self._device.synchronize()
         self.epoch += _UNUSED_EPOCHS
-        for words, ask in zip(self._words, self._asks, strict=True):
+        for route, words, ask in zip(self.routes, self._words, self._asks, strict=True):
             words.write(PARENT_ABORT_AT, 0)
             words.ask(ask, self.epoch)
-            words.await_answer(_ANSWER_S)
+            words.await_answer(_ANSWER_S, route.is_live)
         self._side.set_epoch(self.epoch)
 
     def ring(self) -> None:
@@ -221,14 +229,14 @@ class ParentMail:
             return None
         route.segment.write_mail(REPLY_MEMORY_AT, own.handle)
         words.ask(Ask.PEERS)
-        words.await_answer(_COMPILE_S)
+        words.await_answer(_COMPILE_S, route.is_live)
         if words.read(STATE_AT) != MailState.SEES_PEER:
             return None
         return MailLines(layout, requests=other.device_address, replies=own.device_address)
 
     def _probe(self, index: int) -> float:
         """Seconds of a round trip, half of them took longer. Raises: DaemonUnavailable."""
-        words = self._words[index]
+        words, is_live = self._words[index], self.routes[index].is_live
         side = MailSide(self._device, (self._side.peers[index],), self._side.limit_ms)
         wrong, ticks = self._device.zeros(1, np.uint32), self._device.zeros(_PROBE_ROUNDS, np.int64)
         lines = self._lines[index]
@@ -241,13 +249,16 @@ class ParentMail:
             num_replies=self._layout.reply_lines,
             num_rounds=_PROBE_ROUNDS,
         )
+        kernels = MailKernels(side)
+        kernels.prepare_probe(is_echo=False)
+        words.write(PARENT_ABORT_AT, 0)
         words.ask(self._asks[index], self.epoch)
-        words.await_answer(_ANSWER_S)
-        words.ask(Ask.ECHO, _PROBE_ROUNDS)
+        words.await_answer(_ANSWER_S, is_live)
         side.set_epoch(self.epoch)
-        MailKernels(side).probe(args, is_echo=False)
+        words.ask(Ask.ECHO, _PROBE_ROUNDS)
+        words.await_answer(_ANSWER_S, is_live)  # it waits for us from now on
+        kernels.probe(args, is_echo=False)
         num_wrong = int(self._device.download(wrong)[0])
-        words.await_answer(_ANSWER_S)
         if num_wrong:
             raise DaemonUnavailable(f"{num_wrong} lines of a probe did not arrive as sent")
         self.epoch += _PROBE_ROUNDS

@@ -85,6 +85,8 @@ class RecordedStep:
         """What the next step goes through, unless the host is asked."""
         self._is_trial = False
         """Steps are run in vain, and counted by nobody."""
+        self._counted: dict[int, I64Array] = {}
+        """Selections of steps through mailboxes that are no more."""
         self._first_epoch = self._first_id = 0
         """Of the step that was begun last."""
         self._recordings: dict[tuple[int, bool, MailMoe | None], _Recording] = {}
@@ -104,7 +106,11 @@ class RecordedStep:
 
     def take_selections(self) -> dict[int, I64Array]:
         """As backend.RecordedStep.take_selections."""
-        return {} if self._mail is None else self._mail.take_selections()
+        counted, self._counted = self._counted, {}
+        if self._mail is not None:
+            for layer_id, counts in self._mail.take_selections().items():
+                counted[layer_id] = counted.get(layer_id, 0) + counts
+        return counted
 
     def prepare(self) -> None:
         """As backend.RecordedStep.prepare."""
@@ -122,7 +128,8 @@ class RecordedStep:
         except DaemonUnavailable as error:
             self._forget_mail()
             mailed.refuse(error)
-        self._is_trial = False
+        finally:
+            self._is_trial = False
         self._forget_recordings()
 
     def _step_s(self) -> float:
@@ -137,6 +144,8 @@ class RecordedStep:
             for _ in range(num_steps):
                 self.start()
             self._ops.device.synchronize()
+            if self._mail is not None and self._mail.mail.failed_epoch():
+                raise DaemonUnavailable("a step that was tried has failed")
             times_s.append((time.perf_counter() - began_s) / num_steps)
         self._cache.truncate(0)
         return min(times_s)
@@ -186,6 +195,7 @@ class RecordedStep:
 
     def _forget_mail(self) -> None:
         self._forget_recordings()
+        self._counted = self.take_selections()
         self._mail = None
 
     def _forget_recordings(self) -> None:

@@ -34,7 +34,7 @@ struct Mail {
     INLINE bool is_over(int peer, u32 epoch, u64 deadline, bool looks_far) const {
         if (is_aborted()) return true;
         int blamed = clock_ticks() > deadline ? peer : -1;
-        for (int other = 0; looks_far && other < num_peers; other++) {
+        for (int other = 0; looks_far && blamed < 0 && other < num_peers; other++) {
             if (load_word(other_aborts[other])) blamed = other;
         }
         if (blamed < 0) return false;
