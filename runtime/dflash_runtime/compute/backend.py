@@ -162,8 +162,8 @@ class OtherExperts(Protocol):
         """To all owners of what the block does not compute, if each is there and has a mailbox.
         The same ones as before while their sessions last."""
 
-    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
-        """A step of one token has gone through mailboxes; its pairs are told later."""
+    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
+        """Steps of one token have gone through mailboxes; their pairs are told apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,5 +389,5 @@ class _NobodyElse:
     def mail_routes(self) -> tuple[MailRoute, ...]:
         return ()
 
-    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
         """Nothing."""

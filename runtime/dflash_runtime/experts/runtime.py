@@ -151,17 +151,18 @@ class MoeExpertComputeRuntime:
             routes.append(route)
         return tuple(routes)
 
-    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
         """As OtherExperts.count_mailed."""
         by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
         layers: set[int] = set()
         for route in routes:
             counted = by_name[route.name].stats.of_phase(Phase.DECODE)
-            counted.requests += len(route.local_ids)
-            counted.tokens += len(route.local_ids)
+            counted.requests += num_steps * len(route.local_ids)
+            counted.tokens += num_steps * len(route.local_ids)
             layers.update(route.local_ids)
-        self.hits.layers += len(self._placement.routing)
-        self.hits.layers_hot_only += len(self._placement.routing) - len(layers)
+        num_layers = len(self._placement.routing)
+        self.hits.layers += num_steps * num_layers
+        self.hits.layers_hot_only += num_steps * (num_layers - len(layers))
 
     def add_mailed(self, layer_id: int, counts: I64Array) -> None:
         """Which experts steps have chosen that went through mailboxes. Shapes: counts [E]."""

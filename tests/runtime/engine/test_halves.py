@@ -57,7 +57,7 @@ class Asked:
     def mail_routes(self) -> tuple[MailRoute, ...]:
         return ()
 
-    def count_mailed(self, routes: Sequence[MailRoute]) -> None:
+    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
         """Not looked at."""
 
     def start(

@@ -21,7 +21,6 @@ from dflash_runtime.compute.cupy.mailbox_args import MailReplies
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.row_kernels import is_plain
 from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
 
 _PHASE = Phase.DECODE
@@ -75,12 +74,11 @@ class MailMoe:
         if not tables:
             return sums  # no daemon has any of it
         index, layer = self._layers[layer_id]
-        rule = self._rule_to_post_by(topk_ids, topk_weights)
-        choosing = topk_ids.choosing
+        rule, logits = ops.steps.left_to_choose(topk_ids, topk_weights)
         choice = Choice(
             topk_ids.array,
             topk_weights.array,
-            logits=None if rule is None or choosing is None else choosing.logits.array,
+            logits=logits,
             selections=self._selections[layer_id],
         )
         requests, replies = self.mail.requests(index), self.mail.replies(index)
@@ -101,17 +99,6 @@ class MailMoe:
             ops.steps.begin_experts(here, chosen, rows)
             sums.add_to = partial(ops.steps.end_experts, here, chosen, replies=answers)
         return sums
-
-    def _rule_to_post_by(self, topk_ids: Chosen, topk_weights: Chosen) -> RoutingRule | None:
-        """The rule by which posting chooses; None: it is done before, by another kernel."""
-        choosing = topk_ids.choosing
-        if choosing is None or choosing.is_done:
-            return None
-        if choosing.bias is not None or not is_plain(choosing.rule):
-            self._ops.steps.choose(topk_ids, topk_weights)
-            return None
-        choosing.is_done = True
-        return choosing.rule
 
     def _add(
         self,

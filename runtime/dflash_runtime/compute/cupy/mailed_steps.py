@@ -44,7 +44,7 @@ class MailedSteps:
         self._present: MailMoe | None = None
         self._refused: tuple[MailRoute, ...] = ()
         """Sessions whose mailboxes were tried and are of no use."""
-        self._num_failures = 0
+        self._num_steps = self._num_failures = 0
         self._epoch = 0
         """No step was ever asked for with one after it: a session may be used again."""
         self._uses_peers: bool | None = None
@@ -120,10 +120,17 @@ class MailedSteps:
 
     def count_step(self) -> None:
         """A step was started."""
-        self._elsewhere.count_mailed(self._routes)
+        self._num_steps += 1
+
+    def settle(self) -> None:
+        """Steps that were started are counted as their owners'."""
+        num_steps, self._num_steps = self._num_steps, 0
+        if num_steps:
+            self._elsewhere.count_mailed(self._routes, num_steps)
 
     def close(self) -> None:
         """Let go of everything; no step may still run."""
+        self.settle()
         if self._present is not None:
             self._epoch = max(self._epoch, self._present.mail.epoch)
             self._present.mail.close()

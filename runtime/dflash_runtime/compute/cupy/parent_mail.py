@@ -111,8 +111,6 @@ class ParentMail:
         self.kernels = MailKernels(self._side)
         self.epoch = epoch
         """Of the step that was asked for last."""
-        self.trip_s: list[float] = []
-        """A round trip with each daemon, by the nearer memory; half of them took longer."""
         try:
             for index in range(len(self.routes)):
                 self._peer_lines.append(self._find_medium(index))
@@ -207,7 +205,6 @@ class ParentMail:
                 "daemon %s: mailbox, a round trip takes %.1f µs through %s",
                 *(self.routes[index].name, 1e6 * trip_s, memory),
             )
-        self.trip_s.append(min(by_memory_s.values()))
         return lines
 
     def _open_peer(self, index: int) -> MailLines | None:

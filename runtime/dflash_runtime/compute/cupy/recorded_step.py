@@ -107,6 +107,8 @@ class RecordedStep:
     def take_selections(self) -> dict[int, I64Array]:
         """As backend.RecordedStep.take_selections."""
         counted, self._counted = self._counted, {}
+        if self._mailed is not None:
+            self._mailed.settle()
         if self._mail is not None:
             for layer_id, counts in self._mail.take_selections().items():
                 counted[layer_id] = counted.get(layer_id, 0) + counts

@@ -128,18 +128,27 @@ class Steps:
             weights=topk_weights.array,
         )
 
+    def left_to_choose(
+        self, topk_ids: Chosen, topk_weights: Chosen
+    ) -> tuple[RoutingRule | None, DeviceArray | None]:
+        """Rule and logits [T, E] by which the next kernel that needs the choice is to make it; None
+        of either: it is made already, by a kernel of its own if the rule is not plain."""
+        choosing = topk_ids.choosing
+        if choosing is not None and (choosing.bias is not None or not is_plain(choosing.rule)):
+            self.choose(topk_ids, topk_weights)
+        if choosing is None or choosing.is_done:
+            return None, None
+        choosing.is_done = True
+        return choosing.rule, choosing.logits.array
+
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
         assert sums.layer is not None
         choice = Choice(
             sums.topk_ids.array, sums.topk_weights.array, selections=sums.layer.selections
         )
-        choosing, rule = sums.topk_ids.choosing, None
-        if choosing is not None and (choosing.bias is not None or not is_plain(choosing.rule)):
-            self.choose(sums.topk_ids, sums.topk_weights)
-        if choosing is not None and not choosing.is_done:
-            choosing.is_done = True  # by the kernels of the experts
-            choice, rule = replace(choice, logits=choosing.logits.array), choosing.rule
+        rule, logits = self.left_to_choose(sums.topk_ids, sums.topk_weights)
+        choice = replace(choice, logits=logits)
         self._run_experts(
             sums.layer, choice, self._sides(sums.x), residual.array, gives_sums=False, rule=rule
         )
@@ -176,10 +185,7 @@ class Steps:
 
     def rows_of(self, x: Normed) -> ExpertRows:
         """Normalised rows as experts read them."""
-        sides = self._sides(x)
-        return ExpertRows(
-            quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
-        )
+        return _expert_rows(self._sides(x))
 
     def new_rows(self, num_tokens: int, columns: int) -> ExpertRows:
         """The same, with anything in them, kept by nobody else."""
@@ -211,9 +217,7 @@ class Steps:
         gives_sums: bool,
         rule: RoutingRule | None = None,
     ) -> None:
-        rows = ExpertRows(
-            quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
-        )
+        rows = _expert_rows(sides)
         shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums, rule=rule)
         experts, hidden = self._experts_of(shape)
         experts.launch_gate_up(layer.decode, choice, rows, hidden)
@@ -363,3 +367,9 @@ class Steps:
             quants=take((num_tokens, padded_columns(columns)), np.int8),
             meta=take(meta_shape(num_tokens, columns), np.float32),
         )
+
+
+def _expert_rows(sides: Sides) -> ExpertRows:
+    return ExpertRows(
+        quants=array_of(sides.quants), meta=array_of(sides.meta), values=array_of(sides.values)
+    )
