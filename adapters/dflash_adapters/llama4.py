@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from dflash_adapters.blocks import (
     Ends,
     EndsPlan,
@@ -51,14 +49,17 @@ from dflash_adapters.moe_spec import CAUSAL, Mask, ModelSpec, MoeLayer
 from dflash_adapters.ops import Gating, KvCache, MoeBlock, OnLayer, Ops, RoutingRule, nobody_looks
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_adapters.tensors import Tensors
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol.ids import I32Array
 
 A = TypeVar("A")
 
 _CHUNK = 8192
 _PERIOD = 4
 """The last layer of so many sees everything."""
+_SLOPE = 0.1
+"""Of the temperature, by which queries of layers that see everything grow from chunk to chunk."""
 _UNNORMED_EXPERTS = 128
 """Experts of Maverick, whose heads are not normed."""
 
@@ -192,6 +193,7 @@ class Llama4(Generic[A]):
         self.spec = _spec(file, plan)
         self._heads, self._rms_eps = plan.heads, plan.base.rms_eps
         self._scale = plan.attention_scale
+        self._temperature = AttentionTemperature(_CHUNK, _SLOPE)
         self._norms_heads = plan.base.num_experts != _UNNORMED_EXPERTS
         self._rope = read_rope(Keys(file), plan.rope, read_rope_factors(file, plan.heads.dim))
         self._ops = ops
@@ -207,7 +209,6 @@ class Llama4(Generic[A]):
         on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps = self._ops, self._rms_eps
-        growth = _growth(positions)
         x = self._ends.embed(token_ids)
         for layer_id, layer in enumerate(self._layers):
             h = ops.rms_norm(x, layer.attn_norm, eps)
@@ -217,7 +218,7 @@ class Llama4(Generic[A]):
                     q, k, positions, self._rope, eps=eps, norms_after=self._norms_heads
                 )
             else:
-                q = ops.scale_rows(q, growth, out=q)
+                ops.scale_queries(q, positions, self._temperature)
             attended = ops.attention(q, k, v, cache, layer_id, positions, self._scale)
             x = layer.output(ops.merge_heads(attended), add=x)
             h = ops.rms_norm(x, layer.ffn_norm, eps)
@@ -235,13 +236,3 @@ class Llama4(Generic[A]):
 
     def head(self, hidden: A) -> A:
         return self._ends.head(hidden)
-
-
-def _growth(positions: I32Array) -> F32Array:
-    """What queries of layers that see everything are multiplied by. Shapes: positions, result [T].
-
-    Source: Nakanishi 2025 (arXiv 2501.19399), with Llama 4's numbers.
-    """
-    chunks = np.floor((positions.astype(np.float64) + 1.0) / _CHUNK)
-    growth: F32Array = (1.0 + 0.1 * np.log(chunks + 1.0)).astype(np.float32)
-    return growth

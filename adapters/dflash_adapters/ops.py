@@ -16,7 +16,8 @@ from typing import Protocol, TypeAlias, TypeVar
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
 from dflash_adapters.rope import RopeTable
-from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_adapters.temperature import AttentionTemperature
+from dflash_protocol.ids import I32Array, Phase
 
 A = TypeVar("A")
 
@@ -200,6 +201,9 @@ class Ops(Protocol[A]):
         Source: Su et al. 2021 (arXiv 2104.09864).
         """
 
+    def scale_queries(self, q: A, positions: I32Array, temperature: AttentionTemperature) -> None:
+        """In place: every query times its temperature's factor. Shapes: q [T, heads, D]."""
+
     def attention(
         self,
         q: A,
@@ -232,10 +236,10 @@ class Ops(Protocol[A]):
     def add_bias(self, x: A, bias: A, out: A | None = None) -> A:
         """``x + bias`` for every row. `out` may be `x`. Shapes: x, result [T, C]; bias [C]."""
 
-    def scale_rows(self, x: A, factors: A | F32Array | float, out: A | None = None) -> A:
+    def scale_rows(self, x: A, factors: A | float, out: A | None = None) -> A:
         """Every row times its factor, or all times one number. `out` may be `x`.
 
-        Shapes: x, result [T, C] or [T, heads, D]; factors [T, 1] on the device, or [T] on the host.
+        Shapes: x, result [T, C]; factors [T, 1].
         """
 
     def gated(self, x: A, gate: A, kind: Gate, out: A | None = None) -> A:

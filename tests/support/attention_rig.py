@@ -9,6 +9,7 @@ import numpy as np
 from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, rope_table
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
 from dflash_runtime.compute.cupy.attention import (
     DecodeAttention,
@@ -19,6 +20,7 @@ from dflash_runtime.compute.cupy.attention import (
 )
 from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan, context_bucket
 from dflash_runtime.compute.cupy.decode_experts import Rows
+from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from support.emulated_device import EmulatedDevice
 from support.float64_attention import attended, cached_numbers, fill, normalised_and_rotated
@@ -40,6 +42,8 @@ class LayerCase:
     num_rotated: int = 64
     has_norm: bool = True
     mask: Mask = CAUSAL
+    temperature: AttentionTemperature | None = None
+    has_sinks: bool = False
     capacity: int = 192
     lanes: int = 32
     runs_backward: bool = False
@@ -52,7 +56,14 @@ class LayerCase:
     @property
     def shape(self) -> AttentionShape:
         return AttentionShape(
-            self.num_heads, self.kv, self.kv_type, self.pairing, self.num_rotated, self.use_mma
+            self.num_heads,
+            self.kv,
+            self.kv_type,
+            self.pairing,
+            self.num_rotated,
+            self.use_mma,
+            is_tempered=self.temperature is not None,
+            has_sinks=self.has_sinks,
         )
 
     def having(self, **changes: object) -> LayerCase:
@@ -84,7 +95,16 @@ class AttentionRig:
             if case.has_norm
             else [None, None]
         )
-        self.angles = self.device.upload(rotation_angles(self.table, case.capacity))
+        self.angles: DeviceArray | None = None
+        self.factors: DeviceArray | None = None
+        self.sinks: DeviceArray | None = None
+        if case.num_rotated:
+            self.angles = self.device.upload(rotation_angles(self.table, case.capacity))
+        if case.temperature is not None:
+            factors = case.temperature.factors(np.arange(case.capacity, dtype=np.int32))
+            self.factors = self.device.upload(factors)
+        if case.has_sinks:
+            self.sinks = self.device.upload(4 * rng.standard_normal(case.num_heads, np.float32))
         self.new_cache()
 
     def new_cache(self) -> None:
@@ -118,6 +138,7 @@ class AttentionRig:
             query_weight,
             key_weight,
             EPS,
+            self.factors,
         )
 
     def rotated(self, kind: int, first: int, count: int) -> F64Array:
@@ -147,7 +168,10 @@ class AttentionRig:
         """By the formula, from what lies in the cache."""
         positions: I32Array = np.arange(first, first + count, dtype=np.int32)
         queries = self.rotated(0, first, count) * self.scale
-        return attended(queries, *self.cached(), positions, mask=self.case.mask)
+        if self.case.temperature is not None:
+            queries *= self.case.temperature.factors(positions)[:, None, None]
+        sinks = None if self.sinks is None else np.asarray(self.sinks)
+        return attended(queries, *self.cached(), positions, mask=self.case.mask, sinks=sinks)
 
     def decode(self, first: int, count: int, *, bucket: int | None = None) -> AnyArray:
         """A step of `count` tokens."""
@@ -165,6 +189,7 @@ class AttentionRig:
             positions=self.device.upload(np.arange(first, first + count, dtype=np.int32)),
             scratch=self.device.empty(plan.scratch_bytes, np.uint8),
             out=out,
+            sinks=self.sinks,
         )
 
     def row_tiles(self, count: int) -> int:
@@ -182,6 +207,7 @@ class AttentionRig:
             num_tokens=count,
             scratch=self.device.empty(attention.scratch_bytes(count), np.uint8),
             out=out,
+            sinks=self.sinks,
         )
         return self.device.download(out)
 

@@ -12,6 +12,7 @@ import pytest
 from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import Gate, Gating, KvType, RoutingRule
 from dflash_adapters.rope import RopePairing, rope_table
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import rings
@@ -112,14 +113,20 @@ def test_add_bias(ops: HostOps) -> None:
 
 
 def test_scale_rows(ops: HostOps) -> None:
-    heads, factors = normal(3, 4, 5), np.array([2, 0.5, -1], np.float32)
-    expected = heads.astype(np.float64) * factors[:, None, None]
-    np.testing.assert_allclose(ops.scale_rows(heads, factors), expected, rtol=1e-6)
-    rows = heads.reshape(3, 20)
-    got = ops.scale_rows(rows, factors[:, None])
-    np.testing.assert_allclose(got, expected.reshape(3, 20), rtol=1e-6)
+    rows, factors = normal(3, 20), np.array([[2], [0.5], [-1]], np.float32)
+    np.testing.assert_array_equal(ops.scale_rows(rows, 0.1), rows * np.float32(0.1))
+    got = ops.scale_rows(rows, factors)
+    np.testing.assert_array_equal(got, rows * factors)
     assert ops.scale_rows(rows, factors, out=rows) is rows
     np.testing.assert_array_equal(rows, got)
+
+
+def test_queries_grow_from_period_to_period(ops: HostOps) -> None:
+    heads, positions = normal(5, 4, 6), np.array([0, 8, 9, 10, 29], np.int32)
+    factors = 1 + 0.3 * np.log([1, 1, 2, 2, 4])
+    got = heads.copy()
+    ops.scale_queries(got, positions, AttentionTemperature(period=10, slope=0.3))
+    np.testing.assert_allclose(got, heads * factors[:, None, None], rtol=1e-6)
 
 
 # -- norms after the rotation ---------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dflash_adapters.moe_spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopeTable
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.attention import Attention
 from dflash_runtime.compute.cpu.dense import Dense
@@ -137,6 +138,11 @@ class CpuOps:
             norms_after=norms_after,
         )
 
+    def scale_queries(
+        self, q: F32Array, positions: I32Array, temperature: AttentionTemperature
+    ) -> None:
+        np.multiply(q, temperature.factors(positions)[:, None, None], out=q)
+
     def attention(
         self,
         q: F32Array,
@@ -186,9 +192,9 @@ class CpuOps:
     ) -> F32Array:
         if isinstance(factors, float):
             return np.multiply(x, np.float32(factors), out=out)
-        if factors.size != x.shape[0]:
+        if factors.shape != (x.shape[0], 1):
             raise ValueError(f"factors are {factors.shape} for rows {x.shape}")
-        return np.multiply(x, factors.reshape(-1, *[1] * (x.ndim - 1)), out=out)
+        return np.multiply(x, factors, out=out)
 
     def gated(
         self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None

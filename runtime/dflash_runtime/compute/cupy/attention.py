@@ -50,17 +50,19 @@ class TokenRows:
 class NewRows:
     """What the projections give, and what is done to it before attention.
 
-    Shapes: weights [D] float32 or None; angles as rotation_angles has them.
+    Shapes: angles as rotation_angles has them, None: nothing is rotated; weights [D] float32 or
+    None; query_factors [N] float32, by position.
     """
 
     queries: TokenRows
     keys: TokenRows
     values: TokenRows
-    angles: DeviceArray
+    angles: DeviceArray | None
     scale: float
     query_weight: DeviceArray | None = None
     key_weight: DeviceArray | None = None
     eps: float = 0.0
+    query_factors: DeviceArray | None = None
 
 
 class DecodeAttention:
@@ -87,6 +89,7 @@ class DecodeAttention:
         positions: DeviceArray,
         scratch: DeviceArray,
         out: Rows,
+        sinks: DeviceArray | None = None,
         overlaps_previous: bool = True,
     ) -> None:
         """Write the step's keys and values, then let every token see all up to its own.
@@ -95,7 +98,8 @@ class DecodeAttention:
         them too: neither may be written by kernels that overlap with this one. They ascend by one
         and lie inside the bucket and the cache, which the caller has checked on the host.
         Shapes: positions [T] int32; scratch [plan.scratch_bytes] uint8; out has float32 values
-        [T, heads, V], or int8 rows of heads * V columns (only if 16 divides V), or both.
+        [T, heads, V], or int8 rows of heads * V columns (only if 16 divides V), or both; sinks
+        [heads] float32, if compiled with them.
         """
         plan, arrays = self.plan, self._arrays
         shape, num_tokens = plan.shape, plan.num_tokens
@@ -103,7 +107,12 @@ class DecodeAttention:
         where = arrays.address("positions", positions, np.int32, T=num_tokens)
         partials = _scratch(scratch, plan.scratch_bytes)
         statistics = partials + plan.scratch_bytes - plan.statistics_bytes
-        merge_args = a.AttentionMergeArgs(positions=where, partials=partials, statistics=statistics)
+        merge_args = a.AttentionMergeArgs(
+            positions=where,
+            partials=partials,
+            statistics=statistics,
+            sinks=_sinks(arrays, shape, sinks),
+        )
         if out.values is not None:
             merge_args.values = _out(shape, out.values, num_tokens)
         if out.quants is not None:
@@ -173,13 +182,15 @@ class PrefillAttention:
         num_tokens: int,
         scratch: DeviceArray,
         out: DeviceArray,
+        sinks: DeviceArray | None = None,
         overlaps_previous: bool = True,
     ) -> None:
         """Write the chunk's keys and values, then let every token see all up to its own.
 
         Positions ascend by one from the device-side `first_position` on, which no kernel that
         overlaps with this one may write; the caller has checked that they fit.
-        Shapes: first_position [1] int32; scratch [scratch_bytes(T)] uint8; out [T, heads, V].
+        Shapes: first_position [1] int32; scratch [scratch_bytes(T)] uint8; out [T, heads, V]; sinks
+        [heads] float32, if compiled with them.
         """
         if num_tokens < 1 or num_tokens > layer.capacity:
             raise ValueError(f"a chunk of {num_tokens} tokens, {layer.capacity} positions")
@@ -208,6 +219,7 @@ class PrefillAttention:
                 queries=queries,
                 first_position=where,
                 cache=cache,
+                sinks=_sinks(self._arrays, self.shape, sinks),
                 out=target,
                 num_tokens=num_tokens,
             ),
@@ -245,8 +257,20 @@ def _scratch(scratch: DeviceArray, num_bytes: int) -> int:
 def _check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> None:
     if layer.kv != shape.kv or layer.kv_type is not shape.kv_type:
         raise ValueError(f"a cache of {layer.kv_type} {layer.kv}, compiled for {shape}")
-    if rows.angles.shape[0] < layer.capacity:
-        raise ValueError(f"angles of {rows.angles.shape[0]} of {layer.capacity} positions")
+    if (rows.angles is None) != (shape.num_rotated == 0):
+        raise ValueError(f"angles are {rows.angles}, compiled for {shape}")
+    if (rows.query_factors is None) == shape.is_tempered:
+        raise ValueError(f"query_factors are {rows.query_factors}, compiled for {shape}")
+    for name, table in (("angles", rows.angles), ("query_factors", rows.query_factors)):
+        if table is not None and table.shape[0] < layer.capacity:
+            raise ValueError(f"{name} of {table.shape[0]} of {layer.capacity} positions")
+
+
+def _sinks(arrays: ArrayChecker, shape: AttentionShape, sinks: DeviceArray | None) -> int:
+    """Where they are. Raises: ValueError if they are missing, or not expected."""
+    if (sinks is None) == shape.has_sinks:
+        raise ValueError(f"sinks are {sinks}, compiled for {shape}")
+    return arrays.optional("sinks", sinks, np.float32, heads=shape.num_heads)
 
 
 def _aligned(array: DeviceArray, name: str) -> int:
@@ -287,7 +311,7 @@ def _new_rows(
             )
         return address(array, 4 * given.first_column)
 
-    pairs, num_positions = shape.num_rotated // 2, rows.angles.shape[0]
+    angles, factors = rows.angles, rows.query_factors
     key_width = shape.kv.num_heads * shape.kv.key_dim
     value_width = shape.kv.num_heads * shape.kv.value_dim
     return a.NewRowsArgs(
@@ -298,8 +322,16 @@ def _new_rows(
             "query_weight", rows.query_weight, np.float32, D=shape.kv.key_dim
         ),
         key_weight=arrays.optional("key_weight", rows.key_weight, np.float32, D=shape.kv.key_dim),
-        angles=arrays.address(
-            "angles", rows.angles, np.float32, N=num_positions, pairs=pairs, two=2
+        angles=arrays.optional(
+            "angles",
+            angles,
+            np.float32,
+            N=0 if angles is None else angles.shape[0],
+            pairs=shape.num_rotated // 2,
+            two=2,
+        ),
+        query_factors=arrays.optional(
+            "query_factors", factors, np.float32, N=0 if factors is None else factors.shape[0]
         ),
         query_stride=rows.queries.array.shape[1],
         key_stride=rows.keys.array.shape[1],

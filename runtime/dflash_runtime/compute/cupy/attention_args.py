@@ -27,6 +27,7 @@ class NewRowsArgs(ctypes.Structure):
         ("query_weight", c_void_p),
         ("key_weight", c_void_p),
         ("angles", c_void_p),
+        ("query_factors", c_void_p),
         ("query_stride", c_int32),
         ("key_stride", c_int32),
         ("value_stride", c_int32),
@@ -50,6 +51,7 @@ class AttentionMergeArgs(ctypes.Structure):
         ("positions", c_void_p),
         ("partials", c_void_p),
         ("statistics", c_void_p),
+        ("sinks", c_void_p),
         ("values", c_void_p),
         ("quants", c_void_p),
         ("meta", c_void_p),
@@ -70,6 +72,7 @@ class AttentionPrefillArgs(ctypes.Structure):
         ("queries", c_void_p),
         ("first_position", c_void_p),
         ("cache", LayerCacheArgs),
+        ("sinks", c_void_p),
         ("out", c_void_p),
         ("num_tokens", c_int32),
     )

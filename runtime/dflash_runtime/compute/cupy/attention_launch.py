@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_adapters.rope import RopeTable
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_runtime.compute.cupy.attention import (
     DecodeAttention,
     NewRows,
@@ -30,6 +31,7 @@ class AttentionLauncher:
         self._decodes: dict[DecodePlan, DecodeAttention] = {}
         self._prefills: dict[AttentionShape, PrefillAttention] = {}
         self._angles: dict[tuple[int, int], tuple[RopeTable, DeviceArray]] = {}
+        self._factors: dict[tuple[AttentionTemperature, int], DeviceArray] = {}
 
     def step(
         self,
@@ -39,12 +41,14 @@ class AttentionLauncher:
         *,
         positions: StepPositions,
         scale: float,
+        sinks: DeviceArray | None,
         out: Rows,
     ) -> None:
-        """1 to 8 tokens. Shapes: out [T, heads * D], with sides if they are wanted."""
+        """1 to 8 tokens. Shapes: sinks [heads]; out [T, heads * D], with sides if wanted."""
         sides = out.sides
         layer = cache.layers[cache_layer]
-        plan = DecodePlan(self._shape(heads, cache, cache_layer), out.num_tokens, positions.bucket)
+        shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
+        plan = DecodePlan(shape, out.num_tokens, positions.bucket)
         if plan not in self._decodes:
             self._decodes[plan] = DecodeAttention(self._device, plan)
         scratch = self._buffers.take((plan.scratch_bytes,), np.uint8)
@@ -53,6 +57,7 @@ class AttentionLauncher:
             layer,
             positions=positions.array,
             scratch=scratch.array,
+            sinks=sinks,
             out=StepRows(
                 values=out.array,
                 quants=None if sides is None else array_of(sides.quants),
@@ -68,10 +73,11 @@ class AttentionLauncher:
         *,
         positions: StepPositions,
         scale: float,
+        sinks: DeviceArray | None,
         out: Rows,
     ) -> None:
-        """Any number of tokens. Shapes: out [T, heads * D]."""
-        shape = self._shape(heads, cache, cache_layer)
+        """Any number of tokens. Shapes: sinks [heads]; out [T, heads * D]."""
+        shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
         if shape not in self._prefills:
             self._prefills[shape] = PrefillAttention(self._device, shape)
         prefill = self._prefills[shape]
@@ -82,39 +88,58 @@ class AttentionLauncher:
             first_position=positions.array[:1],
             num_tokens=out.num_tokens,
             scratch=scratch,
+            sinks=sinks,
             out=out.array,
         )
 
     def _shape(
-        self, heads: tuple[Heads, Heads, Heads], cache: DeviceKvCache, cache_layer: int
+        self,
+        heads: tuple[Heads, Heads, Heads],
+        cache: DeviceKvCache,
+        cache_layer: int,
+        *,
+        has_sinks: bool,
     ) -> AttentionShape:
         query, layer = heads[0], cache.layers[cache_layer]
-        assert query.rotation is not None
-        table = query.rotation.table
         return AttentionShape.of(
             query.num_heads,
             layer.kv,
             kv_type=layer.kv_type,
-            table=table,
+            table=None if query.rotation is None else query.rotation.table,
             has_mma=self._has_mma,
+            is_tempered=query.temperature is not None,
+            has_sinks=has_sinks,
         )
 
     def _new_rows(
         self, heads: tuple[Heads, Heads, Heads], cache: DeviceKvCache, scale: float
     ) -> NewRows:
         q, k, v = heads
-        assert q.rotation is not None
-        assert k.rotation is not None
+        angles = query_weight = key_weight = factors = None
+        eps = 0.0
+        if q.rotation is not None and k.rotation is not None:
+            angles = self._angles_of(q.rotation.table, cache.capacity)
+            query_weight, key_weight, eps = q.rotation.weight, k.rotation.weight, q.rotation.eps
+        if q.temperature is not None:
+            factors = self._factors_of(q.temperature, cache.capacity)
         return NewRows(
             TokenRows(q.rows.array),
             TokenRows(k.rows.array),
             TokenRows(v.rows.array),
-            self._angles_of(q.rotation.table, cache.capacity),
+            angles,
             scale,
-            query_weight=q.rotation.weight,
-            key_weight=k.rotation.weight,
-            eps=q.rotation.eps,
+            query_weight=query_weight,
+            key_weight=key_weight,
+            eps=eps,
+            query_factors=factors,
         )
+
+    def _factors_of(self, temperature: AttentionTemperature, capacity: int) -> DeviceArray:
+        key = temperature, capacity
+        if key not in self._factors:
+            positions = np.arange(capacity, dtype=np.int32)
+            self._factors[key] = self._device.upload(temperature.factors(positions))
+        return self._factors[key]
 
     def _angles_of(self, table: RopeTable, capacity: int) -> DeviceArray:
         key = id(table), capacity

@@ -55,6 +55,9 @@ class AttentionShape:
     pairing: RopePairing
     num_rotated: int
     use_mma: bool
+    is_tempered: bool = False
+    """Queries have a factor besides, of their position."""
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         """Raises: SettingsError for what the kernels cannot take."""
@@ -71,11 +74,23 @@ class AttentionShape:
 
     @staticmethod
     def of(
-        num_heads: int, kv: KvLayer, *, kv_type: KvType, table: RopeTable, has_mma: bool
+        num_heads: int,
+        kv: KvLayer,
+        *,
+        kv_type: KvType,
+        table: RopeTable | None,
+        has_mma: bool,
+        is_tempered: bool = False,
+        has_sinks: bool = False,
     ) -> AttentionShape:
-        """For a device that has tensor cores or not; float32 caches are computed in float32."""
+        """For a device that has tensor cores or not; float32 caches are computed in float32.
+        Without a `table` nothing is rotated."""
         use_mma = has_mma and kv_type is not KvType.F32
-        return AttentionShape(num_heads, kv, kv_type, table.pairing, table.num_rotated, use_mma)
+        pairing = RopePairing.HALF_SPLIT if table is None else table.pairing
+        num_rotated = 0 if table is None else table.num_rotated
+        return AttentionShape(
+            num_heads, kv, kv_type, pairing, num_rotated, use_mma, is_tempered, has_sinks
+        )
 
     @property
     def group(self) -> int:
@@ -114,6 +129,8 @@ class AttentionShape:
             "USE_MMA": int(self.use_mma),
             "WINDOW": self.kv.mask.window,
             "CHUNK": self.kv.mask.chunk,
+            "IS_TEMPERED": int(self.is_tempered),
+            "HAS_SINKS": int(self.has_sinks),
         }
 
 
@@ -196,6 +213,7 @@ class DecodePlan:
             "NUM_SPLITS",
             "WINDOW",
             "CHUNK",
+            "HAS_SINKS",
         )
         defines = self.defines()
         columns = self.shape.num_heads * self.shape.kv.value_dim

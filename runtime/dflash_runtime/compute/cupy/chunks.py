@@ -26,7 +26,7 @@ from dflash_runtime.compute.cupy.prefill_tiles import activation_parts, products
 from dflash_runtime.compute.cupy.prefill_weights import WeightScratch
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.row_kernels import ChooseExperts
-from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.cupy.values import Chosen, ExpertInputs, ExpertSums, Normed, Rows
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class Chunks:
         if before is not None:
             self._run_experts(sums, sums=before.array, out_sums=before.array)
             return before
-        here = Buffer(self._device.empty(sums.x.rows.array.shape, np.float64))
+        here = Buffer(self._device.empty(sums.shape, np.float64))
         self._run_experts(sums, out_sums=here.array)
         return here
 
@@ -164,19 +164,24 @@ class Chunks:
         )
         self._experts_of(resident).run(prepared, groups, resident.prefill, **places)
 
-    def normed_rows(self, x: Normed) -> Rows:
-        """The normalised rows themselves, with the bits that products have multiplied.
+    def normed_rows(self, x: ExpertInputs) -> Rows:
+        """The rows themselves, normalised if they are to be, with the bits that products have
+        multiplied.
 
         They hold until other rows of so many columns are prepared.
         """
+        if isinstance(x, Rows):
+            return x
         known = self._columns.setdefault(x.rows.columns, _Columns())
         if not known.wants_floats:
             known.wants_floats = True
             known.prepared_of = None
         return Rows(self.prepare(x).floats)
 
-    def copy_of_normed(self, x: Normed) -> Rows:
+    def copy_of_normed(self, x: ExpertInputs) -> Rows:
         """The same rows, for as long as somebody has them."""
+        if isinstance(x, Rows):
+            return x
         copy = self.rows(x.num_tokens, x.rows.columns)
         self._device.copy(copy.array, self.normed_rows(x).array)
         return copy

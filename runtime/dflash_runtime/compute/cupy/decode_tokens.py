@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 import numpy as np
 
@@ -18,7 +19,14 @@ from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.layouts import row_bytes
 
 _THREADS = 256
-_INPUT_NORM, _INPUT_PLAIN = 0, 1
+
+
+class RowChange(IntEnum):
+    """What is done to a row before it is quantised; the numbers are staging.cuh's."""
+
+    NORM = 0
+    NONE = 1
+    FACTORS = 4
 
 
 class EmbedArgs(ctypes.Structure):
@@ -46,6 +54,7 @@ class QuantiseRowsArgs(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("norm_weight", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("quants", ctypes.c_void_p),
         ("meta", ctypes.c_void_p),
@@ -151,16 +160,16 @@ class Sample:
 
 
 class QuantiseRows:
-    """Rows of activations to int8, normalised first if there is a norm."""
+    """Rows of activations to int8, normalised first, or multiplied by a factor each."""
 
-    def __init__(self, device: KernelDevice, *, columns: int, has_norm: bool) -> None:
+    def __init__(self, device: KernelDevice, *, columns: int, change: RowChange) -> None:
         """Raises: ValueError for columns that are no multiple of 32."""
         if columns <= 0 or columns % 32:
             raise ValueError(f"{columns} columns are not a multiple of 32")
         self._device, self._arrays = device, ArrayChecker(device)
-        self._columns, self._has_norm = columns, has_norm
+        self._columns, self._change = columns, change
         self._warps = _THREADS // device.lanes
-        defines = _quantise_defines(columns=columns, has_norm=has_norm, warps=self._warps)
+        defines = _quantise_defines(columns=columns, change=change, warps=self._warps)
         module = device.module("quantise_rows.cu", defines)
         self._kernel = module.kernel("quantise_rows", QuantiseRowsArgs)
 
@@ -172,21 +181,27 @@ class QuantiseRows:
         *,
         norm_weight: DeviceArray | None = None,
         eps: float = 0.0,
+        factors: DeviceArray | None = None,
         values: DeviceArray | None = None,
         overlaps_previous: bool = True,
     ) -> None:
         """Quantise each row, and write to `values` what was quantised.
 
         Shapes: x, values [rows, H] float32; quants [rows, padded_columns] int8; meta `meta_shape`;
-        norm_weight [H] float32.
+        norm_weight [H] float32; factors [rows, 1] float32.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         arrays, columns, (num_rows, _) = self._arrays, self._columns, x.shape
-        if self._has_norm != (norm_weight is not None):
-            raise ValueError(f"norm_weight is {norm_weight}, compiled with {self._has_norm}")
+        for name, array, change in (
+            ("norm_weight", norm_weight, RowChange.NORM),
+            ("factors", factors, RowChange.FACTORS),
+        ):
+            if (array is not None) != (self._change is change):
+                raise ValueError(f"{name} is {array}, compiled for {self._change.name}")
         args = QuantiseRowsArgs(
             x=arrays.address("x", x, np.float32, T=num_rows, H=columns),
             norm_weight=arrays.optional("norm_weight", norm_weight, np.float32, H=columns),
+            factors=arrays.optional("factors", factors, np.float32, T=num_rows, one=1),
             values=arrays.optional("values", values, np.float32, T=num_rows, H=columns),
             eps=eps,
         )
@@ -240,9 +255,8 @@ def _embed_defines(kind: TensorType, *, rows: int, columns: int, threads: int) -
     return {"TYPE": int(kind), "ROWS": rows, "COLUMNS": columns, "THREADS": threads}
 
 
-def _quantise_defines(*, columns: int, has_norm: bool, warps: int) -> Defines:
-    mode = _INPUT_NORM if has_norm else _INPUT_PLAIN
-    return {"COLUMNS": columns, "INPUT": mode, "WARPS": warps}
+def _quantise_defines(*, columns: int, change: RowChange, warps: int) -> Defines:
+    return {"COLUMNS": columns, "INPUT": int(change), "WARPS": warps}
 
 
 def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
@@ -251,8 +265,10 @@ def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
 
 KERNEL_VARIANTS = (
     KernelVariant("sample.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
-    KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, has_norm=True, warps=4)),
-    KernelVariant("quantise_rows.cu", _quantise_defines(columns=96, has_norm=False, warps=1)),
+    *(
+        KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, change=each, warps=4))
+        for each in RowChange
+    ),
     KernelVariant("embed.cu", _embed_defines(TensorType.Q4_K, rows=10, columns=512, threads=64)),
     KernelVariant("embed.cu", _embed_defines(TensorType.F16, rows=10, columns=96, threads=64)),
     KernelVariant("repack.cu", _repack_defines(TensorType.Q6_K, columns=512)),

@@ -65,6 +65,7 @@ class ScaleRowsArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("num_elements", ctypes.c_int64),
         ("num_columns", ctypes.c_int),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -144,17 +145,23 @@ class Elementwise:
         )
         self._launch("add_bias", args, AddBiasArgs)
 
-    def scale_rows(self, x: DeviceArray, factors: DeviceArray, out: DeviceArray) -> None:
-        """Each row times its factor. Shapes: x, out [T, C]; factors T of them; out may be x."""
+    def scale_rows(self, x: DeviceArray, factors: DeviceArray | float, out: DeviceArray) -> None:
+        """Each row times its factor, or all times one.
+
+        Shapes: x, out [T, C]; factors T of them; out may be x.
+        """
         rows, columns = x.shape
-        flat: DeviceArray = factors.reshape(-1)
         args = ScaleRowsArgs(
             x=self._address("x", x, rows, columns),
-            factors=self._arrays.address("factors", flat, np.float32, T=rows),
             out=self._address("out", out, rows, columns),
             num_elements=x.size,
             num_columns=columns,
         )
+        if isinstance(factors, float):
+            args.factor = factors
+        else:
+            flat: DeviceArray = factors.reshape(-1)
+            args.factors = self._arrays.address("factors", flat, np.float32, T=rows)
         self._launch("scale_rows", args, ScaleRowsArgs)
 
     def take_columns(self, source: ColumnsOf, out: DeviceArray) -> None:

@@ -8,9 +8,8 @@ then are one kernel in a step.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import Gate, KvCache
@@ -39,6 +38,7 @@ from dflash_runtime.compute.cupy.values import (
     DeviceValue,
     GatedProduct,
     Heads,
+    Normed,
     Product,
     Rows,
     StepPositions,
@@ -62,17 +62,19 @@ class GatedOps(LackingOps):
         self._elementwise.add_bias(rows.array, bias, result.array)
         return result
 
-    def scale_rows(self, x: Any, factors: Any, out: Any = None) -> Any:
-        if isinstance(factors, np.ndarray | float):
-            self.lacks("rows times factors that the host knows")
-        if isinstance(x, Heads):
-            self.lacks("heads times factors")
+    def scale_rows(self, x: Any, factors: Any, out: Any = None) -> Rows:
+        """`factors` may be weights of one expert a token, which are then chosen now."""
+        factor = factors
         if isinstance(factors, Chosen):
-            self.lacks("experts whose inputs are scaled")
+            if isinstance(x, Normed) and x.num_tokens <= MOST_TOKENS and out is None:
+                return self.steps.scaled(x, factors)
+            self.steps.choose(factors)
+            factor = factors.array
+        elif not isinstance(factors, float):
+            factor = self._rows_of(factors).array
         rows = self._rows_of(x)
         result = self._result(rows, out)
-        factor = self._rows_of(factors)
-        self._elementwise.scale_rows(rows.array, factor.array, result.array)
+        self._elementwise.scale_rows(rows.array, factor, result.array)
         return result
 
     def gated(self, x: Any, gate: Any, kind: Gate, out: Any = None) -> Rows | GatedProduct:
@@ -166,7 +168,7 @@ class GatedOps(LackingOps):
         if heads.part is None:
             return heads
         columns = Columns(heads.rows, heads.num_heads, *heads.part)
-        return Heads(self._taken(columns), heads.num_heads, heads.rotation)
+        return replace(heads, rows=self._taken(columns), part=None)
 
     def _delta(self, heads: DeltaHeads, gate: Rows | None) -> Rows:
         """A recurrent layer's results; with its norm and gate if there is one."""

@@ -65,7 +65,7 @@ class MailMoe:
         return taken
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
-        assert isinstance(hidden, Normed)
+        assert isinstance(hidden, Normed | Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         ops, here = self._ops, self._resident.get(layer_id)
@@ -74,7 +74,7 @@ class MailMoe:
         if not tables:
             return sums  # no daemon has any of it
         index, layer = self._layers[layer_id]
-        rule, logits = ops.steps.left_to_choose(topk_ids, topk_weights)
+        rule, logits = ops.steps.left_to_choose(topk_ids)
         choice = Choice(
             topk_ids.array,
             topk_weights.array,

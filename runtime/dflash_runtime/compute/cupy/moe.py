@@ -20,7 +20,7 @@ from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.offload import ExpertOffload
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed
+from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
 
 
 class DeviceMoe:
@@ -47,12 +47,12 @@ class DeviceMoe:
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
         """Raises: DaemonUnavailable if nobody can compute what is not here."""
-        assert isinstance(hidden, Normed)
+        assert isinstance(hidden, Normed | Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         layer, elsewhere = self._resident.get(layer_id), self._elsewhere
         if self._phase is Phase.PREFILL or layer is None or not layer.is_whole:
-            self._ops.steps.choose(topk_ids, topk_weights)
+            self._ops.steps.choose(topk_ids)
         sums = ExpertSums(layer, hidden, topk_ids, topk_weights, self._phase)
         if elsewhere is None:
             return sums

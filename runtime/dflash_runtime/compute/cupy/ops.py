@@ -21,6 +21,7 @@ from dflash_adapters.moe_spec import KvLayer, RecurrentLayer
 from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopeTable
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.cupy.attention_launch import AttentionLauncher
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
@@ -84,6 +85,7 @@ class CupyOps(GatedOps):
         self._add_rows = AddRows(device)
         self._add_sums = AddSums(device)
         self._ones_of: dict[int, DeviceArray] = {}
+        self._unscaled: dict[int, tuple[RopeTable, RopeTable]] = {}
         self._positions: deque[tuple[object, StepPositions]] = deque(maxlen=_CHUNKS_AT_ONCE)
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
@@ -186,12 +188,29 @@ class CupyOps(GatedOps):
         """Put off until attention."""
         for heads, weight in ((q, q_weight), (k, k_weight)):
             assert isinstance(heads, Heads)
-            if norms_after:
-                # Rotation changes no length, so that it does not matter which comes first.
-                if table.scale != 1.0 or weight is not None:
-                    self.lacks("norms of heads that are rotated and scaled")
-                weight = self._ones(heads.dim)
             heads.rotation = Rotation(table, weight, eps)
+            if norms_after:
+                heads.rotation = self._normed_first(table, weight, eps, dim=heads.dim)
+
+    def _normed_first(
+        self, table: RopeTable, weight: DeviceArray | None, eps: float, *, dim: int
+    ) -> Rotation:
+        """What gives the same as a norm after the rotation, which changes no length but by its
+        scale."""
+        if weight is not None:
+            raise ValueError("a norm after the rotation has no weights")
+        if table.scale == 1.0:
+            return Rotation(table, self._ones(dim), eps)
+        if table.num_rotated != dim:
+            self.lacks("norms of heads of which a part is rotated and scaled")
+        if id(table) not in self._unscaled:  # the table is kept, so that its id stays its own
+            self._unscaled[id(table)] = table, replace(table, scale=1.0)
+        return Rotation(self._unscaled[id(table)][1], self._ones(dim), eps / table.scale**2)
+
+    def scale_queries(self, q: Any, positions: I32Array, temperature: AttentionTemperature) -> None:
+        """Put off until attention."""
+        assert isinstance(q, Heads)
+        q.temperature = temperature
 
     def attention(
         self,
@@ -207,8 +226,6 @@ class CupyOps(GatedOps):
         sinks: Any = None,
     ) -> Heads:
         assert isinstance(cache, DeviceKvCache)
-        if sinks is not None:
-            self.lacks("attention with sinks")
         q, k, v = (self._whole(heads) for heads in (q, k, v))
         where = self._positions_of(positions, cache)
         num_tokens = q.rows.num_tokens
@@ -221,13 +238,14 @@ class CupyOps(GatedOps):
             launch = self._attention.step
         else:
             rows, launch = self.chunks.rows(num_tokens, columns), self._attention.chunk
-        launch((q, k, v), cache, cache_layer, positions=where, scale=scale, out=rows)
+        launch((q, k, v), cache, cache_layer, positions=where, scale=scale, sinks=sinks, out=rows)
         return Heads(rows, q.num_heads)
 
     def route(self, logits: Any, rule: RoutingRule, *, bias: Any = None) -> tuple[Chosen, Chosen]:
-        if isinstance(logits, Product) and logits.x.num_tokens <= MOST_TOKENS:
-            return self.steps.route(logits, rule, bias)
-        return self.chunks.route(self._rows_of(logits), rule, bias)
+        router = logits if isinstance(logits, Product) else self._rows_of(logits)
+        if router.num_tokens <= MOST_TOKENS:
+            return self.steps.route(router, rule, bias)
+        return self.chunks.route(self._rows_of(router), rule, bias)
 
     def add(self, x: Any, y: Any, out: Any = None) -> Rows:
         if isinstance(y, ExpertSums):
@@ -318,18 +336,18 @@ class CupyOps(GatedOps):
         if isinstance(value, Rows):
             return value
         if isinstance(value, Heads):
-            if value.rotation is not None:
-                raise ValueError("heads that are to be rotated go into attention only")
+            if value.rotation is not None or value.temperature is not None:
+                raise ValueError("heads that are to be rotated or scaled go into attention only")
             return self._whole(value).rows
         if isinstance(value, Product):
-            if value.x.num_tokens <= MOST_TOKENS:
-                return self.steps.project(value.x, (value.matrix,))[0]
-            return self.chunks.project(_of_chunk(value.x), (value.matrix,))[0]
+            if value.rows is None:
+                value.rows = self.project(value.x, (value.matrix,))[0]
+            return value.rows
         if isinstance(value, Activated):
             return self._activated(value.gate, value.up)
         if isinstance(value, GatedProduct):
             rows = self._rows_of(value.product)
-            gated = self.gated(rows, value.gate, Gate.SIGMOID, out=rows)
+            gated = self.gated(rows, value.gate, Gate.SIGMOID)
             assert isinstance(gated, Rows)
             return gated
         if isinstance(value, Columns):

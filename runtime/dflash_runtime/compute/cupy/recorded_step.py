@@ -391,7 +391,8 @@ class RecordedStep:
             moe = self._mail
         hidden = self._model.forward(tokens, positions, self._cache, moe)
         logits = self._model.head(hidden)
-        assert isinstance(logits, Product)
+        if not isinstance(logits, Product):
+            self._ops.lacks("a head whose logits are scaled, in a recorded step")
         history: Any = self._history
         return self._ops.steps.pick(
             logits,

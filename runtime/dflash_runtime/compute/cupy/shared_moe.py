@@ -19,7 +19,7 @@ from dflash_runtime.compute.cupy.exchange import Exchanger, StepBox
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.recorded_pieces import Pause, Then
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed
+from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
 
 _PHASE = Phase.DECODE
 
@@ -82,7 +82,7 @@ class SharedMoe:
         self._exchanges.clear()
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
-        assert isinstance(hidden, Normed)
+        assert isinstance(hidden, Normed | Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         ops, layer = self._ops, self._resident.get(layer_id)
@@ -91,7 +91,7 @@ class SharedMoe:
             self._num_whole += 1
             self._num_whole_pairs += topk_ids.array.size
             return sums
-        ops.steps.choose(topk_ids, topk_weights)
+        ops.steps.choose(topk_ids)
         rows = ops.steps.normed_rows(hidden)
         exchange = self._exchanges.get(layer_id)
         if exchange is None:

@@ -21,7 +21,7 @@ from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, exper
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
 from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
 from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape, is_float_router
-from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, RowChange
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
@@ -33,6 +33,7 @@ from dflash_runtime.compute.cupy.values import (
     Activated,
     Choosing,
     Chosen,
+    ExpertInputs,
     ExpertSums,
     Normed,
     Product,
@@ -53,7 +54,7 @@ class Steps:
         self._linears: dict[LinearShape, DecodeLinear] = {}
         self._experts: dict[ExpertsShape, DecodeExperts] = {}
         self._hidden: dict[ExpertsShape, ExpertRows] = {}
-        self._quantisers: dict[tuple[int, bool], QuantiseRows] = {}
+        self._quantisers: dict[tuple[int, RowChange], QuantiseRows] = {}
         self._routers: dict[RouterShape, DecodeRouter] = {}
         self._choose = ChooseExperts(device)
         self._choose_tokens = ChooseTokens(device)
@@ -85,14 +86,22 @@ class Steps:
         residual.version += 1
 
     def route(
-        self, product: Product, rule: RoutingRule, bias: DeviceArray | None = None
+        self, router: Product | Rows, rule: RoutingRule, bias: DeviceArray | None = None
     ) -> tuple[Chosen, Chosen]:
         """Logits, from which experts are chosen later; rows are written as experts read them."""
-        x, matrix = product.x, product.matrix
-        num_tokens = x.num_tokens
-        shape = (num_tokens, rule.num_experts_used)
+        if isinstance(router, Product) and router.rows is None:
+            router.rows = self._logits(router)
+        logits = router if isinstance(router, Rows) else router.rows
+        assert logits is not None
+        shape = (logits.num_tokens, rule.num_experts_used)
         ids = self.buffers.take(shape, np.int32)
         weights = self.buffers.take(shape, np.float32)
+        choosing = Choosing(logits, rule, ids, weights, bias)
+        return Chosen(ids, choosing), Chosen(weights, choosing)
+
+    def _logits(self, product: Product) -> Rows:
+        x, matrix = product.x, product.matrix
+        num_tokens = x.num_tokens
         logits = self.rows(num_tokens, matrix.rows)
         sides = self._new_sides(num_tokens, matrix.columns) if isinstance(x, Normed) else None
         outputs = LinearOutputs(
@@ -111,12 +120,11 @@ class Steps:
             self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs)
         if isinstance(x, Normed):
             x.sides = sides
-        choosing = Choosing(logits, rule, bias)
-        return Chosen(ids, choosing), Chosen(weights, choosing)
+        return logits
 
-    def choose(self, topk_ids: Chosen, topk_weights: Chosen) -> None:
-        """Have the arrays of both written now, unless that is done or under way already."""
-        choosing = topk_ids.choosing
+    def choose(self, chosen: Chosen) -> None:
+        """Have ids and weights written now, unless that is done or under way already."""
+        choosing = chosen.choosing
         if choosing is None or choosing.is_done:
             return
         choosing.is_done = True
@@ -124,18 +132,25 @@ class Steps:
             choosing.rule,
             choosing.logits.array,
             bias=choosing.bias,
-            ids=topk_ids.array,
-            weights=topk_weights.array,
+            ids=choosing.ids.array,
+            weights=choosing.weights.array,
         )
 
-    def left_to_choose(
-        self, topk_ids: Chosen, topk_weights: Chosen
-    ) -> tuple[RoutingRule | None, DeviceArray | None]:
+    def scaled(self, x: Normed, factors: Chosen) -> Rows:
+        """Normalised rows times a factor each, as experts read them. Shapes: factors [T, 1]."""
+        self.choose(factors)
+        normed = self._sides(x).values
+        assert normed is not None
+        sides = self._quantised(normed.array, factors=factors.array)
+        assert sides.values is not None
+        return Rows(sides.values.array, (sides.values,), sides=sides)
+
+    def left_to_choose(self, chosen: Chosen) -> tuple[RoutingRule | None, DeviceArray | None]:
         """Rule and logits [T, E] by which the next kernel that needs the choice is to make it; None
         of either: it is made already, by a kernel of its own if the rule is not plain."""
-        choosing = topk_ids.choosing
+        choosing = chosen.choosing
         if choosing is not None and (choosing.bias is not None or not is_plain(choosing.rule)):
-            self.choose(topk_ids, topk_weights)
+            self.choose(chosen)
         if choosing is None or choosing.is_done:
             return None, None
         choosing.is_done = True
@@ -147,7 +162,7 @@ class Steps:
         choice = Choice(
             sums.topk_ids.array, sums.topk_weights.array, selections=sums.layer.selections
         )
-        rule, logits = self.left_to_choose(sums.topk_ids, sums.topk_weights)
+        rule, logits = self.left_to_choose(sums.topk_ids)
         choice = replace(choice, logits=logits)
         self._run_experts(
             sums.layer, choice, self._sides(sums.x), residual.array, gives_sums=False, rule=rule
@@ -158,7 +173,7 @@ class Steps:
         """Sums of those experts that are here. Shapes: result [T, H] float64."""
         assert sums.layer is not None
         choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
-        here = self.buffers.take(sums.x.rows.array.shape, np.float64)
+        here = self.buffers.take(sums.shape, np.float64)
         self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
         return here
 
@@ -183,8 +198,8 @@ class Steps:
         experts, hidden = self._experts_of(experts_shape(layer.layer, 1))
         experts.launch_down(layer.decode, choice, hidden, residual.array, replies=replies)
 
-    def rows_of(self, x: Normed) -> ExpertRows:
-        """Normalised rows as experts read them."""
+    def rows_of(self, x: ExpertInputs) -> ExpertRows:
+        """Rows as experts read them."""
         return _expert_rows(self._sides(x))
 
     def new_rows(self, num_tokens: int, columns: int) -> ExpertRows:
@@ -202,9 +217,7 @@ class Steps:
         Shapes: result [T, H] float64, to be read before it is taken for something else.
         """
         here = self.buffers.take((x.num_tokens, x.columns), np.float64)
-        sides = self._quantised(x.array, None, 0.0)
-        sides.values = x.buffers[0]
-        self._run_experts(layer, choice, sides, here.array, gives_sums=True)
+        self._run_experts(layer, choice, self._sides(x), here.array, gives_sums=True)
         return here.array
 
     def _run_experts(
@@ -264,8 +277,10 @@ class Steps:
         )
         return logits
 
-    def normed_rows(self, x: Normed) -> Rows:
-        """The normalised rows themselves."""
+    def normed_rows(self, x: ExpertInputs) -> Rows:
+        """The rows themselves, normalised if they are to be."""
+        if isinstance(x, Rows):
+            return x
         sides = self._sides(x)
         assert sides.values is not None
         return Rows(sides.values.array, (sides.values,))
@@ -335,27 +350,45 @@ class Steps:
             return LinearInputs(x=x.array, gate=opening)
         return LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps, gate=opening)
 
-    def _sides(self, x: Normed) -> Sides:
-        """Normalised rows that are there already, or are written now."""
+    def _sides(self, x: ExpertInputs) -> Sides:
+        """Rows as experts read them, that are there already or are written now."""
+        if isinstance(x, Rows):
+            if x.sides is None or x.sides.values is None:
+                x.sides = self._quantised(x.array)
+                x.sides.values = Buffer(x.array)
+            return x.sides
         if x.sides is None:
             x.require_unchanged()
-            x.sides = self._quantised(x.rows.array, x.weight, x.eps)
+            x.sides = self._quantised(x.rows.array, norm_weight=x.weight, eps=x.eps)
         return x.sides
 
-    def _quantised(self, x: DeviceArray, weight: DeviceArray | None, eps: float) -> Sides:
-        """Rows as int8, and normalised before that and as floats too if there is a weight."""
-        sides = self._new_sides(*x.shape, has_values=weight is not None)
+    def _quantised(
+        self,
+        x: DeviceArray,
+        *,
+        norm_weight: DeviceArray | None = None,
+        eps: float = 0.0,
+        factors: DeviceArray | None = None,
+    ) -> Sides:
+        """Rows as int8; normalised before that, or times a factor each, and then as floats too."""
+        change = RowChange.NONE
+        if norm_weight is not None:
+            change = RowChange.NORM
+        elif factors is not None:
+            change = RowChange.FACTORS
+        sides = self._new_sides(*x.shape, has_values=change is not RowChange.NONE)
         assert sides.quants is not None
         assert sides.meta is not None
-        key = x.shape[1], weight is not None
+        key = x.shape[1], change
         if key not in self._quantisers:
-            self._quantisers[key] = QuantiseRows(self._device, columns=key[0], has_norm=key[1])
+            self._quantisers[key] = QuantiseRows(self._device, columns=key[0], change=change)
         self._quantisers[key].launch(
             x,
             sides.quants.array,
             sides.meta.array,
-            norm_weight=weight,
+            norm_weight=norm_weight,
             eps=eps,
+            factors=factors,
             values=array_of(sides.values),
         )
         return sides

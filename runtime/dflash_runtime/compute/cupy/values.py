@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import RoutingRule
 from dflash_adapters.rope import RopeTable
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.device import DeviceArray
@@ -104,6 +105,8 @@ class Heads:
     num_heads: int
     rotation: Rotation | None = None
     part: tuple[int, int] | None = None
+    temperature: AttentionTemperature | None = None
+    """Of queries, to be computed by attention as well."""
 
     @property
     def dim(self) -> int:
@@ -128,10 +131,16 @@ class Activated:
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """``x @ matrix.T``, to be computed by whoever reads it."""
+    """``x @ matrix.T``, to be computed by whoever reads it first."""
 
     x: Normed | Rows | Activated
     matrix: DeviceMatrix
+    rows: Rows | None = None
+    """It, once somebody has."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +160,9 @@ class Choosing:
 
     logits: Rows
     rule: RoutingRule
+    ids: Buffer
+    weights: Buffer
+    """Where to. Shapes: both [T, K]."""
     bias: DeviceArray | None = None
     """Of experts, for the choice alone."""
     is_done: bool = False
@@ -171,13 +183,17 @@ class Chosen:
         return self.buffer.array
 
 
+ExpertInputs: TypeAlias = Normed | Rows
+"""What experts are given: normalised rows, or rows as they are, which nobody writes to any more."""
+
+
 @dataclass(slots=True, eq=False)
 class ExpertSums:
     """A layer's routed experts, to be computed by whoever adds them to the residual."""
 
     layer: ResidentLayer | None
     """None: no expert of the layer is here."""
-    x: Normed
+    x: ExpertInputs
     topk_ids: Chosen
     topk_weights: Chosen
     phase: Phase
@@ -187,6 +203,11 @@ class ExpertSums:
     share: at most two."""
     add_to: Callable[[Rows], None] | None = None
     """Launches what adds all of it to a residual, if somebody else has put that off."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[T, H]."""
+        return (self.x if isinstance(self.x, Rows) else self.x.rows).array.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

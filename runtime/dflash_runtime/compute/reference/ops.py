@@ -15,6 +15,7 @@ from dflash_adapters.moe_spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopePairing, RopeTable
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.reference.attention import attend, store
@@ -151,6 +152,11 @@ class ReferenceOps:
             if norms_after:
                 self.rms_norm(heads, np.ones(heads.shape[2], np.float32), eps, out=heads)
 
+    def scale_queries(
+        self, q: F32Array, positions: I32Array, temperature: AttentionTemperature
+    ) -> None:
+        np.multiply(q, temperature.factors(positions)[:, None, None], out=q)
+
     def attention(
         self,
         q: F32Array,
@@ -207,9 +213,7 @@ class ReferenceOps:
     def scale_rows(
         self, x: F32Array, factors: F32Array | float, out: F32Array | None = None
     ) -> F32Array:
-        if isinstance(factors, float):
-            return np.multiply(x, np.float32(factors), out=out)
-        return np.multiply(x, factors.reshape(-1, *[1] * (x.ndim - 1)), out=out)
+        return np.multiply(x, np.float32(factors), out=out)
 
     def gated(
         self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_adapters import llama4
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import F32Array
@@ -20,6 +21,7 @@ from support.gpu_models import GpuModel, largest_error, reference_logits
 from support.random_gguf import RandomShape, write_model
 from support.random_laguna import LagunaShape
 from support.random_llama import LlamaShape
+from support.random_llama4 import Llama4Shape
 from support.random_olmoe import OlmoeShape
 from support.random_qwen2moe import Qwen2MoeShape
 from support.random_qwen35moe import Qwen35MoeShape
@@ -41,15 +43,38 @@ SHAPES: dict[str, RandomShape] = {
         window=5,
     ),
     "qwen35moe": Qwen35MoeShape(**WIDE, num_layers=4, head_dim=16, shared_ffn_size=32),
+    "llama4": Llama4Shape(
+        num_layers=4,
+        hidden_size=64,
+        num_experts=7,
+        ffn_size=32,
+        dense_ffn_size=32,
+        interleave_step=2,
+        head_dim=16,
+    ),
 }
 BOUND = 1e-4
 
 
+def with_scales(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
+    """Of products, as files of NVFP4 have them: one that is added, a router's, and a gated one."""
+    names = "blk.0.ssm_out", "blk.1.ffn_gate_inp", "blk.2.ffn_down_shexp"
+    return tensors | {
+        f"{name}.scale": np.full(1, 0.3 + place, np.float32) for place, name in enumerate(names)
+    }
+
+
+CHANGES = {"qwen35moe": with_scales}
+
+
 @pytest.mark.parametrize("which", EMULATED_AND_GPU)
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_are_the_references(tmp_path: Path, name: str, which: str) -> None:
+def test_logits_are_the_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: str
+) -> None:
+    monkeypatch.setattr(llama4, "_CHUNK", 7)  # or 8191 positions would have to be computed first
     shape = SHAPES[name]
-    path = write_model(tmp_path / "model.gguf", shape, seed=2)
+    path = write_model(tmp_path / "model.gguf", shape, seed=2, change=CHANGES.get(name))
     ids = np.random.default_rng(1).integers(0, shape.vocab_size, 30).astype(np.int32)
     expected = reference_logits(path, ids, KvType.F32)
     with opened_device(which) as device:
@@ -67,13 +92,16 @@ def test_logits_are_the_references(tmp_path: Path, name: str, which: str) -> Non
         model.close()
 
 
-def test_scales_of_products_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_head_with_a_scale_is_refused_by_name_where_steps_are_recorded(tmp_path: Path) -> None:
     def with_scale(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
-        return {**tensors, "blk.0.ssm_out.scale": np.full(1, 0.5, np.float32)}
+        return {**tensors, "output.scale": np.full(1, 0.5, np.float32)}
 
-    path = write_model(tmp_path / "m.gguf", SHAPES["qwen35moe"], seed=2, change=with_scale)
+    path = write_model(tmp_path / "m.gguf", SHAPES["olmoe"], seed=2, change=with_scale)
     with opened_device(EMULATED) as device:
         model = GpuModel(path, device, kv_type=KvType.F32)
-        with pytest.raises(UnsupportedModel, match="factors that the host knows"):
-            model.logits(np.arange(9, dtype=np.int32), [9])
+        step = model.recorded_step()
+        step.begin(1, 0)
+        with pytest.raises(UnsupportedModel, match="a head whose logits are scaled"):
+            step.start()
+        step.close()
         model.close()

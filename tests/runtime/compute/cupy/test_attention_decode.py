@@ -10,6 +10,7 @@ import pytest
 from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.reference.kv_cache import cached_rows
 from support.attention_rig import AttentionRig, LayerCase, relative_error
@@ -102,6 +103,18 @@ def test_what_a_mask_hides_is_not_seen(
     case: LayerCase, bound: float, first: int, mask: Mask
 ) -> None:
     rig = _rig(case.having(mask=mask), first)
+    for num_tokens in (1, 4):
+        out = rig.decode(first, num_tokens)
+        assert relative_error(out, rig.expected(first, num_tokens)) < bound
+
+
+@pytest.mark.parametrize(("case", "bound"), [PATHS[1], PATHS[3]])
+@pytest.mark.parametrize("first", [94, *_slowly(0, 64)])
+def test_sinks_and_queries_that_grow_without_rotation(
+    case: LayerCase, bound: float, first: int
+) -> None:
+    temperature = AttentionTemperature(period=16, slope=0.4)
+    rig = _rig(case.having(num_rotated=0, temperature=temperature, has_sinks=True), first)
     for num_tokens in (1, 4):
         out = rig.decode(first, num_tokens)
         assert relative_error(out, rig.expected(first, num_tokens)) < bound

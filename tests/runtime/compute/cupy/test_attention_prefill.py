@@ -8,6 +8,7 @@ import pytest
 from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_runtime.compute.cupy.attention_plan import PrefillPlan
 from support.attention_rig import AttentionRig, LayerCase, relative_error
 
@@ -66,6 +67,15 @@ def test_a_chunk_attends_to_all_before_and_inside_it(
 @pytest.mark.parametrize(("case", "bound"), [CASES[0], CASES[3]])
 def test_what_a_mask_hides_is_not_seen(case: LayerCase, bound: float, mask: Mask) -> None:
     rig = AttentionRig(case.having(mask=mask))
+    rig.fill_cache(37)
+    out = rig.prefill(37, 60)
+    assert relative_error(out, rig.expected(37, 60)) < bound
+
+
+@pytest.mark.parametrize(("case", "bound"), [CASES[0], CASES[3]])
+def test_sinks_and_queries_that_grow_without_rotation(case: LayerCase, bound: float) -> None:
+    temperature = AttentionTemperature(period=16, slope=0.4)
+    rig = AttentionRig(case.having(num_rotated=0, temperature=temperature, has_sinks=True))
     rig.fill_cache(37)
     out = rig.prefill(37, 60)
     assert relative_error(out, rig.expected(37, 60)) < bound

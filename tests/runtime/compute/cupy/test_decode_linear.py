@@ -17,7 +17,7 @@ from dflash_runtime.compute.cupy.decode_linear_shape import (
     LinearShape,
     LinearTuning,
 )
-from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, RowChange, Sample
 from support.attention_rig import relative_error
 from support.device_weights import (
     Weights,
@@ -234,30 +234,32 @@ def test_sampling_puts_nan_before_all() -> None:
     assert positions.tolist() == [0]
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_quantising_rows_once(device: EmulatedDevice, has_norm: bool) -> None:
+@pytest.mark.parametrize("change", RowChange)
+def test_quantising_rows_once(device: EmulatedDevice, change: RowChange) -> None:
     rng = np.random.default_rng(3)
     x = random_rows(rng, 5, 352)
     x[2, 16:32] = 0.0
     x[3] *= np.float32(1e-40)
     sides = new_sides(device, 5, 352)
-    norm_weight = rng.random(352, np.float32)
-    QuantiseRows(device, columns=352, has_norm=has_norm).launch(
+    norm_weight, factors = rng.random(352, np.float32), rng.random((5, 1), np.float32)
+    QuantiseRows(device, columns=352, change=change).launch(
         device.upload(x),
         sides.quants,
         sides.meta,
-        norm_weight=device.upload(norm_weight) if has_norm else None,
+        norm_weight=device.upload(norm_weight) if change is RowChange.NORM else None,
         eps=EPS,
+        factors=device.upload(factors) if change is RowChange.FACTORS else None,
         values=sides.values,
     )
-    if has_norm:
+    if change is RowChange.NORM:
         assert relative_error(sides.values[:3], normalised(x, norm_weight)[:3]) < 3e-7
     else:
-        np.testing.assert_array_equal(sides.values, x)
+        wanted = x * factors if change is RowChange.FACTORS else x
+        np.testing.assert_array_equal(sides.values, wanted)
     kept = [0, 1, 2, 4]  # row 3 is too small for a scale, and counts as zero
-    wanted = as_int8_rows(sides.values[kept])
-    np.testing.assert_array_equal(sides.quants[kept, :352], wanted.quants[:, :352])
-    np.testing.assert_array_equal(sides.meta[kept, :22], wanted.meta[:, :22])
+    rows = as_int8_rows(sides.values[kept])
+    np.testing.assert_array_equal(sides.quants[kept, :352], rows.quants[:, :352])
+    np.testing.assert_array_equal(sides.meta[kept, :22], rows.meta[:, :22])
     assert not int8_values(sides.quants, sides.meta, 352)[3].any()
     assert not sides.quants[:, 352:].any()
     assert not sides.meta[:, 22:].any()

@@ -74,6 +74,8 @@ def test_swiglu_biases_and_factors(device: EmulatedDevice) -> None:
     np.testing.assert_array_equal(out, x + bias)
     elementwise.scale_rows(ours, device.upload(factors), ours)
     np.testing.assert_array_equal(ours, x * factors)
+    elementwise.scale_rows(ours, 0.1, out)
+    np.testing.assert_array_equal(out, x * factors * np.float32(0.1))
 
 
 def test_what_does_not_fit_is_refused(device: EmulatedDevice) -> None:

@@ -94,15 +94,16 @@ struct Preparation {
         if (warp_index() < num_jobs) load_job(rows, warp_index());
     }
 
-    INLINE void put_queries(const NewRows &rows, QueryElement *queries) {
+    INLINE void put_queries(const NewRows &rows, QueryElement *queries, int first_position) {
 #pragma unroll
         for (int i = 0; i < WARP_QUERIES; i++) {
             const int row = query_row(i), place = row % WARP_ROWS;
             QueryElement *target = queries + row / WARP_ROWS * QUERY_ELEMENTS;
             if (is_row(row)) {
+                const float scale = query_scale(rows, first_position + row_token(row));
                 query[i].normalise_and_rotate(rows.eps);
                 query[i].give([&](int element, float x) {
-                    WarpRows::put_query(target, place, element, x * rows.scale);
+                    WarpRows::put_query(target, place, element, x * scale);
                 });
             }
             for (int d = (is_row(row) ? KEY_DIM : 0) + lane_index(); d < QUERY_COLUMNS; d += LANES)
@@ -234,7 +235,7 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
     preparation.load_constants(a.rows, first_position, has_new);
     wait_for_previous();
     preparation.load(a.rows);
-    preparation.put_queries(a.rows, (QueryElement *)room);
+    preparation.put_queries(a.rows, (QueryElement *)room, first_position);
     preparation.put_new_rows(a.rows, step, first_position);
     block_barrier();
     if (has_new) {

@@ -1,7 +1,7 @@
 // Shape of an attention layer, the heads of one token, and what all of its kernels share.
 //
 // Defines: NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW (kv_rows.cuh), ROTATED,
-// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK.
+// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK, IS_TEMPERED, HAS_SINKS.
 #pragma once
 #include "attention_mask.cuh"
 #include "kv_rows.cuh"
@@ -47,12 +47,18 @@ struct NewRows {
     const float *queries, *keys, *values;
     const float *query_weight, *key_weight;  // of the norms of heads; null: none
     const float2 *angles;                    // [position][ROTATED / 2] {cos, sin}
+    const float *query_factors;              // [position], if IS_TEMPERED
     int query_stride, key_stride, value_stride;
     float eps;
     float scale;  // of scores
 };
 INLINE const float2 *angles_at(const NewRows &rows, int position) {
     return rows.angles + (i64)position * (ROTATED / 2);
+}
+// What a query at this position is multiplied by.
+INLINE float query_scale(const NewRows &rows, int position) {
+    if constexpr (IS_TEMPERED) return rows.scale * load_weight(rows.query_factors + position);
+    return rows.scale;
 }
 INLINE const float *new_query(const NewRows &rows, int token, int head) {
     return rows.queries + (i64)token * rows.query_stride + head * KEY_DIM;

@@ -2,7 +2,7 @@
 // for each head of each token; as floats, as int8 rows for the output projection, or both.
 //
 // Defines: NUM_HEADS, VALUE_DIM, VALUE_ROW, SPLIT_KEYS, NUM_SPLITS, PADDED_COLUMNS (of int8 rows),
-// WINDOW, CHUNK.
+// WINDOW, CHUNK, HAS_SINKS.
 #include "attention_mask.cuh"
 #include "quantise.cuh"
 
@@ -17,6 +17,7 @@ struct AttentionMergeArgs {
     const int *positions;      // [T]
     const float *partials;     // [T, NUM_HEADS, NUM_SPLITS, VALUE_ROW]
     const float2 *statistics;  // [T, NUM_HEADS, NUM_SPLITS] {maximum, total}
+    const float *sinks;        // [NUM_HEADS], if HAS_SINKS: scores without a value
     float *values;             // [T, NUM_HEADS, VALUE_DIM], or null
     i8 *quants;                // [T, PADDED_COLUMNS], or null; only if 16 divides VALUE_DIM
     float2 *meta;              // [T, PADDED_COLUMNS / 16]
@@ -94,6 +95,7 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
     // All lanes go on, those of other slices with zeros: quantising is done by whole warps.
     float all = 0.0f;
     for (int warp = 0; warp < WARPS; warp++) all += warp_totals[warp];
+    if constexpr (HAS_SINKS) all += exp_fast(bits_to_float(load_weights4(a.sinks + head)) - highest);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (slice == 0)
         for (int i = 0; i < SLICES; i++) add_scaled(sum, 1.0f, sums[i * FOURS + element / 4]);

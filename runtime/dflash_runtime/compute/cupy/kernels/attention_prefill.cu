@@ -15,6 +15,7 @@ struct AttentionPrefillArgs {
     const void *queries;        // [T, NUM_HEADS, QUERY_COLUMNS], as attention_store leaves them
     const int *first_position;  // of the chunk
     LayerCache cache;
+    const float *sinks;         // [NUM_HEADS], if HAS_SINKS: scores without a value
     float *out;                 // [T, NUM_HEADS, VALUE_DIM]
     int num_tokens;
 };
@@ -25,6 +26,14 @@ INLINE int block_rows_begin(int block_rows) {
 }
 INLINE i64 head_of_row(int row) {
     return (i64)(row / GROUP) * NUM_HEADS + block_index_y() * GROUP + row % GROUP;
+}
+// The sink's part of a row's total, whose scores are in units of which e is the base.
+INLINE float sink_share(const AttentionPrefillArgs &a, int row, float maximum) {
+    if constexpr (HAS_SINKS) {
+        const int head = block_index_y() * GROUP + row % GROUP;
+        return exp_fast(bits_to_float(load_weights4(a.sinks + head)) - maximum);
+    }
+    return 0.0f;
 }
 INLINE void write_result(const AttentionPrefillArgs &a, int row, int element, float4 x) {
     float *out = a.out + head_of_row(row) * VALUE_DIM + element;

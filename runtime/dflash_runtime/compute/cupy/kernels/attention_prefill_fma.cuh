@@ -44,7 +44,9 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
     // Statistics lie with other lanes than results: they cross in the place of the queries.
     float *shares = queries;
     block_barrier();
-    rows.give_statistics([&](int row, float, float total) { shares[row] = 1.0f / total; });
+    rows.give_statistics([&](int row, float maximum, float total) {
+        shares[row] = 1.0f / (total + sink_share(a, first_row + row, maximum));
+    });
     block_barrier();
     rows.give_results([&](int row, int element, float4 x) {
         const float share = shares[row];

@@ -198,8 +198,9 @@ INLINE void write_chunk(const AttentionPrefillArgs &a, const ChunkRows &rows, in
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-            const float share = 1.0f / lanes_sum<4>(rows.total[m][u]);
             const int row = first_row + rows.row(m, u);
+            const float sink = sink_share(a, row, rows.maximum[m][u] * (1.0f / CHUNK_SCORE_UNIT));
+            const float share = 1.0f / (lanes_sum<4>(rows.total[m][u]) + sink);
             if (row >= num_rows) continue;
 #pragma unroll
             for (int span = 0; span < SPANS; span++)

@@ -23,11 +23,12 @@ struct AttentionStoreArgs {
     ChunkQuery *queries;  // [T, NUM_HEADS, QUERY_COLUMNS], scaled, in CHUNK_SCORE_UNIT
 };
 
-INLINE void store_query(const AttentionStoreArgs &a, RotatedHead &query, int token, int head) {
+INLINE void store_query(const AttentionStoreArgs &a, RotatedHead &query, int token, int head,
+                        float scale) {
     ChunkQuery *target = a.queries + ((i64)token * NUM_HEADS + head) * QUERY_COLUMNS;
     query.load(new_query(a.rows, token, head));
     query.normalise_and_rotate(a.rows.eps);
-    query.give([&](int element, float x) { target[element] = chunk_query(x * (a.rows.scale * CHUNK_SCORE_UNIT)); });
+    query.give([&](int element, float x) { target[element] = chunk_query(x * (scale * CHUNK_SCORE_UNIT)); });
     for (int d = KEY_DIM + lane_index(); d < QUERY_COLUMNS; d += LANES) target[d] = 0;
 }
 
@@ -45,7 +46,7 @@ KERNEL(attention_store, AttentionStoreArgs, THREADS, 1) {
         head.load_constants(is_key ? a.rows.key_weight : a.rows.query_weight,
                             angles_at(a.rows, position));
     wait_for_previous();
-    if (job < NUM_HEADS) store_query(a, head, token, job);
+    if (job < NUM_HEADS) store_query(a, head, token, job, query_scale(a.rows, position));
     else if (is_key) {
         head.load(new_key(a.rows, token, kv_head));
         head.normalise_and_rotate(a.rows.eps);

@@ -71,17 +71,18 @@ KERNEL(add_bias, AddBiasArgs, THREADS, 1) {
 
 struct ScaleRowsArgs {
     const float *x;        // [T, C]
-    const float *factors;  // [T]
+    const float *factors;  // [T], or null: all have the same
     float *out;            // [T, C], may be x
     i64 num_elements;
     int num_columns;
+    float factor;
 };
 KERNEL(scale_rows, ScaleRowsArgs, THREADS, 1) {
     let_next_begin();
     wait_for_previous();
     const i64 i = element_index();
     if (i >= a.num_elements) return;
-    a.out[i] = fresh(a.x + i) * fresh(a.factors + i / a.num_columns);
+    a.out[i] = fresh(a.x + i) * (a.factors ? fresh(a.factors + i / a.num_columns) : a.factor);
 }
 
 struct TakeColumnsArgs {

@@ -1,10 +1,11 @@
-// Rows of activations, normalised or as they are, to int8 with their scales: once for whoever reads
-// them, where doing it in every block would cost more. A block a row.
+// Rows of activations, normalised, multiplied by a factor each or as they are, to int8 with their
+// scales: once for whoever reads them, where doing it in every block would cost more. A block a row.
 #include "staging.cuh"
 
 struct QuantiseRowsArgs {
     const float *x;            // [rows, COLUMNS]
     const float *norm_weight;  // [COLUMNS], if INPUT is NORM
+    const float *factors;      // [rows], if INPUT is SCALED
     SideOutputs out;           // of all rows; values may be null
     float eps;
 };
@@ -19,5 +20,6 @@ KERNEL(quantise_rows, QuantiseRowsArgs, WARPS *LANES, 1) {
     wait_for_previous();
     const SideOutputs out = {a.out.values ? a.out.values + row * COLUMNS : nullptr,
                              a.out.quants + row * Rows::PADDED, a.out.meta + row * Rows::GRANULES};
-    input.stage(Rows(nullptr), a.x + row * COLUMNS, a.norm_weight, a.eps, &out);
+    const float *other = INPUT == SCALED ? a.factors + row : a.norm_weight;
+    input.stage(Rows(nullptr), a.x + row * COLUMNS, other, a.eps, &out);
 }

@@ -6,7 +6,7 @@
 #include "gates.cuh"
 #include "quantise.cuh"
 
-enum InputMode { NORM, PLAIN, QUANTISED, SWIGLU };
+enum InputMode { NORM, PLAIN, QUANTISED, SWIGLU, SCALED };
 
 // Where the rows of a block lie. Rows are padded with zeros to whole units of every type.
 template <int Tokens, int Columns, bool AsBytes, bool AsFloats>
@@ -38,8 +38,9 @@ struct SideOutputs {
     float2 *meta;   // [T, PADDED / 16]
 };
 
-// Rows [T, Columns] of float32, normalised or not; or silu(x) times other rows. Sums of squares have the
-// same order for any T. What belongs to the rows: weights of the norm, [Columns], or those other rows.
+// Rows [T, Columns] of float32, normalised or not; or silu(x) times other rows; or times a factor each.
+// Sums of squares have the same order for any T. What belongs to the rows: weights of the norm, [Columns],
+// or those other rows, or factors [T].
 template <int Tokens, int Columns, int Threads, InputMode Mode, bool AsBytes, bool AsFloats>
 struct FloatInput {
     using Rows = Staged<Tokens, Columns, AsBytes, AsFloats>;
@@ -130,6 +131,10 @@ struct FloatInput {
                                     v.z * factor[t] * scale.z, v.w * factor[t] * scale.w);
                 }
                 if constexpr (Mode == SWIGLU) v = activated(v, row_at(other, t, c));
+                if constexpr (Mode == SCALED) {
+                    const float by = bits_to_float(load_fresh4(other + t));
+                    v = make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+                }
                 put(to, t, quad(c), v, side);
             }
         }
