@@ -13,6 +13,7 @@ from dflash_runtime.compute.cupy.devices import VENDORS, DeviceMemory, memory_of
 from dflash_runtime.compute.cupy.driver import open_driver
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu
+from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
 TINY = Qwen3MoeShape(
@@ -28,6 +29,19 @@ TINY = Qwen3MoeShape(
     vocab_size=67,
 )
 """A model that is emulated in no time."""
+
+TINY_LLAMA4 = Llama4Shape(
+    "tiny llama4",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=5,
+    ffn_size=32,
+    vocab_size=67,
+)
+"""The same with one expert a token, whose inputs are scaled."""
 
 MAX_CHUNK = 20
 SCRATCH_BYTES = 1 << 20

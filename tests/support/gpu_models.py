@@ -72,6 +72,11 @@ def reference_logits(path: Path, ids: I32Array, kv_type: KvType) -> F32Array:
         return engine.logits(ids.tolist())
 
 
+def error_of(logits: F32Array, reference: F32Array) -> float:
+    """Root of the mean square, relative to that of the logits; a NaN is told as such."""
+    return float(np.sqrt(((logits - reference) ** 2).mean() / (reference**2).mean()))
+
+
 def largest_error(found: AnyArray, expected: AnyArray) -> float:
     """Relative to the largest value; infinite for a NaN."""
     error = np.abs(found - expected).max() / np.abs(expected).max()

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY
 from support.gpu_devices import EMULATED, EMULATED_AND_GPU, first_gpu, opened_device
+from support.gpu_models import error_of
 from support.gpu_splits import Layers, Split
 from support.random_models import write_qwen3moe
 
@@ -73,11 +73,6 @@ def test_a_token_has_the_same_bits_alone_and_among_others_of_a_draft(
     resident.logits()
     singly = resident.verified_logits(13, [1] * 35)
     assert (resident.verified_logits(13, CHUNKS[1:8]) == singly).all()
-
-
-def error_of(logits: F32Array, reference: F32Array) -> float:
-    """Root of the mean square, relative to that of the logits."""
-    return float(np.sqrt(((logits - reference) ** 2).mean() / (reference**2).mean()))
 
 
 def test_errors_with_a_cpu_are_within_those_of_either_alone(

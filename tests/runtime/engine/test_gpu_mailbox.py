@@ -29,9 +29,9 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
 from support.emulated_device import EmulatedDevice
-from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.emulated_gpu import TINY, TINY_LLAMA4, EmulatedGpus, install_emulated_gpus
 from support.processes import running_daemon
-from support.random_models import write_qwen3moe
+from support.random_gguf import write_model
 
 pytestmark = pytest.mark.e2e
 
@@ -45,9 +45,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
-    return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
+    return write_model(path, getattr(request, "param", TINY), seed=4, tensor_type="Q8_0")
 
 
 @pytest.fixture
@@ -92,6 +92,12 @@ def opened(model: Path, **options: Any) -> Engine:
     return Engine.open(model, device="cuda:0", context=32, **options)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [TINY, pytest.param(TINY_LLAMA4, marks=pytest.mark.slow)],
+    ids=lambda shape: shape.name,
+    indirect=True,
+)
 def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
     model: Path,
     gpus: EmulatedGpus,

@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 
 from dflash_protocol.errors import DaemonUnavailable
+from dflash_runtime import Engine
 from dflash_runtime.placement.split import LOCAL_OWNER
-from support.emulated_gpu import TINY
+from support.emulated_gpu import TINY, TINY_LLAMA4
+from support.gpu_models import error_of
 from support.gpu_splits import Layers, Split
+from support.random_gguf import write_model
 from support.random_models import write_qwen3moe
 
 CHUNKS = [20, 3, 1, 9, 1, 1]
 IDS = np.random.default_rng(1).integers(0, TINY.vocab_size, sum(CHUNKS)).astype(np.int32)
 
+NOT_HERE: Layers = {0: [3, 1], 1: [0, 4, 2, 1]}
 PAIRS = IDS.size * TINY.num_layers * TINY.num_experts_used
 WHOLE: Layers = dict.fromkeys(range(TINY.num_layers), range(TINY.num_experts))
 
@@ -71,6 +75,27 @@ def test_every_split_has_the_same_bits(model: Path, undo: contextlib.ExitStack) 
     assert hits.hot + hits.remote == before.hot + before.remote + steps_pairs
     assert hits.layers == before.layers + 2 * TINY.num_layers
     assert stats[LOCAL_OWNER].pairs == hits.hot
+
+
+def test_rows_that_are_scaled_for_experts_have_the_same_bits_everywhere(
+    tmp_path: Path, undo: contextlib.ExitStack
+) -> None:
+    path = write_model(tmp_path / "m.gguf", TINY_LLAMA4, seed=5, tensor_type="Q8_0")
+    resident = opened(undo, path, {LOCAL_OWNER: WHOLE})
+    expected = resident.logits()
+    assert (resident.recorded_logits() == expected[-2:]).all()
+    for owners in ({LOCAL_OWNER: {0: [4, 0, 2], 1: [3]}, "gpu1": NOT_HERE}, {"gpu1": WHOLE}):
+        split = opened(undo, path, owners)
+        assert (split.logits() == expected).all()
+        assert (split.recorded_logits() == expected[-2:]).all()
+        assert split.runtime.hits.remote > 0
+    found = {"gpu": expected, "both": opened(undo, path, {"cpu1": WHOLE}).logits()}
+    for backend in ("cpu", "reference"):
+        with Engine.open(path, backend=backend, kv_type="f16", threads=1) as engine:
+            found[backend] = engine.logits(IDS.tolist())
+    errors = {name: error_of(each, found["reference"]) for name, each in found.items()}
+    assert 0 < errors["gpu"] <= 1.5 * errors["cpu"] < 0.03
+    assert 0 < errors["both"] <= 1.5 * errors["cpu"]
 
 
 def test_a_layer_without_experts_here(model: Path, undo: contextlib.ExitStack) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from dflash_adapters.ops import KvType
-from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
 from dflash_runtime.compute.cupy.device import KernelDevice
-from support.gpu_models import GpuModel, reference_logits
-from support.random_models import Qwen3MoeShape, write_qwen3moe
+from support.gpu_models import GpuModel, error_of, reference_logits
+from support.random_gguf import RandomShape, write_model
+from support.random_llama4 import Llama4Shape
+from support.random_models import Qwen3MoeShape
 
 SHAPE = Qwen3MoeShape(
     "rows of one block of 256",
@@ -28,10 +29,26 @@ SHAPE = Qwen3MoeShape(
     vocab_size=131,
 )
 
+LLAMA4 = Llama4Shape(
+    num_layers=2,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    num_experts=4,
+    interleave_step=2,
+    ffn_size=256,
+    dense_ffn_size=256,
+    vocab_size=131,
+)
+"""A dense layer, and one of experts whose inputs are scaled."""
+
 MATRICES = (
     *("attn_q", "attn_k", "attn_v", "attn_output"),
     *("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "output", "token_embd"),
 )
+ALIKE = {"ffn_gate": "ffn_gate_exps", "ffn_up": "ffn_up_exps", "ffn_down": "ffn_down_exps"}
+"""Dense FFNs and shared experts have the types of experts."""
 MIXES = {
     "q4_k_m": "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q6_K Q6_K Q4_K",
     "blocks of 32": "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_0 Q5_0 Q8_0 Q4_0",
@@ -43,20 +60,24 @@ MIXES = {
 NUM_TOKENS, FIRST_STEP = 17, 9
 
 
-def error_of(logits: F32Array, reference: F32Array) -> float:
-    """Root of the mean square, relative to that of the logits; a NaN is told as such."""
-    return float(np.sqrt(((logits - reference) ** 2).mean() / (reference**2).mean()))
-
-
 @pytest.mark.parametrize(
-    "mix", ["q4_k_m", *(pytest.param(mix, marks=pytest.mark.slow) for mix in list(MIXES)[1:])]
+    ("shape", "mix"),
+    [
+        (SHAPE, "q4_k_m"),
+        pytest.param(LLAMA4, "q4_k_m", marks=pytest.mark.slow),
+        *(pytest.param(SHAPE, mix, marks=pytest.mark.slow) for mix in list(MIXES)[1:]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.architecture,
 )
 def test_errors_are_no_larger_than_the_cpus(
-    any_device: KernelDevice, tmp_path: Path, mix: str
+    any_device: KernelDevice, tmp_path: Path, shape: RandomShape, mix: str
 ) -> None:
     types = dict(zip(MATRICES, MIXES[mix].split(), strict=True))
-    path = write_qwen3moe(tmp_path / "m.gguf", SHAPE, seed=2, tensor_type=types)
-    ids = np.random.default_rng(1).integers(0, SHAPE.vocab_size, NUM_TOKENS).astype(np.int32)
+    types |= {
+        f"{kind}{suffix}": types[of] for kind, of in ALIKE.items() for suffix in ("", "_shexp")
+    }
+    path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type=types)
+    ids = np.random.default_rng(1).integers(0, shape.vocab_size, NUM_TOKENS).astype(np.int32)
     reference = reference_logits(path, ids, KvType.F16)
     with Engine.open(path, backend="cpu", threads=1, kv_type=KvType.F16.value) as engine:
         cpu = engine.logits(ids.tolist())
