@@ -6,6 +6,7 @@ In the emulation here, and with `-m gpu` on a device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,16 @@ import numpy as np
 import pytest
 
 from dflash_adapters import llama4
+from dflash_adapters.moe_spec import KvLayer, Mask
 from dflash_adapters.ops import KvType
+from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
+from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import F32Array
+from dflash_runtime.compute.cupy.backend import CupyBackend
+from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.values import Rows
+from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.gpu_devices import EMULATED, EMULATED_AND_GPU, opened_device
 from support.gpu_models import GpuModel, largest_error, reference_logits
 from support.random_gguf import RandomShape, write_model
@@ -90,6 +98,40 @@ def test_logits_are_the_references(
             assert largest_error(step.logits(), expected[first]) < BOUND
         step.close()
         model.close()
+
+
+def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> None:
+    """Norms after a rotation that is scaled, temperature and sinks; a chunk and a step."""
+    table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, yarn=YarnScaling(8.0, 64))
+    assert table.scale > 1.1
+    random = np.random.default_rng(3)
+    rows = [random.standard_normal((20, heads * 16), np.float32) for heads in (4, 2, 2)]
+    sinks = 2 * random.standard_normal(4, np.float32)
+    backend = CupyBackend(any_device, max_chunk=64, scratch_bytes=1 << 20)
+
+    def attended(ops: Any, upload: Callable[[F32Array], Any]) -> list[Any]:
+        cache = ops.new_kv_cache((KvLayer(2, 16, 16, Mask(chunk=6)),), 20, KvType.F32)
+        found = []
+        for first, last in ((0, 17), (17, 20)):
+            positions = np.arange(first, last, dtype=np.int32)
+            q, k, v = (
+                ops.split_heads(upload(each[first:last].copy()), each.shape[1] // 16)
+                for each in rows
+            )
+            ops.norm_and_rotate(q, k, positions, table, eps=0.1, norms_after=True)
+            ops.scale_queries(q, positions, AttentionTemperature(5, 0.3))
+            heads = ops.attention(q, k, v, cache, 0, positions, 0.3, sinks=upload(sinks))
+            found.append(ops.merge_heads(heads))
+        return found
+
+    def on_device(array: F32Array) -> Any:
+        uploaded = any_device.upload(array)
+        return uploaded if array.ndim == 1 else Rows(uploaded)
+
+    found = attended(backend.ops, on_device)
+    for ours, theirs in zip(found, attended(ReferenceOps(), lambda array: array), strict=True):
+        assert largest_error(backend.to_host(ours), theirs) < 3e-6
+    backend.close()
 
 
 def test_a_head_with_a_scale_is_refused_by_name_where_steps_are_recorded(tmp_path: Path) -> None:
