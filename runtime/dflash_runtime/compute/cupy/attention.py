@@ -344,16 +344,25 @@ def _new_rows(
 def _variants() -> tuple[KernelVariant, ...]:
     """Small heads, since all loops over them are unrolled."""
     variants: list[KernelVariant] = []
-    for kv_type, use_mma, num_tokens in (
-        (KvType.F32, False, 1),
-        (KvType.F16, False, 1),
-        (KvType.Q8_0, False, 3),
-        (KvType.F16, True, 3),
-        (KvType.Q8_0, True, 1),
+    for kv_type, use_mma, num_tokens, has_all in (
+        (KvType.F32, False, 1, False),
+        (KvType.F16, False, 1, True),
+        (KvType.Q8_0, False, 3, False),
+        (KvType.F16, True, 3, True),
+        (KvType.Q8_0, True, 1, False),
     ):
         kv = KvLayer(num_heads=2, key_dim=48, value_dim=32)
         pairing = RopePairing.INTERLEAVED if num_tokens == 3 else RopePairing.HALF_SPLIT
-        shape = AttentionShape(16, kv, kv_type, pairing, 32, use_mma)
+        shape = AttentionShape(
+            16,
+            kv,
+            kv_type,
+            pairing,
+            num_rotated=0 if has_all else 32,
+            use_mma=use_mma,
+            is_tempered=has_all,
+            has_sinks=has_all,
+        )
         decode = DecodePlan(shape, num_tokens, 1024)
         files = [
             ("attention_decode.cu", decode.defines()),
@@ -361,7 +370,7 @@ def _variants() -> tuple[KernelVariant, ...]:
             ("attention_store.cu", shape.defines()),
         ]
         needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
-        if kv_type is KvType.F32:
+        if not use_mma and kv_type is not KvType.Q8_0:
             files.append(("attention_merge.cu", decode.merge_defines()))
         variants += (KernelVariant(file, defines, needs, lanes) for file, defines in files)
     return tuple(variants)

@@ -62,6 +62,7 @@ struct Preparation {
     static constexpr int WARP_QUERIES = BLOCK_ROWS / WARPS;
     RotatedHead query[WARP_QUERIES], key;
     ValueHead value;
+    float scale[WARP_QUERIES];
     int num_jobs;
 
     static INLINE int query_row(int i) { return warp_index() + WARPS * i; }
@@ -70,9 +71,11 @@ struct Preparation {
         num_jobs = has_new ? 2 * NUM_TOKENS : 0;
 #pragma unroll
         for (int i = 0; i < WARP_QUERIES; i++)
-            if (is_row(query_row(i)))
-                query[i].load_constants(
-                    rows.query_weight, angles_at(rows, first_position + row_token(query_row(i))));
+            if (is_row(query_row(i))) {
+                const int position = first_position + row_token(query_row(i));
+                query[i].load_constants(rows.query_weight, angles_at(rows, position));
+                scale[i] = query_scale(rows, position);
+            }
         if (warp_index() < num_jobs) load_job_constants(rows, first_position, warp_index());
     }
     INLINE void load_job_constants(const NewRows &rows, int first_position, int job) {
@@ -94,16 +97,15 @@ struct Preparation {
         if (warp_index() < num_jobs) load_job(rows, warp_index());
     }
 
-    INLINE void put_queries(const NewRows &rows, QueryElement *queries, int first_position) {
+    INLINE void put_queries(const NewRows &rows, QueryElement *queries) {
 #pragma unroll
         for (int i = 0; i < WARP_QUERIES; i++) {
             const int row = query_row(i), place = row % WARP_ROWS;
             QueryElement *target = queries + row / WARP_ROWS * QUERY_ELEMENTS;
             if (is_row(row)) {
-                const float scale = query_scale(rows, first_position + row_token(row));
                 query[i].normalise_and_rotate(rows.eps);
                 query[i].give([&](int element, float x) {
-                    WarpRows::put_query(target, place, element, x * scale);
+                    WarpRows::put_query(target, place, element, x * scale[i]);
                 });
             }
             for (int d = (is_row(row) ? KEY_DIM : 0) + lane_index(); d < QUERY_COLUMNS; d += LANES)
@@ -235,7 +237,7 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
     preparation.load_constants(a.rows, first_position, has_new);
     wait_for_previous();
     preparation.load(a.rows);
-    preparation.put_queries(a.rows, (QueryElement *)room, first_position);
+    preparation.put_queries(a.rows, (QueryElement *)room);
     preparation.put_new_rows(a.rows, step, first_position);
     block_barrier();
     if (has_new) {
