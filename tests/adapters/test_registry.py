@@ -41,14 +41,18 @@ def test_an_adapter_is_the_module_of_the_architectures_name(tmp_path: Path) -> N
         assert adapter_for(file) is qwen3moe
 
 
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gemma3"])
 @pytest.mark.parametrize("expert_count", [None, 0])
-def test_a_dense_model_is_told_that_it_is_one(tmp_path: Path, expert_count: int | None) -> None:
+def test_a_dense_model_is_told_that_it_is_one(
+    tmp_path: Path, expert_count: int | None, architecture: str
+) -> None:
     with (
-        model_of(tmp_path, "llama", expert_count) as file,
-        pytest.raises(UnsupportedModel, match="'llama' is a dense model") as caught,
+        model_of(tmp_path, architecture, expert_count) as file,
+        pytest.raises(UnsupportedModel, match=f"'{architecture}' is a dense model") as caught,
     ):
         adapter_for(file)
     assert caught.value.field == "general.architecture"
+    assert f"supported: {', '.join(ARCHITECTURES)}" in str(caught.value)
     assert caught.value.path == tmp_path / "model.gguf"
 
 

@@ -8,9 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from dflash_adapters.registry import ARCHITECTURES
+from dflash_protocol.errors import ModelFileError
+from dflash_protocol.ids import F32Array
 from dflash_runtime.cli.inspect import inspect
 from support.random_gguf import RandomShape, write_model
 from support.random_laguna import SHAPES as LAGUNA_SHAPES
@@ -91,6 +95,54 @@ def test_tables_say_what_the_file_holds(
         ffn, expert_bytes = int(row[3]), int(row[7].replace(",", ""))
         assert row[4:7] == ["F32"] * 3
         assert expert_bytes == 3 * 4 * ffn * shape.hidden_size
+
+
+def refusal(path: Path) -> ModelFileError:
+    result = CliRunner().invoke(inspect, [str(path)])
+    assert isinstance(result.exception, ModelFileError)
+    assert not result.output
+    return result.exception
+
+
+def test_every_architecture_has_a_table() -> None:
+    assert {case[0].architecture for case in CASES} == {*ARCHITECTURES}
+
+
+@pytest.mark.parametrize("shape", [case[0] for case in CASES], ids=lambda each: each.architecture)
+@pytest.mark.parametrize("kind", ["attn_norm", "ffn_gate_inp", "ffn_down_exps"])
+def test_what_is_missing_or_misshapen_is_named(
+    tmp_path: Path, shape: RandomShape, kind: str
+) -> None:
+    name = [each for each in shape.tensors() if each.endswith(f".{kind}.weight")][-1]
+
+    def missing(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
+        return {each: tensors[each] for each in tensors if each != name}
+
+    def longer(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
+        return {**tensors, name: np.repeat(tensors[name], 2, axis=0)}
+
+    for change, reason in ((missing, "missing"), (longer, "expected")):
+        error = refusal(write_model(tmp_path / "model.gguf", shape, seed=1, change=change))
+        assert error.field == name
+        assert reason in str(error)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expert_count", "reason"),
+    [
+        (LlamaShape(), None, "'llama' is a dense model"),
+        (OlmoeShape(architecture="gemma3"), 0, "'gemma3' is a dense model"),
+        (OlmoeShape(architecture="mixtral"), 8, "unknown architecture 'mixtral'"),
+    ],
+)
+def test_other_models_are_told_which_are_supported(
+    tmp_path: Path, shape: RandomShape, expert_count: int | None, reason: str
+) -> None:
+    keys = {f"{shape.architecture}.expert_count": expert_count}
+    error = refusal(write_model(tmp_path / "model.gguf", shape, seed=1, keys=keys))
+    assert error.field == "general.architecture"
+    assert reason in str(error)
+    assert f"supported: {', '.join(ARCHITECTURES)}" in str(error)
 
 
 def test_layers_of_other_types_are_rows_of_their_own(tmp_path: Path) -> None:
