@@ -7,18 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from dflash_adapters.moe_spec import Mask
 from dflash_protocol.errors import StateNotKept
-from dflash_protocol.ids import AnyArray
 
 RING_CHUNK = 512
 """Tokens computed at once over a ring, which must hold them and all that the first of them sees."""
 
+MOST_KEPT = 4
+"""Snapshots of a sequence that an engine keeps, each of which may be as large as all rings."""
+
 _ROW_UNIT = 64
 """A ring's rows are a multiple of this: whole blocks, for kernels that take positions in blocks."""
+
+
+class Rows(Protocol):
+    """An array of rows, in whatever memory."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 def num_rows(mask: Mask, capacity: int) -> int:
@@ -35,7 +45,7 @@ class RingSnapshot:
 
     num_positions: int
     first_kept: int
-    copies: tuple[AnyArray, ...]
+    copies: tuple[Rows, ...]
 
     @property
     def nbytes(self) -> int:
@@ -43,13 +53,16 @@ class RingSnapshot:
 
 
 class Ring:
-    """Which positions one layer has rows of, in a sequence of up to `capacity`."""
+    """Which positions one layer has rows of, in a sequence of up to `capacity`.
+
+    Arrays are numpy's, unless `empty_like` and `copy` know others.
+    """
 
     __slots__ = ("_first_kept", "_num_positions", "arrays", "is_ring", "mask", "num_rows")
 
     def __init__(self, mask: Mask, capacity: int) -> None:
         self.mask = mask
-        self.arrays: tuple[AnyArray, ...] = ()
+        self.arrays: tuple[Rows, ...] = ()
         """What the rows are kept in: whoever makes them says so."""
         self.num_rows = num_rows(mask, capacity)
         self.is_ring = self.num_rows < capacity
@@ -75,17 +88,17 @@ class Ring:
         self.require(num_positions)
         kept = self.arrays if self.is_ring else ()
         if instead_of is None:
-            copies = tuple(each.copy() for each in kept)
+            copies = tuple(self.empty_like(each) for each in kept)
         else:
             copies = instead_of.copies
-            for source, target in zip(kept, copies, strict=True):
-                np.copyto(target, source)
+        for source, target in zip(kept, copies, strict=True):
+            self.copy(target, source)
         return RingSnapshot(num_positions, self._first_kept, copies)
 
     def restore(self, snapshot: RingSnapshot) -> None:
         """Have the rows that a snapshot of this ring kept."""
         for source, target in zip(snapshot.copies, self.arrays, strict=False):
-            np.copyto(target, source)
+            self.copy(target, source)
         if self.is_ring:
             self._first_kept = snapshot.first_kept
         self._num_positions = snapshot.num_positions
@@ -96,12 +109,29 @@ class Ring:
 
         Raises: StateNotKept if what the first of them sees is gone.
         """
-        self.require(first_position)
-        if first_position == 0:
-            self._first_kept = 0
+        self.begin(first_position)
         size = RING_CHUNK if self.is_ring else max(1, num_tokens)
         for first in range(0, num_tokens, size):
             part = slice(first, min(first + size, num_tokens))
-            self._num_positions = first_position + part.stop
-            self._first_kept = max(self._first_kept, self._num_positions - self.num_rows)
+            self.advance(part.stop - part.start)
             yield part
+
+    def begin(self, num_positions: int) -> None:
+        """What is computed next comes after so many positions. Raises: StateNotKept."""
+        self.require(num_positions)
+        if num_positions == 0:
+            self._first_kept = 0
+        self._num_positions = num_positions
+
+    def advance(self, num_tokens: int) -> None:
+        """The rows of the next tokens are written, up to RING_CHUNK of them."""
+        self._num_positions += num_tokens
+        self._first_kept = max(self._first_kept, self._num_positions - self.num_rows)
+
+    def empty_like(self, array: Any) -> Any:
+        """An array of the same kind, with anything in it."""
+        return np.empty_like(array)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Shapes: both alike."""
+        np.copyto(target, source)

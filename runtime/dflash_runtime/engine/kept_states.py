@@ -12,9 +12,7 @@ from itertools import pairwise
 
 from dflash_adapters.ops import KvCache, Snapshot
 from dflash_protocol.errors import DeviceOutOfMemory
-
-MOST_KEPT = 4
-"""Snapshots, each of which may be as large as all states."""
+from dflash_runtime.compute.rings import MOST_KEPT
 
 LEAST_APART = 64
 """Positions that are sooner computed again than a state is copied."""

@@ -33,10 +33,9 @@ from dflash_runtime.compute import (
     make_backend,
     open_backend,
 )
-from dflash_runtime.compute.rings import num_rows
+from dflash_runtime.compute.rings import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import demo_model_path
-from dflash_runtime.engine.kept_states import MOST_KEPT
 from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
 from dflash_runtime.engine.owners import Owners
 from dflash_runtime.experts.store import expert_tensor_types

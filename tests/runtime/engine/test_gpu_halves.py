@@ -21,7 +21,8 @@ from dflash_protocol.routed_batch import Sums
 from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime import Engine
-from dflash_runtime.engine.kept_states import MOST_KEPT, KeptStates
+from dflash_runtime.compute.rings import MOST_KEPT
+from dflash_runtime.engine.kept_states import KeptStates
 from dflash_runtime.engine.steps import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode

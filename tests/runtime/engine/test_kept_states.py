@@ -18,7 +18,8 @@ from dflash_runtime import Engine
 from dflash_runtime.compute import rings
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.reference import ReferenceBackend
-from dflash_runtime.engine.kept_states import MOST_KEPT, KeptStates
+from dflash_runtime.compute.rings import MOST_KEPT
+from dflash_runtime.engine.kept_states import KeptStates
 from support import random_laguna, random_models
 from support.random_gguf import END_OF_TEXT_ID, RandomShape, write_model
 from support.random_qwen35moe import SHAPES

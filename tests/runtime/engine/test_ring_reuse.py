@@ -9,10 +9,26 @@ import pytest
 
 from dflash_runtime import Engine
 from dflash_runtime.compute import rings
+from support.emulated_gpu import install_emulated_gpus
 from support.random_gguf import write_model
 from support.random_laguna import LagunaShape
 
 SHAPE = LagunaShape(num_heads=(6, 4, 2), context_length=1024)
+WIDE = LagunaShape(
+    num_heads=(4, 4),
+    hidden_size=64,
+    num_experts=5,
+    num_experts_used=2,
+    ffn_size=32,
+    head_dim=16,
+    num_rotated=8,
+    num_rotated_in_window=16,
+    dense_ffn_size=32,
+    shared_ffn_size=32,
+    window=5,
+    context_length=1024,
+)
+"""As kernels of GPUs take it."""
 
 
 def bits_of(engine: Engine, prompt: list[int], num_tokens: int, *, reuse: bool) -> list[object]:
@@ -51,3 +67,26 @@ def test_reuse_of_what_a_ring_has_lost_does_not_show_in_the_bits(
             prompt = base[:length] + random.integers(0, SHAPE.vocab_size, own).tolist()
             got = bits_of(engine, prompt, num_tokens, reuse=True)
             assert got == bits_of(fresh, prompt, num_tokens, reuse=False), (length, own)
+
+
+@pytest.mark.slow
+def test_the_same_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_emulated_gpus(monkeypatch)
+    monkeypatch.setattr(rings, "RING_CHUNK", 20)
+    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
+    path = write_model(tmp_path / "model.gguf", WIDE, seed=3, tensor_type="Q8_0")
+    random = np.random.default_rng(2)
+    base = random.integers(0, WIDE.vocab_size, 120).tolist()
+    with (
+        Engine.open(path, device="cuda:0", context=160) as engine,
+        Engine.open(path, device="cuda:0", context=160) as fresh,
+    ):
+        for length, own, num_tokens, num_reused in (
+            (80, 0, 45, 0),  # round the ring, by recorded steps
+            (80, 12, 2, 80),  # back to where only a kept state can help
+            (60, 9, 2, 0),
+        ):
+            prompt = base[:length] + random.integers(0, WIDE.vocab_size, own).tolist()
+            got = bits_of(engine, prompt, num_tokens, reuse=True)
+            assert got == bits_of(fresh, prompt, num_tokens, reuse=False), (length, own)
+            assert engine.last_generation.num_reused_tokens == num_reused

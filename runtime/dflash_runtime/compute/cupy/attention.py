@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.errors import SettingsError
@@ -194,6 +194,8 @@ class PrefillAttention:
         """
         if num_tokens < 1 or num_tokens > layer.capacity:
             raise ValueError(f"a chunk of {num_tokens} tokens, {layer.capacity} positions")
+        if self.shape.ring_rows and num_tokens > self.shape.most_tokens:
+            raise ValueError(f"{num_tokens} tokens over a ring, {self.shape.most_tokens} at once")
         plan = self.plan(num_tokens)
         _check_layer(self.shape, layer, rows)
         where = self._arrays.address("first_position", first_position, np.int32, one=1)
@@ -255,7 +257,8 @@ def _scratch(scratch: DeviceArray, num_bytes: int) -> int:
 
 
 def _check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> None:
-    if layer.kv != shape.kv or layer.kv_type is not shape.kv_type:
+    kind = layer.kv, layer.kv_type, layer.ring_rows
+    if kind != (shape.kv, shape.kv_type, shape.ring_rows):
         raise ValueError(f"a cache of {layer.kv_type} {layer.kv}, compiled for {shape}")
     if (rows.angles is None) != (shape.num_rotated == 0):
         raise ValueError(f"angles are {rows.angles}, compiled for {shape}")
@@ -290,7 +293,7 @@ def _layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
         values=_aligned(layer.values.elements, "values"),
         key_scales=scales(layer.keys),
         value_scales=scales(layer.values),
-        capacity=layer.capacity,
+        num_rows=layer.num_rows,
     )
 
 
@@ -351,7 +354,8 @@ def _variants() -> tuple[KernelVariant, ...]:
         (KvType.F16, True, 3, True),
         (KvType.Q8_0, True, 1, False),
     ):
-        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32)
+        mask = Mask(window=60, chunk=100) if has_all else CAUSAL
+        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
         pairing = RopePairing.INTERLEAVED if num_tokens == 3 else RopePairing.HALF_SPLIT
         shape = AttentionShape(
             16,
@@ -362,6 +366,7 @@ def _variants() -> tuple[KernelVariant, ...]:
             use_mma=use_mma,
             is_tempered=has_all,
             has_sinks=has_all,
+            ring_rows=100 if has_all else 0,
         )
         decode = DecodePlan(shape, num_tokens, 1024)
         files = [

@@ -15,7 +15,7 @@ class LayerCacheArgs(ctypes.Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
-        ("capacity", c_int64),
+        ("num_rows", c_int64),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from dflash_adapters.rope import RopeTable
@@ -75,22 +78,34 @@ class AttentionLauncher:
         scale: float,
         sinks: DeviceArray | None,
         out: Rows,
+        parts: Sequence[slice],
     ) -> None:
-        """Any number of tokens. Shapes: sinks [heads]; out [T, heads * D]."""
+        """Any number of tokens, of which `parts` are computed one after the other.
+
+        Shapes: sinks [heads]; out [T, heads * D].
+        """
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
         if shape not in self._prefills:
             self._prefills[shape] = PrefillAttention(self._device, shape)
         prefill = self._prefills[shape]
-        scratch = self._device.empty(prefill.scratch_bytes(out.num_tokens), np.uint8)
-        prefill.launch(
-            self._new_rows(heads, cache, scale),
-            cache.layers[cache_layer],
-            first_position=positions.array[:1],
-            num_tokens=out.num_tokens,
-            scratch=scratch,
-            sinks=sinks,
-            out=out.array,
-        )
+        sizes = [part.stop - part.start for part in parts]
+        scratch = self._device.empty(max(map(prefill.scratch_bytes, sizes)), np.uint8)
+        q, k, v = heads
+        for part, size in zip(parts, sizes, strict=True):
+            some = (
+                replace(q, rows=q.rows[part]),
+                replace(k, rows=k.rows[part]),
+                replace(v, rows=v.rows[part]),
+            )
+            prefill.launch(
+                self._new_rows(some, cache, scale),
+                cache.layers[cache_layer],
+                first_position=positions.array[part.start : part.start + 1],
+                num_tokens=size,
+                scratch=scratch,
+                sinks=sinks,
+                out=out.array[part],
+            )
 
     def _shape(
         self,
@@ -109,6 +124,7 @@ class AttentionLauncher:
             has_mma=self._has_mma,
             is_tempered=query.temperature is not None,
             has_sinks=has_sinks,
+            ring_rows=layer.ring_rows,
         )
 
     def _new_rows(

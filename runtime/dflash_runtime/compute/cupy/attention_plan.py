@@ -12,7 +12,7 @@ from dflash_adapters.moe_spec import KvLayer
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cupy.decode_arrays import check_tokens, padded_columns
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS, check_tokens, padded_columns
 from dflash_runtime.compute.cupy.kv_cache import row_elements
 
 FIRST_BUCKET = 1024
@@ -58,6 +58,8 @@ class AttentionShape:
     is_tempered: bool = False
     """Queries have a factor besides, of their position."""
     has_sinks: bool = False
+    ring_rows: int = 0
+    """Positions that the cache has rows of, if it is a ring."""
 
     def __post_init__(self) -> None:
         """Raises: SettingsError for what the kernels cannot take."""
@@ -71,6 +73,8 @@ class AttentionShape:
             raise SettingsError(f"{self.num_rotated} of {self.kv.key_dim} elements rotated")
         if self.use_mma and self.kv_type is KvType.F32:
             raise SettingsError("tensor cores do not take a float32 cache")
+        if self.ring_rows and self.most_tokens < MOST_TOKENS:
+            raise SettingsError(f"a ring of {self.ring_rows} positions of {self.kv.mask}")
 
     @staticmethod
     def of(
@@ -82,6 +86,7 @@ class AttentionShape:
         has_mma: bool,
         is_tempered: bool = False,
         has_sinks: bool = False,
+        ring_rows: int = 0,
     ) -> AttentionShape:
         """For a device that has tensor cores or not; float32 caches are computed in float32.
         Without a `table` nothing is rotated."""
@@ -89,8 +94,21 @@ class AttentionShape:
         pairing = RopePairing.HALF_SPLIT if table is None else table.pairing
         num_rotated = 0 if table is None else table.num_rotated
         return AttentionShape(
-            num_heads, kv, kv_type, pairing, num_rotated, use_mma, is_tempered, has_sinks
+            num_heads,
+            kv,
+            kv_type,
+            pairing,
+            num_rotated,
+            use_mma,
+            is_tempered=is_tempered,
+            has_sinks=has_sinks,
+            ring_rows=ring_rows,
         )
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a ring, those that may be written at once: all that the first of them sees stays."""
+        return self.ring_rows - (self.kv.mask.span or 1) + 1
 
     @property
     def group(self) -> int:
@@ -131,6 +149,7 @@ class AttentionShape:
             "CHUNK": self.kv.mask.chunk,
             "IS_TEMPERED": int(self.is_tempered),
             "HAS_SINKS": int(self.has_sinks),
+            "RING_ROWS": self.ring_rows,
         }
 
 

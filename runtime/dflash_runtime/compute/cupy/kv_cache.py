@@ -16,7 +16,8 @@ from dflash_adapters.moe_spec import KvLayer, RecurrentLayer
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
-from dflash_runtime.compute.cupy.recurrent_state import RecurrentStates
+from dflash_runtime.compute.cupy.kept_rows import KeptRows, rows_kept
+from dflash_runtime.compute.rings import MOST_KEPT
 
 LARGEST_HEAD = 256
 """Elements of a head that the kernels keep in registers."""
@@ -51,7 +52,7 @@ class CachedRows:
     """Keys or values of one layer.
 
     Shapes: elements [kv_heads, N, row] of the cache's element type, zeros past the head's dim;
-    scales [kv_heads, N, row / 32] float16, only of q8_0.
+    scales [kv_heads, N, row / 32] float16, only of q8_0. N are all positions, or those of a ring.
     """
 
     elements: DeviceArray
@@ -65,11 +66,22 @@ class LayerKvCache:
     kv: KvLayer
     kv_type: KvType
     capacity: int
+    """Positions."""
     keys: CachedRows
     values: CachedRows
 
+    @property
+    def num_rows(self) -> int:
+        """Positions that there is room for at the same time."""
+        return self.keys.elements.shape[1]
 
-class DeviceKvCache:
+    @property
+    def ring_rows(self) -> int:
+        """The same; 0 if there is room for all."""
+        return self.num_rows if self.num_rows < self.capacity else 0
+
+
+class DeviceKvCache(KeptRows):
     """Implements ops.KvCache. Rows that were never written hold anything, and are never used.
 
     Owns: the device memory, given back with the object.
@@ -92,9 +104,14 @@ class DeviceKvCache:
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [_layer_cache(device, kv, capacity, kv_type) for kv in given]
-        self.states = RecurrentStates(device, recurrent)
-        self.snapshot, self.can_resume = self.states.snapshot, self.states.can_resume
-        self.restore, self.truncate = self.states.restore, self.states.truncate
+        super().__init__(device, given, capacity=capacity, recurrent=recurrent)
+        for ring, layer in zip(self.rings, self.layers, strict=True):
+            ring.arrays = tuple(
+                array
+                for rows in (layer.keys, layer.values)
+                for array in (rows.elements, rows.scales)
+                if array is not None
+            )
 
     @property
     def nbytes(self) -> int:
@@ -115,18 +132,24 @@ def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
     _check_capacity(capacity)
     if kv.num_heads < 1:
         raise SettingsError(f"{kv.num_heads} key/value heads")
-    num_rows = kv.num_heads * capacity
+    all_rows = kv.num_heads * rows_kept(kv, capacity)
     total = 0
     for row in (row_elements(kv_type, kv.key_dim), row_elements(kv_type, kv.value_dim)):
-        total += num_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize
+        total += all_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize
         if kv_type is KvType.Q8_0:
-            total += 2 * _scale_halves(num_rows, row)
+            total += 2 * _scale_halves(all_rows, row)
     return total
 
 
-def _scale_halves(num_rows: int, row: int) -> int:
+def bytes_with_snapshots(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
+    """The same with what an engine may keep of it besides."""
+    is_ring = rows_kept(kv, capacity) < capacity
+    return layer_bytes(kv, capacity, kv_type) * (1 + MOST_KEPT if is_ring else 1)
+
+
+def _scale_halves(all_rows: int, row: int) -> int:
     """Kernels read two scales at a time, the last too."""
-    return -(-num_rows * (row // Q8_BLOCK) // 2) * 2
+    return -(-all_rows * (row // Q8_BLOCK) // 2) * 2
 
 
 def _check_capacity(capacity: int) -> None:
@@ -137,13 +160,15 @@ def _check_capacity(capacity: int) -> None:
 
 
 def _layer_cache(device: KernelDevice, kv: KvLayer, capacity: int, kv_type: KvType) -> LayerKvCache:
+    kept = rows_kept(kv, capacity)
+
     def rows(dim: int) -> CachedRows:
         row = row_elements(kv_type, dim)
         scales = None
         if kv_type is KvType.Q8_0:
-            shape = (kv.num_heads, capacity, row // Q8_BLOCK)
-            halves = device.empty(_scale_halves(kv.num_heads * capacity, row), np.float16)
+            shape = (kv.num_heads, kept, row // Q8_BLOCK)
+            halves = device.empty(_scale_halves(kv.num_heads * kept, row), np.float16)
             scales = halves[: prod(shape)].reshape(shape)
-        return CachedRows(device.empty((kv.num_heads, capacity, row), _ELEMENTS[kv_type]), scales)
+        return CachedRows(device.empty((kv.num_heads, kept, row), _ELEMENTS[kv_type]), scales)
 
     return LayerKvCache(kv, kv_type, capacity, rows(kv.key_dim), rows(kv.value_dim))

@@ -231,14 +231,16 @@ class CupyOps(GatedOps):
         num_tokens = q.rows.num_tokens
         head_dim = cache.layers[cache_layer].kv.value_dim
         columns = q.num_heads * head_dim
-        if out is not None:
-            rows, launch = out.rows, self._attention.chunk
-        elif num_tokens <= MOST_TOKENS:
+        parts = [slice(0, num_tokens)]
+        if not isinstance(positions, StepPositions):
+            parts = list(cache.rings[cache_layer].parts(int(positions[0]), num_tokens))
+        options: dict[str, Any] = {"positions": where, "scale": scale, "sinks": sinks}
+        if out is None and num_tokens <= MOST_TOKENS:
             rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
-            launch = self._attention.step
+            self._attention.step((q, k, v), cache, cache_layer, out=rows, **options)
         else:
-            rows, launch = self.chunks.rows(num_tokens, columns), self._attention.chunk
-        launch((q, k, v), cache, cache_layer, positions=where, scale=scale, sinks=sinks, out=rows)
+            rows = self.chunks.rows(num_tokens, columns) if out is None else out.rows
+            self._attention.chunk((q, k, v), cache, cache_layer, out=rows, parts=parts, **options)
         return Heads(rows, q.num_heads)
 
     def route(self, logits: Any, rule: RoutingRule, *, bias: Any = None) -> tuple[Chosen, Chosen]:

@@ -185,7 +185,7 @@ class RecordedStep:
         self._begin(token_id, position)
 
     def _begin(self, token_id: int, position: int) -> None:
-        self._cache.states.begin_step(position)
+        self._cache.begin_step(position)
         self._place(token_id, position)
 
     def _choose_way(self) -> None:
@@ -241,7 +241,7 @@ class RecordedStep:
             raise
         if self._shared is not None:
             self._shared.count_step()
-        self._cache.states.count_step()
+        self._cache.count_step()
         self._position += 1
 
     def _start_mailed(self, mail: MailMoe, recording: _Recording) -> None:
@@ -252,7 +252,7 @@ class RecordedStep:
             piece.graph.replay()
         if not self._is_trial:
             self._mailed.count_step()
-        self._cache.states.count_step()
+        self._cache.count_step()
         self._position += 1
 
     def _redo_failed(self, position: int) -> None:

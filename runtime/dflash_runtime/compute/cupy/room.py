@@ -15,7 +15,7 @@ from dflash_adapters.ops import KvType
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.backend import MEMORY_ADVICE
 from dflash_runtime.compute.cupy.devices import DeviceMemory
-from dflash_runtime.compute.cupy.kv_cache import layer_bytes
+from dflash_runtime.compute.cupy.kv_cache import bytes_with_snapshots
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES, row_bytes
 from dflash_runtime.compute.cupy.matrix import PRODUCT_COLUMNS, require_kernels
 
@@ -98,8 +98,8 @@ def logits_bytes(file: GgufFile, num_rows: int) -> int:
 
 
 def cache_bytes(kv_layers: Iterable[KvLayer], num_positions: int, kv_type: KvType) -> int:
-    """Of keys and values. Raises: SettingsError as DeviceKvCache does."""
-    return sum(layer_bytes(kv, num_positions, kv_type) for kv in kv_layers)
+    """Of keys and values, and of rings' snapshots. Raises: SettingsError as DeviceKvCache does."""
+    return sum(bytes_with_snapshots(kv, num_positions, kv_type) for kv in kv_layers)
 
 
 def work_bytes(layers: Iterable[MoeLayer], *, max_chunk: int, scratch_bytes: int) -> int:

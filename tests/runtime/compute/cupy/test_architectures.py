@@ -20,6 +20,7 @@ from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
 from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import F32Array
+from dflash_runtime.compute import rings
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.values import Rows
@@ -81,12 +82,16 @@ def test_logits_are_the_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: str
 ) -> None:
     monkeypatch.setattr(llama4, "_CHUNK", 7)  # or 8191 positions would have to be computed first
+    monkeypatch.setattr(rings, "RING_CHUNK", 10)
+    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
     shape = SHAPES[name]
     path = write_model(tmp_path / "model.gguf", shape, seed=2, change=CHANGES.get(name))
     ids = np.random.default_rng(1).integers(0, shape.vocab_size, 30).astype(np.int32)
     expected = reference_logits(path, ids, KvType.F32)
     with opened_device(which) as device:
         model = GpuModel(path, device, kv_type=KvType.F32)
+        rows = {layer.ring_rows for layer in model.cache.layers}
+        assert rows == ({0, 16} if name in ("laguna", "llama4") else {0})
         for chunks in ([30], [13, 9, 1, 1, 6], [3, 1, 26]):
             assert largest_error(model.logits(ids, chunks), expected) < BOUND
         singly = model.logits(ids[:20], [12] + [1] * 8)

@@ -140,7 +140,7 @@ INLINE void write_rows(HeadRows cache, const HeadRows &stored, int first_positio
     for (int i = thread_index(); i < NUM_TOKENS * CHUNKS; i += THREADS) {
         const int position = first_position + i / CHUNKS;
         if (position < begin || position >= end) continue;
-        *(uint4 *)(cache.elements + (i64)position * ROW_BYTES + i % CHUNKS * 16) =
+        *(uint4 *)(cache.elements + (i64)cache_row(position) * ROW_BYTES + i % CHUNKS * 16) =
             *(const uint4 *)(stored.elements + 16 * i);
     }
     if constexpr (KV_Q8_0) {
@@ -148,7 +148,7 @@ INLINE void write_rows(HeadRows cache, const HeadRows &stored, int first_positio
         for (int i = thread_index(); i < NUM_TOKENS * BLOCKS; i += THREADS) {
             const int position = first_position + i / BLOCKS;
             if (position >= begin && position < end)
-                cache.scales[(i64)position * BLOCKS + i % BLOCKS] = stored.scales[i];
+                cache.scales[(i64)cache_row(position) * BLOCKS + i % BLOCKS] = stored.scales[i];
         }
     }
 }
@@ -225,7 +225,13 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
     const int last_old = first_position > 0 ? first_position - 1 : 0;
     int tile = begin + warp_index() % KEY_WARPS * TILE_KEYS;
     WarpRows rows;
-    auto old_row = [&](int key) { return min_of(tile + key, last_old); };
+    auto old_row = [&](int key) {
+        const int position = min_of(tile + key, last_old);
+        // Rows of a ring that this step writes were those of positions that none of it sees.
+        if constexpr (RING_ROWS != 0)
+            return cache_row(position < end_position - RING_ROWS ? last_old : position);
+        return position;
+    };
     if (tile < end) {
         rows.load_keys<SOURCE>(keys, old_row);
         if (EARLY_VALUES) rows.load_values<SOURCE>(values, old_row);

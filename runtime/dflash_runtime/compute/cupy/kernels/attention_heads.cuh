@@ -1,7 +1,7 @@
 // Shape of an attention layer, the heads of one token, and what all of its kernels share.
 //
 // Defines: NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW (kv_rows.cuh), ROTATED,
-// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK, IS_TEMPERED, HAS_SINKS.
+// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK, RING_ROWS, IS_TEMPERED, HAS_SINKS.
 #pragma once
 #include "attention_mask.cuh"
 #include "kv_rows.cuh"
@@ -29,17 +29,23 @@ constexpr int KEY_STEPS = (KEY_ROW + 31) / 32;
 constexpr int QUERY_COLUMNS = 32 * KEY_STEPS;
 constexpr int QUERY_ROW = QUERY_COLUMNS + (QUERY_COLUMNS % 64 == 0 ? 32 : 0);
 
-// Keys and values of one layer: [kv head][position][row].
+// Keys and values of one layer: [kv head][position][row]; in a ring of RING_ROWS (0: none) those of the
+// last positions, each in the place of the position RING_ROWS before it.
 struct LayerCache {
     u8 *keys, *values;
     u16 *key_scales, *value_scales;
-    i64 capacity;
+    i64 num_rows;  // of a head
 };
+INLINE int cache_row(int position) {
+    constexpr int SIZE = RING_ROWS != 0 ? RING_ROWS : 1;  // so that no compiler sees a division by zero
+    if constexpr (RING_ROWS != 0) return position % SIZE;
+    return position;
+}
 INLINE HeadRows key_rows(const LayerCache &cache, int kv_head) {
-    return head_rows<KEY_ROW>(cache.keys, cache.key_scales, kv_head * cache.capacity);
+    return head_rows<KEY_ROW>(cache.keys, cache.key_scales, kv_head * cache.num_rows);
 }
 INLINE HeadRows value_rows(const LayerCache &cache, int kv_head) {
-    return head_rows<VALUE_ROW>(cache.values, cache.value_scales, kv_head * cache.capacity);
+    return head_rows<VALUE_ROW>(cache.values, cache.value_scales, kv_head * cache.num_rows);
 }
 
 // What the projections give, a row for each token: `*_stride` floats from one to the next.

@@ -33,7 +33,7 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
     rows.begin(row_positions + warp_row);
     const int first_key = first_visible(first_position + first_row / GROUP);
     for (int tile = first_key / TILE_KEYS * TILE_KEYS; tile <= last_key; tile += TILE_KEYS) {
-        auto row_of = [&](int key) { return min_of(tile + key, last_key); };
+        auto row_of = [&](int key) { return cache_row(min_of(tile + key, last_key)); };
         rows.load_keys<READ_FRESH>(keys, row_of);
         if (EARLY_VALUES) rows.load_values<READ_FRESH>(values, row_of);
         rows.score(queries, tile);

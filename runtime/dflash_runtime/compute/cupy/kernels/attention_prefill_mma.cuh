@@ -23,7 +23,7 @@ INLINE void stage_rows(uint4 *stage, HeadRows rows, int first_key, int last_key)
     for (int i = thread_index(); i < STAGE_KEYS * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
         const bool is_row = first_key + row <= last_key;
-        const int source = min_of(first_key + row, last_key);
+        const int source = cache_row(min_of(first_key + row, last_key));
         uint4 *place = stage + row * STRIDE + chunk;
         if constexpr (KV_F16)
             copy_async16(place, rows.elements + 2 * ((i64)source * ROW + 8 * chunk), is_row);

@@ -59,6 +59,6 @@ KERNEL(attention_store, AttentionStoreArgs, THREADS, 1) {
         clear_rest<VALUE_DIM, VALUE_ROW>(row);
     }
     block_barrier();
-    if (is_key) store_row<KEY_ROW>(row, key_rows(a.cache, kv_head), position);
-    else if (is_value) store_row<VALUE_ROW>(row, value_rows(a.cache, kv_head), position);
+    if (is_key) store_row<KEY_ROW>(row, key_rows(a.cache, kv_head), cache_row(position));
+    else if (is_value) store_row<VALUE_ROW>(row, value_rows(a.cache, kv_head), cache_row(position));
 }
