@@ -6,9 +6,11 @@ writing over them later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +19,10 @@ from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.recurrent_state import RecurrentStates
+from dflash_runtime.compute.trees import Tree
+
+if TYPE_CHECKING:
+    from dflash_runtime.compute.cupy.branch import Branching
 
 LARGEST_HEAD = 256
 """Elements of a head that the kernels keep in registers."""
@@ -84,14 +90,17 @@ class DeviceKvCache:
         capacity: int,
         kv_type: KvType,
         recurrent: Sequence[RecurrentLayer] = (),
+        trees: Branching | None = None,
     ) -> None:
+        """`trees` tells the operations that compute over it which tree they are given."""
         given = tuple(layers)
         _check_capacity(capacity)
         for kv in given:
             layer_bytes(kv, capacity, kv_type)  # all are checked before anything is allocated
         self.capacity = capacity
         self.kv_type = kv_type
-        self.layers = [_layer_cache(device, kv, capacity, kv_type) for kv in given]
+        self._trees = trees
+        self.layers = [new_layer_cache(device, kv, capacity, kv_type) for kv in given]
         self.states = RecurrentStates(device, recurrent)
         self.snapshot, self.can_resume = self.states.snapshot, self.states.can_resume
         self.restore, self.truncate = self.states.restore, self.states.truncate
@@ -101,6 +110,16 @@ class DeviceKvCache:
         """Device memory that it holds."""
         kept = sum(layer_bytes(layer.kv, self.capacity, self.kv_type) for layer in self.layers)
         return kept + self.states.nbytes
+
+    @contextmanager
+    def branching(self, tree: Tree) -> Iterator[None]:
+        """As trees.BranchingCache.branching. Raises: ContextExceeded too."""
+        if self._trees is None:
+            raise ValueError("no operations compute trees over this cache")
+        self.states.require(tree.position)
+        self.check_fits(tree.position, int(tree.depths.max(initial=-1)) + 1)
+        with self._trees.over(tree):
+            yield
 
     def check_fits(self, first_position: int, num_tokens: int) -> None:
         """Raises: ContextExceeded if tokens from `first_position` on do not fit."""
@@ -136,7 +155,11 @@ def _check_capacity(capacity: int) -> None:
         )
 
 
-def _layer_cache(device: KernelDevice, kv: KvLayer, capacity: int, kv_type: KvType) -> LayerKvCache:
+def new_layer_cache(
+    device: KernelDevice, kv: KvLayer, capacity: int, kv_type: KvType
+) -> LayerKvCache:
+    """With anything in it. Raises: DeviceOutOfMemory."""
+
     def rows(dim: int) -> CachedRows:
         row = row_elements(kv_type, dim)
         scales = None

@@ -1,4 +1,5 @@
-"""Products and experts of a decode or verify step of 1 to 8 tokens.
+"""Products and experts of a decode or verify step: of up to 8 tokens at once, or of a tree's, which are
+taken in parts.
 
 Compiles a kernel when a shape is first met, and takes results' memory from buffers that the next
 layer uses again; both must have happened before a step is recorded.
@@ -11,10 +12,17 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dflash_adapters.ops import RoutingRule
 from dflash_runtime.compute.cupy.buffers import Buffer, Buffers, array_of
-from dflash_runtime.compute.cupy.decode_arrays import GRANULE, meta_shape, padded_columns
+from dflash_runtime.compute.cupy.decode_arrays import (
+    GRANULE,
+    MOST_TOKENS,
+    meta_shape,
+    padded_columns,
+    step_parts,
+)
 from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts, MailReply
 from dflash_runtime.compute.cupy.decode_experts import Rows as ExpertRows
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, experts_shape
@@ -60,8 +68,8 @@ class Steps:
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
-        buffer = self.buffers.take((num_tokens, columns), np.float32)
-        return Rows(buffer.array, (buffer,))
+        buffer = self._take((num_tokens, columns), np.float32)
+        return Rows(buffer.array, (buffer,), of_step=True)
 
     def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
         """New rows of heads, as int8 too if granules of these do not cross heads."""
@@ -91,8 +99,8 @@ class Steps:
         x, matrix = product.x, product.matrix
         num_tokens = x.num_tokens
         shape = (num_tokens, rule.num_experts_used)
-        ids = self.buffers.take(shape, np.int32)
-        weights = self.buffers.take(shape, np.float32)
+        ids = self._take(shape, np.int32)
+        weights = self._take(shape, np.float32)
         logits = self.rows(num_tokens, matrix.rows)
         sides = self._new_sides(num_tokens, matrix.columns) if isinstance(x, Normed) else None
         outputs = LinearOutputs(
@@ -102,17 +110,23 @@ class Steps:
         )
         if isinstance(x, Normed) and is_float_router(matrix.tensor_type, matrix.columns):
             x.require_unchanged()
-            router = RouterShape(num_tokens, matrix.rows, matrix.columns, matrix.tensor_type)
-            if router not in self._routers:
-                self._routers[router] = DecodeRouter(self._device, router)
-            inputs = LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps)
-            self._routers[router].launch(matrix.weights, logits.array, inputs, outputs=outputs)
+            for part in step_parts(num_tokens):
+                inputs = LinearInputs(x=x.rows.array[part], norm_weight=x.weight, eps=x.eps)
+                self._router(matrix, part.stop - part.start).launch(
+                    matrix.weights, logits.array[part], inputs, outputs=outputs.sides_of(part)
+                )
         else:
             self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs)
         if isinstance(x, Normed):
             x.sides = sides
         choosing = Choosing(logits, rule, bias)
         return Chosen(ids, choosing), Chosen(weights, choosing)
+
+    def _router(self, matrix: DeviceMatrix, num_tokens: int) -> DecodeRouter:
+        router = RouterShape(num_tokens, matrix.rows, matrix.columns, matrix.tensor_type)
+        if router not in self._routers:
+            self._routers[router] = DecodeRouter(self._device, router)
+        return self._routers[router]
 
     def choose(self, topk_ids: Chosen, topk_weights: Chosen) -> None:
         """Have the arrays of both written now, unless that is done or under way already."""
@@ -158,7 +172,7 @@ class Steps:
         """Sums of those experts that are here. Shapes: result [T, H] float64."""
         assert sums.layer is not None
         choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
-        here = self.buffers.take(sums.x.rows.array.shape, np.float64)
+        here = self._take(sums.x.rows.array.shape, np.float64)
         self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
         return here
 
@@ -217,11 +231,13 @@ class Steps:
         gives_sums: bool,
         rule: RoutingRule | None = None,
     ) -> None:
-        rows = _expert_rows(sides)
-        shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums, rule=rule)
-        experts, hidden = self._experts_of(shape)
-        experts.launch_gate_up(layer.decode, choice, rows, hidden)
-        experts.launch_down(layer.decode, choice, hidden, out)
+        for part in step_parts(out.shape[0]):
+            size = part.stop - part.start
+            shape = experts_shape(layer.layer, size, gives_sums=gives_sums, rule=rule)
+            experts, hidden = self._experts_of(shape)
+            some = choice[part]
+            experts.launch_gate_up(layer.decode, some, _expert_rows(sides[part]), hidden)
+            experts.launch_down(layer.decode, some, hidden, out[part])
 
     def _experts_of(self, shape: ExpertsShape) -> tuple[DecodeExperts, ExpertRows]:
         """Kernels, and what is between the two."""
@@ -268,7 +284,7 @@ class Steps:
         """The normalised rows themselves."""
         sides = self._sides(x)
         assert sides.values is not None
-        return Rows(sides.values.array, (sides.values,))
+        return Rows(sides.values.array, (sides.values,), of_step=True)
 
     def _multiply(
         self,
@@ -280,15 +296,19 @@ class Steps:
         outputs: LinearOutputs | None = None,
         gate: Rows | None = None,
     ) -> None:
-        linear = self._linear(
-            x, matrices, adds=adds, is_gated=gate is not None, has_side=outputs is not None
-        )
-        linear.launch(
-            [matrix.weights for matrix in matrices],
-            [out.array for out in outs],
-            self._inputs(linear.shape, x, gate),
-            outputs=outputs,
-        )
+        if isinstance(x, Normed):
+            x.require_unchanged()
+        for part in step_parts(x.num_tokens):
+            some = x if x.num_tokens <= MOST_TOKENS else x[part]
+            linear = self._linear(
+                some, matrices, adds=adds, is_gated=gate is not None, has_side=outputs is not None
+            )
+            linear.launch(
+                [matrix.weights for matrix in matrices],
+                [out.array[part] for out in outs],
+                self._inputs(linear.shape, some, None if gate is None else gate[part]),
+                outputs=None if outputs is None else outputs.sides_of(part),
+            )
 
     def _linear(
         self,
@@ -360,8 +380,14 @@ class Steps:
         )
         return sides
 
+    def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
+        """Of a step's tokens; those of a large tree are not kept for another of the same size."""
+        if shape[0] > MOST_TOKENS:
+            return Buffer(self._device.empty(shape, dtype))
+        return self.buffers.take(shape, dtype)
+
     def _new_sides(self, num_tokens: int, columns: int, *, has_values: bool = True) -> Sides:
-        take = self.buffers.take
+        take = self._take
         return Sides(
             values=take((num_tokens, columns), np.float32) if has_values else None,
             quants=take((num_tokens, padded_columns(columns)), np.int8),
