@@ -56,7 +56,9 @@ class Verifier:
                 self._run, self._prompt[first:last], first, features.on_layer
             )
         self.num_positions = self._prompt.size
-        return Verified(self._likeliest(hidden[-1:]), features.by_layer)
+        verified = Verified(self._likeliest(hidden[-1:]), features.by_layer)
+        self._steps.settle()
+        return verified
 
     def verify(
         self, token_ids: I32Array, parents: Sequence[int], feature_layers: Collection[int]

@@ -288,7 +288,10 @@ def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
 def attention_rows(
     arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, num_tokens: int
 ) -> a.NewRowsArgs:
-    """So many tokens' rows, as kernels are given them. Raises: ValueError for rows of other shapes."""
+    """So many tokens' rows, as kernels are given them.
+
+    Raises: ValueError for rows of other shapes.
+    """
 
     def begin(given: TokenRows, name: str, width: int) -> int:
         array, end = given.array, given.first_column + width

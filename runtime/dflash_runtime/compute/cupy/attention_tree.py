@@ -177,9 +177,7 @@ def _part(rows: NewRows, part: slice) -> NewRows:
     def some(of: TokenRows) -> TokenRows:
         return TokenRows(of.array[part], of.first_column)
 
-    return replace(
-        rows, queries=some(rows.queries), keys=some(rows.keys), values=some(rows.values)
-    )
+    return replace(rows, queries=some(rows.queries), keys=some(rows.keys), values=some(rows.values))
 
 
 def _variants() -> tuple[KernelVariant, ...]:

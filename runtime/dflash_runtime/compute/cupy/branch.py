@@ -1,4 +1,4 @@
-"""A tree of guessed tokens on a device, as kernels read it: what all layers need is brought there once.
+"""A tree of guessed tokens on a device, as kernels read it: brought there once for all layers.
 
 Knows nothing of what layers keep.
 """

@@ -18,8 +18,8 @@ MOST_TOKENS = 8
 """That a step's kernels take at once."""
 
 STEP_SIZES = (1, 2, 4, MOST_TOKENS)
-"""Numbers of tokens that steps are cut into, or filled up to: as few as will do, since each has kernels
-of its own."""
+"""Numbers of tokens that steps are cut into, or filled up to: as few as will do, since each has
+kernels of its own."""
 
 GRANULE = 16
 """Elements of a row of int8 activations that share a scale."""
@@ -74,7 +74,7 @@ def check_columns(columns: int, tensor_types: tuple[TensorType, ...]) -> None:
 
 
 def step_parts(num_tokens: int) -> list[slice]:
-    """How so many tokens are taken by a step's kernels: at once, or more than MOST_TOKENS in parts."""
+    """How a step's kernels take so many tokens: at once, or more than MOST_TOKENS in parts."""
     if num_tokens <= MOST_TOKENS:
         return [slice(0, num_tokens)]
     parts, first = [], 0

@@ -1,5 +1,5 @@
-"""Launch record of a Gated DeltaNet layer's own kernels for a tree's tokens, and for the path that is
-accepted. The layer's state is only read until then."""
+"""Launch record of a Gated DeltaNet layer's own kernels for a tree's tokens, and for the path that
+is accepted. The layer's state is only read until then."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeltaKeepArgs(ctypes.Structure):
 
 
 class DeltaTree:
-    """Any tree through a layer: each token goes on from its parent's state, with the bits of a step."""
+    """Any tree through a layer: each token goes on from its parent's state, as in a step."""
 
     def __init__(self, device: KernelDevice, shape: DeltaPlan) -> None:
         self.shape = shape

@@ -167,9 +167,7 @@ class GatedOps(LackingOps):
     def _taken(self, columns: Columns) -> Rows:
         """Columns as rows of their own."""
         of = self._columns_of(columns)
-        rows = self._new_rows(
-            columns.rows.num_tokens, of.num_columns, of_step=columns.rows.of_step
-        )
+        rows = self._new_rows(columns.rows.num_tokens, of.num_columns, of_step=columns.rows.of_step)
         self._elementwise.take_columns(of, rows.array)
         return rows
 

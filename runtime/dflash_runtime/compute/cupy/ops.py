@@ -1,9 +1,9 @@
 """The dense operations on a GPU: what adapters call, put together for steps and for chunks.
 
 A step has 1 to 8 tokens and must be cheap to launch, a chunk of a prompt has more and must use the
-arithmetic units well; each has kernels of its own. A tree of guessed tokens is a step, however many it
-has. Both are given values that put work off
-(values.py), and do what belongs together in one kernel.
+arithmetic units well; each has kernels of its own. A tree of guessed tokens is a step, however many
+it has. Both are given values that put work off (values.py), and do what belongs together in one
+kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products and experts of a decode or verify step: of up to 8 tokens at once, or of a tree's, which are
+"""Products and experts of a decode or verify step: of up to 8 tokens at once; more, a tree's, are
 taken in parts.
 
 Compiles a kernel when a shape is first met, and takes results' memory from buffers that the next

@@ -1,11 +1,11 @@
-"""Attention of a tree's tokens, emulated: each has the bits that it has as the last of a sequence."""
+"""Attention of a tree's tokens, emulated: each has its bits as the last token of a sequence."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from dflash_adapters.moe_spec import CAUSAL, Mask
+from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_protocol.ids import AnyArray
@@ -20,9 +20,10 @@ from support.attention_rig import AttentionRig, LayerCase
 from support.trees import way_to
 
 SMALL = LayerCase(num_heads=4, key_dim=32, value_dim=32, num_rotated=32)
+HALVES = SMALL.having(use_mma=True)
 CASES = (
     SMALL.having(kv_type=KvType.F32),
-    SMALL.having(use_mma=True),
+    HALVES,
     SMALL.having(kv_type=KvType.Q8_0, lanes=64, runs_backward=True),
     # Rows of a warp are of two tokens.
     SMALL.having(
@@ -129,13 +130,12 @@ def test_a_token_has_the_bits_of_a_step(case: LayerCase) -> None:
 @pytest.mark.parametrize("parents", [[-1], [-1] * 5, [-1, *range(9)]], ids=len)
 @pytest.mark.parametrize("first", [1, 127])
 def test_trees_of_any_kind(parents: list[int], first: int) -> None:
-    check_tree(CASES[1], parents, first, last=len(parents) - 1)
+    check_tree(HALVES, parents, first, last=len(parents) - 1)
 
 
 @pytest.mark.parametrize("mask", [Mask(window=5), Mask(33, 24)], ids=str)
 def test_what_a_mask_hides_is_not_seen(mask: Mask) -> None:
-    assert CASES[1].mask == CAUSAL
-    check_tree(CASES[1].having(mask=mask), PARENTS, 67, last=7)
+    check_tree(HALVES.having(mask=mask), PARENTS, 67, last=7)
 
 
 def test_arrays_of_another_tree_are_refused() -> None:
