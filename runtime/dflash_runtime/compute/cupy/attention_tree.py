@@ -187,7 +187,6 @@ def _variants() -> tuple[KernelVariant, ...]:
         (KvType.F32, False),
         (KvType.Q8_0, False),
         (KvType.F16, True),
-        (KvType.Q8_0, True),
     ):
         kv = KvLayer(num_heads=2, key_dim=48, value_dim=32)
         shape = AttentionShape(4, kv, kv_type, RopePairing.HALF_SPLIT, 32, use_mma)

@@ -23,6 +23,7 @@ from dflash_runtime.compute.cupy.delta import (
     DeltaWeights,
 )
 from dflash_runtime.compute.cupy.delta_tree import DeltaTree
+from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.trees import Tree
 from support.emulated_device import EmulatedDevice
 from support.trees import way_to
@@ -166,11 +167,10 @@ class Sequence:
         return self.found(out), accept
 
     def copied(self, state: DeltaState) -> DeltaState:
-        copies = []
-        for array in (state.ring, state.state):
-            copies.append(self.device.empty(array.shape, np.float32))
-            self.device.copy(copies[-1], array)
-        return DeltaState(*copies)
+        def copy(array: DeviceArray) -> DeviceArray:
+            return self.device.upload(self.device.download(array))
+
+        return DeltaState(copy(state.ring), copy(state.state))
 
     def new_rows(self, count: int) -> Rows:
         columns, empty = self.shape.value_channels, self.device.empty

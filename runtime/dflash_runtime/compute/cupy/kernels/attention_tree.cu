@@ -42,8 +42,6 @@ KERNEL(attention_tree, AttentionTreeArgs, THREADS, BLOCKS_AT_ONCE) {
     if (begin >= end || end <= first_visible(tree_begin)) return;
     const HeadRows keys = key_rows(a.cache, block_index_y());
     const HeadRows values = value_rows(a.cache, block_index_y());
-    const HeadRows node_keys = key_rows(a.nodes, block_index_y());
-    const HeadRows node_values = value_rows(a.nodes, block_index_y());
 
     // Tiles of the sequence alone do not wait for anything.
     const int sequence_end = min_of(end, tree_begin / TILE_KEYS * TILE_KEYS);
@@ -93,10 +91,10 @@ KERNEL(attention_tree, AttentionTreeArgs, THREADS, BLOCKS_AT_ONCE) {
                 return row_token(first_row + row) == token ? row_positions[first_row + row] : -1;
             });
             rows.load_keys<SOURCE>(keys, before_tree);
-            rows.load_keys<READ_FRESH>(node_keys, node);
+            rows.load_keys<READ_FRESH>(key_rows(a.nodes, block_index_y()), node);
             rows.score(queries, tile);
             rows.load_values<SOURCE>(values, before_tree);
-            rows.load_values<READ_FRESH>(node_values, node);
+            rows.load_values<READ_FRESH>(value_rows(a.nodes, block_index_y()), node);
             rows.mix();
         }
     }
