@@ -252,6 +252,10 @@ class Steps:
         """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V]."""
         return self._backend.to_host(self._model.head(hidden))
 
+    def likeliest(self, hidden: AnyArray) -> I32Array:
+        """The likeliest token after each. Shapes: hidden [T, H] of `forward`; result [T]."""
+        return self._backend.likeliest(self._model.head(hidden))
+
     def all_logits(self, hidden: AnyArray, out: F32Array) -> None:
         """Logits of many positions. Shapes: hidden [T, H] of `forward`; out [T, V]."""
         smallest = self._chunking.smallest

@@ -193,6 +193,10 @@ class CupyBackend:
         """As backend.ComputeBackend.to_host."""
         return self.ops.to_host(rows)
 
+    def likeliest(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.likeliest."""
+        return self.ops.likeliest(logits)
+
     def joined(self, parts: Sequence[Any]) -> Any:
         """As backend.ComputeBackend.joined."""
         return self.ops.joined(parts)

@@ -299,6 +299,13 @@ class CupyOps(GatedOps):
         array: F32Array = self.device.download(self._rows_of(value).array)
         return array
 
+    def likeliest(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.likeliest: of a step on the device, where logits stay."""
+        if isinstance(logits, Product) and logits.x.is_step:
+            return self.steps.likeliest(logits)
+        likeliest: I32Array = np.argmax(self.to_host(logits), axis=1).astype(np.int32)
+        return likeliest
+
     def joined(self, parts: Sequence[Any]) -> Rows:
         """Values' rows, one after the other."""
         several = [self._rows_of(part) for part in parts]

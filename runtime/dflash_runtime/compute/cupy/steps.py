@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from dflash_adapters.ops import RoutingRule
+from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.buffers import Buffer, Buffers, array_of
 from dflash_runtime.compute.cupy.decode_arrays import (
     GRANULE,
@@ -29,7 +30,7 @@ from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, exper
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
 from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
 from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape, is_float_router
-from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, Sample
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
@@ -65,6 +66,7 @@ class Steps:
         self._routers: dict[RouterShape, DecodeRouter] = {}
         self._choose = ChooseExperts(device)
         self._choose_tokens = ChooseTokens(device)
+        self._samples: dict[int, tuple[Sample, DeviceArray]] = {}
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
@@ -260,16 +262,7 @@ class Steps:
 
         With `drawing` the token of one row is drawn as that says.
         """
-        num_tokens = product.x.num_tokens
-        logits = self.rows(num_tokens, product.matrix.rows)
-        linear = self._linear(product.x, (product.matrix,), adds=False, has_argmax=True)
-        partials = self.buffers.take((linear.num_blocks, num_tokens), np.uint64)
-        linear.launch(
-            [product.matrix.weights],
-            [logits.array],
-            self._inputs(linear.shape, product.x),
-            outputs=LinearOutputs(partials=partials.array),
-        )
+        logits, partials = self._logits(product.x, product.matrix)
         self._choose_tokens.launch(
             logits.array,
             partials.array,
@@ -279,6 +272,34 @@ class Steps:
             history=history,
         )
         return logits
+
+    def likeliest(self, product: Product) -> I32Array:
+        """The likeliest token of each row, once it is known. Shapes: result [T]."""
+        x = product.x
+        token_ids = self._device.empty((x.num_tokens,), np.int32)
+        for part in step_parts(x.num_tokens):
+            size = part.stop - part.start
+            if size not in self._samples:
+                sample = Sample(self._device, num_tokens=size, advances=False)
+                self._samples[size] = sample, self._device.zeros((size,), np.int32)
+            sample, positions = self._samples[size]
+            _, partials = self._logits(x[part], product.matrix)
+            sample.launch(partials.array, token_ids[part], positions)
+        likeliest: I32Array = self._device.download(token_ids)
+        return likeliest
+
+    def _logits(self, x: Factor, matrix: DeviceMatrix) -> tuple[Rows, Buffer]:
+        """Up to MOST_TOKENS rows of logits, and what each block has found to be the largest."""
+        logits = self.rows(x.num_tokens, matrix.rows)
+        linear = self._linear(x, (matrix,), adds=False, has_argmax=True)
+        partials = self.buffers.take((linear.num_blocks, x.num_tokens), np.uint64)
+        linear.launch(
+            [matrix.weights],
+            [logits.array],
+            self._inputs(linear.shape, x),
+            outputs=LinearOutputs(partials=partials.array),
+        )
+        return logits, partials
 
     def normed_rows(self, x: Normed) -> Rows:
         """The normalised rows themselves."""
