@@ -103,7 +103,7 @@ class DecodeAttention:
         where = arrays.address("positions", positions, np.int32, T=num_tokens)
         partials = scratch_address(scratch, plan.scratch_bytes)
         statistics = partials + plan.scratch_bytes - plan.statistics_bytes
-        merging = merge_args(arrays, shape, out, num_tokens)
+        merging = merge_args(arrays, shape, out, num_tokens=num_tokens)
         merging.positions = where
         merging.partials, merging.statistics = partials, statistics
         self._device.launch(
@@ -111,7 +111,7 @@ class DecodeAttention:
             plan.grid,
             plan.threads(self._device.lanes),
             a.AttentionDecodeArgs(
-                rows=attention_rows(arrays, shape, rows, num_tokens),
+                rows=attention_rows(arrays, shape, rows, num_tokens=num_tokens),
                 positions=where,
                 cache=layer_cache(layer),
                 partials=partials,
@@ -181,7 +181,7 @@ class PrefillAttention:
             plan.store_grid(num_tokens),
             plan.store_threads(self._device.lanes),
             a.AttentionStoreArgs(
-                rows=attention_rows(self._arrays, self.shape, rows, num_tokens),
+                rows=attention_rows(self._arrays, self.shape, rows, num_tokens=num_tokens),
                 first_position=where,
                 cache=cache,
                 queries=queries,
@@ -212,7 +212,7 @@ class PrefillAttention:
 
 
 def merge_args(
-    arrays: ArrayChecker, shape: AttentionShape, out: Rows, num_tokens: int
+    arrays: ArrayChecker, shape: AttentionShape, out: Rows, *, num_tokens: int
 ) -> a.AttentionMergeArgs:
     """Arguments of the kernel that writes results, of which those are filled in.
 
@@ -286,7 +286,7 @@ def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
 
 
 def attention_rows(
-    arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, num_tokens: int
+    arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, *, num_tokens: int
 ) -> a.NewRowsArgs:
     """So many tokens' rows, as kernels are given them.
 

@@ -94,8 +94,8 @@ class AttentionLauncher:
         heads: tuple[Heads, Heads, Heads],
         cache: DeviceKvCache,
         cache_layer: int,
-        tree: Branch,
         *,
+        tree: Branch,
         scale: float,
         out: Rows,
     ) -> None:

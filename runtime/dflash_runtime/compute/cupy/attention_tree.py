@@ -79,7 +79,9 @@ class TreeAttention:
 
     def new_nodes(self, num_tokens: int) -> LayerKvCache:
         """Memory for keys and values of so many tokens. Raises: DeviceOutOfMemory."""
-        return new_layer_cache(self._device, self.shape.kv, num_tokens, self.shape.kv_type)
+        return new_layer_cache(
+            self._device, self.shape.kv, capacity=num_tokens, kv_type=self.shape.kv_type
+        )
 
     def launch(
         self,
@@ -109,7 +111,7 @@ class TreeAttention:
             (num_tokens, -(-warps // _NODES_WARPS), 1),
             _NODES_WARPS * device.lanes,
             a.AttentionNodesArgs(
-                rows=attention_rows(self._arrays, shape, rows, num_tokens),
+                rows=attention_rows(self._arrays, shape, rows, num_tokens=num_tokens),
                 positions=self._arrays.address("positions", positions, np.int32, T=num_tokens),
                 nodes=of_nodes,
             ),
@@ -129,7 +131,7 @@ class TreeAttention:
                     quants=None if out.quants is None else out.quants[part],
                     meta=None if out.meta is None else out.meta[part],
                 ),
-                count,
+                num_tokens=count,
             )
             merging.positions = where
             merging.partials, merging.statistics = partials, statistics
@@ -138,7 +140,7 @@ class TreeAttention:
                 self.plan.grid(count),
                 self.plan.step.threads(device.lanes),
                 a.AttentionTreeArgs(
-                    rows=attention_rows(self._arrays, shape, _part(rows, part), count),
+                    rows=attention_rows(self._arrays, shape, _part(rows, part), num_tokens=count),
                     positions=where,
                     ancestors=self._arrays.address(
                         "paths", branch.paths[part], np.int32, T=count, nodes=MOST_NODES

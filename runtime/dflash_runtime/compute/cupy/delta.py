@@ -204,7 +204,7 @@ class DeltaStep:
         shape, arrays, count = self.shape, self._arrays, self.num_tokens
         args = DeltaStepArgs(
             positions=arrays.address("positions", positions, np.int32, T=count),
-            **input_args(arrays, shape, inputs, count),
+            **input_args(arrays, shape, inputs, count=count),
             **weight_args(arrays, shape, weights),
             **state_args(arrays, shape, state),
             values=arrays.optional(
@@ -214,7 +214,9 @@ class DeltaStep:
             norm_eps=weights.norm_eps,
         )
         if shape.finishes:
-            args.gate, args.weight = finish_args(arrays, shape, inputs, weights, count)
+            args.gate, args.weight = finish_args(
+                arrays, shape, inputs, weights=weights, count=count
+            )
         if shape.has_quants:
             args.quants, args.meta = int8_rows(
                 arrays,
@@ -258,7 +260,7 @@ class DeltaChunk:
         count = inputs.mixed.shape[0]
         mixed = device.empty((count, shape.channels), np.float32)
         rates = device.empty((count, shape.num_heads, 2), np.float32)
-        given = input_args(arrays, shape, inputs, count)
+        given = input_args(arrays, shape, inputs, count=count)
         small = weight_args(arrays, shape, weights)
         kept = state_args(arrays, shape, state)
         where = arrays.address("first_position", first_position, np.int32, one=1)
@@ -300,13 +302,15 @@ class DeltaChunk:
             norm_eps=weights.norm_eps,
         )
         if shape.finishes:
-            finish.gate, finish.weight = finish_args(arrays, shape, inputs, weights, count)
+            finish.gate, finish.weight = finish_args(
+                arrays, shape, inputs, weights=weights, count=count
+            )
         blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
         device.launch(self._finish, (blocks, 1, 1), block, finish)
 
 
 def input_args(
-    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, count: int
+    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, *, count: int
 ) -> dict[str, int]:
     """Addresses, by the names that kernels' arguments have; as those below.
 
@@ -345,6 +349,7 @@ def finish_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
     inputs: DeltaInputs,
+    *,
     weights: DeltaWeights,
     count: int,
 ) -> tuple[int, int]:

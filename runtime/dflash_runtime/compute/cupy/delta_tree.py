@@ -78,8 +78,8 @@ class DeltaTree:
         inputs: DeltaInputs,
         weights: DeltaWeights,
         state: DeltaState,
-        branch: Branch,
         *,
+        branch: Branch,
         out: Rows,
     ) -> None:
         """`state` is that before the tree, and stays as it is. Arrays as DeltaStep.launch has them,
@@ -93,7 +93,7 @@ class DeltaTree:
         # Others may have its memory as soon as this was launched: what they do comes after it.
         kept = self._device.empty(places, np.float32) if branch.num_places else None
         args = DeltaTreeArgs(
-            **input_args(arrays, shape, inputs, count),
+            **input_args(arrays, shape, inputs, count=count),
             **weight_args(arrays, shape, weights),
             **state_args(arrays, shape, state),
             walk=arrays.address("walk", branch.walk, np.int32, T=count, three=3),
@@ -113,7 +113,9 @@ class DeltaTree:
             num_tokens=count,
         )
         if shape.finishes:
-            args.gate, args.weight = finish_args(arrays, shape, inputs, weights, count)
+            args.gate, args.weight = finish_args(
+                arrays, shape, inputs, weights=weights, count=count
+            )
         if shape.has_quants:
             args.quants, args.meta = int8_rows(
                 arrays,
@@ -130,8 +132,8 @@ class DeltaTree:
         inputs: DeltaInputs,
         weights: DeltaWeights,
         state: DeltaState,
-        branch: Branch,
         *,
+        branch: Branch,
         path: DeviceArray,
     ) -> None:
         """The state becomes that after a path, of which `launch` was given the inputs.
@@ -140,7 +142,7 @@ class DeltaTree:
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, arrays, (length,) = self.shape, self._arrays, path.shape
-        given = input_args(arrays, shape, inputs, branch.num_tokens)
+        given = input_args(arrays, shape, inputs, count=branch.num_tokens)
         kept = state_args(arrays, shape, state)
         where = {
             "path": arrays.address("path", path, np.int32, L=length),

@@ -243,13 +243,14 @@ class GatedOps(LackingOps):
         delta = self._delta_trees[plan]
         layer, states = heads.mixed.layer, heads.mixed.cache.states
         state = states.layers[layer]
-        delta.launch(given, weights, state, tree, out=out)
+        delta.launch(given, weights, state, branch=tree, out=out)
         inputs = replace(given, gate=None)
         kept = heads.mixed.rows, heads.alpha, heads.beta  # nobody else's until then
 
         def accept(path: I32Array) -> None:
             assert kept
-            delta.accept(inputs, weights, state, tree, path=tree.path_on_device(path))
+            on_device = tree.path_on_device(path)
+            delta.accept(inputs, weights, state, branch=tree, path=on_device)
             states.advance_layer(layer, tree.position, path.size)
 
         tree.keep(accept)

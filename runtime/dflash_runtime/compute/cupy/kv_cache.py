@@ -100,7 +100,9 @@ class DeviceKvCache:
         self.capacity = capacity
         self.kv_type = kv_type
         self._trees = trees
-        self.layers = [new_layer_cache(device, kv, capacity, kv_type) for kv in given]
+        self.layers = [
+            new_layer_cache(device, kv, capacity=capacity, kv_type=kv_type) for kv in given
+        ]
         self.states = RecurrentStates(device, recurrent)
         self.snapshot, self.can_resume = self.states.snapshot, self.states.can_resume
         self.restore, self.truncate = self.states.restore, self.states.truncate
@@ -156,7 +158,7 @@ def _check_capacity(capacity: int) -> None:
 
 
 def new_layer_cache(
-    device: KernelDevice, kv: KvLayer, capacity: int, kv_type: KvType
+    device: KernelDevice, kv: KvLayer, *, capacity: int, kv_type: KvType
 ) -> LayerKvCache:
     """With anything in it. Raises: DeviceOutOfMemory."""
 

@@ -230,7 +230,7 @@ class CupyOps(GatedOps):
             rows = out.rows if out is not None else None
             if rows is None:
                 rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
-            self._attention.tree((q, k, v), cache, cache_layer, tree, scale=scale, out=rows)
+            self._attention.tree((q, k, v), cache, cache_layer, tree=tree, scale=scale, out=rows)
             return Heads(rows, q.num_heads)
         where = self._positions_of(positions, cache)
         if out is not None:

@@ -158,11 +158,11 @@ class Sequence:
         """Of the tokens of a tree, and what has a path of them count."""
         delta, branch = DeltaTree(self.device, self.shape), Branch(self.device, tree)
         inputs, out = self.inputs(tokens), self.new_rows(len(tokens))
-        delta.launch(inputs, self.weights, self.state, branch, out=out)
+        delta.launch(inputs, self.weights, self.state, branch=branch, out=out)
 
         def accept(path: list[int]) -> None:  # into whatever the state is by then
             on_device = self.device.upload(np.array(path, np.int32))
-            delta.accept(inputs, self.weights, self.state, branch, path=on_device)
+            delta.accept(inputs, self.weights, self.state, branch=branch, path=on_device)
 
         return self.found(out), accept
 
