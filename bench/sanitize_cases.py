@@ -21,6 +21,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_attention_decode.py::test_sinks_and_queries_that_grow_without_rotation"
         "[94-case0-3e-06]",
     ),
+    "attention_nodes.cu": (
+        "test_attention_tree.py::test_a_token_has_the_bits_of_a_step[case1]",
+        "test_attention_tree.py::test_a_token_has_the_bits_of_a_step[case2]",
+    ),
     "attention_prefill.cu": (
         "test_attention_prefill.py::test_a_chunk_attends_to_all_before_and_inside_it"
         "[37-40-case0-3e-06]",
@@ -32,9 +36,16 @@ CASES: dict[str, tuple[str, ...]] = {
         "[37-40-case0-3e-06]",
         "test_attention_prefill.py::test_sinks_and_queries_that_grow_without_rotation[case1-0.005]",
     ),
+    "attention_tree.cu": (
+        "test_attention_tree.py::test_a_token_has_the_bits_of_a_step[case0]",
+        "test_attention_tree.py::test_a_token_has_the_bits_of_a_step[case1]",
+    ),
     "combine.cu": ("test_prefill_experts.py::test_sums_of_others_and_the_residual_are_added",),
     "delta_chunk.cu": ("test_delta.py::test_a_step_too_much_spoils_nothing[(32, False)]",),
     "delta_step.cu": ("test_delta.py::test_a_step_too_much_spoils_nothing[(32, False)]",),
+    "delta_tree.cu": (
+        "test_delta.py::test_tokens_of_a_tree_go_on_from_their_parents[(32, False)-tiled-18]",
+    ),
     "dequantise.cu": ("test_prefill_dense.py::test_every_type_is_dequantised[Q4_0]",),
     "draw.cu": ("test_draw_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",),
     "elementwise.cu": ("test_elementwise.py",),

@@ -1,4 +1,4 @@
-"""A tree of guessed tokens verified in one pass, against as many single steps, on the CPU.
+"""A tree of guessed tokens verified in one pass, against as many single steps.
 
 The tree has 22 tokens, as a drafter might guess them; a step computes one token of a sequence with
 its logits. Both go on from the same prompt of the same file, by default one with random weights in
@@ -7,6 +7,7 @@ the shape of Qwen3.6-35B-A3B (see bench.random_moe): routing is as spread out as
 Examples:
   python -m bench.verify_tree
   python -m bench.verify_tree --daemons 1 --prompt 2000
+  python -m bench.verify_tree --device cuda:0
   python -m bench.verify_tree --realtime --save          root, while others use the machine
 """
 
@@ -80,7 +81,10 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, help="default: bench.random_moe's qwen35moe")
     parser.add_argument("--prompt", type=int, default=200, help="tokens (default 200)")
-    parser.add_argument("--daemons", type=int, default=0, help="with all experts (default 0)")
+    parser.add_argument("--device", default="cpu", help="of the parent (default cpu)")
+    parser.add_argument(
+        "--daemons", type=int, default=0, help="on CPUs, with all experts (default 0)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--realtime", action="store_true", help="real-time priority (root)")
@@ -91,7 +95,7 @@ def main() -> None:
     model = options.model or model_path("qwen35moe")
     with Engine.open(
         model,
-        backend="cpu",
+        device=options.device,
         threads=options.threads,
         daemons=["cpu"] * options.daemons,
         context=options.prompt + 100,
@@ -100,7 +104,7 @@ def main() -> None:
         measured = measure(engine, options.prompt, rounds=options.rounds)
     what = f"A tree of {len(PARENTS)} tokens against steps, {model.stem}, {num_layers} layers"
     record = report.head(what, num_threads=options.threads)
-    record |= {"daemons": options.daemons} | measured
+    record |= {"device": options.device, "daemons": options.daemons} | measured
     steps, tree = (statistics.median(measured["seconds"][name]) for name in ("steps", "tree"))
     rows = [
         [f"{len(PARENTS)} steps", f"{steps * 1e3:.1f}", ""],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -124,7 +125,11 @@ class AttentionRig:
         return part.reshape(count, num_heads, dim)
 
     def new_rows(self, first: int, count: int) -> NewRows:
-        array = self.device.upload(self.rows[first : first + count])
+        return self.rows_of(range(first, first + count))
+
+    def rows_of(self, tokens: Sequence[int]) -> NewRows:
+        """Of tokens that follow each other or not."""
+        array = self.device.upload(self.rows[list(tokens)])
         queries, keys, values = (TokenRows(array, column) for column in self.first_columns)
         query_weight, key_weight = (
             None if weight is None else self.device.upload(weight) for weight in self.weights
@@ -180,11 +185,19 @@ class AttentionRig:
         self.decode_into(Rows(values=out), first, count, bucket=bucket)
         return self.device.download(out)
 
-    def decode_into(self, out: Rows, first: int, count: int, *, bucket: int = 1024) -> None:
-        """A step of `count` tokens, whose results go to what `out` has."""
+    def decode_into(
+        self,
+        out: Rows,
+        first: int,
+        count: int,
+        *,
+        bucket: int = 1024,
+        rows: NewRows | None = None,
+    ) -> None:
+        """A step of `count` tokens, whose results go to what `out` has; of other tokens' `rows`."""
         plan = DecodePlan(self.case.shape, count, bucket)
         DecodeAttention(self.device, plan).launch(
-            self.new_rows(first, count),
+            rows or self.new_rows(first, count),
             self.cache.layers[0],
             positions=self.device.upload(np.arange(first, first + count, dtype=np.int32)),
             scratch=self.device.empty(plan.scratch_bytes, np.uint8),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.moe_spec import ModelSpec
 from dflash_adapters.ops import KvType
 from dflash_adapters.registry import adapter_for
 from dflash_protocol.device import CPU
@@ -59,6 +60,7 @@ class Split:
         new_device: Callable[[contextlib.ExitStack], KernelDevice] | None = None,
         halved_from: int = MAX_CHUNK + 1,
         offload: OffloadMode = OffloadMode.OFF,
+        kv_type: KvType = KvType.F16,
     ) -> None:
         """`new_device` opens one that `undo` closes; emulated ones if it is not given. With
         `offload` the parent has been tried out.
@@ -71,7 +73,8 @@ class Split:
         self.file = undo.enter_context(GgufFile.open(path))
         backend: Any = self._new_backend()  # whose arrays are not numpy's
         model = adapter_for(self.file).load(self.file, backend.ops)
-        spec = model.spec
+        self.spec: ModelSpec = model.spec
+        spec = self.spec
         self._vocab_size = spec.vocab_size
         owned = {name: OwnedExperts.from_lists(layers) for name, layers in owners.items()}
         self.placement: Placement = make_placement(spec.moe, owned)
@@ -92,7 +95,7 @@ class Split:
         )
         self._backend, self._model = backend, model
         self._cache = backend.ops.new_kv_cache(
-            spec.kv_layers, ids.size, KvType.F16, spec.recurrent_layers
+            spec.kv_layers, ids.size, kv_type, spec.recurrent_layers
         )
         self.steps = Steps(
             self.file,
@@ -114,7 +117,7 @@ class Split:
         run = self.steps.begin()
         out = np.empty((self.ids.size, self._vocab_size), np.float32)
         for first, last in self.steps.chunks(self.ids.size, self._chunks):
-            self._spoil()
+            self.spoil()
             hidden = self.steps.forward(run, self.ids[first:last], first)
             self.steps.all_logits(hidden, out[first:last])
         return out
@@ -125,7 +128,7 @@ class Split:
         assert recorded is not None
         rows = []
         for position in range(self.ids.size - 2, self.ids.size):
-            self._spoil()
+            self.spoil()
             recorded.begin(int(self.ids[position]), position)
             recorded.start()
             rows.append(recorded.logits())
@@ -137,7 +140,7 @@ class Split:
         moe = self._backend.moe(self._local_banks, Phase.VERIFY, self.runtime)
         rows = []
         for size in sizes:
-            self._spoil()
+            self.spoil()
             positions = np.arange(first, first + size, dtype=np.int32)
             hidden = self._model.forward(self.ids[positions], positions, self._cache, moe)
             rows.append(self._backend.to_host(self._model.head(hidden)))
@@ -162,7 +165,8 @@ class Split:
         self._undo.callback(backend.close)
         return backend
 
-    def _spoil(self) -> None:
+    def spoil(self) -> None:
+        """Nothing that was computed is wanted any more."""
         for poison in self._poisons:
             poison.again()
 

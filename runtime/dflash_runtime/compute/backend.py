@@ -321,6 +321,10 @@ class ComputeBackend(Protocol):
     def to_host(self, rows: AnyArray) -> F32Array:
         """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
 
+    def likeliest(self, logits: AnyArray) -> I32Array:
+        """Of each row of logits that Ops gave, which is largest; of equal ones the first, and NaN
+        before all. Shapes: logits [T, V]; result [T]."""
+
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         """Rows that Ops gave, one after the other. Shapes: parts [T, columns]; result alike."""
 

@@ -13,7 +13,7 @@ import psutil
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model
-from dflash_protocol.ids import AnyArray, F32Array, I64Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
 
 PREFILL_CHUNK = 512
@@ -46,6 +46,10 @@ class HostBackend:
 
     def to_host(self, rows: AnyArray) -> F32Array:
         return rows
+
+    def likeliest(self, logits: AnyArray) -> I32Array:
+        likeliest: I32Array = np.argmax(logits, axis=1).astype(np.int32)
+        return likeliest
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         return np.concatenate(parts)

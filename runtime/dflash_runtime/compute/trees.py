@@ -124,7 +124,7 @@ class Tree:
 
 @runtime_checkable
 class BranchingCache(Protocol):
-    """The part of a cache that lets trees be computed over it; caches on GPUs have it not yet."""
+    """The part of a cache that lets trees be computed over it."""
 
     def branching(self, tree: Tree) -> AbstractContextManager[None]:
         """Within it operations compute the tokens of a tree, which goes on from where the sequence

@@ -218,11 +218,10 @@ class Steps:
         """A tree's tokens through all layers, as `forward`; the sequence stays as it is.
 
         Shapes: token_ids [W]; result [W, H].
-        Raises: as `forward`; SettingsError if the backend cannot compute trees.
+        Raises: as `forward`.
         """
         self._require_current(run)
-        if not isinstance(self._cache, BranchingCache):
-            raise SettingsError(f"backend {self._backend.name} cannot verify trees of tokens yet")
+        assert isinstance(self._cache, BranchingCache)  # as every backend's
         self._cut(tree.position)
         with self._cache.branching(tree):
             return self._model.forward(
@@ -252,6 +251,10 @@ class Steps:
     def head(self, hidden: AnyArray) -> F32Array:
         """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V]."""
         return self._backend.to_host(self._model.head(hidden))
+
+    def likeliest(self, hidden: AnyArray) -> I32Array:
+        """The likeliest token after each. Shapes: hidden [T, H] of `forward`; result [T]."""
+        return self._backend.likeliest(self._model.head(hidden))
 
     def all_logits(self, hidden: AnyArray, out: F32Array) -> None:
         """Logits of many positions. Shapes: hidden [T, H] of `forward`; out [T, V]."""

@@ -56,7 +56,9 @@ class Verifier:
                 self._run, self._prompt[first:last], first, features.on_layer
             )
         self.num_positions = self._prompt.size
-        return Verified(self._likeliest(hidden[-1:]), features.by_layer)
+        verified = Verified(self._steps.likeliest(hidden[-1:]), features.by_layer)
+        self._steps.settle()
+        return verified
 
     def verify(
         self, token_ids: I32Array, parents: Sequence[int], feature_layers: Collection[int]
@@ -83,7 +85,7 @@ class Verifier:
             hidden = self._steps.forward_tree(
                 self._run, token_ids, tree, on_layer=features.on_layer
             )
-            next_token_ids = self._likeliest(hidden)
+            next_token_ids = self._steps.likeliest(hidden)
         self._pending = token_ids, tree
         return Verified(next_token_ids, features.by_layer)
 
@@ -111,11 +113,6 @@ class Verifier:
             for layer_id in layer_ids.tolist()
         }
         return _Features(self._steps, by_layer)
-
-    def _likeliest(self, hidden: AnyArray) -> I32Array:
-        """As a greedy sampler takes them. Shapes: hidden [T, H]; result [T]."""
-        likeliest: I32Array = np.argmax(self._steps.head(hidden), axis=1).astype(np.int32)
-        return likeliest
 
 
 class _Features:

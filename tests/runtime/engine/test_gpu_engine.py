@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_protocol.errors import DeviceOutOfMemory, SettingsError, UnsupportedModel
+from dflash_protocol.errors import (
+    ContextExceeded,
+    DeviceOutOfMemory,
+    SettingsError,
+    UnsupportedModel,
+)
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
@@ -141,15 +146,69 @@ def test_a_run_that_another_has_taken_over_is_refused(model: Path, gpus: Emulate
     engine.close()
 
 
-def test_trees_are_refused_by_name(model: Path, gpus: EmulatedGpus) -> None:
-    prompt = prompt_of(6)
+def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus) -> None:
+    prompt, wrong, parents = prompt_of(12), prompt_of(9, seed=3), [-1, 0, 0, 2]
     with opened(model) as engine:
+        expected = generated(engine, prompt, 11)
         begun = engine.prefill(prompt, feature_layers=[0])
-        assert begun.features[0].shape == (6, engine.spec.hidden_size)
-        with pytest.raises(SettingsError, match="backend cupy cannot verify trees"):
+        assert begun.features[0].shape == (12, engine.spec.hidden_size)
+        written = begun.next_token_ids.tolist()
+        while len(written) < 9:
+            # A wrong one, and the next ones as they will come: sometimes one of them.
+            right = expected[len(written)], expected[len(written) + 1]
+            last = wrong[1] if len(written) % 2 else right[1]
+            guesses = [written[-1], wrong[0], right[0], last]
+            likeliest = engine.verify(guesses, parents).next_token_ids.tolist()
+            path = [0] if guesses[1] != likeliest[0] else [0, 1]
+            if guesses[2] == likeliest[0]:
+                path = [0, 2, 3] if guesses[3] == likeliest[2] else [0, 2]
+            engine.accept(path)
+            written += [likeliest[node] for node in path]
+        assert written == expected[: len(written)]
+        # Another call begins anew, and finds nothing of what was guessed.
+        assert generated(engine, prompt, 11, reuse_prefix=True) == expected
+        with pytest.raises(SettingsError, match="taken over"):
             engine.verify([1], [-1])
-        first = generated(engine, prompt, 1)
-    assert begun.next_token_ids.tolist() == first
+
+
+def test_what_a_tree_needs_is_given_back(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = list(range(-1, 8))
+    with opened(model) as engine:
+        engine.prefill(prompt_of(12))
+        layer = engine.spec.kv_layers[0]
+        rows_bytes = 4 * layer.num_heads * (layer.key_dim + layer.value_dim) * TINY.num_layers
+        engine.verify(prompt_of(9), chain)  # takes what all others use again
+        engine.accept([0])
+        before = gpus.used_bytes()
+        for path in ([], [0, 1]):
+            engine.verify(prompt_of(9), chain)
+            assert gpus.used_bytes() - before >= 9 * rows_bytes // 2  # keys and values are halves
+            engine.accept(path)
+            assert gpus.used_bytes() == before
+        # One that fails halfway, for want of memory too, has changed nothing.
+        expected = engine.verify([1, 2, 3, 4], [-1, 0, 0, 1], feature_layers=[1])
+        empty, num_left = gpus.opened[0].empty, 10
+
+        def full(shape: Any, dtype: Any) -> DeviceArray:
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                raise DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=10)
+            return empty(shape, dtype)
+
+        monkeypatch.setattr(gpus.opened[0], "empty", full)
+        with pytest.raises(DeviceOutOfMemory):
+            engine.verify(prompt_of(9), chain)
+        with pytest.raises(SettingsError, match="nothing to accept"):
+            engine.accept([0])
+        found = engine.verify([1, 2, 3, 4], [-1, 0, 0, 1], feature_layers=[1])
+        assert (found.features[1] == expected.features[1]).all()
+        # What the context has no room for is refused as well.
+        with pytest.raises(ContextExceeded):
+            engine.verify([1] * 34, range(-1, 33))
+    assert gpus.used_bytes() == 0
 
 
 def test_a_cached_prefix_does_not_show_in_the_bits(model: Path, gpus: EmulatedGpus) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime import Engine
@@ -106,6 +106,31 @@ def test_chunks_of_devices_have_the_bits_of_a_resident_run(
     assert moves.rows == num_rows
     assert max(CHUNKS) <= MAX_CHUNK
     assert all(not device.num_bytes for device in gpus.opened)
+
+
+def test_trees_are_sent_whole(
+    model: Path, gpus: EmulatedGpus, daemon: subprocess.Popen[str], endpoint: str
+) -> None:
+    """Many tokens at once, of which the daemon's kernels take some at a time."""
+    tokens, parents = IDS[:9], [-1, 0, 0, 1, -1, 3, 2, 5, 7]
+
+    def told(**options: Any) -> list[Any]:
+        with Engine.open(model, device="cuda:0", context=32, **options) as engine:
+            engine.prefill(IDS[:12])
+            found = []
+            for path in ([0, 1, 3, 5], [0]):
+                verified = engine.verify(tokens, parents, feature_layers=[1])
+                found += [verified.next_token_ids, verified.features[1]]
+                engine.accept(path)
+            for owner in engine.stats().owners.values():
+                if owner.kind.value == "daemon":
+                    assert owner.phases[Phase.VERIFY].requests == 2 * TINY.num_layers
+            return found
+
+    shared = replace(load_settings(), ipc_transport="shared")
+    options: dict[str, Any] = {"connect": [endpoint], "require_daemons": True, "settings": shared}
+    for one, other in zip(told(local_experts=1, **options), told(), strict=True):
+        assert (one == other).all()
 
 
 def damaged(segment_address: int, offset: int) -> None:

@@ -103,44 +103,27 @@ class DecodeAttention:
         """
         plan, arrays = self.plan, self._arrays
         shape, num_tokens = plan.shape, plan.num_tokens
-        _check_layer(shape, layer, rows)
+        check_layer(shape, layer, rows)
         where = arrays.address("positions", positions, np.int32, T=num_tokens)
-        partials = _scratch(scratch, plan.scratch_bytes)
+        partials = scratch_address(scratch, plan.scratch_bytes)
         statistics = partials + plan.scratch_bytes - plan.statistics_bytes
-        merge_args = a.AttentionMergeArgs(
-            positions=where,
-            partials=partials,
-            statistics=statistics,
-            sinks=_sinks(arrays, shape, sinks),
-        )
-        if out.values is not None:
-            merge_args.values = _out(shape, out.values, num_tokens)
-        if out.quants is not None:
-            columns = shape.num_heads * shape.kv.value_dim
-            if shape.kv.value_dim % GRANULE:
-                raise ValueError(f"heads of {shape.kv.value_dim} are no whole granules of int8")
-            merge_args.quants, merge_args.meta = int8_rows(
-                arrays,
-                "out.",
-                quants=out.quants,
-                meta=out.meta,
-                rows=num_tokens,
-                columns=columns,
-            )
+        merging = merge_args(arrays, shape, out, num_tokens=num_tokens, sinks=sinks)
+        merging.positions = where
+        merging.partials, merging.statistics = partials, statistics
         self._device.launch(
             self._decode,
             plan.grid,
             plan.threads(self._device.lanes),
             a.AttentionDecodeArgs(
-                rows=_new_rows(arrays, shape, rows, num_tokens),
+                rows=attention_rows(arrays, shape, rows, num_tokens=num_tokens),
                 positions=where,
-                cache=_layer_cache(layer),
+                cache=layer_cache(layer),
                 partials=partials,
                 statistics=statistics,
             ),
             overlaps_previous=overlaps_previous,
         )
-        self._device.launch(self._merge, plan.merge_grid, plan.merge_threads, merge_args)
+        self._device.launch(self._merge, plan.merge_grid, plan.merge_threads, merging)
 
 
 class PrefillAttention:
@@ -197,16 +180,16 @@ class PrefillAttention:
         if self.shape.ring_rows and num_tokens > self.shape.most_tokens:
             raise ValueError(f"{num_tokens} tokens over a ring, {self.shape.most_tokens} at once")
         plan = self.plan(num_tokens)
-        _check_layer(self.shape, layer, rows)
+        check_layer(self.shape, layer, rows)
         where = self._arrays.address("first_position", first_position, np.int32, one=1)
-        queries = _scratch(scratch, plan.scratch_bytes(num_tokens))
-        target, cache = _out(self.shape, out, num_tokens), _layer_cache(layer)
+        queries = scratch_address(scratch, plan.scratch_bytes(num_tokens))
+        target, cache = _out(self.shape, out, num_tokens), layer_cache(layer)
         self._device.launch(
             self._store,
             plan.store_grid(num_tokens),
             plan.store_threads(self._device.lanes),
             a.AttentionStoreArgs(
-                rows=_new_rows(self._arrays, self.shape, rows, num_tokens),
+                rows=attention_rows(self._arrays, self.shape, rows, num_tokens=num_tokens),
                 first_position=where,
                 cache=cache,
                 queries=queries,
@@ -237,6 +220,35 @@ class PrefillAttention:
         return kernel
 
 
+def merge_args(
+    arrays: ArrayChecker,
+    shape: AttentionShape,
+    out: Rows,
+    *,
+    num_tokens: int,
+    sinks: DeviceArray | None,
+) -> a.AttentionMergeArgs:
+    """Arguments of the kernel that writes results, of which those are filled in.
+
+    Raises: ValueError for arrays that cannot take them.
+    """
+    args = a.AttentionMergeArgs(sinks=_sinks(arrays, shape, sinks))
+    if out.values is not None:
+        args.values = _out(shape, out.values, num_tokens)
+    if out.quants is not None:
+        if shape.kv.value_dim % GRANULE:
+            raise ValueError(f"heads of {shape.kv.value_dim} are no whole granules of int8")
+        args.quants, args.meta = int8_rows(
+            arrays,
+            "out.",
+            quants=out.quants,
+            meta=out.meta,
+            rows=num_tokens,
+            columns=shape.num_heads * shape.kv.value_dim,
+        )
+    return args
+
+
 def _out(shape: AttentionShape, out: DeviceArray, num_tokens: int) -> int:
     """Where results go. Raises: ValueError if that is not an array for them."""
     width = shape.num_heads * shape.kv.value_dim
@@ -247,8 +259,8 @@ def _out(shape: AttentionShape, out: DeviceArray, num_tokens: int) -> int:
     return address(out)
 
 
-def _scratch(scratch: DeviceArray, num_bytes: int) -> int:
-    """Raises: ValueError if it is too small."""
+def scratch_address(scratch: DeviceArray, num_bytes: int) -> int:
+    """Where it begins. Raises: ValueError if it is too small."""
     if scratch.dtype != np.uint8 or scratch.size < num_bytes:
         raise ValueError(
             f"scratch is {scratch.dtype} {scratch.shape}, needed are {num_bytes} bytes"
@@ -256,7 +268,8 @@ def _scratch(scratch: DeviceArray, num_bytes: int) -> int:
     return _aligned(scratch, "scratch")
 
 
-def _check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> None:
+def check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> None:
+    """Raises: ValueError for a cache of another kind, or tables of fewer positions than it has."""
     kind = layer.kv, layer.kv_type, layer.ring_rows
     if kind != (shape.kv, shape.kv_type, shape.ring_rows):
         raise ValueError(f"a cache of {layer.kv_type} {layer.kv}, compiled for {shape}")
@@ -284,7 +297,9 @@ def _aligned(array: DeviceArray, name: str) -> int:
     return begin
 
 
-def _layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
+def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
+    """A layer's arrays, as kernels are given them."""
+
     def scales(rows: CachedRows) -> int | None:
         return None if rows.scales is None else address(rows.scales)
 
@@ -297,9 +312,14 @@ def _layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
     )
 
 
-def _new_rows(
-    arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, num_tokens: int
+def attention_rows(
+    arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, *, num_tokens: int
 ) -> a.NewRowsArgs:
+    """So many tokens' rows, as kernels are given them.
+
+    Raises: ValueError for rows of other shapes.
+    """
+
     def begin(given: TokenRows, name: str, width: int) -> int:
         array, end = given.array, given.first_column + width
         if (

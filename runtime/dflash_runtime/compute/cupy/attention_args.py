@@ -76,3 +76,34 @@ class AttentionPrefillArgs(ctypes.Structure):
         ("out", c_void_p),
         ("num_tokens", c_int32),
     )
+
+
+class AttentionTreeArgs(ctypes.Structure):
+    _fields_ = (
+        ("rows", NewRowsArgs),
+        ("positions", c_void_p),
+        ("ancestors", c_void_p),
+        ("begin", c_void_p),
+        ("cache", LayerCacheArgs),
+        ("nodes", LayerCacheArgs),
+        ("partials", c_void_p),
+        ("statistics", c_void_p),
+        ("num_tokens", c_int32),
+    )
+
+
+class AttentionNodesArgs(ctypes.Structure):
+    _fields_ = (
+        ("rows", NewRowsArgs),
+        ("positions", c_void_p),
+        ("nodes", LayerCacheArgs),
+    )
+
+
+class AttentionAcceptArgs(ctypes.Structure):
+    _fields_ = (
+        ("path", c_void_p),
+        ("begin", c_void_p),
+        ("nodes", LayerCacheArgs),
+        ("cache", LayerCacheArgs),
+    )

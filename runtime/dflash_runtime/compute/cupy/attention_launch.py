@@ -1,4 +1,4 @@
-"""Attention of steps and chunks: which kernels a call takes, and the memory between them."""
+"""Attention of steps, chunks and trees: which kernels a call takes, and the memory between them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.temperature import AttentionTemperature
+from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.attention import (
     DecodeAttention,
     NewRows,
@@ -17,6 +18,8 @@ from dflash_runtime.compute.cupy.attention import (
     rotation_angles,
 )
 from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan
+from dflash_runtime.compute.cupy.attention_tree import TreeAttention
+from dflash_runtime.compute.cupy.branch import Branch
 from dflash_runtime.compute.cupy.buffers import Buffers, array_of
 from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
@@ -33,6 +36,7 @@ class AttentionLauncher:
         self._has_mma = device.capabilities.mma and device.lanes == 32
         self._decodes: dict[DecodePlan, DecodeAttention] = {}
         self._prefills: dict[AttentionShape, PrefillAttention] = {}
+        self._trees: dict[tuple[AttentionShape, int], TreeAttention] = {}
         self._angles: dict[tuple[int, int], tuple[RopeTable, DeviceArray]] = {}
         self._factors: dict[tuple[AttentionTemperature, int], DeviceArray] = {}
 
@@ -106,6 +110,50 @@ class AttentionLauncher:
                 sinks=sinks,
                 out=out.array[part],
             )
+
+    def tree(
+        self,
+        heads: tuple[Heads, Heads, Heads],
+        cache: DeviceKvCache,
+        cache_layer: int,
+        *,
+        tree: Branch,
+        scale: float,
+        sinks: DeviceArray | None,
+        out: Rows,
+    ) -> None:
+        """A tree's W tokens, of which the accepted ones are to be in the cache.
+
+        Shapes: sinks [heads]; out [W, heads * D], with sides if they are wanted.
+        """
+        sides, layer, ring = out.sides, cache.layers[cache_layer], cache.rings[cache_layer]
+        shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
+        key = shape, tree.positions.bucket
+        if key not in self._trees:
+            self._trees[key] = TreeAttention(self._device, *key)
+        attention = self._trees[key]
+        nodes = attention.new_nodes(out.num_tokens)
+        scratch = self._buffers.take((attention.scratch_bytes,), np.uint8)
+        attention.launch(
+            self._new_rows(heads, cache, scale),
+            layer,
+            tree,
+            nodes=nodes,
+            scratch=scratch.array,
+            sinks=sinks,
+            out=StepRows(
+                values=out.array,
+                quants=None if sides is None else array_of(sides.quants),
+                meta=None if sides is None else array_of(sides.meta),
+            ),
+        )
+
+        def accept(path: I32Array) -> None:
+            ring.begin(tree.position)
+            ring.advance(path.size)
+            attention.accept(layer, tree, tree.path_on_device(path), nodes=nodes)
+
+        tree.keep(accept)
 
     def _shape(
         self,

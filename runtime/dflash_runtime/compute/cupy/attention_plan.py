@@ -187,8 +187,12 @@ class DecodePlan:
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        return self.grid_of(self.row_warps)
+
+    def grid_of(self, row_warps: int) -> tuple[int, int, int]:
+        """With so many rows of warps in a block."""
         rows = self.num_tokens * self.shape.group
-        num_blocks = -(-rows // (_WARP_ROWS * self.row_warps))
+        num_blocks = -(-rows // (_WARP_ROWS * row_warps))
         return self.num_splits, self.shape.kv.num_heads, num_blocks
 
     def threads(self, lanes: int) -> int:

@@ -17,7 +17,7 @@ from dflash_protocol.errors import DeviceUnavailable, SettingsError, Unsupported
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.devices import DeviceMemory
 from dflash_runtime.compute.cupy.experts import CupyExpertBank
@@ -29,7 +29,7 @@ from dflash_runtime.compute.cupy.moe import DeviceMoe
 from dflash_runtime.compute.cupy.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.payload import PayloadMover
-from dflash_runtime.compute.cupy.recorded_experts import STEP_SIZES, RecordedExperts
+from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts
 from dflash_runtime.compute.cupy.recorded_step import RecordedStep
 from dflash_runtime.compute.cupy.recurrent_state import state_bytes
 from dflash_runtime.compute.cupy.resident import ResidentLayer, load_resident
@@ -192,6 +192,10 @@ class CupyBackend:
     def to_host(self, rows: Any) -> F32Array:
         """As backend.ComputeBackend.to_host."""
         return self.ops.to_host(rows)
+
+    def likeliest(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.likeliest."""
+        return self.ops.likeliest(logits)
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """As backend.ComputeBackend.joined."""

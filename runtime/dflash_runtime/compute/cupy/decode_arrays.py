@@ -15,7 +15,11 @@ from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, addres
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES, num_units, row_bytes
 
 MOST_TOKENS = 8
-"""Of a decode or verify step."""
+"""That a step's kernels take at once."""
+
+STEP_SIZES = (1, 2, 4, MOST_TOKENS)
+"""Numbers of tokens that steps are cut into, or filled up to: as few as will do, since each has
+kernels of its own."""
 
 GRANULE = 16
 """Elements of a row of int8 activations that share a scale."""
@@ -67,6 +71,18 @@ def check_columns(columns: int, tensor_types: tuple[TensorType, ...]) -> None:
         raise ValueError(f"{columns} columns are not a multiple of {step}")
     for kind in tensor_types:
         row_bytes(kind, columns)  # raises for a part of a block, or a type without layout
+
+
+def step_parts(num_tokens: int) -> list[slice]:
+    """How a step's kernels take so many tokens: at once, or more than MOST_TOKENS in parts."""
+    if num_tokens <= MOST_TOKENS:
+        return [slice(0, num_tokens)]
+    parts, first = [], 0
+    for size in STEP_SIZES[::-1]:
+        while num_tokens - first >= size:
+            parts.append(slice(first, first + size))
+            first += size
+    return parts
 
 
 def check_tokens(num_tokens: int) -> None:

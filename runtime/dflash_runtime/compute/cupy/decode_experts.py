@@ -140,6 +140,13 @@ class Choice:
     logits: DeviceArray | None = None
     selections: DeviceArray | None = None
 
+    def __getitem__(self, tokens: slice) -> Choice:
+        """That of some of the tokens, in place."""
+        logits = None if self.logits is None else self.logits[tokens]
+        return Choice(
+            self.topk_ids[tokens], self.topk_weights[tokens], logits, selections=self.selections
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

@@ -82,6 +82,11 @@ class LinearOutputs:
     side_meta: DeviceArray | None = None
     partials: DeviceArray | None = None
 
+    def sides_of(self, tokens: slice) -> LinearOutputs:
+        """Where those of some of the tokens go."""
+        sides = (self.side_values, self.side_quants, self.side_meta)
+        return LinearOutputs(*(None if side is None else side[tokens] for side in sides))
+
 
 class DecodeLinear:
     """One kernel for one shape, ready to be launched."""

@@ -100,6 +100,16 @@ class DeltaPlan:
     def ring_shape(self) -> tuple[int, int]:
         return RING, self.channels
 
+    @property
+    def has_quants(self) -> bool:
+        """Steps write int8 rows too."""
+        return self.delta.value_dim % GRANULE == 0 and self.value_channels % 32 == 0
+
+    def step_defines(self, num_warps: int) -> dict[str, int | str]:
+        """Of kernels whose blocks have a head each."""
+        padded = padded_columns(self.value_channels) if self.has_quants else 0
+        return {**self.defines(), "WARPS": num_warps, "PADDED_COLUMNS": padded}
+
     def defines(self) -> dict[str, int | str]:
         delta = self.delta
         return {
@@ -154,6 +164,11 @@ class DeltaState:
     state: DeviceArray
 
 
+def step_warps(device: KernelDevice) -> int:
+    """Warps of a block that has a head."""
+    return min(_STEP_WARPS, 1024 // device.lanes - 1)
+
+
 class DeltaStep:
     """A step of 1 to 8 tokens, in one launch without any work of the host."""
 
@@ -161,17 +176,15 @@ class DeltaStep:
         check_tokens(num_tokens)
         self.shape, self.num_tokens = shape, num_tokens
         self._device, self._arrays = device, ArrayChecker(device)
-        self._warps = min(_STEP_WARPS, 1024 // device.lanes - 1)
-        self._has_quants = shape.delta.value_dim % GRANULE == 0 and shape.value_channels % 32 == 0
-        padded = padded_columns(shape.value_channels) if self._has_quants else 0
-        defines = {**shape.defines(), "TOKENS": num_tokens, "WARPS": self._warps}
-        module = device.module("delta_step.cu", {**defines, "PADDED_COLUMNS": padded})
+        self._warps = step_warps(device)
+        defines = {**shape.step_defines(self._warps), "TOKENS": num_tokens}
+        module = device.module("delta_step.cu", defines)
         self._kernel = module.kernel("delta_step", DeltaStepArgs)
 
     @property
     def has_quants(self) -> bool:
         """It writes int8 rows too."""
-        return self._has_quants
+        return self.shape.has_quants
 
     def launch(
         self,
@@ -191,9 +204,9 @@ class DeltaStep:
         shape, arrays, count = self.shape, self._arrays, self.num_tokens
         args = DeltaStepArgs(
             positions=arrays.address("positions", positions, np.int32, T=count),
-            **_inputs(arrays, shape, inputs, count),
-            **_weights(arrays, shape, weights),
-            **_state(arrays, shape, state),
+            **input_args(arrays, shape, inputs, count=count),
+            **weight_args(arrays, shape, weights),
+            **state_args(arrays, shape, state),
             values=arrays.optional(
                 "values", out.values, np.float32, T=count, columns=shape.value_channels
             ),
@@ -201,8 +214,10 @@ class DeltaStep:
             norm_eps=weights.norm_eps,
         )
         if shape.finishes:
-            args.gate, args.weight = _finish(arrays, shape, inputs, weights, count)
-        if self._has_quants:
+            args.gate, args.weight = finish_args(
+                arrays, shape, inputs, weights=weights, count=count
+            )
+        if shape.has_quants:
             args.quants, args.meta = int8_rows(
                 arrays,
                 "",
@@ -245,9 +260,9 @@ class DeltaChunk:
         count = inputs.mixed.shape[0]
         mixed = device.empty((count, shape.channels), np.float32)
         rates = device.empty((count, shape.num_heads, 2), np.float32)
-        given = _inputs(arrays, shape, inputs, count)
-        small = _weights(arrays, shape, weights)
-        kept = _state(arrays, shape, state)
+        given = input_args(arrays, shape, inputs, count=count)
+        small = weight_args(arrays, shape, weights)
+        kept = state_args(arrays, shape, state)
         where = arrays.address("first_position", first_position, np.int32, one=1)
         common = {"first_position": where, "num_tokens": count}
         prepared = {
@@ -287,14 +302,20 @@ class DeltaChunk:
             norm_eps=weights.norm_eps,
         )
         if shape.finishes:
-            finish.gate, finish.weight = _finish(arrays, shape, inputs, weights, count)
+            finish.gate, finish.weight = finish_args(
+                arrays, shape, inputs, weights=weights, count=count
+            )
         blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
         device.launch(self._finish, (blocks, 1, 1), block, finish)
 
 
-def _inputs(
-    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, count: int
+def input_args(
+    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, *, count: int
 ) -> dict[str, int]:
+    """Addresses, by the names that kernels' arguments have; as those below.
+
+    Raises: ValueError for an array that is missing, or not of this shape, type or device.
+    """
     heads = {"T": count, "heads": shape.num_heads}
     return {
         "inputs": arrays.address("mixed", inputs.mixed, np.float32, T=count, C=shape.channels),
@@ -303,7 +324,7 @@ def _inputs(
     }
 
 
-def _weights(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, int]:
+def weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, int]:
     heads = shape.num_heads
     return {
         "taps": arrays.address(
@@ -314,7 +335,7 @@ def _weights(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> d
     }
 
 
-def _state(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[str, int]:
+def state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[str, int]:
     places, heads, rows, columns = shape.state_shape
     return {
         "ring": arrays.address("ring", state.ring, np.float32, ring=RING, channels=shape.channels),
@@ -324,10 +345,11 @@ def _state(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[st
     }
 
 
-def _finish(
+def finish_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
     inputs: DeltaInputs,
+    *,
     weights: DeltaWeights,
     count: int,
 ) -> tuple[int, int]:
@@ -340,18 +362,26 @@ def _finish(
     )
 
 
+def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:
+    """Of a file whose blocks have a head each."""
+    return [
+        KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
+        for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS - 1))
+    ]
+
+
+VARIANT_SHAPES = (
+    DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
+    DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
+)
+
+
 def _variants() -> tuple[KernelVariant, ...]:
     variants = []
-    for shape in (
-        DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
-        DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
-    ):
-        padded = padded_columns(shape.value_channels) if shape.finishes else 0
-        step = {**shape.defines(), "TOKENS": 2, "PADDED_COLUMNS": padded}
+    for shape in VARIANT_SHAPES:
         chunk = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
         variants += [
-            KernelVariant("delta_step.cu", {**step, "WARPS": _STEP_WARPS}, lanes=(32,)),
-            KernelVariant("delta_step.cu", {**step, "WARPS": _STEP_WARPS - 1}, lanes=(64,)),
+            *step_variants("delta_step.cu", shape, TOKENS=2),
             KernelVariant("delta_chunk.cu", chunk),
         ]
     return tuple(variants)

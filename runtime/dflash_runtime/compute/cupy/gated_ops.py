@@ -14,6 +14,7 @@ from typing import Any
 from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import Gate, KvCache
 from dflash_protocol.ids import I32Array
+from dflash_runtime.compute.cupy.branch import Branch, Branching
 from dflash_runtime.compute.cupy.buffers import array_of
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
@@ -24,6 +25,7 @@ from dflash_runtime.compute.cupy.delta import (
     DeltaStep,
     DeltaWeights,
 )
+from dflash_runtime.compute.cupy.delta_tree import DeltaTree
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
@@ -49,12 +51,14 @@ class GatedOps(LackingOps):
     """What CupyOps is made of besides itself."""
 
     steps: Steps
+    trees: Branching
 
     def __init__(self, device: KernelDevice) -> None:
         self.device = device
         self._elementwise = Elementwise(device)
         self._delta_steps: dict[tuple[DeltaPlan, int], DeltaStep] = {}
         self._delta_chunks: dict[DeltaPlan, DeltaChunk] = {}
+        self._delta_trees: dict[DeltaPlan, DeltaTree] = {}
 
     def add_bias(self, x: Any, bias: Any, out: Any = None) -> Rows:
         rows = self._rows_of(x)
@@ -66,7 +70,7 @@ class GatedOps(LackingOps):
         """`factors` may be weights of one expert a token, which are then chosen now."""
         factor = factors
         if isinstance(factors, Chosen):
-            if isinstance(x, Normed) and x.num_tokens <= MOST_TOKENS and out is None:
+            if isinstance(x, Normed) and x.is_step and out is None:
                 return self.steps.scaled(x, factors)
             self.steps.choose(factors)
             factor = factors.array
@@ -82,7 +86,7 @@ class GatedOps(LackingOps):
             return self._delta(x, self._rows_of(gate))
         if isinstance(x, Product) and out is None and kind is Gate.SIGMOID:
             opening = self._rows_of(gate)
-            if x.x.num_tokens <= MOST_TOKENS and opening.columns == 1:
+            if x.x.is_step and opening.columns == 1:
                 return GatedProduct(x, opening)
             gate = opening
         rows = self._rows_of(x)
@@ -93,7 +97,7 @@ class GatedOps(LackingOps):
 
     def swiglu(self, gate: Any, up: Any, out: Any = None) -> Rows | Activated:
         gates, ups = self._rows_of(gate), self._rows_of(up)
-        if gates.num_tokens <= MOST_TOKENS:
+        if gates.is_step:
             return Activated(gates, ups)  # whatever `out` is: nobody needs it
         return self._activated(gates, ups, out)
 
@@ -144,9 +148,14 @@ class GatedOps(LackingOps):
         assert isinstance(cache, DeviceKvCache)
         if out is not None:
             raise ValueError("a delta rule is computed where it is used: out must be None")
-        where = self._positions_of(positions, cache)
-        if not isinstance(positions, StepPositions):
-            cache.states.advance_layer(layer, int(positions[0]), positions.size)
+        tree = self.trees.current
+        if tree is not None:
+            tree.check_size(mixed.rows.num_tokens)
+            where = tree.positions
+        else:
+            where = self._positions_of(positions, cache)
+            if not isinstance(positions, StepPositions):
+                cache.states.advance_layer(layer, int(positions[0]), positions.size)
         return DeltaHeads(
             mixed, self._rows_of(alpha), self._rows_of(beta), shape, a, dt_bias, eps, where
         )
@@ -159,7 +168,7 @@ class GatedOps(LackingOps):
     def _taken(self, columns: Columns) -> Rows:
         """Columns as rows of their own."""
         of = self._columns_of(columns)
-        rows = self._new_rows(columns.rows.num_tokens, of.num_columns)
+        rows = self._new_rows(columns.rows.num_tokens, of.num_columns, of_step=columns.rows.of_step)
         self._elementwise.take_columns(of, rows.array)
         return rows
 
@@ -192,8 +201,8 @@ class GatedOps(LackingOps):
             key_eps=heads.eps,
             norm_eps=norm_eps,
         )
-        positions = heads.positions.array
-        if num_tokens > MOST_TOKENS:
+        positions, tree = heads.positions.array, self.trees.current
+        if tree is None and num_tokens > MOST_TOKENS:
             if plan not in self._delta_chunks:
                 self._delta_chunks[plan] = DeltaChunk(self.device, plan)
             rows = self._new_rows(num_tokens, plan.value_channels)
@@ -201,38 +210,68 @@ class GatedOps(LackingOps):
                 given, weights, state, first_position=positions[:1], out=rows.array
             )
             return rows
-        key = plan, num_tokens
-        if key not in self._delta_steps:
-            self._delta_steps[key] = DeltaStep(self.device, plan, num_tokens)
         rows = self.steps.attended_rows(
             num_tokens, plan.value_channels, head_dim=heads.shape.value_dim
         )
         sides = rows.sides
-        self._delta_steps[key].launch(
-            given,
-            weights,
-            state,
-            positions=positions,
-            out=StepRows(
-                values=rows.array,
-                quants=None if sides is None else array_of(sides.quants),
-                meta=None if sides is None else array_of(sides.meta),
-            ),
+        out = StepRows(
+            values=rows.array,
+            quants=None if sides is None else array_of(sides.quants),
+            meta=None if sides is None else array_of(sides.meta),
         )
+        if tree is not None:
+            self._delta_of_tree(heads, given, weights, tree, plan=plan, out=out)
+            return rows
+        key = plan, num_tokens
+        if key not in self._delta_steps:
+            self._delta_steps[key] = DeltaStep(self.device, plan, num_tokens)
+        self._delta_steps[key].launch(given, weights, state, positions=positions, out=out)
         return rows
+
+    def _delta_of_tree(
+        self,
+        heads: DeltaHeads,
+        given: DeltaInputs,
+        weights: DeltaWeights,
+        tree: Branch,
+        *,
+        plan: DeltaPlan,
+        out: StepRows,
+    ) -> None:
+        """The same of a tree's tokens, of which the accepted ones are to be gone on from."""
+        if plan not in self._delta_trees:
+            self._delta_trees[plan] = DeltaTree(self.device, plan)
+        delta = self._delta_trees[plan]
+        layer, states = heads.mixed.layer, heads.mixed.cache.states
+        state = states.layers[layer]
+        delta.launch(given, weights, state, branch=tree, out=out)
+        inputs = replace(given, gate=None)
+        kept = heads.mixed.rows, heads.alpha, heads.beta  # nobody else's until then
+
+        def accept(path: I32Array) -> None:
+            assert kept
+            on_device = tree.path_on_device(path)
+            delta.accept(inputs, weights, state, branch=tree, path=on_device)
+            states.advance_layer(layer, tree.position, path.size)
+
+        tree.keep(accept)
 
     def _result(self, like: Rows, out: Any) -> Rows:
         """New rows, or those of `out`, of which what was made of them before is forgotten."""
         if out is None:
-            return self._new_rows(like.num_tokens, like.columns)
+            return self._rows_like(like)
         rows = self._rows_of(out)
         rows.version += 1
         rows.sides = None
         return rows
 
+    def _rows_like(self, like: Rows) -> Rows:
+        """New ones of the same shape."""
+        return self._new_rows(like.num_tokens, like.columns, of_step=like.of_step)
+
     @abstractmethod
     def _rows_of(self, value: DeviceValue) -> Rows: ...
     @abstractmethod
-    def _new_rows(self, num_tokens: int, columns: int) -> Rows: ...
+    def _new_rows(self, num_tokens: int, columns: int, *, of_step: bool = False) -> Rows: ...
     @abstractmethod
     def _positions_of(self, positions: Any, cache: DeviceKvCache) -> StepPositions: ...

@@ -115,6 +115,12 @@ class KeptRows:
         for ring, kept in zip(self.rings, snapshot.rings, strict=True):
             ring.restore(kept)
 
+    def require(self, num_positions: int) -> None:
+        """Raises: StateNotKept if it cannot be resumed after so many positions."""
+        for ring in self.rings:
+            ring.require(num_positions)
+        self.states.require(num_positions)
+
     def truncate(self, num_positions: int) -> None:
         """As ops.KvCache.truncate."""
         for ring in self.rings:

@@ -6,9 +6,11 @@ writing over them later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +20,10 @@ from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.kept_rows import KeptRows, rows_kept
 from dflash_runtime.compute.rings import MOST_KEPT
+from dflash_runtime.compute.trees import Tree
+
+if TYPE_CHECKING:
+    from dflash_runtime.compute.cupy.branch import Branching
 
 LARGEST_HEAD = 256
 """Elements of a head that the kernels keep in registers."""
@@ -96,14 +102,19 @@ class DeviceKvCache(KeptRows):
         capacity: int,
         kv_type: KvType,
         recurrent: Sequence[RecurrentLayer] = (),
+        trees: Branching | None = None,
     ) -> None:
+        """`trees` tells the operations that compute over it which tree they are given."""
         given = tuple(layers)
         _check_capacity(capacity)
         for kv in given:
             layer_bytes(kv, capacity, kv_type)  # all are checked before anything is allocated
         self.capacity = capacity
         self.kv_type = kv_type
-        self.layers = [_layer_cache(device, kv, capacity, kv_type) for kv in given]
+        self._trees = trees
+        self.layers = [
+            new_layer_cache(device, kv, capacity=capacity, kv_type=kv_type) for kv in given
+        ]
         super().__init__(device, given, capacity=capacity, recurrent=recurrent)
         for ring, layer in zip(self.rings, self.layers, strict=True):
             ring.arrays = tuple(
@@ -118,6 +129,16 @@ class DeviceKvCache(KeptRows):
         """Device memory that it holds."""
         kept = sum(layer_bytes(layer.kv, self.capacity, self.kv_type) for layer in self.layers)
         return kept + self.states.nbytes
+
+    @contextmanager
+    def branching(self, tree: Tree) -> Iterator[None]:
+        """As trees.BranchingCache.branching. Raises: ContextExceeded too."""
+        if self._trees is None:
+            raise ValueError("no operations compute trees over this cache")
+        self.require(tree.position)
+        self.check_fits(tree.position, int(tree.depths.max(initial=-1)) + 1)
+        with self._trees.over(tree):
+            yield
 
     def check_fits(self, first_position: int, num_tokens: int) -> None:
         """Raises: ContextExceeded if tokens from `first_position` on do not fit."""
@@ -159,7 +180,10 @@ def _check_capacity(capacity: int) -> None:
         )
 
 
-def _layer_cache(device: KernelDevice, kv: KvLayer, capacity: int, kv_type: KvType) -> LayerKvCache:
+def new_layer_cache(
+    device: KernelDevice, kv: KvLayer, *, capacity: int, kv_type: KvType
+) -> LayerKvCache:
+    """With anything in it. Raises: DeviceOutOfMemory."""
     kept = rows_kept(kv, capacity)
 
     def rows(dim: int) -> CachedRows:

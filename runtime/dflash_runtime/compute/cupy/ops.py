@@ -1,8 +1,9 @@
 """The dense operations on a GPU: what adapters call, put together for steps and for chunks.
 
 A step has 1 to 8 tokens and must be cheap to launch, a chunk of a prompt has more and must use the
-arithmetic units well; each has kernels of its own. Both are given values that put work off
-(values.py), and do what belongs together in one kernel.
+arithmetic units well; each has kernels of its own. A tree of guessed tokens is a step, however many
+it has. Both are given values that put work off (values.py), and do what belongs together in one
+kernel.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.cupy.attention_launch import AttentionLauncher
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
+from dflash_runtime.compute.cupy.branch import Branching
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.chunks import Chunks
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
@@ -76,6 +78,7 @@ class CupyOps(GatedOps):
         """`lock` is held by whoever moves payload; see payload.PayloadMover."""
         super().__init__(device)
         self.steps = Steps(device)
+        self.trees = Branching(device)
         self.payload = PayloadMover(device, lock)
         self.chunks = Chunks(self.payload, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
         self._uploader = uploader
@@ -111,7 +114,12 @@ class CupyOps(GatedOps):
     ) -> DeviceKvCache:
         """Raises: SettingsError, DeviceOutOfMemory."""
         return DeviceKvCache(
-            self.device, layers, capacity=capacity, kv_type=kv_type, recurrent=recurrent
+            self.device,
+            layers,
+            capacity=capacity,
+            kv_type=kv_type,
+            recurrent=recurrent,
+            trees=self.trees,
         )
 
     def embed(self, table: Matrix, token_ids: I32Array, out: Any = None) -> Rows:
@@ -128,7 +136,10 @@ class CupyOps(GatedOps):
             if given.size and not 0 <= given.min() <= given.max() < table.rows:
                 raise ValueError(f"token ids must lie within 0..{table.rows - 1}")
             ids = self.device.upload(given)
-        rows = self._new_rows(ids.shape[0], table.columns) if out is None else _rows(out)
+        rows = _rows(out) if out is not None else None
+        if rows is None:
+            is_tree = self.trees.current is not None
+            rows = self._new_rows(ids.shape[0], table.columns, of_step=is_tree)
         # What advances positions must have ended before attention, which reads them early.
         known[1].launch(table.weights, ids, rows.array, overlaps_previous=False)
         return rows
@@ -150,7 +161,7 @@ class CupyOps(GatedOps):
         residual = _rows(add)
         if out is not add:
             raise ValueError("a product is added in place: out must be add")
-        if residual.num_tokens <= MOST_TOKENS:
+        if residual.is_step:
             self.steps.add_product(value, matrix, residual)
         else:
             self.chunks.project(_of_chunk(value), (matrix,), add_to=residual)
@@ -160,7 +171,7 @@ class CupyOps(GatedOps):
         several = [matrix for matrix in matrices if isinstance(matrix, DeviceMatrix)]
         assert len(several) == len(matrices)
         value = self._factor(x)
-        if value.num_tokens <= MOST_TOKENS:
+        if value.is_step:
             return list(self.steps.project(value, several))
         return list(self.chunks.project(_of_chunk(value), several))
 
@@ -227,14 +238,22 @@ class CupyOps(GatedOps):
     ) -> Heads:
         assert isinstance(cache, DeviceKvCache)
         q, k, v = (self._whole(heads) for heads in (q, k, v))
-        where = self._positions_of(positions, cache)
         num_tokens = q.rows.num_tokens
         head_dim = cache.layers[cache_layer].kv.value_dim
         columns = q.num_heads * head_dim
+        tree = self.trees.current
+        options: dict[str, Any] = {"scale": scale, "sinks": sinks}
+        if tree is not None:
+            tree.check_size(num_tokens)
+            rows = out.rows if out is not None else None
+            if rows is None:
+                rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
+            self._attention.tree((q, k, v), cache, cache_layer, tree=tree, out=rows, **options)
+            return Heads(rows, q.num_heads)
+        options["positions"] = self._positions_of(positions, cache)
         parts = [slice(0, num_tokens)]
         if not isinstance(positions, StepPositions):
             parts = list(cache.rings[cache_layer].parts(int(positions[0]), num_tokens))
-        options: dict[str, Any] = {"positions": where, "scale": scale, "sinks": sinks}
         if out is None and num_tokens <= MOST_TOKENS:
             rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
             self._attention.step((q, k, v), cache, cache_layer, out=rows, **options)
@@ -245,7 +264,7 @@ class CupyOps(GatedOps):
 
     def route(self, logits: Any, rule: RoutingRule, *, bias: Any = None) -> tuple[Chosen, Chosen]:
         router = logits if isinstance(logits, Product) else self._rows_of(logits)
-        if router.num_tokens <= MOST_TOKENS:
+        if router.is_step:
             return self.steps.route(router, rule, bias)
         return self.chunks.route(self._rows_of(router), rule, bias)
 
@@ -268,7 +287,7 @@ class CupyOps(GatedOps):
             self.steps.add_product(y.product.x, y.product.matrix, residual, gate=y.gate)
             return residual
         first, second = self._rows_of(x), self._rows_of(y)
-        rows = self._new_rows(first.num_tokens, first.columns) if out is None else _rows(out)
+        rows = self._rows_like(first) if out is None else _rows(out)
         self._add_rows.launch(first.array, second.array, rows.array)
         rows.version += 1
         return rows
@@ -299,6 +318,13 @@ class CupyOps(GatedOps):
         """A value's rows, once everything before them is done. Shapes: result [T, columns]."""
         array: F32Array = self.device.download(self._rows_of(value).array)
         return array
+
+    def likeliest(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.likeliest: of a step on the device, where logits stay."""
+        if isinstance(logits, Product) and logits.x.is_step:
+            return self.steps.likeliest(logits)
+        likeliest: I32Array = np.argmax(self.to_host(logits), axis=1).astype(np.int32)
+        return likeliest
 
     def joined(self, parts: Sequence[Any]) -> Rows:
         """Values' rows, one after the other."""
@@ -359,13 +385,13 @@ class CupyOps(GatedOps):
                 self.lacks("a delta rule with a norm and no gate")
             return self._delta(value, None)
         if isinstance(value, Normed):
-            if value.rows.num_tokens <= MOST_TOKENS:
+            if value.is_step:
                 return self.steps.normed_rows(value)
             return self.chunks.copy_of_normed(value)
         raise ValueError(f"a {type(value).__name__} is not rows")
 
-    def _new_rows(self, num_tokens: int, columns: int) -> Rows:
-        owner = self.steps if num_tokens <= MOST_TOKENS else self.chunks
+    def _new_rows(self, num_tokens: int, columns: int, *, of_step: bool = False) -> Rows:
+        owner = self.steps if of_step or num_tokens <= MOST_TOKENS else self.chunks
         return owner.rows(num_tokens, columns)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.cupy.buffers import Buffer
-from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.cupy.decode_experts import Choice
 from dflash_runtime.compute.cupy.device import Graph
 from dflash_runtime.compute.cupy.exchange import Exchanger, StepBox
@@ -26,9 +26,6 @@ from dflash_runtime.compute.cupy.values import Rows
 
 if TYPE_CHECKING:
     from dflash_runtime.compute.cupy.experts import CupyExpertBank
-
-STEP_SIZES = (1, 2, 4, MOST_TOKENS)
-"""Tokens that steps have kernels for here: as few as will do, since each is compiled."""
 
 _MOST_RECORDINGS = 1024
 """Those that were needed last are kept: of each, a graph and buffers of some 20 kB a token."""

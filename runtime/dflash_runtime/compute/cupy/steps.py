@@ -1,4 +1,5 @@
-"""Products and experts of a decode or verify step of 1 to 8 tokens.
+"""Products and experts of a decode or verify step: of up to 8 tokens at once; more, a tree's, are
+taken in parts.
 
 Compiles a kernel when a shape is first met, and takes results' memory from buffers that the next
 layer uses again; both must have happened before a step is recorded.
@@ -11,17 +12,25 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dflash_adapters.ops import RoutingRule
+from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.buffers import Buffer, Buffers, array_of
-from dflash_runtime.compute.cupy.decode_arrays import GRANULE, meta_shape, padded_columns
+from dflash_runtime.compute.cupy.decode_arrays import (
+    GRANULE,
+    MOST_TOKENS,
+    meta_shape,
+    padded_columns,
+    step_parts,
+)
 from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts, MailReply
 from dflash_runtime.compute.cupy.decode_experts import Rows as ExpertRows
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape, experts_shape
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
 from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
 from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape, is_float_router
-from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, RowChange
+from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, RowChange, Sample
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
@@ -58,11 +67,12 @@ class Steps:
         self._routers: dict[RouterShape, DecodeRouter] = {}
         self._choose = ChooseExperts(device)
         self._choose_tokens = ChooseTokens(device)
+        self._samples: dict[int, tuple[Sample, DeviceArray]] = {}
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
-        buffer = self.buffers.take((num_tokens, columns), np.float32)
-        return Rows(buffer.array, (buffer,))
+        buffer = self._take((num_tokens, columns), np.float32)
+        return Rows(buffer.array, (buffer,), of_step=True)
 
     def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
         """New rows of heads, as int8 too if granules of these do not cross heads."""
@@ -90,16 +100,16 @@ class Steps:
     ) -> tuple[Chosen, Chosen]:
         """Logits, from which experts are chosen later; rows are written as experts read them."""
         if isinstance(router, Product) and router.rows is None:
-            router.rows = self._logits(router)
+            router.rows = self._router_logits(router)
         logits = router if isinstance(router, Rows) else router.rows
         assert logits is not None
         shape = (logits.num_tokens, rule.num_experts_used)
-        ids = self.buffers.take(shape, np.int32)
-        weights = self.buffers.take(shape, np.float32)
+        ids = self._take(shape, np.int32)
+        weights = self._take(shape, np.float32)
         choosing = Choosing(logits, rule, ids, weights, bias)
         return Chosen(ids, choosing), Chosen(weights, choosing)
 
-    def _logits(self, product: Product) -> Rows:
+    def _router_logits(self, product: Product) -> Rows:
         x, matrix = product.x, product.matrix
         num_tokens = x.num_tokens
         logits = self.rows(num_tokens, matrix.rows)
@@ -111,16 +121,22 @@ class Steps:
         )
         if isinstance(x, Normed) and is_float_router(matrix.tensor_type, matrix.columns):
             x.require_unchanged()
-            router = RouterShape(num_tokens, matrix.rows, matrix.columns, matrix.tensor_type)
-            if router not in self._routers:
-                self._routers[router] = DecodeRouter(self._device, router)
-            inputs = LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps)
-            self._routers[router].launch(matrix.weights, logits.array, inputs, outputs=outputs)
+            for part in step_parts(num_tokens):
+                inputs = LinearInputs(x=x.rows.array[part], norm_weight=x.weight, eps=x.eps)
+                self._router(matrix, part.stop - part.start).launch(
+                    matrix.weights, logits.array[part], inputs, outputs=outputs.sides_of(part)
+                )
         else:
             self._multiply(x, (matrix,), (logits,), adds=False, outputs=outputs)
         if isinstance(x, Normed):
             x.sides = sides
         return logits
+
+    def _router(self, matrix: DeviceMatrix, num_tokens: int) -> DecodeRouter:
+        router = RouterShape(num_tokens, matrix.rows, matrix.columns, matrix.tensor_type)
+        if router not in self._routers:
+            self._routers[router] = DecodeRouter(self._device, router)
+        return self._routers[router]
 
     def choose(self, chosen: Chosen) -> None:
         """Have ids and weights written now, unless that is done or under way already."""
@@ -143,7 +159,7 @@ class Steps:
         assert normed is not None
         sides = self._quantised(normed.array, factors=factors.array)
         assert sides.values is not None
-        return Rows(sides.values.array, (sides.values,), sides=sides)
+        return Rows(sides.values.array, (sides.values,), sides=sides, of_step=True)
 
     def left_to_choose(self, chosen: Chosen) -> tuple[RoutingRule | None, DeviceArray | None]:
         """Rule and logits [T, E] by which the next kernel that needs the choice is to make it; None
@@ -173,7 +189,7 @@ class Steps:
         """Sums of those experts that are here. Shapes: result [T, H] float64."""
         assert sums.layer is not None
         choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
-        here = self.buffers.take(sums.shape, np.float64)
+        here = self._take(sums.shape, np.float64)
         self._run_experts(sums.layer, choice, self._sides(sums.x), here.array, gives_sums=True)
         return here
 
@@ -230,11 +246,13 @@ class Steps:
         gives_sums: bool,
         rule: RoutingRule | None = None,
     ) -> None:
-        rows = _expert_rows(sides)
-        shape = experts_shape(layer.layer, out.shape[0], gives_sums=gives_sums, rule=rule)
-        experts, hidden = self._experts_of(shape)
-        experts.launch_gate_up(layer.decode, choice, rows, hidden)
-        experts.launch_down(layer.decode, choice, hidden, out)
+        for part in step_parts(out.shape[0]):
+            size = part.stop - part.start
+            shape = experts_shape(layer.layer, size, gives_sums=gives_sums, rule=rule)
+            experts, hidden = self._experts_of(shape)
+            some = choice[part]
+            experts.launch_gate_up(layer.decode, some, _expert_rows(sides[part]), hidden)
+            experts.launch_down(layer.decode, some, hidden, out[part])
 
     def _experts_of(self, shape: ExpertsShape) -> tuple[DecodeExperts, ExpertRows]:
         """Kernels, and what is between the two."""
@@ -257,16 +275,7 @@ class Steps:
 
         With `drawing` the token of one row is drawn as that says.
         """
-        num_tokens = product.x.num_tokens
-        logits = self.rows(num_tokens, product.matrix.rows)
-        linear = self._linear(product.x, (product.matrix,), adds=False, has_argmax=True)
-        partials = self.buffers.take((linear.num_blocks, num_tokens), np.uint64)
-        linear.launch(
-            [product.matrix.weights],
-            [logits.array],
-            self._inputs(linear.shape, product.x),
-            outputs=LinearOutputs(partials=partials.array),
-        )
+        logits, partials = self._logits(product.x, product.matrix)
         self._choose_tokens.launch(
             logits.array,
             partials.array,
@@ -277,13 +286,41 @@ class Steps:
         )
         return logits
 
+    def likeliest(self, product: Product) -> I32Array:
+        """The likeliest token of each row, once it is known. Shapes: result [T]."""
+        x = product.x
+        token_ids = self._device.empty((x.num_tokens,), np.int32)
+        for part in step_parts(x.num_tokens):
+            size = part.stop - part.start
+            if size not in self._samples:
+                sample = Sample(self._device, num_tokens=size, advances=False)
+                self._samples[size] = sample, self._device.zeros((size,), np.int32)
+            sample, positions = self._samples[size]
+            _, partials = self._logits(x[part], product.matrix)
+            sample.launch(partials.array, token_ids[part], positions)
+        likeliest: I32Array = self._device.download(token_ids)
+        return likeliest
+
+    def _logits(self, x: Factor, matrix: DeviceMatrix) -> tuple[Rows, Buffer]:
+        """Up to MOST_TOKENS rows of logits, and what each block has found to be the largest."""
+        logits = self.rows(x.num_tokens, matrix.rows)
+        linear = self._linear(x, (matrix,), adds=False, has_argmax=True)
+        partials = self.buffers.take((linear.num_blocks, x.num_tokens), np.uint64)
+        linear.launch(
+            [matrix.weights],
+            [logits.array],
+            self._inputs(linear.shape, x),
+            outputs=LinearOutputs(partials=partials.array),
+        )
+        return logits, partials
+
     def normed_rows(self, x: ExpertInputs) -> Rows:
         """The rows themselves, normalised if they are to be."""
         if isinstance(x, Rows):
             return x
         sides = self._sides(x)
         assert sides.values is not None
-        return Rows(sides.values.array, (sides.values,))
+        return Rows(sides.values.array, (sides.values,), of_step=True)
 
     def _multiply(
         self,
@@ -295,15 +332,19 @@ class Steps:
         outputs: LinearOutputs | None = None,
         gate: Rows | None = None,
     ) -> None:
-        linear = self._linear(
-            x, matrices, adds=adds, is_gated=gate is not None, has_side=outputs is not None
-        )
-        linear.launch(
-            [matrix.weights for matrix in matrices],
-            [out.array for out in outs],
-            self._inputs(linear.shape, x, gate),
-            outputs=outputs,
-        )
+        if isinstance(x, Normed):
+            x.require_unchanged()
+        for part in step_parts(x.num_tokens):
+            some = x if x.num_tokens <= MOST_TOKENS else x[part]
+            linear = self._linear(
+                some, matrices, adds=adds, is_gated=gate is not None, has_side=outputs is not None
+            )
+            linear.launch(
+                [matrix.weights for matrix in matrices],
+                [out.array[part] for out in outs],
+                self._inputs(linear.shape, some, None if gate is None else gate[part]),
+                outputs=None if outputs is None else outputs.sides_of(part),
+            )
 
     def _linear(
         self,
@@ -393,8 +434,14 @@ class Steps:
         )
         return sides
 
+    def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
+        """Of a step's tokens; those of a large tree are not kept for another of the same size."""
+        if shape[0] > MOST_TOKENS:
+            return Buffer(self._device.empty(shape, dtype))
+        return self.buffers.take(shape, dtype)
+
     def _new_sides(self, num_tokens: int, columns: int, *, has_values: bool = True) -> Sides:
-        take = self.buffers.take
+        take = self._take
         return Sides(
             values=take((num_tokens, columns), np.float32) if has_values else None,
             quants=take((num_tokens, padded_columns(columns)), np.int8),

@@ -17,6 +17,7 @@ from dflash_adapters.rope import RopeTable
 from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 
@@ -36,6 +37,14 @@ class Sides:
     quants: Buffer | None
     meta: Buffer | None
 
+    def __getitem__(self, tokens: slice) -> Sides:
+        """Those of some of the rows, in place."""
+
+        def some(buffer: Buffer | None) -> Buffer | None:
+            return None if buffer is None else Buffer(buffer.array[tokens])
+
+        return Sides(some(self.values), some(self.quants), some(self.meta))
+
 
 @dataclass(slots=True, eq=False)
 class Rows:
@@ -50,10 +59,17 @@ class Rows:
     """How often they were written to since they were made."""
     sides: Sides | None = None
     """The same rows as int8, if what wrote them has written these too."""
+    of_step: bool = False
+    """Computed by a step's kernels, however many they are: a tree's too."""
 
     @property
     def num_tokens(self) -> int:
         return self.array.shape[0]
+
+    @property
+    def is_step(self) -> bool:
+        """Whether what is made of them is a step's."""
+        return self.of_step or self.num_tokens <= MOST_TOKENS
 
     @property
     def columns(self) -> int:
@@ -61,7 +77,8 @@ class Rows:
 
     def __getitem__(self, tokens: slice) -> Rows:
         """Some of the rows, in place."""
-        return Rows(self.array[tokens], self.buffers)
+        sides = None if self.sides is None else self.sides[tokens]
+        return Rows(self.array[tokens], self.buffers, sides=sides, of_step=self.of_step)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +98,17 @@ class Normed:
     @property
     def num_tokens(self) -> int:
         return self.rows.num_tokens
+
+    @property
+    def is_step(self) -> bool:
+        """As Rows.is_step."""
+        return self.rows.is_step
+
+    def __getitem__(self, tokens: slice) -> Normed:
+        """The same of some of the rows, which are unchanged."""
+        some = Normed(self.rows[tokens], self.weight, self.eps)
+        some.sides = None if self.sides is None else self.sides[tokens]
+        return some
 
     def require_unchanged(self) -> None:
         """Raises: RuntimeError if the rows were written to after they were to be normalised."""
@@ -128,6 +156,15 @@ class Activated:
     def num_tokens(self) -> int:
         return self.gate.num_tokens
 
+    @property
+    def is_step(self) -> bool:
+        """As Rows.is_step."""
+        return self.gate.is_step
+
+    def __getitem__(self, tokens: slice) -> Activated:
+        """The same of some of the rows."""
+        return Activated(self.gate[tokens], self.up[tokens])
+
 
 @dataclass(slots=True, eq=False)
 class Product:
@@ -139,8 +176,9 @@ class Product:
     """It, once somebody has."""
 
     @property
-    def num_tokens(self) -> int:
-        return self.x.num_tokens
+    def is_step(self) -> bool:
+        """As Rows.is_step."""
+        return self.x.is_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

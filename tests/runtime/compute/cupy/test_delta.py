@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 
 from dflash_adapters.moe_spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
+from dflash_runtime.compute.cupy.branch import Branch
 from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.cupy.delta import (
+    RING,
     DeltaChunk,
     DeltaInputs,
     DeltaPlan,
@@ -19,7 +22,11 @@ from dflash_runtime.compute.cupy.delta import (
     DeltaStep,
     DeltaWeights,
 )
+from dflash_runtime.compute.cupy.delta_tree import DeltaTree
+from dflash_runtime.compute.cupy.device import DeviceArray
+from dflash_runtime.compute.trees import Tree
 from support.emulated_device import EmulatedDevice
+from support.trees import way_to
 
 SHAPES = {
     "tiled": DeltaPlan(DeltaShape(2, 4, 32, 48), num_taps=4, finishes=True),
@@ -125,7 +132,7 @@ class Sequence:
             device.empty(self.shape.state_shape, np.float32),
         )
 
-    def inputs(self, tokens: slice) -> DeltaInputs:
+    def inputs(self, tokens: slice | list[int]) -> DeltaInputs:
         upload, layer = self.device.upload, self.layer
         gate = upload(layer.gate[tokens]) if self.shape.finishes else None
         return DeltaInputs(
@@ -135,28 +142,52 @@ class Sequence:
             gate,
         )
 
-    def step(self, first: int, count: int) -> F32Array:
-        step = DeltaStep(self.device, self.shape, count)
-        columns = self.shape.value_channels
-        empty = self.device.empty
-        values = empty((count, columns), np.float32)
-        quants = empty((count, padded_columns(columns)), np.int8)
-        meta = empty(meta_shape(count, columns), np.float32)
-        out = Rows(values=values)
-        if step.has_quants:
-            out = replace(out, quants=quants, meta=meta)
-        positions = self.device.upload(np.arange(first, first + count, dtype=np.int32))
-        step.launch(
-            self.inputs(slice(first, first + count)),
+    def step(self, first: int, count: int, *, tokens: list[int] | None = None) -> F32Array:
+        """Of the tokens at these positions, or others in their place."""
+        out = self.new_rows(count)
+        DeltaStep(self.device, self.shape, count).launch(
+            self.inputs(slice(first, first + count) if tokens is None else tokens),
             self.weights,
             self.state,
-            positions=positions,
+            positions=self.device.upload(np.arange(first, first + count, dtype=np.int32)),
             out=out,
         )
-        found: F32Array = self.device.download(values)
-        if step.has_quants:
-            scales = self.device.download(meta)[:, : columns // 16, 0].repeat(16, axis=1)
-            restored = self.device.download(quants)[:, :columns] * scales
+        return self.found(out)
+
+    def tree(self, tree: Tree, tokens: list[int]) -> tuple[F32Array, Callable[[list[int]], None]]:
+        """Of the tokens of a tree, and what has a path of them count."""
+        delta, branch = DeltaTree(self.device, self.shape), Branch(self.device, tree)
+        inputs, out = self.inputs(tokens), self.new_rows(len(tokens))
+        delta.launch(inputs, self.weights, self.state, branch=branch, out=out)
+
+        def accept(path: list[int]) -> None:  # into whatever the state is by then
+            on_device = self.device.upload(np.array(path, np.int32))
+            delta.accept(inputs, self.weights, self.state, branch=branch, path=on_device)
+
+        return self.found(out), accept
+
+    def copied(self, state: DeltaState) -> DeltaState:
+        def copy(array: DeviceArray) -> DeviceArray:
+            return self.device.upload(self.device.download(array))
+
+        return DeltaState(copy(state.ring), copy(state.state))
+
+    def new_rows(self, count: int) -> Rows:
+        columns, empty = self.shape.value_channels, self.device.empty
+        out = Rows(values=empty((count, columns), np.float32))
+        if not self.shape.has_quants:
+            return out
+        quants = empty((count, padded_columns(columns)), np.int8)
+        return replace(out, quants=quants, meta=empty(meta_shape(count, columns), np.float32))
+
+    def found(self, out: Rows) -> F32Array:
+        """As floats, which the int8 rows are near to."""
+        assert out.values is not None
+        found: F32Array = self.device.download(out.values)
+        if out.quants is not None and out.meta is not None:
+            columns = self.shape.value_channels
+            scales = self.device.download(out.meta)[:, : columns // 16, 0].repeat(16, axis=1)
+            restored = self.device.download(out.quants)[:, :columns] * scales
             assert (np.abs(restored - found) <= 0.51 * scales).all()
         return found
 
@@ -204,6 +235,50 @@ def test_a_step_too_much_spoils_nothing(device: EmulatedDevice) -> None:
     np.testing.assert_array_equal(sequence.step(7, 1), sequence.step(7, 1))
     wanted = expected(layer)
     np.testing.assert_allclose(sequence.step(8, 1), wanted[8:], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "begin"), [("tiled", 18), ("grouped, uneven", 1), ("bare", 3)])
+def test_tokens_of_a_tree_go_on_from_their_parents(
+    device: EmulatedDevice, name: str, begin: int
+) -> None:
+    """They have the bits of steps, and so has what comes after the path that is accepted."""
+    parents = [-1, 0, 0, 2, 2, -1, 4]
+    layer = random_layer(SHAPES[name], begin + len(parents) + 3)
+    tree = Tree(np.array(parents, np.int32), begin)
+    sequence, steps = Sequence(device, layer), Sequence(device, layer)
+    for each in (sequence, steps):
+        each.chunk(0, begin)
+    found, accept = sequence.tree(tree, [begin + node for node in range(len(parents))])
+    states = {-1: steps.state}
+    for node, parent in enumerate(parents):
+        steps.state = states[node] = steps.copied(states[parent])
+        (expected,) = steps.step(begin + int(tree.depths[node]), 1, tokens=[begin + node])
+        np.testing.assert_array_equal(found[node], expected)
+    before, rest = sequence.state, [begin + len(parents) + i for i in range(3)]
+    for last in (6, 5, 1):  # paths of 4, 1 and 2 tokens
+        sequence.state, steps.state = sequence.copied(before), steps.copied(states[last])
+        path = way_to(parents, last)
+        accept(path)
+        end = begin + len(path)
+        np.testing.assert_array_equal(
+            sequence.step(end, 3, tokens=rest), steps.step(end, 3, tokens=rest)
+        )
+
+
+def test_a_long_path_fills_the_ring(device: EmulatedDevice) -> None:
+    """More tokens than it has room for."""
+    parents = list(range(-1, RING + 1))
+    layer = random_layer(SHAPES["bare"], 5 + len(parents) + 3)
+    sequence, steps = Sequence(device, layer), Sequence(device, layer)
+    for each in (sequence, steps):
+        each.chunk(0, 5)
+    tree = Tree(np.array(parents, np.int32), 5)
+    found, accept = sequence.tree(tree, [5 + node for node in range(len(parents))])
+    accept(list(range(len(parents))))
+    for first in range(5, 5 + len(parents), 3):
+        np.testing.assert_array_equal(found[first - 5 : first - 2], steps.step(first, 3))
+    end = 5 + len(parents)
+    np.testing.assert_array_equal(sequence.step(end, 3), steps.step(end, 3))
 
 
 def test_arrays_that_do_not_fit_are_refused(device: EmulatedDevice) -> None:

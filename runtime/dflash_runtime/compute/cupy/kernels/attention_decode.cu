@@ -7,36 +7,18 @@
 // one launch serves every context up to NUM_SPLITS * SPLIT_KEYS; so do those of runs that nobody sees. Positions are those of this whole step:
 // nothing that overlaps with this kernel may write them, nor rows of the cache before them.
 //
-// Defines beside attention_heads.cuh's: NUM_TOKENS, SPLIT_KEYS, NUM_SPLITS, ROW_WARPS.
-#include "attention_heads.cuh"
+// Defines beside attention_runs.cuh's: NUM_TOKENS.
+#include "attention_runs.cuh"
 
-constexpr int KEY_WARPS = 4;  // take tiles of keys in turn
-constexpr int WARPS = KEY_WARPS * ROW_WARPS;
-constexpr int THREADS = WARPS * LANES;
-constexpr int BLOCK_ROWS = WARP_ROWS * ROW_WARPS;
 constexpr int NUM_ROWS = NUM_TOKENS * GROUP;
-// Keys and values of a block of one row of warps are needed once; of more, by several warps.
-constexpr int SOURCE = ROW_WARPS == 1 ? READ_ONCE : READ_OFTEN;
-// What registers allow: whether a warp holds a tile's values while it waits for its keys, and how many
-// blocks a multiprocessor takes.
-constexpr bool EARLY_VALUES = ROW_WARPS <= 2 && VALUE_ROW <= 128;
-enum {
-    BLOCKS_AT_ONCE =
-        ROW_WARPS > 1 || LANES > 32 || KV_F32 ? 1 : VALUE_ROW > 128 || !USE_MMA ? 2 : 3
-};
-static_assert(SPLIT_KEYS % TILE_KEYS == 0, "whole tiles");
 
 struct AttentionDecodeArgs {
     NewRows rows;
     const int *positions;  // [T], ascending by one
     LayerCache cache;
-    float *partials;     // [T, NUM_HEADS, NUM_SPLITS, VALUE_ROW]
-    float2 *statistics;  // [T, NUM_HEADS, NUM_SPLITS] {maximum, total}
+    RunResults results;
 };
 
-constexpr int MERGE_ROW = VALUE_ROW + 4;  // rows begin in different banks
-constexpr int QUERY_BYTES = ROW_WARPS * QUERY_ELEMENTS * (int)sizeof(QueryElement);
-constexpr int MERGE_BYTES = BLOCK_ROWS * MERGE_ROW * 4;
 constexpr int NEW_KEYS_BYTES = NUM_TOKENS * KEY_ROW * KV_ELEMENT_BYTES;
 constexpr int NEW_BYTES = NEW_KEYS_BYTES + NUM_TOKENS * VALUE_ROW * KV_ELEMENT_BYTES;
 constexpr int KEY_SCALES = NUM_TOKENS * KEY_ROW / Q8_BLOCK;
@@ -48,34 +30,18 @@ struct StepRows {
     HeadRows stored_keys, stored_values;
 };
 
-// Where row r of a block belongs.
-INLINE int row_token(int row) { return (block_index_z() * BLOCK_ROWS + row) / GROUP; }
-INLINE int row_head(int row) {
-    return block_index_y() * GROUP + (block_index_z() * BLOCK_ROWS + row) % GROUP;
-}
-INLINE bool is_row(int row) { return block_index_z() * BLOCK_ROWS + row < NUM_ROWS; }
-
 // Each warp prepares two of the block's queries and, where the block has them, some new rows: the first
 // NUM_TOKENS warps begin with a key, the next with a value. All loads of a warp begin before it waits
 // for the first of them.
 struct Preparation {
-    static constexpr int WARP_QUERIES = BLOCK_ROWS / WARPS;
-    RotatedHead query[WARP_QUERIES], key;
+    QueryRows queries;
+    RotatedHead key;
     ValueHead value;
-    float scale[WARP_QUERIES];
     int num_jobs;
-
-    static INLINE int query_row(int i) { return warp_index() + WARPS * i; }
 
     INLINE void load_constants(const NewRows &rows, int first_position, bool has_new) {
         num_jobs = has_new ? 2 * NUM_TOKENS : 0;
-#pragma unroll
-        for (int i = 0; i < WARP_QUERIES; i++)
-            if (is_row(query_row(i))) {
-                const int position = first_position + row_token(query_row(i));
-                query[i].load_constants(rows.query_weight, angles_at(rows, position));
-                scale[i] = query_scale(rows, position);
-            }
+        queries.load_constants(rows, NUM_ROWS, [&](int token) { return first_position + token; });
         if (warp_index() < num_jobs) load_job_constants(rows, first_position, warp_index());
     }
     INLINE void load_job_constants(const NewRows &rows, int first_position, int job) {
@@ -89,28 +55,8 @@ struct Preparation {
     }
 
     INLINE void load(const NewRows &rows) {
-#pragma unroll
-        for (int i = 0; i < WARP_QUERIES; i++) {
-            const int row = query_row(i);
-            if (is_row(row)) query[i].load(new_query(rows, row_token(row), row_head(row)));
-        }
+        queries.load(rows, NUM_ROWS);
         if (warp_index() < num_jobs) load_job(rows, warp_index());
-    }
-
-    INLINE void put_queries(const NewRows &rows, QueryElement *queries) {
-#pragma unroll
-        for (int i = 0; i < WARP_QUERIES; i++) {
-            const int row = query_row(i), place = row % WARP_ROWS;
-            QueryElement *target = queries + row / WARP_ROWS * QUERY_ELEMENTS;
-            if (is_row(row)) {
-                query[i].normalise_and_rotate(rows.eps);
-                query[i].give([&](int element, float x) {
-                    WarpRows::put_query(target, place, element, x * scale[i]);
-                });
-            }
-            for (int d = (is_row(row) ? KEY_DIM : 0) + lane_index(); d < QUERY_COLUMNS; d += LANES)
-                WarpRows::put_query(target, place, d, 0.0f);
-        }
     }
 
     INLINE void put_new_rows(const NewRows &rows, const StepRows &step, int first_position) {
@@ -153,55 +99,8 @@ INLINE void write_rows(HeadRows cache, const HeadRows &stored, int first_positio
     }
 }
 
-// One result of all warps of a row: statistics first, then sums in the order of the warps.
-INLINE void merge_warps(const AttentionDecodeArgs &a, WarpRows &rows, float *merged) {
-    SHARED(float, maxima, KEY_WARPS * BLOCK_ROWS);
-    SHARED(float, totals, KEY_WARPS * BLOCK_ROWS);
-    const int key_warp = warp_index() % KEY_WARPS, first_row = warp_index() / KEY_WARPS * WARP_ROWS;
-    rows.end();
-    rows.give_statistics([&](int row, float maximum, float total) {
-        maxima[key_warp * BLOCK_ROWS + first_row + row] = maximum;
-        totals[key_warp * BLOCK_ROWS + first_row + row] = total;
-    });
-    block_barrier();
-    auto place_of = [&](int row) {
-        return ((i64)row_token(row) * NUM_HEADS + row_head(row)) * NUM_SPLITS + block_index_x();
-    };
-    if (thread_index() < BLOCK_ROWS) {
-        const int row = thread_index();
-        float highest = LOWEST, total = 0.0f;
-        for (int warp = 0; warp < KEY_WARPS; warp++)
-            highest = max_of(highest, maxima[warp * BLOCK_ROWS + row]);
-        for (int warp = 0; warp < KEY_WARPS; warp++) {
-            const float factor = exp_fast(maxima[warp * BLOCK_ROWS + row] - highest);
-            total += factor * totals[warp * BLOCK_ROWS + row];
-            maxima[warp * BLOCK_ROWS + row] = factor;  // from here on, what results are worth
-        }
-        if (is_row(row)) a.statistics[place_of(row)] = make_float2(highest, total);
-    }
-    block_barrier();
-    for (int warp = 0; warp < KEY_WARPS; warp++) {
-        if (key_warp == warp)
-            rows.give_results([&](int row, int element, float4 sum) {
-                float4 *place = (float4 *)(merged + (first_row + row) * MERGE_ROW + element);
-                const float factor = maxima[warp * BLOCK_ROWS + first_row + row];
-                const float4 before = warp ? *place : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                *place = make_float4(before.x + factor * sum.x, before.y + factor * sum.y,
-                                     before.z + factor * sum.z, before.w + factor * sum.w);
-            });
-        block_barrier();
-    }
-    constexpr int FOURS = VALUE_ROW / 4;
-    for (int i = thread_index(); i < BLOCK_ROWS * FOURS; i += THREADS) {
-        const int row = i / FOURS, element = i % FOURS * 4;
-        if (is_row(row))
-            *(float4 *)(a.partials + place_of(row) * VALUE_ROW + element) =
-                *(const float4 *)(merged + row * MERGE_ROW + element);
-    }
-}
-
 KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
-    SHARED(u8, room, QUERY_BYTES > MERGE_BYTES ? QUERY_BYTES : MERGE_BYTES);
+    SHARED(u8, room, ROOM_BYTES);
     SHARED(float, new_floats, NUM_TOKENS *(KEY_ROW + VALUE_ROW));
     SHARED(u8, new_bytes, KV_F32 ? 16 : NEW_BYTES);
     SHARED(u16, new_scales, KV_Q8_0 ? KEY_SCALES + VALUE_SCALES : 8);
@@ -238,12 +137,12 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
     }
     if (thread_index() < BLOCK_ROWS)
         row_positions[thread_index()] =
-            is_row(thread_index()) ? first_position + row_token(thread_index()) : -1;
+            is_row(thread_index(), NUM_ROWS) ? first_position + row_token(thread_index()) : -1;
     Preparation preparation;
     preparation.load_constants(a.rows, first_position, has_new);
     wait_for_previous();
     preparation.load(a.rows);
-    preparation.put_queries(a.rows, (QueryElement *)room);
+    preparation.queries.put(a.rows, NUM_ROWS, (QueryElement *)room);
     preparation.put_new_rows(a.rows, step, first_position);
     block_barrier();
     if (has_new) {
@@ -282,5 +181,5 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
         if (EARLY_VALUES && tile < end) rows.load_values<SOURCE>(values, old_row);
         if (!EARLY_VALUES && tile < end) rows.load_keys<SOURCE>(keys, old_row);
     }
-    merge_warps(a, rows, (float *)room);
+    merge_warps(a.results, NUM_ROWS, rows, (float *)room);
 }

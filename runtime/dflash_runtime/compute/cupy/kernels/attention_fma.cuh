@@ -45,6 +45,13 @@ struct WarpRows {
             for (int d = 0; d < 8; d++) out[r][d] = 0.0f;
     }
 
+    // From here on each row sees positions up to last_of(row); -1: none.
+    template <typename LastOf>
+    INLINE void limit(LastOf last_of) {
+#pragma unroll
+        for (int e = 0; e < LANE_ROWS; e++) last_visible[e] = last_of(score_row(e));
+    }
+
     // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
     template <int SOURCE, typename RowOf>
     INLINE void load_keys(HeadRows rows, RowOf row_of) {

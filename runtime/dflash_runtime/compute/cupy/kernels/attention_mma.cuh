@@ -63,6 +63,10 @@ struct WarpRows {
                 for (int k = 0; k < 4; k++) out[span][i][k] = 0.0f;
     }
 
+    // From here on each row sees positions up to last_of(row); -1: none.
+    template <typename LastOf>
+    INLINE void limit(LastOf last_of) { last_visible = last_of(row()); }
+
     // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
     template <int SOURCE, typename RowOf>
     INLINE void load_keys(HeadRows rows, RowOf row_of) {

@@ -30,15 +30,14 @@ INLINE float input_at(const float *inputs, const float *ring, int first_position
     const int position = first_position + token;
     return position < 0 ? 0.0f : fresh(ring + (i64)(position % RING) * CHANNELS + channel);
 }
-// Causal convolution of one channel, and SiLU. `taps` [CHANNELS, TAPS], the newest input's last.
-INLINE float convolved(const float *inputs, const float *ring, const float *taps, int first_position,
-                       int token, int channel) {
+// Causal convolution of one channel, and SiLU. `taps` [CHANNELS, TAPS], the newest input's last;
+// `input(tap)` gives what each is multiplied by.
+template <typename Input>
+INLINE float convolved(const float *taps, int channel, Input input) {
     float sum = 0.0f;
 #pragma unroll
-    for (int tap = 0; tap < TAPS; tap++) {
-        sum += constant(taps + (i64)channel * TAPS + tap) *
-               input_at(inputs, ring, first_position, token - (TAPS - 1) + tap, channel);
-    }
+    for (int tap = 0; tap < TAPS; tap++)
+        sum += constant(taps + (i64)channel * TAPS + tap) * input(tap);
     return silu(sum);
 }
 
@@ -78,6 +77,15 @@ struct StateRows {
                 values[r][e] = state && exists(first_row + r, e)
                                    ? constant(state + (i64)(first_row + r) * KEY_DIM + element(e))
                                    : 0.0f;
+    }
+    // The same of what this very thread has stored.
+    INLINE void load_stored(const float *state, int first_row) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                if (exists(first_row + r, e))
+                    values[r][e] = state[(i64)(first_row + r) * KEY_DIM + element(e)];
     }
     INLINE void store(float *state, int first_row) const {
 #pragma unroll

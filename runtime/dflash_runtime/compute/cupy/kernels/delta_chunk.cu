@@ -43,7 +43,10 @@ KERNEL(delta_inputs, DeltaInputsArgs, THREADS, 1) {
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         const int i = lane_index() + LANES * e;
-        values[e] = i < dim ? convolved(a.inputs, a.ring, a.taps, first_position, token, first + i) : 0.0f;
+        const auto input = [&](int tap) {
+            return input_at(a.inputs, a.ring, first_position, token - (TAPS - 1) + tap, first + i);
+        };
+        values[e] = i < dim ? convolved(a.taps, first + i, input) : 0.0f;
         sum += values[e] * values[e];
     }
     float scale = 1.0f;
