@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.moe_spec import KvLayer
+from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_runtime.compute.cupy import attention_args as a
@@ -192,8 +192,19 @@ def _variants() -> tuple[KernelVariant, ...]:
         (KvType.Q8_0, False),
         (KvType.F16, True),
     ):
-        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32)
-        shape = AttentionShape(4, kv, kv_type, RopePairing.HALF_SPLIT, 32, use_mma)
+        is_ring = kv_type is not KvType.F32
+        mask = Mask(window=60) if is_ring else CAUSAL
+        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
+        shape = AttentionShape(
+            4,
+            kv,
+            kv_type,
+            RopePairing.HALF_SPLIT,
+            num_rotated=32,
+            use_mma=use_mma,
+            is_tempered=is_ring,
+            ring_rows=100 if is_ring else 0,
+        )
         needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
         variants.append(
             KernelVariant("attention_tree.cu", TreePlan.of(shape, 1024).defines(), needs, lanes)
