@@ -43,9 +43,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "combine.cu": ("test_prefill_experts.py::test_sums_of_others_and_the_residual_are_added",),
     "delta_chunk.cu": ("test_delta.py::test_a_step_too_much_spoils_nothing[(32, False)]",),
     "delta_step.cu": ("test_delta.py::test_a_step_too_much_spoils_nothing[(32, False)]",),
-    "delta_tree.cu": (
-        "test_delta.py::test_tokens_of_a_tree_go_on_from_their_parents[(32, False)-tiled-18]",
-    ),
+    "delta_tree.cu": ("test_delta.py::test_tokens_of_a_tree_go_on_from_their_parents[tiled]",),
     "dequantise.cu": ("test_prefill_dense.py::test_every_type_is_dequantised[Q4_0]",),
     "draw.cu": ("test_draw_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",),
     "elementwise.cu": ("test_elementwise.py",),

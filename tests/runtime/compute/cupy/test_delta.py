@@ -237,7 +237,15 @@ def test_a_step_too_much_spoils_nothing(device: EmulatedDevice) -> None:
     np.testing.assert_allclose(sequence.step(8, 1), wanted[8:], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("name", "begin"), [("tiled", 18), ("grouped, uneven", 1), ("bare", 3)])
+@pytest.mark.parametrize(
+    ("device", "name", "begin"),
+    [
+        pytest.param((32, False), "tiled", 18, id="tiled"),
+        pytest.param((64, True), "grouped, uneven", 1, id="uneven"),
+        pytest.param((32, False), "bare", 3, id="bare"),
+    ],
+    indirect=["device"],
+)
 def test_tokens_of_a_tree_go_on_from_their_parents(
     device: EmulatedDevice, name: str, begin: int
 ) -> None:
@@ -265,6 +273,7 @@ def test_tokens_of_a_tree_go_on_from_their_parents(
         )
 
 
+@pytest.mark.parametrize("device", [(32, False)], indirect=True)
 def test_a_long_path_fills_the_ring(device: EmulatedDevice) -> None:
     """More tokens than it has room for."""
     parents = list(range(-1, RING + 1))
