@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.compute.cupy.mail_link import MailLink
 from dflash_runtime.compute.cupy.mail_words import MailWords
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_DEVICE_AT,
@@ -28,6 +28,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 )
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
+from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import running_daemon
@@ -200,12 +201,14 @@ def test_where_a_probe_fails_the_host_asks(
 ) -> None:
     num_probes = 0
 
-    def fails(mail: ParentMail, index: int) -> float:
+    def fails(link: MailLink, *_: Any, **__: Any) -> TrialBatch:
         nonlocal num_probes
         num_probes += 1
-        raise DaemonUnavailable("1 lines of a probe did not arrive as sent")
+        found = Fault(FaultKind.TORN, 0, line=3, word=1, expected=1, found=2)
+        nothing = Faults(dict.fromkeys(FaultKind, 0))
+        return TrialBatch(np.ones(1, np.int64), Faults({FaultKind.TORN: 1}, found), nothing)
 
-    monkeypatch.setattr(ParentMail, "_probe", fails)
+    monkeypatch.setattr(MailLink, "probe", fails)
     rings = Rings(monkeypatch)
     options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
     with opened(model, local_experts=0, settings=settings, **options) as engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -49,6 +50,8 @@ from dflash_runtime.compute.cupy.kernel_sources import (
     kernel_source,
 )
 from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
+
+_LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _GUARD_BYTES = 256
@@ -163,16 +166,29 @@ class EmulatedQueue:
 
 class EmulatedPeerMemory:
     """Implements device.PeerMemory: memory that both processes map; its handle is where the one
-    that has made it has it open, so that nothing is left when that is killed."""
+    that has made it has it open, so that nothing is left when that is killed. Who opens it holds a
+    lock, by which whoever frees it too early is found out."""
 
-    def __init__(self, device: EmulatedDevice, *, num_bytes: int = 0, handle: bytes = b"") -> None:
+    freed_while_open: ClassVar[list[int]] = []
+    """Sizes of what was given back while another process had it open."""
+
+    def __init__(self, device: EmulatedDevice, *, num_bytes: int, handle: bytes = b"") -> None:
         self._device = device
-        if num_bytes:
+        self._is_ours = not handle
+        if self._is_ours:
             self._fd = os.memfd_create("dflash-peer", os.MFD_CLOEXEC)
             os.truncate(self._fd, num_bytes)
             handle = f"/proc/{os.getpid()}/fd/{self._fd}".encode().ljust(HANDLE_BYTES, b"\0")
         else:
-            self._fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise DeviceUnavailable(f"no memory is shown: {error.strerror}") from error
+            num_there = os.fstat(self._fd).st_size
+            if num_there < num_bytes:
+                os.close(self._fd)
+                raise DeviceUnavailable(f"memory of {num_there} bytes is shown, not {num_bytes}")
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
         self.handle = handle
         self._memory = mmap.mmap(self._fd, 0)
         self.device_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
@@ -183,8 +199,17 @@ class EmulatedPeerMemory:
         if self.device_address:
             self._device.drop_range(self.device_address)
             self.device_address = 0
+            if self._is_ours:
+                self._note_if_open()
             self._memory.close()
             os.close(self._fd)
+
+    def _note_if_open(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            _LOG.warning("memory is freed that another process has open")
+            self.freed_while_open.append(len(self._memory))
 
 
 def _fail_closed() -> None:
@@ -401,9 +426,9 @@ class EmulatedDevice:
         """As KernelDevice.export_memory."""
         return EmulatedPeerMemory(self, num_bytes=num_bytes)
 
-    def import_memory(self, handle: bytes) -> EmulatedPeerMemory:
+    def import_memory(self, handle: bytes, num_bytes: int) -> EmulatedPeerMemory:
         """As KernelDevice.import_memory."""
-        return EmulatedPeerMemory(self, handle=handle)
+        return EmulatedPeerMemory(self, num_bytes=num_bytes, handle=handle)
 
     def map_host(self, array: AnyArray) -> EmulatedHostMapping:
         """As KernelDevice.map_host."""

@@ -73,7 +73,7 @@ class MailProbeArgs(ctypes.Structure):
         ("mail", MailArgs),
         ("requests", ctypes.c_void_p),
         ("replies", ctypes.c_void_p),
-        ("wrong", ctypes.c_void_p),
+        ("faults", ctypes.c_void_p),
         ("ticks", ctypes.c_void_p),
         ("num_requests", ctypes.c_int),
         ("num_replies", ctypes.c_int),

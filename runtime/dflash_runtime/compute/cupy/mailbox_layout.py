@@ -16,6 +16,10 @@ daemon's, layer by layer, with no host in between.
     576      the same of the daemon's                                  daemon's host, once
     640      handle of the parent's memory for replies, 64 bytes       parent's host, once
     704      handle of the daemon's memory for requests, 64 bytes      daemon's host, once
+    768      whether the parent may have that memory open              parent's host
+    832      seed of a probe                                           parent's host
+    896      longest pause in it, nanoseconds                          parent's host
+    960      what was found in its requests, 44 bytes                  daemon's host
 
     then     of each layer, in the model's order:                      the devices
     4096     requests: lines of 16 bytes
@@ -48,6 +52,10 @@ Why this is right:
 * NVIDIA: volatile accesses are relaxed ones of system scope (PTX ISA, memory consistency model).
   AMD: atomic accesses of system scope to fine-grained memory, as hipHostRegister maps it. See
   ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
+* Memory of a device is given back when nobody else has it open. Who opens it closes it first: the
+  parent says so in 768, and asks for LEAVE, which is answered when the daemon has closed the
+  parent's. A side whose other side is lost keeps its memory for a while (`kept_memory`): kernels
+  that still run there find its abort word, and a host that comes back to life starts no step then.
 * The other process may be broken and write anything. What is read is data: ids are checked against
   the layer's experts, weights and rows are numbers, and no length or address is ever read.
 """
@@ -67,6 +75,8 @@ PARENT_ABORT_AT, DAEMON_ABORT_AT = 320, 384
 LIMIT_MS_AT = 448
 PARENT_DEVICE_AT, DAEMON_DEVICE_AT = 512, 576
 REPLY_MEMORY_AT, REQUEST_MEMORY_AT = 640, 704
+PARENT_HOLDS_AT = 768
+PROBE_SEED_AT, PROBE_PAUSE_AT, PROBE_FAULTS_AT = 832, 896, 960
 LINES_AT = 4096
 
 LINE_BYTES = 16
@@ -97,10 +107,12 @@ class Ask(IntEnum):
     PEER_EPOCH = 2
     """The same; lines are in the memory of the device that reads them."""
     ECHO = 3
-    """Answer so many rounds of a probe."""
+    """Answer so many rounds of a probe; what was found is told before the next thing is answered."""
     PEERS = 4
     """Open the parent's memory, have a step made that goes through it, and say in the state whether
     that could be done."""
+    LEAVE = 5
+    """Close the parent's memory: it will be given back."""
 
 
 @dataclass(frozen=True, slots=True)
