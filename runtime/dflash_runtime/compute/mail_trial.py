@@ -14,6 +14,9 @@ import numpy as np
 
 from dflash_protocol.ids import I64Array
 
+TRIAL_GENERATION = 0
+"""Of memory for a trial."""
+
 _BINS_OF_OCTAVE = 64
 _NUM_BINS = 63 * _BINS_OF_OCTAVE
 

@@ -194,6 +194,10 @@ class EmulatedPeerMemory:
         self.device_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
         device.add_range(self.device_address, len(self._memory))
 
+    def write(self, offset: int, data: bytes) -> None:
+        """As nobody should: for tests of what is damaged."""
+        self._memory[offset : offset + len(data)] = data
+
     def close(self) -> None:
         """As PeerMemory.close."""
         if self.device_address:

@@ -107,7 +107,7 @@ class Ask(IntEnum):
     PEER_EPOCH = 2
     """The same; lines are in the memory of the device that reads them."""
     ECHO = 3
-    """Answer so many rounds of a probe; what was found is told before the next thing is answered."""
+    """Answer so many rounds of a probe; what was found is told before the next is answered."""
     PEERS = 4
     """Open the parent's memory, have a step made that goes through it, and say in the state whether
     that could be done."""

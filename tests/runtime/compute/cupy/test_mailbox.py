@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from support.random_models import write_qwen3moe
 EPOCH, ABORTED, BLAMED = 2, 3, 4
 """Words of MailSide.state."""
 
+_MOST_TRIES = 200
+"""Of what happens every other time."""
 NONE = dict.fromkeys(FaultKind, 0)
 
 
@@ -282,6 +285,37 @@ def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
     assert missing.first is not None
     assert (missing.first.line, missing.first.word) == (4, 1)
     assert (missing.first.expected, missing.first.found) == (2, 1)
+
+
+def test_what_had_come_must_not_be_old_again(rig: ProbeRig) -> None:
+    """A line that is now this round's and now the last one's: whoever waits for it takes it."""
+    for epoch in (1, 2):
+        rig.run(is_echo=False, epoch=epoch, limit_ms=20)
+        rig.run(is_echo=True, epoch=epoch)
+        if epoch == 1:
+            old = rig.device.download(rig.replies)[4]
+    new = rig.device.download(rig.replies)[4]
+    stop = threading.Event()
+
+    def toggle() -> None:
+        while not stop.is_set():
+            for line in (old, new):
+                rig.replies[4] = line
+                time.sleep(50e-6)
+
+    thread = threading.Thread(target=toggle, daemon=True)
+    thread.start()
+    try:
+        for _ in range(_MOST_TRIES):
+            found = rig.run(is_echo=False, epoch=2).counts
+            assert found == {**NONE, FaultKind.STALE: found[FaultKind.STALE]}
+            if found[FaultKind.STALE]:
+                break
+        else:
+            pytest.fail("a line that was old again was never noticed")
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_what_the_other_process_tells_of_faults_may_be_anything() -> None:
