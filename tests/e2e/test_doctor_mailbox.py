@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ring_segment import Segment
+from dflash_protocol.ring_segment import Segment, create_segment
 from dflash_runtime.cli import doctor_mailbox
 from dflash_runtime.cli.main import main
 from dflash_runtime.compute.cupy.mail_link import MailLink
@@ -112,7 +112,7 @@ def test_a_damaged_word_is_found_and_named(
     in_devices: bool,
 ) -> None:
     """Whose epoch is left as it is: nothing but the word itself can tell."""
-    create_segment, export_memory = doctor_mailbox.create_segment, EmulatedDevice.export_memory
+    export_memory = EmulatedDevice.export_memory
     segments: list[Segment] = []
     exported: list[EmulatedPeerMemory] = []
 

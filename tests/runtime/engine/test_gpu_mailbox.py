@@ -30,8 +30,9 @@ from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from support.emulated_device import EmulatedDevice
+from support.emulated_device.emulated_device import FREED_WHILE_OPEN, EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
-from support.processes import running_daemon
+from support.processes import START_S, running_daemon
 from support.random_models import write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -41,8 +42,10 @@ NUM_TOKENS = 9
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpus]:
+    monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
+    yield install_emulated_gpus(monkeypatch)
+    assert not EmulatedPeerMemory.freed_while_open
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,16 @@ def daemons(model: Path, run_dir: Path) -> Iterator[list[tuple[str, subprocess.P
             )
             found.append((endpoint, process))
         yield found
+        for _, process in found:
+            assert FREED_WHILE_OPEN not in ended(process)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it has said."""
+    process.terminate()
+    process.wait(START_S)
+    assert process.stderr is not None
+    return process.stderr.read()
 
 
 class Rings:
@@ -186,6 +199,8 @@ def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
         rings.count = 0
         assert len(tokens(engine)) == NUM_TOKENS  # and all goes on without it
         assert not rings.count
+    if fault == "stop":  # who stands still closes nothing, and is not waited for for ever
+        EmulatedPeerMemory.freed_while_open.clear()
     process.send_signal(signal.SIGCONT)
     for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
         if fault == "kill":

@@ -54,6 +54,7 @@ from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
 _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
+FREED_WHILE_OPEN = "memory is freed that another process has open"
 _GUARD_BYTES = 256
 _POISON = 0xFF
 _FLAGS = (
@@ -212,7 +213,7 @@ class EmulatedPeerMemory:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            _LOG.warning("memory is freed that another process has open")
+            _LOG.warning(FREED_WHILE_OPEN)
             self.freed_while_open.append(len(self._memory))
 
 
