@@ -32,9 +32,9 @@ class FaultKind(IntEnum):
     """What can be wrong with a word, or, of MISSING, with a line; as mailbox_probe.cu has it."""
 
     WRONG = 0
-    """Nobody sent it."""
+    """Nobody sent it, or nobody sent its check."""
     TORN = 1
-    """It is of the round before, and came with this round's epoch."""
+    """It stood, for a time or for good, beside the check of another."""
     STALE = 2
     """It had come, and was again what it was a round ago when it was looked at once more."""
     MISSING = 3
@@ -43,7 +43,7 @@ class FaultKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One word that was not what it should be; of MISSING these are epochs."""
+    """One word that was not what it should be, or its check; of MISSING these are epochs."""
 
     kind: FaultKind
     round_number: int

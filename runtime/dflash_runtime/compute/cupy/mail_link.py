@@ -30,6 +30,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     PARENT_ABORT_AT,
     PARENT_HOLDS_AT,
     PROBE_FAULTS_AT,
+    PROBE_FOLLOWS_AT,
     PROBE_PAUSE_AT,
     PROBE_SEED_AT,
     REPLY_MEMORY_AT,
@@ -136,6 +137,7 @@ class MailLink:
         kernels.prepare_probe(is_echo=False)
         faults, ticks = new_faults(device), device.zeros(plan.num_rounds, np.int64)
         words.write(PROBE_SEED_AT, plan.seed)
+        words.write(PROBE_FOLLOWS_AT, plan.follows)
         words.write(PROBE_PAUSE_AT, plan.longest_pause_ns)
         self.restart(epoch)
         side.set_epoch(epoch)

@@ -40,6 +40,8 @@ class ProbePlan:
 
     num_rounds: int
     seed: int = 0
+    follows: bool = False
+    """The lines are new, or of a probe that has ended with the epoch before."""
     longest_pause_ns: int = 0
     """Of either side before it sends; 0: none, and nothing is looked at twice."""
 
@@ -71,6 +73,7 @@ def probe_args(
         num_replies=lines.layout.reply_lines,
         num_rounds=min(plan.num_rounds, MOST_ROUNDS),
         seed=plan.seed,
+        follows=plan.follows,
         longest_pause=-(-pause_ns * device.ticks_per_ms // _NANOSECONDS_PER_MS),
     )
 

@@ -36,6 +36,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     PARENT_ABORT_AT,
     PARENT_HOLDS_AT,
     PROBE_FAULTS_AT,
+    PROBE_FOLLOWS_AT,
     PROBE_PAUSE_AT,
     PROBE_SEED_AT,
     REPLY_MEMORY_AT,
@@ -267,6 +268,7 @@ class MailServer:
         plan = ProbePlan(
             num_rounds,
             seed=self._words.read(PROBE_SEED_AT),
+            follows=self._words.read(PROBE_FOLLOWS_AT) != 0,
             longest_pause_ns=self._words.read(PROBE_PAUSE_AT),
         )
         faults = new_faults(device)

@@ -79,6 +79,7 @@ class MailProbeArgs(ctypes.Structure):
         ("num_replies", ctypes.c_int),
         ("num_rounds", ctypes.c_int),
         ("seed", ctypes.c_uint32),
+        ("follows", ctypes.c_int),
         ("longest_pause", ctypes.c_uint32),
     )
 

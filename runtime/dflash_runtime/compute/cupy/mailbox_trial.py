@@ -91,7 +91,12 @@ class MailboxTrial:
         if not 0 < num_rounds <= min(MOST_ROUNDS, _EPOCHS_OF_MEDIUM - done):
             raise ValueError(f"{num_rounds} rounds cannot be run after {done}")
         self._link.use_peers(medium is Medium.DEVICES)
-        plan = ProbePlan(num_rounds, self._seed, round(longest_pause_us * 1e3))
+        plan = ProbePlan(
+            num_rounds,
+            seed=self._seed,
+            follows=True,
+            longest_pause_ns=round(longest_pause_us * 1e3),
+        )
         first = tuple(Medium).index(medium) * _EPOCHS_OF_MEDIUM
         self._num_rounds[medium] += num_rounds
         return self._link.probe(

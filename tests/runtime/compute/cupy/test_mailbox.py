@@ -43,6 +43,8 @@ EPOCH, ABORTED, BLAMED = 2, 3, 4
 
 _MOST_TRIES = 200
 """Of what happens every other time."""
+CHECK_FACTOR = 0x9E3779B1
+"""Of mailbox_lines.cuh."""
 NONE = dict.fromkeys(FaultKind, 0)
 
 
@@ -147,8 +149,9 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
 
 def reply_lines(values: F64Array, epoch: int) -> AnyArray:
     """Shapes: values [H]; result [H, 4] uint32."""
-    lines = np.full((values.size, 4), epoch, np.uint32)
+    lines = np.empty((values.size, 4), np.uint32)
     lines[:, ::2] = values.view(np.uint32).reshape(-1, 2)
+    lines[:, 1::2] = epoch ^ lines[:, ::2] * np.uint32(CHECK_FACTOR)
     return lines
 
 
@@ -167,11 +170,15 @@ def test_replies_are_added_in_order_and_rounded_once(
     np.testing.assert_array_equal(device.download(residual), expected)
 
 
+@pytest.mark.parametrize("what", ["another step's", "a damaged word", "a damaged check"])
 def test_who_does_not_answer_ends_the_step_and_all_after_it(
-    device: EmulatedDevice, layer: MoeLayer
+    device: EmulatedDevice, layer: MoeLayer, what: str
 ) -> None:
     answered = device.upload(reply_lines(np.ones(layer.hidden_size), epoch=1))
-    late = device.upload(reply_lines(np.ones(layer.hidden_size), epoch=7))  # another step's
+    lines = reply_lines(np.ones(layer.hidden_size), epoch=7 if what == "another step's" else 1)
+    if what.startswith("a damaged"):
+        lines[5, 2 if what == "a damaged word" else 3] ^= 1 << 30
+    late = device.upload(lines)
     side = side_of(device, limit_ms=200)
     before = np.ones((1, layer.hidden_size), np.float32)
     residual = device.upload(before)
@@ -181,13 +188,18 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
     assert side.state[ABORTED] == 1
     assert side.state[BLAMED] == 2
     np.testing.assert_array_equal(device.download(side.own), [1, 1])
+    after = before.copy()
+    if what != "another step's":  # what was right of it has been added, to what nobody will use
+        after += 2
+        after[0, 5] = 1
+    np.testing.assert_array_equal(device.download(residual), after)
     side.kernels.begin()
     began_s = time.monotonic()
     side.kernels.add(layer, None, residual, replies=replies)
     device.synchronize()
     assert time.monotonic() - began_s < 0.15 or device.name.startswith("host")
     assert list(side.state[EPOCH : ABORTED + 1]) == [2, 1]
-    np.testing.assert_array_equal(device.download(residual), before)
+    np.testing.assert_array_equal(device.download(residual), after)
 
 
 def test_a_peer_that_has_given_up_is_not_waited_for(
@@ -218,7 +230,7 @@ class ProbeRig:
     def run(self, *, is_echo: bool, epoch: int, limit_ms: int = 20_000) -> Faults:
         """One round that has this epoch; what its side found."""
         device, side = self.device, side_of(self.device, limit_ms=limit_ms)
-        faults, plan = new_faults(device), ProbePlan(1, seed=9, longest_pause_ns=1000)
+        faults, plan = new_faults(device), ProbePlan(1, seed=9, follows=True, longest_pause_ns=1000)
         side.mail.set_epoch(epoch - 1)
         args = probe_args(device, self.lines, plan, faults=faults, ticks=self.ticks)
         side.kernels.probe(args, is_echo=is_echo)
@@ -271,11 +283,18 @@ def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
     assert word in ((3, 1), (5, 0))
     expected = int(clean[word[0], 2 * word[1]])
     assert (found.first.expected, found.first.found) == (expected, expected + 1)
-    # A word of the round before, with the new epoch.
-    torn = clean.copy()
-    torn[4, 0] = old[4, 0]
-    rig.device.write(lines, torn)
-    assert rig.run(is_echo=is_echo, epoch=2).counts == {**NONE, FaultKind.TORN: 1}
+    rig.device.write(lines, clean)
+    rig.damage(lines, 6, column=3)  # of a word that is right
+    found = rig.run(is_echo=is_echo, epoch=2)
+    assert found.counts == {**NONE, FaultKind.WRONG: 1}
+    assert found.first is not None
+    assert (found.first.line, found.first.found - found.first.expected) == (6, 1)
+    # A word of the round before with the new check, and the other way round.
+    for column in (0, 1):
+        torn = clean.copy()
+        torn[4, column] = old[4, column]
+        rig.device.write(lines, torn)
+        assert rig.run(is_echo=is_echo, epoch=2).counts == {**NONE, FaultKind.TORN: 1}
     # One half of a line is still of the round before: nobody takes it for this one.
     late = clean.copy()
     late[4, 2:] = old[4, 2:]
@@ -287,19 +306,22 @@ def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
     assert (missing.first.expected, missing.first.found) == (2, 1)
 
 
-def test_what_had_come_must_not_be_old_again(rig: ProbeRig) -> None:
-    """A line that is now this round's and now the last one's: whoever waits for it takes it."""
+@pytest.mark.parametrize("kind", [FaultKind.STALE, FaultKind.TORN])
+def test_lines_that_change_while_they_are_looked_at(rig: ProbeRig, kind: FaultKind) -> None:
+    """A line that is now this round's and now the last one's, or neither's."""
     for epoch in (1, 2):
         rig.run(is_echo=False, epoch=epoch, limit_ms=20)
         rig.run(is_echo=True, epoch=epoch)
         if epoch == 1:
-            old = rig.device.download(rig.replies)[4]
-    new = rig.device.download(rig.replies)[4]
+            other = rig.device.download(rig.replies)[4]
+    right = rig.device.download(rig.replies)[4]
+    if kind is FaultKind.TORN:
+        other = right ^ np.array([0, 0, 1, 0], np.uint32)
     stop = threading.Event()
 
     def toggle() -> None:
         while not stop.is_set():
-            for line in (old, new):
+            for line in (other, right):
                 rig.replies[4] = line
                 time.sleep(50e-6)
 
@@ -307,12 +329,14 @@ def test_what_had_come_must_not_be_old_again(rig: ProbeRig) -> None:
     thread.start()
     try:
         for _ in range(_MOST_TRIES):
-            found = rig.run(is_echo=False, epoch=2).counts
-            assert found == {**NONE, FaultKind.STALE: found[FaultKind.STALE]}
-            if found[FaultKind.STALE]:
+            found = dict(rig.run(is_echo=False, epoch=2).counts)
+            if kind is FaultKind.TORN:
+                found[FaultKind.WRONG] = 0  # when it was looked at again, or for too long
+            assert found == {**NONE, kind: found[kind]}
+            if found[kind]:
                 break
         else:
-            pytest.fail("a line that was old again was never noticed")
+            pytest.fail("a line that changed was never noticed")
     finally:
         stop.set()
         thread.join()

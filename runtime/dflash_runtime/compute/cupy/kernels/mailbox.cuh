@@ -1,8 +1,9 @@
 // A mailbox: what a parent's step asks of a daemon's device and what that answers, layer by layer, with
 // no host in between. `mailbox_layout.py` draws where everything lies, and says why it is right.
 //
-// A line is 16 bytes: {data, epoch, data, epoch}. Either half is stored as one, so that a reader which
-// finds the epoch that it waits for has the data that belongs to it: no flag, no fence, one crossing.
+// A line is 16 bytes: {data, check, data, check}. A check is of its word and the step's epoch, so that a
+// reader which finds the one that it waits for has the data that belongs to it: no flag, no fence, one
+// crossing, and what is damaged on its way is not taken.
 //
 // MOST_PEERS: mailboxes that a side has a part in at once.
 #pragma once
@@ -48,7 +49,7 @@ struct Mail {
         for (int look = 1;; look++) {
             const uint4 found = load_line(line);
             first = found.x, second = found.z;
-            if (found.y == epoch && found.w == epoch) return true;
+            if (is_of_epoch(found, epoch)) return true;
             if (look % LOOKS == 0 && is_over(peer, epoch, deadline, look % FAR_LOOKS == 0)) {
                 return false;
             }

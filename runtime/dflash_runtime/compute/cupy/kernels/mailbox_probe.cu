@@ -6,16 +6,18 @@
 
 // What a side has found, in the memory of its device.
 enum FaultKind {
-    WRONG,    // a word that nobody sent
-    TORN,     // a word of the round before, beside this round's epoch: half of a line in two pieces
+    WRONG,    // a word or a check that nobody sent
+    TORN,     // a word beside the check of another: a half of a line came in two pieces
     STALE,    // what had come is again what it was a round ago
     MISSING,  // a line that has not come in time
     FAULT_KINDS,
 };
+constexpr int ODD_LOOKS = 1 << 8;  // at a half that is of no round, before it is taken for damaged
 struct MailFaults {
     u32 counts[FAULT_KINDS];  // words; of MISSING lines
     u32 num_found;
-    u32 kind, epoch, line, word, expected, found;  // of the first; of MISSING the epochs of the line
+    u32 kind, epoch, line, word, expected, found;  // of the first; of MISSING epochs, and where the
+                                                   // word is right checks
 
     INLINE void note(FaultKind fault, u32 in_epoch, u32 in_line, u32 which, u32 wanted, u32 is) {
         atomic_add(counts + fault, 1);
@@ -34,6 +36,7 @@ struct MailProbeArgs {
     int num_replies;
     int num_rounds;
     u32 seed;
+    int follows;        // what is in the lines is of the epoch before, or they are new
     u32 longest_pause;  // ticks; before a side posts it waits for some time up to that, and whatever
                         // has come is looked at twice
 };
@@ -64,39 +67,72 @@ struct ProbeLines {
             send_line(line_at(lines, i), epoch, word_of(seed, epoch, i, 0), word_of(seed, epoch, i, 1));
         }
     }
-    // False: given up. `is_right`: every word is what it should be.
-    INLINE bool receive(const Mail &mail, u32 epoch, MailFaults *faults, bool &is_right) const {
+    // False: given up. `is_right`: every word is what it should be, and was never anything but that
+    // or, if the round `follows` another, what it was then; new memory is as good.
+    INLINE bool receive(const Mail &mail, u32 epoch, bool follows, MailFaults *faults,
+                        bool &is_right) const {
         const u64 deadline = clock_ticks() + mail.limit;
         is_right = true;
         for (int i = thread_index(); i < num_lines; i += THREADS) {
-            u32 words[2];
-            if (!mail.receive(line_at(lines, i), 0, epoch, deadline, words[0], words[1])) {
-                note_missing(i, epoch, faults);
-                return false;
-            }
-            for (u32 which = 0; which < 2; which++) {
-                const u32 expected = word_of(seed, epoch, i, which), found = words[which];
-                if (found == expected) continue;
-                is_right = false;
-                const bool is_old = found == word_of(seed, epoch - 1, i, which);
-                faults->note(is_old ? TORN : WRONG, epoch, i, which, expected, found);
+            int odd[2] = {0, 0};  // looks
+            for (int look = 1;; look++) {
+                const uint4 line = load_line(line_at(lines, i));
+                const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
+                int num_there = 0;
+                for (u32 which = 0; which < 2; which++) {
+                    const bool is_new = checks[which] == check_of(epoch, words[which]);
+                    const bool is_old = checks[which] == check_of(epoch - 1, words[which]);
+                    const bool is_unused = !(words[which] | checks[which]);
+                    if (follows && !is_new && !is_old && !is_unused) odd[which]++;
+                    num_there += is_new || odd[which] > ODD_LOOKS;
+                }
+                if (num_there == 2) {
+                    for (u32 which = 0; which < 2; which++) {
+                        if (is_fine(i, which, words[which], checks[which], epoch, odd[which], faults)) {
+                            continue;
+                        }
+                        is_right = false;
+                    }
+                    break;
+                }
+                if (look % LOOKS == 0 && mail.is_over(0, epoch, deadline, look % FAR_LOOKS == 0)) {
+                    note_missing(i, epoch, faults);
+                    return false;
+                }
+                spin_pause();
             }
         }
         return true;
+    }
+    INLINE bool is_fine(int line, u32 which, u32 word, u32 check, u32 epoch, int odd_looks,
+                        MailFaults *faults) const {
+        const u32 expected = word_of(seed, epoch, line, which);
+        const u32 expected_check = check_of(epoch, expected);
+        if (word == expected && check == expected_check) {
+            if (odd_looks) faults->note(TORN, epoch, line, which, expected, word);
+            return !odd_looks;
+        }
+        const u32 old = word_of(seed, epoch - 1, line, which);
+        const bool is_of_both = word == expected ? check == check_of(epoch - 1, old)
+                                                 : word == old && check == expected_check;
+        const FaultKind fault = is_of_both ? TORN : WRONG;
+        if (word != expected) {
+            faults->note(fault, epoch, line, which, expected, word);
+        } else {
+            faults->note(fault, epoch, line, which, expected_check, check);
+        }
+        return false;
     }
     // What was right must still be so: nobody writes it again before he is answered.
     INLINE void look_again(u32 epoch, MailFaults *faults) const {
         for (int i = thread_index(); i < num_lines; i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
-            const u32 words[2] = {line.x, line.z}, epochs[2] = {line.y, line.w};
+            const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
             for (u32 which = 0; which < 2; which++) {
                 const u32 expected = word_of(seed, epoch, i, which), found = words[which];
-                const bool is_old = found == word_of(seed, epoch - 1, i, which);
-                if (epochs[which] == epoch - 1 || is_old) {
-                    faults->note(STALE, epoch, i, which, expected, found);
-                } else if (epochs[which] != epoch || found != expected) {
-                    faults->note(WRONG, epoch, i, which, expected, found);
-                }
+                if (found == expected && checks[which] == check_of(epoch, found)) continue;
+                const bool is_old = checks[which] == check_of(epoch - 1, found);
+                faults->note(is_old ? STALE : WRONG, epoch, i, which, expected, found);
             }
         }
     }
@@ -104,9 +140,10 @@ struct ProbeLines {
     INLINE void note_missing(int first, u32 epoch, MailFaults *faults) const {
         for (int i = first; i < num_lines; i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
-            const bool is_first = line.y != epoch;
-            if (i > first && !is_first && line.w == epoch) continue;
-            faults->note(MISSING, epoch, i, is_first ? 0 : 1, epoch, is_first ? line.y : line.w);
+            if (i > first && is_of_epoch(line, epoch)) continue;
+            const bool is_first = line.y != check_of(epoch, line.x);
+            const u32 found = is_first ? check_of(line.y, line.x) : check_of(line.w, line.z);
+            faults->note(MISSING, epoch, i, is_first ? 0 : 1, epoch, found);
         }
     }
 };
@@ -126,7 +163,7 @@ KERNEL(mail_ping, MailProbeArgs, THREADS, 1) {
         const u64 began = clock_ticks();
         if (goes_on) {
             requests.send(epoch);
-            goes_on = replies.receive(a.mail, epoch, a.faults, is_right);
+            goes_on = replies.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
         }
         block_barrier();
         if (thread_index() == 0 && a.ticks) a.ticks[round] = clock_ticks() - began;
@@ -149,7 +186,7 @@ KERNEL(mail_echo, MailProbeArgs, THREADS, 1) {
     bool goes_on = true, is_right = true;
     for (int round = 0; round < a.num_rounds; round++) {
         const u32 epoch = first_epoch + round;
-        if (goes_on) goes_on = requests.receive(a.mail, epoch, a.faults, is_right);
+        if (goes_on) goes_on = requests.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
         block_barrier();  // an answer says that all has arrived
         if (a.longest_pause) {
             if (goes_on && is_right) requests.look_again(epoch, a.faults);
