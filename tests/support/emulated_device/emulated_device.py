@@ -460,6 +460,11 @@ class EmulatedDevice:
         """Of all arrays that there are."""
         return sum(self._range_bytes[begin] for begin in self._buffers)
 
+    @property
+    def num_ranges(self) -> int:
+        """Pieces of memory that kernels can read: arrays, the host's, and other processes'."""
+        return len(self._range_bytes)
+
     def mark(self) -> EmulatedMark:
         """As KernelDevice.mark."""
         self._must_not_record("mark")

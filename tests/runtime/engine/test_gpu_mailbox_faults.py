@@ -1,0 +1,260 @@
+"""Mailboxes whose other side dies, stands still or writes nonsense in the middle of a token: the
+text is right, whoever is left goes on, and nothing is kept. All devices are emulated.
+
+Parents have replicas of all experts, which they use when the daemon is lost: with its bits.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.registry import adapter_for
+from dflash_protocol.placement import OwnedExperts
+from dflash_runtime import Engine
+from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
+from support.emulated_device.emulated_device import FREED_WHILE_OPEN, EmulatedPeerMemory
+from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.mailbox_rig import (
+    NUM_TOKENS,
+    PROMPT,
+    Rings,
+    ended,
+    opened,
+    patient_settings,
+    shared_things,
+    tokens,
+)
+from support.processes import START_S, environment, running_daemon, wait_until
+from support.random_gguf import write_model
+from support.random_models import write_qwen3moe
+from support.random_qwen35moe import Qwen35MoeShape
+
+pytestmark = pytest.mark.e2e
+
+RECURRENT = Qwen35MoeShape(
+    hidden_size=64,
+    num_experts=7,
+    num_experts_used=2,
+    ffn_size=32,
+    num_layers=4,
+    head_dim=16,
+    shared_ffn_size=32,
+    vocab_size=TINY.vocab_size,
+)
+LIMIT_MS = 3000
+"""Of a step: emulated kernels take their time."""
+LINK_SILENCE_S = 5.0
+ROUNDS = 20
+FAULT_AT = 4
+"""Steps that go well before."""
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
+    return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def qwen3moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recurrent") / "m.gguf"
+    return write_model(path, RECURRENT, seed=4, tensor_type="Q8_0")
+
+
+@pytest.fixture
+def endpoint(run_dir: Path) -> Iterator[str]:
+    yield f"ipc://{run_dir}/gpu.sock"
+    for left in run_dir.glob("gpu.sock*"):  # what is killed cannot clean up
+        left.unlink()
+
+
+@contextmanager
+def emulated_daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
+    with running_daemon(
+        model,
+        endpoint,
+        ["--device", "cuda:0"],
+        module="support.emulated_daemon",
+        DFLASHTEST_LINK_SILENCE_S=str(LINK_SILENCE_S),
+    ) as process:
+        yield process
+
+
+@dataclass
+class Mailing:
+    """An engine whose experts are asked for through a daemon's mailbox."""
+
+    engine: Engine
+    rings: Rings
+    expected: list[int]
+    """What it chooses without any daemon."""
+
+    def check_text(self) -> None:
+        assert tokens(self.engine) == self.expected
+
+    @property
+    def losses(self) -> int:
+        return [event.kind for event in self.engine.stats().events].count("daemon_lost")
+
+
+@contextmanager
+def mailing(model: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailing]:
+    """It has found a text that way already."""
+    with opened(model) as engine:
+        expected = tokens(engine)
+    with GgufFile.open(model) as file:
+        moe = adapter_for(file).read_spec(file).moe
+    every = {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
+    whole = OwnedExperts.from_lists(every)
+    placement = make_placement(moe, {"link0": whole, LOCAL_OWNER: whole})
+    rings = Rings(monkeypatch)
+    settings = patient_settings(step_limit_ms=LIMIT_MS)
+    with opened(model, connect=[endpoint], placement=placement, settings=settings) as engine:
+        found = Mailing(engine, rings, expected)
+        found.check_text()
+        assert rings.count >= NUM_TOKENS - 1
+        yield found
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_recurrent_model_whose_daemon_is_lost_within_a_token(
+    recurrent: Path,
+    endpoint: str,
+    gpus: EmulatedGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: signal.Signals,
+) -> None:
+    """Its states are those before the step again when that is computed anew."""
+    with (
+        emulated_daemon(recurrent, endpoint) as process,
+        mailing(recurrent, endpoint, monkeypatch) as mailed,
+    ):
+        lost_s = 0.0
+
+        def lose() -> None:
+            nonlocal lost_s
+            process.send_signal(fault)
+            lost_s = time.monotonic()
+
+        mailed.rings.at(FAULT_AT, lose)
+        found, gap_s = [], 0.0
+        for token in mailed.engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True):
+            if lost_s and not gap_s:
+                gap_s = time.monotonic() - lost_s
+            found.append(token.token_id)
+        assert found == mailed.expected
+        assert 0 < gap_s < 2 * LIMIT_MS * 1e-3
+        assert mailed.losses == 1
+        mailed.check_text()  # and all goes on without it
+        process.send_signal(signal.SIGCONT)
+    assert not any(device.num_bytes for device in gpus.opened)
+
+
+def test_a_parent_that_dies_within_a_token_costs_its_daemon_nothing(
+    qwen3moe: Path, endpoint: str, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulated_daemon(qwen3moe, endpoint) as process:
+        die_within_a_token(qwen3moe, endpoint, step=3)
+        assert process.poll() is None
+        with mailing(qwen3moe, endpoint, monkeypatch) as mailed:
+            mailed.check_text()
+            assert not mailed.losses
+        said = ended(process)
+        assert process.returncode == 0, said
+        assert FREED_WHILE_OPEN not in said
+
+
+@pytest.mark.slow
+def test_parents_that_die_leave_nothing_in_their_daemon(qwen3moe: Path, endpoint: str) -> None:
+    with ExitStack() as undo:
+        process = undo.enter_context(emulated_daemon(qwen3moe, endpoint))
+        watched, counts = psutil.Process(process.pid), []
+        for number in range(ROUNDS + 1):
+            die_within_a_token(qwen3moe, endpoint, step=1 + number % 5)
+            if number in (0, ROUNDS):
+                wait_for_silence(watched)
+                counts.append((*device_memory(process), shared_things(watched)))
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+def test_daemons_that_die_leave_nothing_in_their_parent(
+    qwen3moe: Path, endpoint: str, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, counts = psutil.Process(), []
+    with ExitStack() as undo:
+        first = undo.enter_context(emulated_daemon(qwen3moe, endpoint))
+        mailed = undo.enter_context(mailing(qwen3moe, endpoint, monkeypatch))
+        rings, processes = mailed.rings, [first]
+        for _ in range(ROUNDS + 1):
+            rings.at(FAULT_AT, processes[-1].kill)
+            mailed.check_text()
+            rings.then = lambda: None
+            for left in Path(endpoint.removeprefix("ipc://")).parent.glob("gpu.sock*"):
+                left.unlink()
+            processes.append(undo.enter_context(emulated_daemon(qwen3moe, endpoint)))
+            num_before = rings.count
+
+            def is_used(num_before: int = num_before) -> bool:
+                mailed.check_text()
+                return rings.count > num_before
+
+            wait_until(is_used, "the mailbox to be used again", within_s=60.0)
+            if len(processes) in (2, ROUNDS + 2):
+                wait_until(lambda: threading.active_count() <= 64, "threads to end")
+                time.sleep(2 * LINK_SILENCE_S / 5)
+                used = gpus.used_bytes(), gpus.opened[0].num_ranges
+                counts.append((*used, shared_things(ours)))
+        assert counts[0] == counts[1]
+
+
+def die_within_a_token(model: Path, endpoint: str, *, step: int) -> None:
+    """A parent of its own process does."""
+    command = [sys.executable, "-m", "support.emulated_parent", str(model), endpoint, str(step)]
+    roots = environment()["PYTHONPATH"]
+    done = subprocess.run(
+        command,
+        env=environment(PYTHONPATH=f"{roots}:."),
+        capture_output=True,
+        text=True,
+        timeout=4 * START_S,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def wait_for_silence(process: psutil.Process) -> None:
+    """Until a daemon has forgotten all parents that are gone."""
+    wait_until(
+        lambda: not shared_things(process)["mappings"], "shared memory to be given back",
+        within_s=10 * LINK_SILENCE_S, pause_s=0.1,
+    )  # fmt: skip
+
+
+def device_memory(process: subprocess.Popen[str]) -> tuple[int, int]:
+    """Of a daemon's device: bytes of its arrays, and pieces that its kernels see."""
+    process.send_signal(signal.SIGUSR1)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("memory: "):
+            num_bytes, num_ranges = map(int, line.split()[1:])
+            return num_bytes, num_ranges
+    raise AssertionError("the daemon has ended")

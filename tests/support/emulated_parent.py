@@ -1,0 +1,33 @@
+"""A parent on an emulated GPU, as a process of its own, that is killed in the middle of a token.
+
+Example:
+  python -m support.emulated_parent model.gguf ipc:///tmp/x/gpu.sock 3
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.emulated_gpu import install_emulated_gpus
+from support.mailbox_rig import Rings, opened, patient_settings, tokens
+
+
+def main(model: str, endpoint: str, last_step: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        install_emulated_gpus(patched)
+        rings = Rings(patched)
+        with opened(
+            Path(model), connect=[endpoint], local_experts=0, settings=patient_settings()
+        ) as engine:
+            # The daemon has been asked for the step then, and waits for what our device sends.
+            rings.at(int(last_step), lambda: os.kill(os.getpid(), signal.SIGKILL))
+            tokens(engine)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
