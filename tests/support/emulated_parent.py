@@ -1,7 +1,7 @@
 """A parent on an emulated GPU, as a process of its own, that is killed in the middle of a token.
 
 Example:
-  python -m support.emulated_parent model.gguf ipc:///tmp/x/gpu.sock 3
+  python -m support.emulated_parent model.gguf ipc:///tmp/x/gpu.sock 3 2000
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from support.emulated_gpu import install_emulated_gpus
-from support.mailbox_rig import Rings, opened, patient_settings, tokens
+from support.mailbox_rig import Rings, install_mailing_gpus, opened, patient_settings, tokens
 
 
-def main(model: str, endpoint: str, last_step: str) -> None:
+def main(model: str, endpoint: str, last_step: str, limit_ms: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        install_emulated_gpus(patched)
+        install_mailing_gpus(patched)
         rings = Rings(patched)
-        with opened(
-            Path(model), connect=[endpoint], local_experts=0, settings=patient_settings()
-        ) as engine:
+        settings = patient_settings(step_limit_ms=int(limit_ms))
+        with opened(Path(model), connect=[endpoint], local_experts=0, settings=settings) as engine:
             # The daemon has been asked for the step then, and waits for what our device sends.
             rings.at(int(last_step), lambda: os.kill(os.getpid(), signal.SIGKILL))
             tokens(engine)

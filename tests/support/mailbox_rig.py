@@ -14,8 +14,10 @@ import pytest
 
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
+from dflash_runtime.compute.cupy import recorded_step
 from dflash_runtime.compute.cupy.parent_mail import ParentMail
-from support.emulated_gpu import TINY
+from support.emulated_device.emulated_device import EmulatedPeerMemory
+from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import START_S
 
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(0, TINY.vocab_size, 12)]
@@ -27,11 +29,14 @@ class Rings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
+        self.mail: ParentMail | None = None
+        """That was rung last."""
         self.then: Callable[[], None] = lambda: None
         ring = ParentMail.ring
 
         def counted(mail: ParentMail) -> None:
             self.count += 1
+            self.mail = mail
             ring(mail)
             self.then()
 
@@ -46,6 +51,14 @@ class Rings:
                 action()
 
         self.then = act
+
+
+def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
+    monkeypatch.setattr(recorded_step, "_TRIED_STEPS", 2)
+    monkeypatch.setattr(recorded_step, "_TRIED_TIMES", 1)
+    monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
+    return install_emulated_gpus(monkeypatch)
 
 
 def patient_settings(*, step_limit_ms: int = 20_000) -> Settings:

@@ -30,13 +30,14 @@ from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import FREED_WHILE_OPEN, EmulatedPeerMemory
-from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.emulated_gpu import TINY, EmulatedGpus
 from support.mailbox_rig import (
     NUM_TOKENS,
     PROMPT,
     Rings,
     check_text,
     ended,
+    install_mailing_gpus,
     opened,
     patient_settings,
     tokens,
@@ -49,8 +50,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpus]:
-    monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
-    yield install_emulated_gpus(monkeypatch)
+    yield install_mailing_gpus(monkeypatch)
     assert not EmulatedPeerMemory.freed_while_open
 
 

@@ -62,6 +62,8 @@ Why this is right:
   parent says so in 768, and asks for LEAVE, which is answered when the daemon has closed the
   parent's. A side whose other side is lost keeps its memory for a while (`kept_memory`): kernels
   that still run there find its abort word, and a host that comes back to life starts no step then.
+* Whether a step has failed the parent's host learns from memory that is its own alone: words that
+  others can write too decide when a wait ends, and nothing that is taken for right.
 * The other process may be broken and write anything. What is read is data: ids are checked against
   the layer's experts, weights and rows are numbers, and no length or address is ever read.
 """

@@ -13,7 +13,7 @@ import numpy as np
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.device import HostMapping, KernelDevice
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_link import MailLink
 from dflash_runtime.compute.cupy.mail_probe import ProbePlan
@@ -23,13 +23,13 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_DEVICE_AT,
     DEVICE_BYTES,
     LIMIT_MS_AT,
-    PARENT_ABORT_AT,
     PARENT_DEVICE_AT,
     STATE_AT,
     Ask,
     MailLayout,
     MailState,
 )
+from dflash_runtime.compute.cupy.mapped_array import whole_pages
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,7 +97,15 @@ class ParentMail:
             for route in routes
         ]
         limit_ms = routes[0].segment.mail_limit_ms
-        self._side = MailSide(device, [link.peer for link in self._links], limit_ms)
+        # What others can write too must not decide what is taken for right.
+        self._failed = whole_pages(1, 0).view(np.uint32)
+        self._mapping: HostMapping | None = device.map_host(self._failed)
+        self._side = MailSide(
+            device,
+            [link.peer for link in self._links],
+            limit_ms,
+            failed=self._mapping.device_address,
+        )
         self.kernels = MailKernels(self._side)
         self.epoch = epoch
         """Of the step that was asked for last."""
@@ -125,6 +133,9 @@ class ParentMail:
         """Give back memory that was shared; no step may still run."""
         for link in self._links:
             link.close()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.close()
 
     def requests(self, layer_index: int) -> list[int]:
         """Where each daemon is asked for a layer, by its place in the model."""
@@ -153,6 +164,7 @@ class ParentMail:
         """Steps begin anew, none of which is under way. Raises: DaemonUnavailable."""
         self._device.synchronize()
         self.epoch += _UNUSED_EPOCHS
+        self._failed[0] = 0
         for link in self._links:
             link.restart(self.epoch)
         self._side.set_epoch(self.epoch)
@@ -165,10 +177,7 @@ class ParentMail:
 
     def failed_epoch(self) -> int:
         """Of the first step that failed; 0: none has."""
-        try:
-            return self._links[0].words.read(PARENT_ABORT_AT)
-        except DaemonUnavailable:
-            return 1  # nobody would tell
+        return int(self._failed[0])
 
     def fail(self) -> None:
         """A step has failed: whoever is to blame is lost. Nothing may run any more."""

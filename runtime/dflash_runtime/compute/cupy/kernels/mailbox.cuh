@@ -17,6 +17,7 @@ struct Mail {
     MailState *state;
     u32 *own_aborts[MOST_PEERS];           // in memory of the host: what we tell each peer
     const u32 *other_aborts[MOST_PEERS];   // and each peer tells us; not 0: it has given up
+    u32 *failed;                           // null, or in memory of our host alone: as state->aborted
     u64 limit;                             // ticks that a step may take
     int num_peers;
 
@@ -29,6 +30,7 @@ struct Mail {
     // Every later wait and post of this side and of its peers returns at once.
     INLINE void abort(u32 epoch) const {
         store_word(&state->aborted, epoch);
+        if (failed) store_word(failed, epoch);
         for (int peer = 0; peer < num_peers; peer++) store_word(own_aborts[peer], epoch);
     }
     // Whether nobody should wait any longer in this step, for that peer or any.
