@@ -22,6 +22,8 @@ from support.processes import START_S
 
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(0, TINY.vocab_size, 12)]
 NUM_TOKENS = 9
+TRIED_STEPS = 2
+"""In each medium."""
 
 
 class Rings:
@@ -55,7 +57,7 @@ class Rings:
 
 def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
-    monkeypatch.setattr(recorded_step, "_TRIED_STEPS", 2)
+    monkeypatch.setattr(recorded_step, "_TRIED_STEPS", TRIED_STEPS)
     monkeypatch.setattr(recorded_step, "_TRIED_TIMES", 1)
     monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
     return install_emulated_gpus(monkeypatch)

@@ -73,6 +73,7 @@ _SHM = Path("/dev/shm")
 def doctor(
     context: click.Context,
     /,
+    *,
     as_json: bool,
     mailbox: tuple[str, str] | None,
     rounds: int,

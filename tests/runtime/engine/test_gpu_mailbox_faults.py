@@ -43,6 +43,7 @@ from support.emulated_gpu import TINY, EmulatedGpus
 from support.mailbox_rig import (
     NUM_TOKENS,
     PROMPT,
+    TRIED_STEPS,
     Rings,
     ended,
     install_mailing_gpus,
@@ -185,7 +186,7 @@ def test_a_parent_that_dies_within_a_token_costs_its_daemon_nothing(
     qwen3moe: Path, endpoint: str, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with emulated_daemon(qwen3moe, endpoint) as process:
-        die_within_a_token(qwen3moe, endpoint, step=3)
+        die_within_a_step(qwen3moe, endpoint, step=2 * TRIED_STEPS + FAULT_AT)
         assert process.poll() is None
         with mailing(qwen3moe, endpoint, monkeypatch) as mailed:
             mailed.check_text()
@@ -296,7 +297,7 @@ def test_parents_that_die_leave_nothing_in_their_daemon(qwen3moe: Path, endpoint
         process = undo.enter_context(emulated_daemon(qwen3moe, endpoint))
         watched, counts = psutil.Process(process.pid), []
         for number in range(ROUNDS + 1):
-            die_within_a_token(qwen3moe, endpoint, step=1 + number % 5)
+            die_within_a_step(qwen3moe, endpoint, step=1 + number % (2 * TRIED_STEPS + 2))
             if number in (0, ROUNDS):
                 wait_for_silence(watched)
                 counts.append((*device_memory(process), shared_things(watched)))
@@ -334,7 +335,7 @@ def test_daemons_that_die_leave_nothing_in_their_parent(
         assert counts[0] == counts[1]
 
 
-def die_within_a_token(model: Path, endpoint: str, *, step: int) -> None:
+def die_within_a_step(model: Path, endpoint: str, *, step: int) -> None:
     """A parent of its own process does."""
     arguments = [str(model), endpoint, str(step), str(LIMIT_MS)]
     command = [sys.executable, "-m", "support.emulated_parent", *arguments]
