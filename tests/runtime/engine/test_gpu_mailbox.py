@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.cupy.mail_link import MailLink
-from dflash_runtime.compute.cupy.mail_words import MailWords
+from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_DEVICE_AT,
     LINES_AT,
     STATE_AT,
+    Ask,
     MailState,
 )
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
@@ -223,3 +225,22 @@ def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:
     finally:
         segment.close()
     assert not is_ready(route, device)  # nor any when the memory is gone
+
+
+def test_who_begins_anew_is_not_taken_for_who_was_there_before(run_dir: Path) -> None:
+    shape = RingShape(2, 1, TINY.hidden_size, TINY.num_experts_used, mail_bytes=LINES_AT)
+    segment = create_segment(run_dir, shape, generation=1)
+    try:
+        daemon, first = MailWords(segment), MailWords(segment)
+        first.ask(Ask.EPOCH, 3)
+        daemon.answer(daemon.asked().number)
+        first.await_answer(1.0, lambda: True)
+        later = MailWords(segment)
+        later.ask(Ask.LEAVE)
+        assert daemon.asked() == Asked(2, Ask.LEAVE, 0)
+        with pytest.raises(DaemonUnavailable, match="has not answered for"):
+            later.await_answer(0.01, lambda: True)
+        daemon.answer(2)
+        later.await_answer(1.0, lambda: True)
+    finally:
+        segment.close()

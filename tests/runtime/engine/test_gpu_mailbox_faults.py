@@ -6,6 +6,7 @@ Parents have replicas of all experts, which they use when the daemon is lost: wi
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime import Engine
+from dflash_runtime.compute.cupy.kept_memory import KEPT_S
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_ABORT_AT,
     LINE_BYTES,
@@ -97,8 +99,15 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def endpoint(run_dir: Path) -> Iterator[str]:
-    yield f"ipc://{run_dir}/gpu.sock"
-    for left in run_dir.glob("gpu.sock*"):  # what is killed cannot clean up
+    endpoint = f"ipc://{run_dir}/gpu.sock"
+    yield endpoint
+    remove_sockets(endpoint)
+
+
+def remove_sockets(endpoint: str) -> None:
+    """What is killed cannot do so."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    for left in path.parent.glob(f"{path.name}*"):
         left.unlink()
 
 
@@ -125,6 +134,12 @@ class Mailing:
 
     def check_text(self) -> None:
         assert tokens(self.engine) == self.expected
+
+    def is_used_again(self) -> bool:
+        """Whether the next text goes through a mailbox."""
+        num_before = self.rings.count
+        self.check_text()
+        return self.rings.count > num_before
 
     @property
     def num_losses(self) -> int:
@@ -282,16 +297,11 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
             damage.end()
         assert mailed.num_losses >= 1
         assert process.poll() is None
-        num_before = rings.count
-
-        def is_used_again() -> bool:
-            mailed.check_text()
-            return rings.count > num_before
-
-        wait_until(is_used_again, "the mailbox to be used again")
+        wait_until(mailed.is_used_again, "the mailbox to be used again")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_parents_that_die_leave_nothing_in_their_daemon(qwen3moe: Path, endpoint: str) -> None:
     with ExitStack() as undo:
         process = undo.enter_context(emulated_daemon(qwen3moe, endpoint))
@@ -305,31 +315,26 @@ def test_parents_that_die_leave_nothing_in_their_daemon(qwen3moe: Path, endpoint
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_daemons_that_die_leave_nothing_in_their_parent(
     qwen3moe: Path, endpoint: str, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, counts = psutil.Process(), []
     with ExitStack() as undo:
-        first = undo.enter_context(emulated_daemon(qwen3moe, endpoint))
+        daemon = undo.enter_context(ExitStack())
+        process = daemon.enter_context(emulated_daemon(qwen3moe, endpoint))
         mailed = undo.enter_context(mailing(qwen3moe, endpoint, monkeypatch))
-        rings, processes = mailed.rings, [first]
-        for _ in range(ROUNDS + 1):
-            rings.at(FAULT_AT, processes[-1].kill)
+        for number in range(ROUNDS + 1):
+            mailed.rings.at(FAULT_AT, process.kill)
             mailed.check_text()
-            rings.then = lambda: None
-            for left in Path(endpoint.removeprefix("ipc://")).parent.glob("gpu.sock*"):
-                left.unlink()
-            processes.append(undo.enter_context(emulated_daemon(qwen3moe, endpoint)))
-            num_before = rings.count
-
-            def is_used(num_before: int = num_before) -> bool:
-                mailed.check_text()
-                return rings.count > num_before
-
-            wait_until(is_used, "the mailbox to be used again", within_s=60.0)
-            if len(processes) in (2, ROUNDS + 2):
-                wait_until(lambda: threading.active_count() <= 64, "threads to end")
-                time.sleep(2 * LINK_SILENCE_S / 5)
+            mailed.rings.then = lambda: None
+            daemon.close()
+            remove_sockets(endpoint)
+            process = daemon.enter_context(emulated_daemon(qwen3moe, endpoint))
+            wait_until(mailed.is_used_again, "the mailbox to be used again", within_s=60.0)
+            if number in (0, ROUNDS):
+                time.sleep(2 * KEPT_S)
+                gc.collect()
                 used = gpus.used_bytes(), gpus.opened[0].num_ranges
                 counts.append((*used, shared_things(ours)))
         assert counts[0] == counts[1]

@@ -15,8 +15,8 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute.cupy.device import PeerMemory
 
 KEPT_S = 1.0
-"""Kernels that wait for a side that has given up see that within microseconds; what they still
-compute is a step's."""
+"""Kernels that wait for a side that has given up see that within a millisecond or two; what they
+still compute is a step's."""
 
 
 class MemoryKeeper:
