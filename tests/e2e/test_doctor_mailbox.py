@@ -28,7 +28,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 from dflash_runtime.compute.cupy.mailbox_trial import TRIAL_LAYOUT
 from dflash_runtime.compute.mail_trial import TrialBatch
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import EmulatedPeerMemory
+from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import EmulatedGpus, install_emulated_gpus
 from support.environments import write_launcher
 from support.processes import START_S, environment, run_main, wait_until

@@ -16,7 +16,7 @@ from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.cupy import recorded_step
 from dflash_runtime.compute.cupy.parent_mail import ParentMail
-from support.emulated_device.emulated_device import EmulatedPeerMemory
+from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import START_S
 

@@ -31,7 +31,7 @@ from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import FREED_WHILE_OPEN, EmulatedPeerMemory
+from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus
 from support.mailbox_rig import (
     NUM_TOKENS,

@@ -40,7 +40,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 from dflash_runtime.compute.cupy.parent_mail import ParentMail
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import FREED_WHILE_OPEN, EmulatedPeerMemory
+from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus
 from support.mailbox_rig import (
     NUM_TOKENS,

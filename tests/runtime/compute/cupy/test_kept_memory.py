@@ -12,7 +12,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute.cupy import kept_memory
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import EmulatedPeerMemory
+from support.emulated_device.peer_memory import EmulatedPeerMemory
 
 
 class FailedMemory:
