@@ -1,4 +1,4 @@
-"""The qwen3moe architecture in PyTorch, laid out as its GGUF tensors are.
+"""The qwen3moe architecture in PyTorch, laid out as its GGUF tensors are, and what others share.
 
 The feed-forward experts run as one dense SwiGLU of width n_expert * expert_ff whose hidden units
 are scaled by the router's weight for their expert (zero when it is not selected). That is the same
@@ -104,9 +104,10 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(width))
         self.k_norm = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
+    def forward(self, x: Tensor, rounding: Rounding) -> Tensor:
         """x (batch, positions, d) to the same shape."""
         c = self.config
+        cos, sin = rope_tables(x.shape[1], c.key_length, c.rope_freq_base, x.device)
         x = fake_quantise_activations(x, rounding.activation_levels)
         batch, length, _ = x.shape
         q = F.linear(x, self.q).view(batch, length, c.head_count, c.key_length)
@@ -131,6 +132,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.scale = 1.0
         n, d, ff = config.expert_count, config.embedding_length, config.expert_feed_forward_length
         self.router = nn.Parameter(torch.empty(n, d))
         self.gate = nn.Parameter(torch.empty(n, ff, d))
@@ -142,9 +144,11 @@ class Experts(nn.Module):
         c = self.config
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.router)
-            probs = logits.softmax(-1)
-            top, ids = probs.topk(c.expert_used_count, dim=-1)
-            weights = torch.zeros_like(probs).scatter(-1, ids, top / top.sum(-1, keepdim=True))
+            scores, ids = self.choose(logits)
+            probs = scores / scores.sum(-1, keepdim=True)
+            top = scores.gather(-1, ids)
+            top = self.scale * top / top.sum(-1, keepdim=True)
+            weights = torch.zeros_like(probs).scatter(-1, ids, top)
             share = (weights > 0).float().flatten(0, 1).mean(0)
             used = share / c.expert_used_count
             balance = c.expert_count * (used * probs.flatten(0, 1).mean(0)).sum()
@@ -159,23 +163,28 @@ class Experts(nn.Module):
         y = F.linear(hidden.flatten(-2), down.permute(1, 0, 2).flatten(1))
         return y, RoutingStats(share.detach(), balance, z)
 
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What experts are weighted by (..., n_expert), and the ids of the chosen ones."""
+        scores = logits.softmax(-1)
+        return scores, scores.topk(self.config.expert_used_count, dim=-1).indices
+
 
 class Block(nn.Module):
     """One layer: attention and experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, experts: nn.Module) -> None:
         super().__init__()
         self.eps = config.layer_norm_rms_epsilon
         self.attn_norm = nn.Parameter(torch.ones(config.embedding_length))
         self.ffn_norm = nn.Parameter(torch.ones(config.embedding_length))
-        self.attention = Attention(config)
-        self.experts = Experts(config)
+        self.attention = attention
+        self.experts = experts
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, dropout: float, rounding: Rounding
-    ) -> tuple[Tensor, RoutingStats]:
-        """x (batch, positions, d) to the same shape, and the routing statistics."""
-        y = self.attention(rms_norm(x, self.attn_norm, self.eps), cos, sin, rounding)
+        self, x: Tensor, dropout: float, rounding: Rounding
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """x (batch, positions, d) to the same shape, and the routing statistics if it routes."""
+        y = self.attention(rms_norm(x, self.attn_norm, self.eps), rounding)
         x = x + F.dropout(y, dropout, self.training)
         y, stats = self.experts(rms_norm(x, self.ffn_norm, self.eps), rounding)
         return x + F.dropout(y, dropout, self.training), stats
@@ -188,9 +197,16 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.token_embd = nn.Parameter(torch.empty(config.vocab_size, config.embedding_length))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.block_count))
+        self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.block_count))
         self.output_norm = nn.Parameter(torch.ones(config.embedding_length))
         self.reset_parameters()
+
+    def block(self, layer: int) -> Block:
+        """A new block of the architecture."""
+        return Block(self.config, Attention(self.config), Experts(self.config))
+
+    def after_step(self, shares: Tensor) -> None:
+        """Told after each step of training what share of positions (layers, experts) chose whom."""
 
     def reset_parameters(self) -> None:
         """Normal initialisation; matrices that write to the residual stream start small."""
@@ -208,14 +224,14 @@ class Model(nn.Module):
     ) -> tuple[Tensor, list[RoutingStats]]:
         """Logits (batch, positions, vocab) of tokens (batch, positions), and routing per layer."""
         c = self.config
-        cos, sin = rope_tables(tokens.shape[1], c.key_length, c.rope_freq_base, tokens.device)
         x = F.dropout(F.embedding(tokens, self.token_embd), dropout, self.training)
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
         stats: list[RoutingStats] = []
         for block in self.blocks:
-            x, layer_stats = block(x, cos, sin, dropout, rounding)
-            stats.append(layer_stats)
+            x, layer_stats = block(x, dropout, rounding)
+            if layer_stats is not None:
+                stats.append(layer_stats)
         x = rms_norm(x, self.output_norm, c.layer_norm_rms_epsilon)
         x = fake_quantise_activations(x, rounding.activation_levels)
         return F.linear(x, self.token_embd), stats

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_NO_MATRICES = ("token_embd", "router", "conv", "alpha", "beta")
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
@@ -59,11 +60,13 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for attention and expert matrices; AdamW for embedding, routers, and norms."""
+    """Muon for attention and expert matrices; AdamW for embedding, routers, norms and the like."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
-        is_matrix = p.ndim > 1 and not name.endswith(("token_embd", "router"))
+        if not p.requires_grad:
+            continue
+        is_matrix = p.ndim > 1 and not name.endswith(_NO_MATRICES)
         (matrices if is_matrix else others).append(p)
     vectors = [p for p in others if p.ndim == 1]
     tables = [p for p in others if p.ndim > 1]

@@ -17,13 +17,17 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from demo import data, vocab
+from demo.config import CONFIGS
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Collect the sources, learn the vocabulary, and tokenise everything."""
     files = data.collect(args.sources or data.default_sources())
     newest = {f.path: f for f in reversed(files) if f.split == data.TRAIN_SPLIT}
-    tokenizer = vocab.train_vocabulary((f.text for f in newest.values()), args.vocab_size)
+    if args.vocabulary is None:
+        tokenizer = vocab.train_vocabulary((f.text for f in newest.values()), args.vocab_size)
+    else:
+        tokenizer = vocab.read_vocabulary(args.vocabulary)
     tokenizer.save(str(args.work / "tokenizer.json"))
     data.Corpus.build(files, tokenizer).save(args.work / "corpus.npz")
     (args.work / "corpus.json").write_text(data.summary(files) + "\n")
@@ -33,7 +37,6 @@ def train(args: argparse.Namespace) -> None:
     """Train on the prepared corpus and save the weights."""
     import torch
 
-    from demo.config import ModelConfig
     from demo.training import TrainingConfig
     from demo.training import train as run
     from demo.weights import save_weights
@@ -44,7 +47,9 @@ def train(args: argparse.Namespace) -> None:
     model = run(
         data.Corpus.load(args.work / "corpus.npz"),
         vocab.end_of_text_id(tokenizer),
-        ModelConfig(vocab_size=tokenizer.get_vocab_size(), context_length=args.context_length),
+        CONFIGS[args.architecture](
+            vocab_size=tokenizer.get_vocab_size(), context_length=args.context_length
+        ),
         TrainingConfig(**settings),
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         args.work / "log.jsonl",
@@ -84,7 +89,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=here / "work", help="folder for stage outputs")
     parser.add_argument("--out", type=Path, default=here / "dflash-demo.gguf", help="GGUF file")
     parser.add_argument("--stages", nargs="+", choices=[*STAGES], default=[*STAGES])
+    parser.add_argument("--architecture", choices=[*CONFIGS], default=next(iter(CONFIGS)))
     parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=Path, help="GGUF file whose tokens are taken instead")
     parser.add_argument("--context-length", type=int, default=4096)
     add_training_options(parser)
     return parser.parse_args()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from demo.architectures import make_model
 from demo.config import ModelConfig
 from demo.data import VALIDATION_SPLIT, Corpus
 from demo.model import EXACT, Model, Rounding
@@ -125,6 +126,12 @@ def make_loss(
     return loss
 
 
+def top_quarter(share: Tensor) -> float:
+    """What part of the selections goes to the most chosen quarter of the experts."""
+    most = share.topk(share.shape[-1] // 4).values
+    return float((most.sum(-1) / share.sum(-1)).mean())
+
+
 def train(
     corpus: Corpus,
     eos: int,
@@ -137,7 +144,7 @@ def train(
     torch.manual_seed(config.seed)
     rng = np.random.default_rng(config.seed)
     torch.set_float32_matmul_precision("high")
-    model = Model(model_config).to(device)
+    model = make_model(model_config).to(device)
     optimizers = make_optimizers(model, config.matrix_lr, config.other_lr, config.weight_decay)
     peaks = [[g["lr"] for g in o.param_groups] for o in optimizers]
     on_gpu = device.type == "cuda"
@@ -166,6 +173,7 @@ def train(
                 group["lr"] = rate * config.learning_rate(step)
             optimizer.step()
             optimizer.zero_grad()
+        model.after_step(share)
         last = step + 1 == config.steps
         if step % 100 == 0 or last:
             record = {
@@ -173,7 +181,7 @@ def train(
                 "seconds": round(time.monotonic() - started, 1),
                 "nats_per_token": round(entropy.item(), 4),
                 "least_share": round(share.min().item(), 5),
-                "top_8_share": round(share.topk(8).values.sum(-1).mean().item() / 4, 4),
+                "top_quarter_share": round(top_quarter(share), 4),
             }
             if (step and step % 1000 == 0) or last:
                 model.eval()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 
+import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,9 +17,8 @@ QWEN2_PATTERN = (
 )
 
 
-def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
-    """Learn `size` tokens: all 256 bytes, merges, and the end-of-text token as the last id."""
-    tokenizer = Tokenizer(models.BPE())
+def _tokenizer(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
@@ -25,6 +26,24 @@ def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def read_vocabulary(path: Path) -> Tokenizer:
+    """The tokens of a GGUF file that `export` has written."""
+    fields = gguf.GGUFReader(path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = fields["tokenizer.ggml.merges"].contents()
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = _tokenizer(models.BPE(ids, pairs))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
+    """Learn `size` tokens: all 256 bytes, merges, and the end-of-text token as the last id."""
+    tokenizer = _tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from demo.config import ModelConfig
+from demo.config import ModelConfig, config_from
 
 if TYPE_CHECKING:
     from demo.model import Model
@@ -36,7 +36,7 @@ def save_weights(model: Model, folder: Path, shard_bytes: int = 15 << 20) -> Non
 
 def load_config(folder: Path) -> ModelConfig:
     """The configuration of saved weights."""
-    return ModelConfig(**json.loads((folder / "config.json").read_text()))
+    return config_from(json.loads((folder / "config.json").read_text()))
 
 
 def load_weights(folder: Path) -> Arrays:

@@ -57,11 +57,13 @@ class SlowBank(ScalingBank):
         self.served: list[bool] = []
         """Whether each request was a large one."""
         self.is_small_there = threading.Event()
+        self.has_begun_large = threading.Event()
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         is_large = batch.num_tokens > 1
         self.served.append(is_large)
         if is_large:
+            self.has_begun_large.set()
             assert self.is_small_there.wait(PATIENCE_S)
             time.sleep(DELIVERY_S)
         super().accumulate(batch, out)
@@ -157,6 +159,7 @@ def test_a_flood_of_large_requests_leaves_every_second_turn_to_a_small_parent(
     small, bank = rig.client(small_by), rig.bank
     flood = Flood(rig.client(large_by))
     assert flood.has_filled.wait(PATIENCE_S)
+    assert bank.has_begun_large.wait(PATIENCE_S)  # frames of a stream may still be on their way
     expected = naive_sums(SMALL.hidden, {(0, 1): 0.5, (0, 3): 0.25})
     for _ in range(NUM_ROUNDS):
         sequence = small.submit(3, SMALL, deadline_s=PATIENCE_S)

@@ -287,9 +287,9 @@ def test_the_largest_file_is_read_soon(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     write_owned_experts(path, owned, num_layers=256, num_experts=1000, num_experts_used=8)
     path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
-    started_s = time.process_time()
+    started_s = time.thread_time()
     assert read_owned_experts(path, experts_per_layer).num_experts == 256_000
-    assert time.process_time() - started_s < 2.0
+    assert time.thread_time() - started_s < 2.0
 
 
 @pytest.mark.parametrize(

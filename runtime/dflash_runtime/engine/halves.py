@@ -64,12 +64,19 @@ class Turns:
         self.experts_here, self.count_here = others.experts_here, others.count_here
         self.count_selections, self.abandon = others.count_selections, others.abandon
         self.mail_routes, self.count_mailed = others.mail_routes, others.count_mailed
-        self.to_offload = others.to_offload
 
     @property
     def may_offload(self) -> bool:
         """As OtherExperts.may_offload."""
         return self._others.may_offload
+
+    def to_offload(
+        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
+    ) -> npt.NDArray[np.bool_] | None:
+        """As OtherExperts.to_offload; nobody's for halves, each of which would have them copied."""
+        if self._pair is not None:
+            return None
+        return self._others.to_offload(layer_id, topk_ids, expert_s=expert_s)
 
     def start(
         self,

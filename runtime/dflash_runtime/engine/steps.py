@@ -298,7 +298,7 @@ class Steps:
         halved_from = self._chunking.halved_from
         is_short = halved_from is None or token_ids.size < halved_from
         # Experts that are copied here for a layer are used by the whole chunk.
-        is_whole = is_short or self._runtime.may_offload or on_layer is not nobody_looks
+        is_whole = is_short or self._runtime.may_offload_now or on_layer is not nobody_looks
         if is_whole or not self._runtime.asks_daemons:
             return self._model.forward(token_ids, positions, self._cache, moe, on_layer)
         of_half = self._turns.passing(moe)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import Placement
-from dflash_runtime.experts.compute import ExpertCompute, OwnerKind
+from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,6 +109,18 @@ class PromptOffload:
     def may_name_some(self) -> bool:
         return self._mode is not OffloadMode.OFF
 
+    @property
+    def may_name_some_now(self) -> bool:
+        """Whether that may be so of the owners as they are: only their losses change that."""
+        if self._mode is not OffloadMode.AUTO:
+            return self._mode is OffloadMode.ON
+        return any(
+            owned.num_experts and index != self._device_owner and self._is_on_cpu(owner.stats)
+            for index, (owned, owner) in enumerate(
+                zip(self._placement.owners, self._owners, strict=True)
+            )
+        )
+
     def experts(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
@@ -116,9 +128,7 @@ class PromptOffload:
         lost = frozenset(
             index
             for index, owner in enumerate(self._owners)
-            if index != self._device_owner
-            and (stats := owner.stats).kind is OwnerKind.DAEMON
-            and stats.is_lost
+            if index != self._device_owner and _is_lost(owner.stats)
         )
         owner_of_expert = self._placement.routing_without(lost)[layer_id].owner_index
         if topk_ids is not None:
@@ -151,7 +161,7 @@ class PromptOffload:
         owner = self._fallback if index == _FALLBACK else self._owners[index]
         if owner is None or index == self._device_owner:
             return False  # an error is due; it is here
-        if self._mode is OffloadMode.AUTO and owner.stats.device not in _ON_CPU:
+        if self._mode is OffloadMode.AUTO and not self._is_on_cpu(owner.stats):
             return False
         return self._chooser.is_worth_it(
             index,
@@ -160,6 +170,12 @@ class PromptOffload:
             pairs_per_s=owner.pairs_per_s,
             copying_s=np.count_nonzero(counts) * expert_s,
         )
+
+    def _is_on_cpu(self, stats: OwnerStats) -> bool:
+        """Whether a CPU computes what an owner is asked for: the fallback's, if that is lost."""
+        if stats.device in _ON_CPU:
+            return True
+        return _is_lost(stats) and self._fallback is not None
 
     def _log(self, new: frozenset[int], num_tokens: int) -> None:
         """Once for each owner: what is decided changes from chunk to chunk."""
@@ -172,3 +188,7 @@ class PromptOffload:
                 name,
                 num_tokens,
             )
+
+
+def _is_lost(stats: OwnerStats) -> bool:
+    return stats.kind is OwnerKind.DAEMON and stats.is_lost

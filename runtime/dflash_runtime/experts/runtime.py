@@ -183,6 +183,11 @@ class MoeExpertComputeRuntime:
         """As OtherExperts.may_offload."""
         return self._offload.may_name_some
 
+    @property
+    def may_offload_now(self) -> bool:
+        """The same, by whoever owns experts at the moment."""
+        return self._offload.may_name_some_now
+
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:

@@ -24,6 +24,7 @@ from dflash_runtime import Engine
 from dflash_runtime.engine.kept_states import MOST_KEPT, KeptStates
 from dflash_runtime.engine.steps import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
+from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_splits import Layers, Split
@@ -93,6 +94,27 @@ def test_halves_have_the_bits_of_a_whole(model: Path, undo: contextlib.ExitStack
         split = halved(undo, model, owners)
         assert (split.logits() == expected).all()
         assert split.runtime.hits.layers == NUM_HALVES * TINY.num_layers
+
+
+def test_only_owners_on_cpus_may_have_their_experts_copied_to_a_whole_chunk(
+    model: Path, undo: contextlib.ExitStack
+) -> None:
+    """By default, who is a GPU itself is asked for halves."""
+    split = Split(
+        undo,
+        model,
+        {"gpu1": WHOLE},
+        ids=IDS,
+        chunks=CHUNKS,
+        halved_from=HALVED_FROM,
+        offload=OffloadMode.AUTO,
+    )
+    (owner,) = split.runtime._owners
+    for device, num_parts in (("cuda:1", NUM_HALVES), ("cpu", len(CHUNKS))):
+        owner.stats.device = device
+        num_before = split.runtime.hits.layers
+        split.logits()
+        assert split.runtime.hits.layers - num_before == num_parts * TINY.num_layers
 
 
 class LostSometimes(LocalExpertCompute):

@@ -108,6 +108,20 @@ class Rig:
         return [] if found is None else np.flatnonzero(found).tolist()
 
 
+def test_whether_some_may_be_named_is_known_before_a_chunk() -> None:
+    for has_fallback in (True, False):
+        rig = Rig(OffloadMode.AUTO, has_fallback=has_fallback)
+        assert rig.offload.may_name_some_now
+        rig.slow.stats.device = "hip:0"
+        assert not rig.offload.may_name_some_now
+        assert rig.offload.may_name_some
+        rig.quick.stats.is_lost = True  # the fallback computes on the CPU
+        assert rig.offload.may_name_some_now == has_fallback
+        assert bool(rig.experts(4)) == has_fallback
+    assert Rig(OffloadMode.ON).offload.may_name_some_now
+    assert not Rig(OffloadMode.OFF).offload.may_name_some_now
+
+
 def test_experts_of_slow_owners_are_named_and_those_of_devices_are_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

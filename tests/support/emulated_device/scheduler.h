@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <time.h>
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -19,11 +18,13 @@ namespace emulated {
 // What the test that launches a kernel says; mirrored in emulated_device.py.
 struct Range {
     uint64_t begin, end;
+    uint64_t guard_bytes;  // before and behind it, in which nobody may write
 };
 struct Launch {
     const void *args;
     int32_t grid_x, grid_y, grid_z, num_threads;
     uint64_t shared_bytes, max_shared_bytes;
+    u8 *stacks;  // stack_bytes for each of max_threads
     const Range *ranges;  // arrays that exist, by address; none overlap
     uint64_t num_ranges;
     int32_t runs_backward;      // last blocks and threads first: finds barriers that are missing
@@ -32,7 +33,7 @@ struct Launch {
 
 constexpr int max_threads = 1024;
 constexpr int max_logical_warps = max_threads / LANES;
-constexpr size_t stack_bytes = 256 * 1024;  // four times what the compiler lets a kernel take
+constexpr size_t stack_bytes = 256 * 1024;  // as in Python; four times what a kernel may take
 constexpr size_t max_static_shared_bytes = 48 * 1024;
 constexpr size_t shared_gap_bytes = 64;  // between two shared arrays; nobody may write there
 constexpr int max_shared_arrays = 64;
@@ -73,7 +74,6 @@ struct Block {
     Context scheduler;
     int num_at_barrier, num_at_exchange[max_logical_warps];
     uint64_t exchanged[2][max_threads];  // by parity: a lane may be one exchange ahead of another
-    u8 *stacks;
     alignas(64) u8 shared[max_static_shared_bytes + max_shared_arrays * shared_gap_bytes];
     size_t shared_used, static_bytes;
     SharedArray shared_arrays[max_shared_arrays];
@@ -144,7 +144,7 @@ __attribute__((format(printf, 1, 2), noreturn)) static void fail(const char *for
     while (true) yield();
 }
 
-static u8 *stack_of(int thread) { return block.stacks + thread * stack_bytes; }
+static u8 *stack_of(int thread) { return block.launch->stacks + thread * stack_bytes; }
 
 static void thread_main() {
     block.kernel(block.launch->args);
@@ -230,9 +230,11 @@ struct SharedSlot {
 };
 
 static bool is_poison(const u8 *begin, const u8 *end) {
-    for (; begin < end; begin++)
+    for (; begin < end && ((uint64_t)begin % 8 || end - begin < 8); begin++)
         if (*begin != 0xFF) return false;
-    return true;
+    for (; end - begin >= 8; begin += 8)
+        if (*(const uint64_t *)begin != ~(uint64_t)0) return false;
+    return begin == end || is_poison(begin, end);
 }
 
 static void check_shared_gaps() {
@@ -246,6 +248,20 @@ static void check_shared_gaps() {
     const u8 *dynamic_end = block.dynamic_shared + block.launch->shared_bytes;
     if (!is_poison(dynamic_end, dynamic_end + shared_gap_bytes))
         report("something was written behind the dynamic shared memory");
+}
+
+// The finding is said once: guards are whole again afterwards.
+static void check_guards() {
+    for (uint64_t index = 0; index < block.launch->num_ranges; index++) {
+        const Range &range = block.launch->ranges[index];
+        u8 *const guards[2] = {(u8 *)range.begin - range.guard_bytes, (u8 *)range.end};
+        for (u8 *guard : guards) {
+            if (is_poison(guard, guard + range.guard_bytes)) continue;
+            report("something was written outside of an array of %llu bytes",
+                   (unsigned long long)(range.end - range.begin));
+            memset(guard, 0xFF, range.guard_bytes);
+        }
+    }
 }
 
 // Every address that is loaded through the functions of device.h lies in one array.
@@ -324,7 +340,7 @@ static const char *run(const char *name, int threads, void (*kernel)(const void 
     block.kernel = kernel;
     block.current = block.index_x = block.index_y = block.index_z = 0;
     block.anybody_waited = block.has_failed = false;
-    block.last_range = {0, 0};
+    block.last_range = {0, 0, 0};
     if (launch->num_threads < 1 || launch->num_threads > threads ||
         launch->num_threads > max_threads || launch->num_threads % LANES)
         report("%d threads a block; declared for at most %d, in whole logical warps of %d",
@@ -338,12 +354,8 @@ static const char *run(const char *name, int threads, void (*kernel)(const void 
         report("a grid of (%d, %d, %d) blocks", launch->grid_x, launch->grid_y, launch->grid_z);
     if (block.has_failed) return block.error;
     size_t dynamic_bytes = (launch->shared_bytes + shared_gap_bytes + 63) / 64 * 64;
-    size_t all_stacks_bytes = launch->num_threads * stack_bytes;
     block.dynamic_shared = (u8 *)aligned_alloc(64, dynamic_bytes);
-    void *stacks = mmap(nullptr, all_stacks_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    block.stacks = stacks == MAP_FAILED ? nullptr : (u8 *)stacks;
-    if (!block.dynamic_shared || !block.stacks) report("no memory on the host");
+    if (!block.dynamic_shared) report("no memory on the host");
     int64_t num_blocks = (int64_t)launch->grid_x * launch->grid_y * launch->grid_z;
     for (int64_t turn = 0; turn < num_blocks && !block.has_failed; turn++) {
         int64_t index = launch->runs_backward ? num_blocks - 1 - turn : turn;
@@ -356,7 +368,7 @@ static const char *run(const char *name, int threads, void (*kernel)(const void 
     if (!block.has_failed && launch->overlaps_previous && !block.anybody_waited)
         report("no thread has called wait_for_previous()");
     free(block.dynamic_shared);
-    if (block.stacks) munmap(block.stacks, all_stacks_bytes);
+    check_guards();
     return block.has_failed ? block.error : nullptr;
 }
 
