@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import secrets
 import shutil
 import subprocess
