@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dflash_protocol.ring_segment import Segment
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.cupy import recorded_step
@@ -31,14 +32,14 @@ class Rings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        self.mail: ParentMail | None = None
-        """That was rung last."""
+        self.segment: Segment | None = None
+        """With the mailbox that was rung last."""
         self.then: Callable[[], None] = lambda: None
         ring = ParentMail.ring
 
         def counted(mail: ParentMail) -> None:
             self.count += 1
-            self.mail = mail
+            self.segment = mail.routes[0].segment
             ring(mail)
             self.then()
 

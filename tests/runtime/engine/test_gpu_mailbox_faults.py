@@ -286,8 +286,8 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
         rings = mailed.rings
 
         def begin() -> None:
-            assert rings.mail is not None
-            damage.begin(rings.mail.routes[0].segment)
+            assert rings.segment is not None
+            damage.begin(rings.segment)
 
         rings.at(FAULT_AT, begin)
         try:

@@ -74,7 +74,8 @@ struct ProbeLines {
         const u64 deadline = clock_ticks() + mail.limit;
         is_right = true;
         for (int i = thread_index(); i < num_lines; i += THREADS) {
-            int odd[2] = {0, 0};  // looks
+            int odd[2] = {0, 0};  // looks, and the words that were there
+            u32 odd_words[2] = {0, 0};
             for (int look = 1;; look++) {
                 const uint4 line = load_line(line_at(lines, i));
                 const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
@@ -83,13 +84,17 @@ struct ProbeLines {
                     const bool is_new = checks[which] == check_of(epoch, words[which]);
                     const bool is_old = checks[which] == check_of(epoch - 1, words[which]);
                     const bool is_unused = !(words[which] | checks[which]);
-                    if (follows && !is_new && !is_old && !is_unused) odd[which]++;
+                    if (follows && !is_new && !is_old && !is_unused) {
+                        odd[which]++, odd_words[which] = words[which];
+                    }
                     num_there += is_new || odd[which] > ODD_LOOKS;
                 }
                 if (num_there == 2) {
                     for (u32 which = 0; which < 2; which++) {
-                        if (is_fine(i, which, words[which], checks[which], epoch, odd[which], faults)) {
-                            continue;
+                        const u32 word = words[which], check = checks[which];
+                        if (is_fine(i, which, word, check, epoch, faults)) {
+                            if (!odd[which]) continue;
+                            faults->note(TORN, epoch, i, which, word, odd_words[which]);
                         }
                         is_right = false;
                     }
@@ -104,14 +109,11 @@ struct ProbeLines {
         }
         return true;
     }
-    INLINE bool is_fine(int line, u32 which, u32 word, u32 check, u32 epoch, int odd_looks,
+    INLINE bool is_fine(int line, u32 which, u32 word, u32 check, u32 epoch,
                         MailFaults *faults) const {
         const u32 expected = word_of(seed, epoch, line, which);
         const u32 expected_check = check_of(epoch, expected);
-        if (word == expected && check == expected_check) {
-            if (odd_looks) faults->note(TORN, epoch, line, which, expected, word);
-            return !odd_looks;
-        }
+        if (word == expected && check == expected_check) return true;
         const u32 old = word_of(seed, epoch - 1, line, which);
         const bool is_of_both = word == expected ? check == check_of(epoch - 1, old)
                                                  : word == old && check == expected_check;
