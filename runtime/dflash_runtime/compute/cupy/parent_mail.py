@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.cupy.device import HostMapping, KernelDevice
@@ -135,7 +136,8 @@ class ParentMail:
             link.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
-            mapping.close()
+            with suppress(DeviceUnavailable):  # what has failed sees nothing any more
+                mapping.close()
 
     def requests(self, layer_index: int) -> list[int]:
         """Where each daemon is asked for a layer, by its place in the model."""
