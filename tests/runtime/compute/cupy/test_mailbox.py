@@ -56,6 +56,7 @@ class Side:
     kernels: MailKernels
     own: DeviceArray
     other: DeviceArray
+    failed: DeviceArray
 
     @property
     def state(self) -> AnyArray:
@@ -65,8 +66,9 @@ class Side:
 def side_of(device: KernelDevice, *, limit_ms: int = 20_000) -> Side:
     own, other = device.zeros(2, np.uint32), device.zeros(2, np.uint32)
     peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(2)]
-    mail = MailSide(device, peers, limit_ms)
-    return Side(mail, MailKernels(mail), own, other)
+    failed = device.zeros(1, np.uint32)
+    mail = MailSide(device, peers, limit_ms, failed=address(failed))
+    return Side(mail, MailKernels(mail), own, other, failed)
 
 
 @pytest.fixture(scope="module", params=["F32", "Q8_0"])
@@ -188,6 +190,7 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
     assert side.state[ABORTED] == 1
     assert side.state[BLAMED] == 2
     np.testing.assert_array_equal(device.download(side.own), [1, 1])
+    assert device.download(side.failed)[0] == 1
     after = before.copy()
     if what != "another step's":  # what was right of it has been added, to what nobody will use
         after += 2
