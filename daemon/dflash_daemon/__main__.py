@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
@@ -84,6 +84,18 @@ class _Report(argparse.Action):
         parser.exit()
 
 
+class _Echo(argparse.Action):
+    """Answers a trial of a mailbox, for ``dflash-moe doctor --mailbox``, and leaves."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object
+    ) -> NoReturn:
+        from dflash_daemon import echo
+
+        logging.basicConfig(format="dflash-daemon: %(message)s", level=logging.WARNING)
+        parser.exit(echo.main(*values))
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
@@ -118,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cores", metavar="LIST", help="keep to these processors, as in 0-3,8")
     parser.add_argument("--lifeline-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--report", action=_Report, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument("--echo", action=_Echo, nargs=3, help=argparse.SUPPRESS)
     settings = parser.add_argument_group("settings (also variables and keys of a settings file)")
     settings.add_argument(SETTINGS_FLAG, metavar="FILE", type=Path, help=SETTINGS_HELP)
     for knob in knobs_of(daemon=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute import ComputeBackend, devices, open_backend
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
@@ -43,6 +44,7 @@ TINY_LLAMA4 = Llama4Shape(
 )
 """The same with one expert a token, whose inputs are scaled."""
 
+NUM_GPUS = 8
 MAX_CHUNK = 20
 SCRATCH_BYTES = 1 << 20
 
@@ -61,6 +63,8 @@ class EmulatedGpus:
         self.opened: list[EmulatedDevice] = []
 
     def open(self, device: Device) -> CupyBackend:
+        if device.index >= NUM_GPUS:
+            raise DeviceUnavailable(f"{device}: the driver sees {NUM_GPUS} devices of this kind")
         emulated = EmulatedDevice()
         self.opened.append(emulated)
         return CupyBackend(

@@ -39,13 +39,16 @@ def make_environment(folder: Path, *, linked: Sequence[str] = (), with_ours: boo
     return python
 
 
-def write_launcher(path: Path, python: Path, *, before: str = ":") -> Path:
-    """A program that is no Python, and has one run the daemon after a command of its own."""
+def write_launcher(
+    path: Path, python: Path, *, before: str = ":", module: str = "dflash_daemon"
+) -> Path:
+    """A program that is no Python, and has one run the daemon after a command of its own; or a
+    `module` of the tests that stands for it."""
     lines = (
         "#!/bin/sh",
         before,
-        f"export PYTHONPATH={os.pathsep.join(_OUR_PATHS)}",
-        f'exec "{python}" -P -m dflash_daemon "$@"',
+        f"export PYTHONPATH={os.pathsep.join((*_OUR_PATHS, str(ROOT / 'tests'), str(ROOT)))}",
+        f'exec "{python}" -P -m {module} "$@"',
     )
     path.write_text("\n".join(lines) + "\n")
     path.chmod(0o700)

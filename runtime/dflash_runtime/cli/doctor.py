@@ -34,6 +34,7 @@ Examples:
   dflash-moe doctor
   dflash-moe doctor --daemon cpu --daemon cuda:0@/opt/cuda-env/bin/python
   dflash-moe doctor --settings moe.toml --json
+  dflash-moe doctor --mailbox cuda:0 cuda:1 --rounds 10000000
 """
 
 _PROBE_S = 120.0
@@ -46,11 +47,47 @@ _SHM = Path("/dev/shm")
 
 @click.command(cls=SettingsCommand, epilog=_EPILOG)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--mailbox",
+    nargs=2,
+    metavar="DEVICE DEVICE",
+    help="Try the mailbox between two GPUs instead: what arrives, and how fast. The second is a "
+    "daemon's, DEVICE[@LAUNCHER].",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 10**9),
+    default=10**6,
+    show_default=True,
+    help="Round trips of --mailbox, in each kind of memory.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=1,
+    show_default=True,
+    help="Of what --mailbox sends.",
+)
 @settings_options
 @click.pass_context
-def doctor(context: click.Context, /, as_json: bool, **options: Any) -> None:
+def doctor(
+    context: click.Context,
+    /,
+    *,
+    as_json: bool,
+    mailbox: tuple[str, str] | None,
+    rounds: int,
+    seed: int,
+    **options: Any,
+) -> None:
     """Show what can be used here, and why not; exit code 1 if what is asked for cannot."""
     settings = take_settings(options)
+    if mailbox:
+        from dflash_runtime.cli.doctor_mailbox import try_mailbox
+
+        found_mailbox = try_mailbox(mailbox, settings, num_rounds=rounds, seed=seed)
+        click.echo(found_mailbox.as_json() if as_json else found_mailbox.as_text())
+        context.exit(1 if found_mailbox.problems else 0)
     found = Findings()
     _look_at_launchers(settings, found)
     _look_at_connections(settings, found)

@@ -20,8 +20,10 @@ from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
 from dflash_protocol.device_payload import DeviceMover, DeviceSums
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import DeviceBatch, Hidden, RoutedBatch, Sums
+from dflash_runtime.compute.mail_trial import MailTrial
 
 MEMORY_ADVICE = (
     "keep fewer experts there (--local-experts, --placement), or ask for a smaller --context"
@@ -192,6 +194,16 @@ class DeviceMail(Protocol):
 
         Raises: DeviceUnavailable if our device does not see the memory.
         """
+
+    @property
+    def trial_shape(self) -> RingShape:
+        """Of memory for a trial of a mailbox, without any model."""
+
+    def try_out(self, segment: Segment, *, seed: int) -> MailTrial:
+        """A trial with a process that does the other thing; `begin` must have been called."""
+
+    def serve_trial(self, segment: Segment) -> MailService:
+        """Answer a trial in another process."""
 
 
 class MailService(Protocol):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import zmq
@@ -316,8 +317,7 @@ class _LinkTask:
         is_surprise = False
         if folder is not None and not reason:
             try:
-                # Reserving the pages takes a while.
-                offer = await asyncio.to_thread(make_offer, folder, welcome, plan)
+                offer = await _made_offer(folder, welcome, plan)
                 segment = await self._accepted(control, disconnected, offer)
                 if not greeting.is_mail_required or segment.peer_mails:
                     return segment
@@ -457,6 +457,18 @@ class _LinkTask:
     async def _ended(self, process: DaemonProcess) -> str:
         await process.ended.wait()
         return process.how_it_ended
+
+
+async def _made_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
+    """Reserving the pages takes a while. Raises: OfferFailed."""
+    making = asyncio.ensure_future(asyncio.to_thread(make_offer, folder, welcome, plan))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        # It is made all the same, and nobody else would remove its names.
+        with contextlib.suppress(OfferFailed):
+            (await making).withdraw()
+        raise
 
 
 def _check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:

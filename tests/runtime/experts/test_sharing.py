@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 from dflash_protocol import ring_native
 from dflash_protocol.messages import Welcome
 from dflash_protocol.ring import RingShape
-from dflash_runtime.experts.sharing import SharingPlan, why_not_shared
+from dflash_runtime.experts import supervisor
+from dflash_runtime.experts.sharing import Offer, SharingPlan, make_offer, why_not_shared
 
 WELCOME = Welcome(
     version=2,
@@ -63,3 +67,31 @@ def test_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not offer" in why_not_shared(replace(WELCOME, can_share=False), folder)
     monkeypatch.setattr(ring_native, "is_available", lambda: False)
     assert "numba" in why_not_shared(WELCOME, folder)
+
+
+def test_an_offer_that_nobody_waits_for_any_more_leaves_no_names(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an engine is closed while it connects."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Offer:
+        has_begun.set()
+        assert may_end.wait(30.0)
+        return make_offer(*args)
+
+    monkeypatch.setattr(supervisor, "make_offer", slow)
+
+    async def play() -> None:
+        making = asyncio.create_task(
+            supervisor._made_offer(run_dir, WELCOME, SharingPlan(64, 2, 1 << 20))
+        )
+        assert await asyncio.to_thread(has_begun.wait, 30.0)
+        making.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+
+    asyncio.run(play())
+    assert not any(run_dir.iterdir())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import mmap
-import os
 import secrets
 import shutil
 import subprocess
@@ -40,7 +39,6 @@ from dflash_runtime.compute.cupy.device import (
     address,
     check_args,
 )
-from dflash_runtime.compute.cupy.driver_table import HANDLE_BYTES
 from dflash_runtime.compute.cupy.kernel_sources import (
     KERNELS_FOLDER,
     Defines,
@@ -48,6 +46,7 @@ from dflash_runtime.compute.cupy.kernel_sources import (
     digest_of,
     kernel_source,
 )
+from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
 
 _FOLDER = Path(__file__).parent
@@ -183,32 +182,6 @@ class EmulatedQueue:
 
     def close(self) -> None:
         """Nothing is kept."""
-
-
-class EmulatedPeerMemory:
-    """Implements device.PeerMemory: memory that both processes map; its handle is where the one
-    that has made it has it open, so that nothing is left when that is killed."""
-
-    def __init__(self, device: EmulatedDevice, *, num_bytes: int = 0, handle: bytes = b"") -> None:
-        self._device = device
-        if num_bytes:
-            self._fd = os.memfd_create("dflash-peer", os.MFD_CLOEXEC)
-            os.truncate(self._fd, num_bytes)
-            handle = f"/proc/{os.getpid()}/fd/{self._fd}".encode().ljust(HANDLE_BYTES, b"\0")
-        else:
-            self._fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
-        self.handle = handle
-        self._memory = mmap.mmap(self._fd, 0)
-        self.device_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-        device.add_range(self.device_address, len(self._memory))
-
-    def close(self) -> None:
-        """As PeerMemory.close."""
-        if self.device_address:
-            self._device.drop_range(self.device_address)
-            self.device_address = 0
-            self._memory.close()
-            os.close(self._fd)
 
 
 def _fail_closed() -> None:
@@ -425,9 +398,9 @@ class EmulatedDevice:
         """As KernelDevice.export_memory."""
         return EmulatedPeerMemory(self, num_bytes=num_bytes)
 
-    def import_memory(self, handle: bytes) -> EmulatedPeerMemory:
+    def import_memory(self, handle: bytes, num_bytes: int) -> EmulatedPeerMemory:
         """As KernelDevice.import_memory."""
-        return EmulatedPeerMemory(self, handle=handle)
+        return EmulatedPeerMemory(self, num_bytes=num_bytes, handle=handle)
 
     def map_host(self, array: AnyArray) -> EmulatedHostMapping:
         """As KernelDevice.map_host."""
@@ -453,6 +426,11 @@ class EmulatedDevice:
     def num_bytes(self) -> int:
         """Of all arrays that there are."""
         return sum(self._range_bytes[begin] for begin in self._buffers)
+
+    @property
+    def num_ranges(self) -> int:
+        """Pieces of memory that kernels can read: arrays, the host's, and other processes'."""
+        return len(self._range_bytes)
 
     def mark(self) -> EmulatedMark:
         """As KernelDevice.mark."""

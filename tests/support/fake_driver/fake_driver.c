@@ -6,7 +6,9 @@
 #include <string.h>
 
 // What a test can set, in the order of fake_driver.py.
-enum Setting { NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, NUM };
+enum Setting {
+    NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, SHOWN, NUM
+};
 static int64_t settings[NUM];
 static char notes[1 << 16];
 static char failing_name[64];
@@ -14,7 +16,7 @@ static int failing_status;
 static uintptr_t num_handles;
 
 void fake_reset(void) {
-    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0};
+    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0, 64};
     memcpy(settings, usual, sizeof usual);
     notes[0] = failing_name[0] = 0;
     num_handles = 0;
@@ -213,8 +215,25 @@ int hipMemcpyAsync(void *destination, const void *source, size_t num_bytes, int 
     return note("copy %zu kind %d on %zu", num_bytes, kind, (size_t)stream);
 }
 int cuMemsetD8Async(void *address, unsigned char value, size_t num_bytes, void *stream) {
-    memset(address, value, num_bytes);
+    if ((uintptr_t)address > num_handles) memset(address, value, num_bytes);  // what `allocate` gives
     return note("clear %zu on %zu", num_bytes, (size_t)stream);
+}
+
+// As in cuda.h and hip_runtime_api.h.
+typedef struct { char bytes[64]; } MemoryHandle;
+int cuIpcGetMemHandle(MemoryHandle *shown, void *address) {
+    memset(shown, (int)(uintptr_t)address, sizeof *shown);
+    return note("export_memory %zu", (size_t)address);
+}
+int cuIpcOpenMemHandle_v2(void **address, MemoryHandle shown, unsigned flags) {
+    return handle(address, note("import_memory %02x flags %u", (unsigned char)shown.bytes[63], flags));
+}
+int cuIpcCloseMemHandle(void *address) { return note("close_memory %zu", (size_t)address); }
+// One byte before what was shown is of the same range.
+int cuMemGetAddressRange_v2(void **begin, size_t *num_bytes, void *address) {
+    *begin = (char *)address - 1;
+    *num_bytes = (size_t)settings[SHOWN] + 1;
+    return note("memory_range %zu", (size_t)address);
 }
 
 static char words[64];
@@ -263,3 +282,7 @@ SAME(hipHostGetDevicePointer, cuMemHostGetDevicePointer_v2)
 SAME(hipMalloc, cuMemAlloc_v2)
 SAME(hipFree, cuMemFree_v2)
 SAME(hipMemsetD8Async, cuMemsetD8Async)
+SAME(hipIpcGetMemHandle, cuIpcGetMemHandle)
+SAME(hipIpcOpenMemHandle, cuIpcOpenMemHandle_v2)
+SAME(hipIpcCloseMemHandle, cuIpcCloseMemHandle)
+SAME(hipMemGetAddressRange, cuMemGetAddressRange_v2)

@@ -33,6 +33,8 @@ class Setting(IntEnum):
     VERSION = 7
     BUSY = 8
     """So many answers of a stream say that it is not empty."""
+    SHOWN = 9
+    """Bytes of memory that another process shows."""
 
 
 class FakeDriver:

@@ -122,6 +122,7 @@ class CupyBackend:
         except BaseException:
             self._undo.close()
             raise
+        self._mail = CupyMail(device, self._lock)
         self._recorded_experts = RecordedExperts(self.ops)
         self._offload: ExpertOffload | None = None
 
@@ -133,7 +134,7 @@ class CupyBackend:
     @property
     def mail(self) -> CupyMail:
         """As backend.ComputeBackend.mail: there always is one."""
-        return CupyMail(self.device, self._lock)
+        return self._mail
 
     def free_memory_bytes(self) -> int:
         """As backend.ComputeBackend; what is not known is 0."""
@@ -265,7 +266,13 @@ class CupyBackend:
             whole = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
             return RecordedStep(self.ops, model, cache, moe=whole)
         shared = SharedMoe(self.ops, resident, elsewhere)
-        mailed = MailedSteps(self.ops, model.spec.moe, resident, elsewhere=elsewhere)
+        mailed = MailedSteps(
+            self.ops,
+            model.spec.moe,
+            resident,
+            elsewhere=elsewhere,
+            keeper=self._mail.keeper,
+        )
         return RecordedStep(self.ops, model, cache, moe=shared, mailed=mailed)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
@@ -311,5 +318,6 @@ class CupyBackend:
             self.device.synchronize()
         self._close_offload()
         self._recorded_experts.close()
+        self._mail.close()
         del self.ops, self._uploader, self._recorded_experts
         self._undo.close()

@@ -125,17 +125,15 @@ class CupyQueue:
 class CupyPeerMemory:
     """Implements device.PeerMemory: ours, or another process's."""
 
-    def __init__(
-        self, driver: Driver, index: int, *, num_bytes: int = 0, handle: bytes = b""
-    ) -> None:
-        """New memory of so many bytes, or what the handle is of."""
+    def __init__(self, driver: Driver, index: int, *, num_bytes: int, handle: bytes = b"") -> None:
+        """New memory of so many bytes, or what the handle is of, if it has so many."""
         self._driver, self._index = driver, index
         self._is_ours = not handle
         driver.use(index)
         if self._is_ours:
             self.device_address, self.handle = driver.export_memory(num_bytes)
         else:
-            self.device_address, self.handle = driver.import_memory(handle), handle
+            self.device_address, self.handle = driver.import_memory(handle, num_bytes), handle
 
     def close(self) -> None:
         """As PeerMemory.close."""
@@ -396,10 +394,10 @@ class CupyDevice:
         self._begin("export memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
 
-    def import_memory(self, handle: bytes) -> CupyPeerMemory:
+    def import_memory(self, handle: bytes, num_bytes: int) -> CupyPeerMemory:
         """As KernelDevice.import_memory."""
         self._begin("import memory")
-        return CupyPeerMemory(self._driver, self._index, handle=handle)
+        return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes, handle=handle)
 
     def map_host(self, array: AnyArray) -> CupyHostMapping:
         """As KernelDevice.map_host."""

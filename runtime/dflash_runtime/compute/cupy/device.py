@@ -237,8 +237,11 @@ class KernelDevice(Protocol):
     def export_memory(self, num_bytes: int) -> PeerMemory:
         """New memory of ours, zero. Raises: DeviceUnavailable, also if that cannot be had."""
 
-    def import_memory(self, handle: bytes) -> PeerMemory:
-        """Another process's. Raises: DeviceUnavailable if our kernels cannot see it."""
+    def import_memory(self, handle: bytes, num_bytes: int) -> PeerMemory:
+        """Another process's, of which so many bytes will be used.
+
+        Raises: DeviceUnavailable if our kernels cannot see it, or it has fewer.
+        """
 
     def map_host(self, array: AnyArray) -> HostMapping:
         """Have kernels see a contiguous array of the host, which must outlive the mapping."""

@@ -310,10 +310,24 @@ class Driver:
         """What `export_memory` gave; nothing may use it any more."""
         self._call("free", address)
 
-    def import_memory(self, handle: bytes) -> int:
-        """Another process's memory, as kernels of the device in use see it."""
+    def import_memory(self, handle: bytes, num_bytes: int) -> int:
+        """Another process's memory, as kernels of the device in use see it.
+
+        Raises: DeviceUnavailable if that cannot be had, or has not so many bytes.
+        """
         given = MemoryHandle.from_buffer_copy(handle)
-        return self._handle("import_memory", given, WITH_PEER_ACCESS)
+        address = self._handle("import_memory", given, WITH_PEER_ACCESS)
+        try:
+            begin, size = ctypes.c_void_p(), ctypes.c_size_t()
+            self._call("memory_range", byref(begin), byref(size), address)
+            # What a driver has opened may be more than what was shown, and begin before it.
+            num_there = (begin.value or 0) + size.value - address
+            if num_there < num_bytes:
+                raise DeviceUnavailable(f"memory of {num_there} bytes is shown, not {num_bytes}")
+        except BaseException:
+            self.close_memory(address)
+            raise
+        return address
 
     def close_memory(self, address: int) -> None:
         """What `import_memory` gave."""

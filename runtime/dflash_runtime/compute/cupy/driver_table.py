@@ -165,6 +165,12 @@ FUNCTIONS = {
     "close_memory": DriverFunction(
         "cuIpcCloseMemHandle", "hipIpcCloseMemHandle", (c_void_p,), is_optional=True
     ),
+    "memory_range": DriverFunction(
+        "cuMemGetAddressRange_v2",
+        "hipMemGetAddressRange",
+        (_OUT, _OUT_SIZE, c_void_p),
+        is_optional=True,
+    ),
     # HIP's takes the kind of copy too, of which 4 = by the addresses.
     "copy": DriverFunction("cuMemcpyAsync", None, (c_void_p, c_void_p, c_size_t, c_void_p)),
     "copy_of_kind": DriverFunction(

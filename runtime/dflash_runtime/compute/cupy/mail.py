@@ -6,20 +6,27 @@ import threading
 from collections.abc import Mapping
 
 from dflash_adapters.moe_spec import MoeSpec
+from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.experts import CupyExpertBank
+from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_server import MailServer
 from dflash_runtime.compute.cupy.mailbox_layout import mail_layout
+from dflash_runtime.compute.cupy.mailbox_trial import TRIAL_LAYOUT, TRIAL_SHAPE, MailboxTrial
 from dflash_runtime.compute.cupy.parent_mail import begin_mailbox
 
 
 class CupyMail:
-    """Implements backend.DeviceMail. `lock` is held while the device's own stream is used."""
+    """Implements backend.DeviceMail. `lock` is held while the device's own stream is used.
+
+    Owns: memory that others may still have open.
+    """
 
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
         self._device, self._lock = device, lock
+        self.keeper = MemoryKeeper(lock)
 
     def num_bytes(self, moe: MoeSpec) -> int:
         """As DeviceMail.num_bytes."""
@@ -31,9 +38,41 @@ class CupyMail:
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailServer:
         """As DeviceMail.serve."""
-        layers = {}
-        for layer_id, bank in banks.items():
-            assert isinstance(bank, CupyExpertBank)
-            if bank.num_experts:
-                layers[layer_id] = bank.by_local
-        return MailServer(self._device, segment, moe, layers=layers, lock=self._lock)
+        layers = []
+        for index, layer in enumerate(moe.layers):
+            bank = banks.get(layer.layer_id)
+            if bank is not None and bank.num_experts:
+                assert isinstance(bank, CupyExpertBank)
+                layers.append((index, bank.by_local))
+        return MailServer(
+            self._device,
+            segment,
+            mail_layout(moe),
+            layers=layers,
+            lock=self._lock,
+            keeper=self.keeper,
+        )
+
+    @property
+    def trial_shape(self) -> RingShape:
+        """As DeviceMail.trial_shape."""
+        return TRIAL_SHAPE
+
+    def try_out(self, segment: Segment, *, seed: int) -> MailboxTrial:
+        """As DeviceMail.try_out."""
+        return MailboxTrial(self._device, segment, seed=seed, keeper=self.keeper)
+
+    def serve_trial(self, segment: Segment) -> MailServer:
+        """As DeviceMail.serve_trial."""
+        return MailServer(
+            self._device,
+            segment,
+            TRIAL_LAYOUT,
+            layers=(),
+            lock=self._lock,
+            keeper=self.keeper,
+        )
+
+    def close(self) -> None:
+        """Give back what is kept; nothing may be served any more."""
+        self.keeper.close()

@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeviceUnavailable,
@@ -25,19 +24,21 @@ from dflash_protocol.errors import (
 from dflash_protocol.ring_segment import Segment, silence_bell
 from dflash_runtime.compute.cupy.decode_experts import Choice, MailReply, Rows
 from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, Queue, address
+from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
+from dflash_runtime.compute.cupy.mail_probe import ProbePlan, new_faults, probe_args
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
-from dflash_runtime.compute.cupy.mailbox_kernels import (
-    MailKernels,
-    MailPeer,
-    MailProbeArgs,
-    MailSide,
-)
+from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_ABORT_AT,
     DAEMON_DEVICE_AT,
     HANDLE_BYTES,
     LIMIT_MS_AT,
     PARENT_ABORT_AT,
+    PARENT_HOLDS_AT,
+    PROBE_FAULTS_AT,
+    PROBE_FOLLOWS_AT,
+    PROBE_PAUSE_AT,
+    PROBE_SEED_AT,
     REPLY_MEMORY_AT,
     REQUEST_MEMORY_AT,
     STATE_AT,
@@ -46,7 +47,6 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     MailLines,
     MailState,
     host_lines,
-    mail_layout,
 )
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.steps import Steps
@@ -55,7 +55,6 @@ _LOG = logging.getLogger(__name__)
 
 _POLL_MS = 250
 _LONGEST_LIMIT_MS = 60_000
-_MOST_ROUNDS = 1 << 12
 _MODULUS = 1 << 32
 _MOST_STEPS = 64
 """That can be asked for before any of them is done."""
@@ -66,8 +65,9 @@ _CLOSED = 0xFFFFFFFF
 class MailServer:
     """Serves one parent's mailbox by a thread of its own, and a stream of the device.
 
-    The parent may ask as soon as `STATE_AT` says that it is ready. `layers`, by layer id, have
-    experts of ours by their local ids; `lock` is held while the device's own stream is used.
+    The parent may ask as soon as `STATE_AT` says that it is ready. `layers`, with their places in
+    the model, have experts of ours by their local ids; `lock` is held while the device's own stream
+    is used.
     Owns: the thread, the recorded step, and memory of the device; not the segment.
     """
 
@@ -75,16 +75,16 @@ class MailServer:
         self,
         device: KernelDevice,
         segment: Segment,
-        moe: MoeSpec,
+        layout: MailLayout,
         *,
-        layers: Mapping[int, ResidentLayer],
+        layers: Sequence[tuple[int, ResidentLayer]],
         lock: threading.RLock,
+        keeper: MemoryKeeper,
     ) -> None:
         assert segment.window is not None
         self._device, self._segment, self._lock = device, segment, lock
         self._base = segment.window.device_address(segment.shape.mail_at)
-        self._layout: MailLayout = mail_layout(moe)
-        self._moe, self._layers = moe, layers
+        self._layout, self._layers, self._keeper = layout, layers, keeper
         self._words = MailWords(segment)
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
         self._media: list[_Medium] = []
@@ -134,12 +134,24 @@ class MailServer:
                 self._queue.close()
             for medium in self._media:
                 medium.graph.close()
-            for memory in (self._peer_memory, self._own_memory):
-                if memory is not None:
-                    memory.close()
+            if self._peer_memory is not None:
+                self._peer_memory.close()
+            self._give_back_own()
         self._media.clear()
-        self._layers = {}  # whose experts others may want to drop
+        self._layers = ()  # whose experts others may want to drop
         self._queue = self._kernels = self._own_memory = self._peer_memory = None
+
+    def _give_back_own(self) -> None:
+        """At once, unless the parent may have it open."""
+        if self._own_memory is None:
+            return
+        is_held = True
+        with suppress(DaemonUnavailable):
+            is_held = self._words.read(PARENT_HOLDS_AT) != 0
+        if is_held:
+            self._keeper.keep(self._own_memory)
+        else:
+            self._own_memory.close()
 
     def _prepare(self) -> None:
         """Compile and record the step. Raises: DflashError."""
@@ -163,11 +175,7 @@ class MailServer:
         assert self._kernels is not None
         side = self._kernels.side
         step = _Step(self._device, self._kernels, lines)
-        layers = [
-            (index, self._layers[layer.layer_id])
-            for index, layer in enumerate(self._moe.layers)
-            if layer.layer_id in self._layers
-        ]
+        layers = self._layers
         side.set_epoch(0, is_trial=True)
         step.launch(layers)
         self._device.synchronize()
@@ -178,25 +186,30 @@ class MailServer:
 
     def _see_peer(self) -> None:
         """Have a step that goes through the devices' memory."""
+        self._leave_peer()
         if self._own_memory is None:
             return
-        if self._peer_memory is not None:  # that of a mailbox before
-            self._medium = 0
-            for medium in self._media[1:]:
-                medium.graph.close()
-            del self._media[1:]
-            self._peer_memory.close()
-            self._peer_memory = None
-            self._words.write(STATE_AT, MailState.READY)
         try:
             handle = self._segment.read_mail(REPLY_MEMORY_AT, HANDLE_BYTES)
-            self._peer_memory = self._device.import_memory(handle)
+            self._peer_memory = self._device.import_memory(handle, self._layout.replies_nbytes)
         except DeviceUnavailable as error:
             _LOG.info("our device does not see the parent's memory: %s", one_line(str(error)))
             return
         own, other = self._own_memory.device_address, self._peer_memory.device_address
         self._record(MailLines(self._layout, requests=own, replies=other))
         self._words.write(STATE_AT, MailState.SEES_PEER)
+
+    def _leave_peer(self) -> None:
+        """Close the parent's memory, and forget the step that goes through it."""
+        if self._peer_memory is None:
+            return
+        self._medium = 0
+        for medium in self._media[1:]:
+            medium.graph.close()
+        del self._media[1:]
+        self._peer_memory.close()
+        self._peer_memory = None
+        self._words.write(STATE_AT, MailState.READY)
 
     def _serve(self) -> None:
         bell = self._segment.mail_bell
@@ -217,7 +230,9 @@ class MailServer:
             if (asked.number - self._num_done) % _MODULUS > _MOST_STEPS:
                 raise ProtocolError("a mailbox was asked for more steps than can be under way")
             while self._num_done % _MODULUS != asked.number:
-                self._queue.replay(self._media[self._medium].graph)
+                # A parent that has given up may want its memory back.
+                if not self._words.read(PARENT_ABORT_AT):
+                    self._queue.replay(self._media[self._medium].graph)
                 self._num_done += 1
         else:
             self._queue.synchronize()  # which waits for the parent, and others must not
@@ -233,16 +248,11 @@ class MailServer:
         if asked.ask is Ask.PEERS:
             self._see_peer()
             return
+        if asked.ask is Ask.LEAVE:
+            self._leave_peer()
+            return
         if asked.ask is Ask.ECHO:
-            lines = self._media[self._medium].lines
-            args = MailProbeArgs(
-                requests=lines.requests,
-                replies=lines.replies,
-                num_requests=self._layout.request_lines,
-                num_replies=self._layout.reply_lines,
-                num_rounds=min(asked.argument, _MOST_ROUNDS),
-            )
-            self._kernels.probe(args, is_echo=True)
+            self._echo(asked.argument)
             return
         wanted = int(asked.ask is Ask.PEER_EPOCH)
         if wanted >= len(self._media):
@@ -250,6 +260,20 @@ class MailServer:
         self._medium = wanted
         self._words.write(DAEMON_ABORT_AT, 0)
         self._kernels.side.set_epoch(asked.argument)
+
+    def _echo(self, num_rounds: int) -> None:
+        """Answer a probe, and tell what was found."""
+        assert self._kernels is not None
+        device, lines = self._device, self._media[self._medium].lines
+        plan = ProbePlan(
+            num_rounds,
+            seed=self._words.read(PROBE_SEED_AT),
+            follows=self._words.read(PROBE_FOLLOWS_AT) != 0,
+            longest_pause_ns=self._words.read(PROBE_PAUSE_AT),
+        )
+        faults = new_faults(device)
+        self._kernels.probe(probe_args(device, lines, plan, faults=faults), is_echo=True)
+        self._segment.write_mail(PROBE_FAULTS_AT, device.download(faults).tobytes())
 
 
 class _Step:
@@ -262,7 +286,7 @@ class _Step:
         self._choices: dict[int, Choice] = {}
         self._rows: dict[int, Rows] = {}
 
-    def launch(self, layers: list[tuple[int, ResidentLayer]]) -> None:
+    def launch(self, layers: Sequence[tuple[int, ResidentLayer]]) -> None:
         """Shapes: layers by their place in the model."""
         self._kernels.begin()
         reply = address(self._kernels.side.state)

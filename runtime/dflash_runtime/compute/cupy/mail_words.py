@@ -40,8 +40,10 @@ class MailWords:
     """Used by one thread a side."""
 
     def __init__(self, segment: Segment) -> None:
+        """Raises: DaemonUnavailable if the memory is closed."""
         self._segment = segment
-        self._num_asked = 0
+        # A parent may begin anew with a daemon that has been asked before.
+        self._num_asked = self.read(DOORBELL_AT)
 
     def read(self, offset: int) -> int:
         """Raises: DaemonUnavailable if the memory is closed."""

@@ -17,6 +17,7 @@ class MailArgs(ctypes.Structure):
         ("state", ctypes.c_void_p),
         ("own_aborts", _Addresses),
         ("other_aborts", _Addresses),
+        ("failed", ctypes.c_void_p),
         ("limit", ctypes.c_uint64),
         ("num_peers", ctypes.c_int),
     )

@@ -73,12 +73,13 @@ class MailProbeArgs(ctypes.Structure):
         ("mail", MailArgs),
         ("requests", ctypes.c_void_p),
         ("replies", ctypes.c_void_p),
-        ("wrong", ctypes.c_void_p),
+        ("faults", ctypes.c_void_p),
         ("ticks", ctypes.c_void_p),
         ("num_requests", ctypes.c_int),
         ("num_replies", ctypes.c_int),
         ("num_rounds", ctypes.c_int),
         ("seed", ctypes.c_uint32),
+        ("follows", ctypes.c_int),
         ("longest_pause", ctypes.c_uint32),
     )
 
@@ -102,6 +103,8 @@ class MailSide:
     peers: Sequence[MailPeer]
     limit_ms: int
     """That a step may take."""
+    failed: int = 0
+    """Address of a word of the host, which says that a step has failed to nobody but us."""
     state: DeviceArray = field(init=False)
     """Shapes: [6] uint32: two of a clock, epoch, epoch of the first step that failed, the peer that
     is to blame for that plus one, nothing."""
@@ -115,6 +118,7 @@ class MailSide:
     def args(self) -> MailArgs:
         args = MailArgs(
             state=address(self.state),
+            failed=self.failed,
             limit=self.limit_ms * self.device.ticks_per_ms,
             num_peers=len(self.peers),
         )

@@ -16,12 +16,18 @@ daemon's, layer by layer, with no host in between.
     576      the same of the daemon's                                  daemon's host, once
     640      handle of the parent's memory for replies, 64 bytes       parent's host, once
     704      handle of the daemon's memory for requests, 64 bytes      daemon's host, once
+    768      whether the parent may have that memory open              parent's host
+    832      seed of a probe                                           parent's host
+    896      longest pause in it, nanoseconds                          parent's host
+    960      what was found in its requests, 44 bytes                  daemon's host
+    1024     whether it follows another                                parent's host
 
     then     of each layer, in the model's order:                      the devices
     4096     requests: lines of 16 bytes
     …        replies: lines of 16 bytes
 
-    a line   data, epoch, data, epoch                                  (u32 each)
+    a line   data, check, data, check                                  (u32 each)
+             a check is epoch ^ data * 0x9e3779b1
     request  [T, K] (local expert id, or a negative number; weight float32), then the rows as the
              experts of the layer read them: int8 and {scale, scale * sum}, or float32, or both,
              each in whole lines
@@ -34,10 +40,14 @@ less those of the first), and only the words above are here.
 Why this is right:
 
 * Either half of a line, 8 bytes and aligned, is stored and loaded as one. A reader that finds the
-  epoch which it waits for has the four bytes that were stored with it. Nothing is ordered among
-  lines or halves, and nothing needs to be: a reader waits for each.
+  check which belongs to the word beside it and to the step has what was sent. Nothing is ordered
+  among lines or halves, and nothing needs to be: a reader waits for each.
 * An epoch is a step's. It grows by one with every step, on each side by itself, and is never 0,
-  which new memory is. So no line of an earlier step can be taken for this one's.
+  which new memory is. So no line of an earlier step can be taken for this one's: with the same word
+  it has another check.
+* A half that was damaged, in either of its words, is not taken, for the factor is odd; nor is one
+  that came in two pieces, until it is whole. Where both words are damaged, one time in 2^32 it
+  would be. What is never right lets the step end at its limit, and it is computed anew.
 * A line is written again only when it has been read: the parent asks a layer again in the next
   step, which it begins when it has all answers of this one; and the daemon answered when it had
   read the request. So one place a layer and direction is enough, and nobody counts them.
@@ -48,6 +58,12 @@ Why this is right:
 * NVIDIA: volatile accesses are relaxed ones of system scope (PTX ISA, memory consistency model).
   AMD: atomic accesses of system scope to fine-grained memory, as hipHostRegister maps it. See
   ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
+* Memory of a device is given back when nobody else has it open. Who opens it closes it first: the
+  parent says so in 768, and asks for LEAVE, which is answered when the daemon has closed the
+  parent's. A side whose other side is lost keeps its memory for a while (`kept_memory`): kernels
+  that still run there find its abort word, and a host that comes back to life starts no step then.
+* Whether a step has failed the parent's host learns from memory that is its own alone: words that
+  others can write too decide when a wait ends, and nothing that is taken for right.
 * The other process may be broken and write anything. What is read is data: ids are checked against
   the layer's experts, weights and rows are numbers, and no length or address is ever read.
 """
@@ -67,6 +83,8 @@ PARENT_ABORT_AT, DAEMON_ABORT_AT = 320, 384
 LIMIT_MS_AT = 448
 PARENT_DEVICE_AT, DAEMON_DEVICE_AT = 512, 576
 REPLY_MEMORY_AT, REQUEST_MEMORY_AT = 640, 704
+PARENT_HOLDS_AT = 768
+PROBE_SEED_AT, PROBE_PAUSE_AT, PROBE_FAULTS_AT, PROBE_FOLLOWS_AT = 832, 896, 960, 1024
 LINES_AT = 4096
 
 LINE_BYTES = 16
@@ -97,10 +115,12 @@ class Ask(IntEnum):
     PEER_EPOCH = 2
     """The same; lines are in the memory of the device that reads them."""
     ECHO = 3
-    """Answer so many rounds of a probe."""
+    """Answer so many rounds of a probe; what was found is told before the next is answered."""
     PEERS = 4
     """Open the parent's memory, have a step made that goes through it, and say in the state whether
     that could be done."""
+    LEAVE = 5
+    """Close the parent's memory: it will be given back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_runtime.compute.backend import MailRoute, OtherExperts
+from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_moe import MailMoe
 from dflash_runtime.compute.cupy.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.cupy.mailbox_layout import mail_layout
@@ -36,7 +37,10 @@ class MailedSteps:
         resident: Mapping[int, ResidentLayer],
         *,
         elsewhere: OtherExperts,
+        keeper: MemoryKeeper,
     ) -> None:
+        """`keeper` takes memory that daemons who are lost may still have open."""
+        self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._elsewhere = elsewhere
         self._layout = mail_layout(moe)
@@ -81,7 +85,9 @@ class MailedSteps:
     def _opened(self, routes: tuple[MailRoute, ...]) -> MailMoe:
         """Raises: DaemonUnavailable."""
         self._epoch += _EPOCHS_OF_OPENING
-        mail = ParentMail(self._ops.device, self._layout, routes, epoch=self._epoch)
+        mail = ParentMail(
+            self._ops.device, self._layout, routes, epoch=self._epoch, keeper=self._keeper
+        )
         try:
             if mail.has_peers and self._uses_peers is not False:
                 mail.use_peers(True)

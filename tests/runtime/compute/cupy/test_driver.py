@@ -341,3 +341,34 @@ def test_streams_wait_for_events_of_each_other(fake: FakeDriver, vendor: Vendor)
         "wait_for_event 2 in 1 flags 0",
         "destroy_event 2",
     ]
+
+
+def test_memory_is_shown_to_other_processes(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    fake.take_notes()
+    address, handle = driver.export_memory(100)
+    assert handle == bytes([address]) * 64
+    driver.free(address)
+    assert fake.take_notes() == [
+        "allocate 100", f"export_memory {address}", "clear 100 on 0", "synchronize_stream 0",
+        f"free {address}",
+    ]  # fmt: skip
+    fake.fail("export_memory", 1)
+    with pytest.raises(DeviceUnavailable, match="the fake's error 1"):
+        driver.export_memory(100)
+    assert fake.take_notes()[-1].startswith("free ")
+
+
+def test_memory_that_is_shown_must_be_large_enough(fake: FakeDriver, vendor: Vendor) -> None:
+    driver = fake.open(vendor)
+    fake.set(Setting.SHOWN, 128)
+    fake.take_notes()
+    address = driver.import_memory(bytes([7]) * 64, 128)
+    assert fake.take_notes() == ["import_memory 07 flags 1", f"memory_range {address}"]
+    with pytest.raises(DeviceUnavailable, match="memory of 128 bytes is shown, not 129"):
+        driver.import_memory(bytes(64), 129)
+    assert fake.take_notes()[-1] == f"close_memory {address + 1}"
+    fake.fail("memory_range", 1)  # what cannot be asked is not used
+    with pytest.raises(DeviceUnavailable, match="the fake's error 1"):
+        driver.import_memory(bytes(64), 1)
+    assert fake.take_notes()[-1] == f"close_memory {address + 2}"

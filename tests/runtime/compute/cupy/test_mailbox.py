@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,19 +19,33 @@ from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
 from dflash_runtime.compute.cupy.decode_experts import Choice, Rows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.cupy.mailbox_kernels import (
-    MailKernels,
-    MailPeer,
-    MailProbeArgs,
-    MailSide,
+from dflash_runtime.compute.cupy.mail_probe import (
+    FAULT_BYTES,
+    ProbePlan,
+    new_faults,
+    probe_args,
+    read_faults,
 )
-from dflash_runtime.compute.cupy.mailbox_layout import LINE_BYTES, mail_layout, part_words
+from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
+from dflash_runtime.compute.cupy.mailbox_layout import (
+    LINE_BYTES,
+    MailLines,
+    mail_layout,
+    part_words,
+)
+from dflash_runtime.compute.mail_trial import FaultKind, Faults
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
 from support.random_models import write_qwen3moe
 
 EPOCH, ABORTED, BLAMED = 2, 3, 4
 """Words of MailSide.state."""
+
+_MOST_TRIES = 200
+"""Of what happens every other time."""
+CHECK_FACTOR = 0x9E3779B1
+"""Of mailbox_lines.cuh."""
+NONE = dict.fromkeys(FaultKind, 0)
 
 
 @dataclass
@@ -41,6 +56,7 @@ class Side:
     kernels: MailKernels
     own: DeviceArray
     other: DeviceArray
+    failed: DeviceArray
 
     @property
     def state(self) -> AnyArray:
@@ -50,8 +66,9 @@ class Side:
 def side_of(device: KernelDevice, *, limit_ms: int = 20_000) -> Side:
     own, other = device.zeros(2, np.uint32), device.zeros(2, np.uint32)
     peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(2)]
-    mail = MailSide(device, peers, limit_ms)
-    return Side(mail, MailKernels(mail), own, other)
+    failed = device.zeros(1, np.uint32)
+    mail = MailSide(device, peers, limit_ms, failed=address(failed))
+    return Side(mail, MailKernels(mail), own, other, failed)
 
 
 @pytest.fixture(scope="module", params=["F32", "Q8_0"])
@@ -134,8 +151,9 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
 
 def reply_lines(values: F64Array, epoch: int) -> AnyArray:
     """Shapes: values [H]; result [H, 4] uint32."""
-    lines = np.full((values.size, 4), epoch, np.uint32)
+    lines = np.empty((values.size, 4), np.uint32)
     lines[:, ::2] = values.view(np.uint32).reshape(-1, 2)
+    lines[:, 1::2] = epoch ^ lines[:, ::2] * np.uint32(CHECK_FACTOR)
     return lines
 
 
@@ -154,11 +172,15 @@ def test_replies_are_added_in_order_and_rounded_once(
     np.testing.assert_array_equal(device.download(residual), expected)
 
 
+@pytest.mark.parametrize("what", ["another step's", "a damaged word", "a damaged check"])
 def test_who_does_not_answer_ends_the_step_and_all_after_it(
-    device: EmulatedDevice, layer: MoeLayer
+    device: EmulatedDevice, layer: MoeLayer, what: str
 ) -> None:
     answered = device.upload(reply_lines(np.ones(layer.hidden_size), epoch=1))
-    late = device.upload(reply_lines(np.ones(layer.hidden_size), epoch=7))  # another step's
+    lines = reply_lines(np.ones(layer.hidden_size), epoch=7 if what == "another step's" else 1)
+    if what.startswith("a damaged"):
+        lines[5, 2 if what == "a damaged word" else 3] ^= 1 << 30
+    late = device.upload(lines)
     side = side_of(device, limit_ms=200)
     before = np.ones((1, layer.hidden_size), np.float32)
     residual = device.upload(before)
@@ -168,13 +190,19 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
     assert side.state[ABORTED] == 1
     assert side.state[BLAMED] == 2
     np.testing.assert_array_equal(device.download(side.own), [1, 1])
+    assert device.download(side.failed)[0] == 1
+    after = before.copy()
+    if what != "another step's":  # what was right of it has been added, to what nobody will use
+        after += 2
+        after[0, 5] = 1
+    np.testing.assert_array_equal(device.download(residual), after)
     side.kernels.begin()
     began_s = time.monotonic()
     side.kernels.add(layer, None, residual, replies=replies)
     device.synchronize()
     assert time.monotonic() - began_s < 0.15 or device.name.startswith("host")
     assert list(side.state[EPOCH : ABORTED + 1]) == [2, 1]
-    np.testing.assert_array_equal(device.download(residual), before)
+    np.testing.assert_array_equal(device.download(residual), after)
 
 
 def test_a_peer_that_has_given_up_is_not_waited_for(
@@ -190,40 +218,136 @@ def test_a_peer_that_has_given_up_is_not_waited_for(
     assert side.state[BLAMED] == 2
 
 
-def test_a_probe_finds_what_did_not_arrive_as_sent(device: EmulatedDevice, file: Path) -> None:
-    with GgufFile.open(file) as opened:
-        layout = mail_layout(adapter_for(opened).read_spec(opened).moe)
-    requests = device.zeros((layout.request_lines, 4), np.uint32)
-    replies = device.zeros((layout.reply_lines, 4), np.uint32)
-    wrong, ticks = device.zeros(1, np.uint32), device.zeros(1, np.int64)
+class ProbeRig:
+    """Both sides of a probe on one device, one after the other, in the same memory."""
 
-    def args() -> MailProbeArgs:
-        return MailProbeArgs(
-            requests=address(requests),
-            replies=address(replies),
-            wrong=address(wrong),
-            ticks=address(ticks),
-            num_requests=layout.request_lines,
-            num_replies=layout.reply_lines,
-            num_rounds=1,
-            seed=9,
-            longest_pause=1000,
-        )
+    def __init__(self, device: EmulatedDevice, file: Path) -> None:
+        with GgufFile.open(file) as opened:
+            layout = mail_layout(adapter_for(opened).read_spec(opened).moe)
+        self.device = device
+        self.requests = device.zeros((layout.request_lines, 4), np.uint32)
+        self.replies = device.zeros((layout.reply_lines, 4), np.uint32)
+        self.lines = MailLines(layout, address(self.requests), address(self.replies))
+        self.ticks = device.zeros(1, np.int64)
 
-    # Nobody answers in time; then the request is there, and is answered, and asked once more.
-    alone = side_of(device, limit_ms=20)
-    alone.kernels.probe(args(), is_echo=False)
-    assert device.download(wrong)[0]
-    device.write(wrong, np.zeros(1, np.uint32))
-    echo, ping = side_of(device), side_of(device)
-    echo.kernels.probe(args(), is_echo=True)
-    ping.kernels.probe(args(), is_echo=False)
-    assert device.download(wrong)[0] == 0
-    assert device.download(ticks)[0] > 0
-    assert echo.state[EPOCH] == ping.state[EPOCH] == 1
-    damaged = device.download(replies)
-    damaged[3, 2] ^= 1
-    device.write(replies, damaged)
-    last = side_of(device)
-    last.kernels.probe(args(), is_echo=False)
-    assert device.download(wrong)[0] == 1
+    def run(self, *, is_echo: bool, epoch: int, limit_ms: int = 20_000) -> Faults:
+        """One round that has this epoch; what its side found."""
+        device, side = self.device, side_of(self.device, limit_ms=limit_ms)
+        faults, plan = new_faults(device), ProbePlan(1, seed=9, follows=True, longest_pause_ns=1000)
+        side.mail.set_epoch(epoch - 1)
+        args = probe_args(device, self.lines, plan, faults=faults, ticks=self.ticks)
+        side.kernels.probe(args, is_echo=is_echo)
+        assert side.state[EPOCH] == epoch
+        return read_faults(device.download(faults).tobytes(), first_epoch=epoch)
+
+    def damage(self, lines: DeviceArray, line: int, *, column: int = 0, by: int = 1) -> None:
+        """Change a word (columns 0, 2) or an epoch (1, 3) of a line."""
+        damaged = self.device.download(lines)
+        damaged[line, column] += by
+        self.device.write(lines, damaged)
+
+
+@pytest.fixture
+def rig(device: EmulatedDevice, file: Path) -> ProbeRig:
+    return ProbeRig(device, file)
+
+
+def test_a_probe_finds_what_did_not_arrive_as_sent(rig: ProbeRig) -> None:
+    # What the ping asks is in its place when the echo looks, and the other way round.
+    unanswered = rig.run(is_echo=False, epoch=1, limit_ms=20)
+    num_lines = rig.lines.layout.reply_lines
+    assert unanswered.counts == {**NONE, FaultKind.MISSING: num_lines}
+    assert unanswered.first is not None
+    assert (unanswered.first.expected, unanswered.first.found) == (1, 0)
+    for epoch in (1, 2):
+        if epoch == 2:
+            rig.run(is_echo=False, epoch=2, limit_ms=20)
+        assert rig.run(is_echo=True, epoch=epoch).counts == NONE
+        assert rig.run(is_echo=False, epoch=epoch).counts == NONE
+        assert rig.device.download(rig.ticks)[0] > 0
+
+
+@pytest.mark.parametrize("is_echo", [False, True])
+def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
+    rig.run(is_echo=False, epoch=1, limit_ms=20)
+    rig.run(is_echo=True, epoch=1)
+    before = {name: rig.device.download(getattr(rig, name)) for name in ("requests", "replies")}
+    rig.run(is_echo=False, epoch=2, limit_ms=20)
+    rig.run(is_echo=True, epoch=2)
+    name = "requests" if is_echo else "replies"
+    lines, old = getattr(rig, name), before[name]
+    clean = rig.device.download(lines)
+    rig.damage(lines, 3, column=2)
+    rig.damage(lines, 5)
+    found = rig.run(is_echo=is_echo, epoch=2)
+    assert found.counts == {**NONE, FaultKind.WRONG: 2}
+    assert found.first is not None
+    word = (found.first.line, found.first.word)
+    assert word in ((3, 1), (5, 0))
+    expected = int(clean[word[0], 2 * word[1]])
+    assert (found.first.expected, found.first.found) == (expected, expected + 1)
+    rig.device.write(lines, clean)
+    rig.damage(lines, 6, column=3)  # of a word that is right
+    found = rig.run(is_echo=is_echo, epoch=2)
+    assert found.counts == {**NONE, FaultKind.WRONG: 1}
+    assert found.first is not None
+    assert (found.first.line, found.first.found - found.first.expected) == (6, 1)
+    # A word of the round before with the new check, and the other way round.
+    for column in (0, 1):
+        torn = clean.copy()
+        torn[4, column] = old[4, column]
+        rig.device.write(lines, torn)
+        assert rig.run(is_echo=is_echo, epoch=2).counts == {**NONE, FaultKind.TORN: 1}
+    # One half of a line is still of the round before: nobody takes it for this one.
+    late = clean.copy()
+    late[4, 2:] = old[4, 2:]
+    rig.device.write(lines, late)
+    missing = rig.run(is_echo=is_echo, epoch=2, limit_ms=20)
+    assert missing.counts == {**NONE, FaultKind.MISSING: 1}
+    assert missing.first is not None
+    assert (missing.first.line, missing.first.word) == (4, 1)
+    assert (missing.first.expected, missing.first.found) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.STALE, FaultKind.TORN])
+def test_lines_that_change_while_they_are_looked_at(rig: ProbeRig, kind: FaultKind) -> None:
+    """A line that is now this round's and now the last one's, or neither's."""
+    for epoch in (1, 2):
+        rig.run(is_echo=False, epoch=epoch, limit_ms=20)
+        rig.run(is_echo=True, epoch=epoch)
+        if epoch == 1:
+            other = rig.device.download(rig.replies)[4]
+    right = rig.device.download(rig.replies)[4]
+    if kind is FaultKind.TORN:
+        other = right ^ np.array([0, 0, 1, 0], np.uint32)
+    stop = threading.Event()
+
+    def toggle() -> None:
+        while not stop.is_set():
+            for line in (other, right):
+                rig.replies[4] = line
+                time.sleep(50e-6)
+
+    thread = threading.Thread(target=toggle, daemon=True)
+    thread.start()
+    try:
+        for _ in range(_MOST_TRIES):
+            found = dict(rig.run(is_echo=False, epoch=2).counts)
+            if kind is FaultKind.TORN:
+                found[FaultKind.WRONG] = 0  # when it was looked at again, or for too long
+            assert found == {**NONE, kind: found[kind]}
+            if found[kind]:
+                break
+        else:
+            pytest.fail("a line that changed was never noticed")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_the_other_process_tells_of_faults_may_be_anything() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        told = read_faults(rng.bytes(FAULT_BYTES), first_epoch=7)
+        assert told.total >= 0
+    assert read_faults(bytes(FAULT_BYTES), first_epoch=1).first is None

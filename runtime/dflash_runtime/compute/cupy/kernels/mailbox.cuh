@@ -1,8 +1,9 @@
 // A mailbox: what a parent's step asks of a daemon's device and what that answers, layer by layer, with
 // no host in between. `mailbox_layout.py` draws where everything lies, and says why it is right.
 //
-// A line is 16 bytes: {data, epoch, data, epoch}. Either half is stored as one, so that a reader which
-// finds the epoch that it waits for has the data that belongs to it: no flag, no fence, one crossing.
+// A line is 16 bytes: {data, check, data, check}. A check is of its word and the step's epoch, so that a
+// reader which finds the one that it waits for has the data that belongs to it: no flag, no fence, one
+// crossing, and what is damaged on its way is not taken.
 //
 // MOST_PEERS: mailboxes that a side has a part in at once.
 #pragma once
@@ -16,6 +17,7 @@ struct Mail {
     MailState *state;
     u32 *own_aborts[MOST_PEERS];           // in memory of the host: what we tell each peer
     const u32 *other_aborts[MOST_PEERS];   // and each peer tells us; not 0: it has given up
+    u32 *failed;                           // null, or in memory of our host alone: as state->aborted
     u64 limit;                             // ticks that a step may take
     int num_peers;
 
@@ -28,6 +30,7 @@ struct Mail {
     // Every later wait and post of this side and of its peers returns at once.
     INLINE void abort(u32 epoch) const {
         store_word(&state->aborted, epoch);
+        if (failed) store_word(failed, epoch);
         for (int peer = 0; peer < num_peers; peer++) store_word(own_aborts[peer], epoch);
     }
     // Whether nobody should wait any longer in this step, for that peer or any.
@@ -48,7 +51,7 @@ struct Mail {
         for (int look = 1;; look++) {
             const uint4 found = load_line(line);
             first = found.x, second = found.z;
-            if (found.y == epoch && found.w == epoch) return true;
+            if (is_of_epoch(found, epoch)) return true;
             if (look % LOOKS == 0 && is_over(peer, epoch, deadline, look % FAR_LOOKS == 0)) {
                 return false;
             }

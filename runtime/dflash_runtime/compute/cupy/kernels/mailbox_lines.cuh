@@ -13,8 +13,16 @@ struct MailState {
     u32 unused;
 };
 
+// What stands beside a word. The factor is odd, so that no other word has the same in that epoch, nor
+// the same word in another.
+constexpr u32 CHECK_FACTOR = 0x9e3779b1u;
+INLINE u32 check_of(u32 epoch, u32 word) { return epoch ^ word * CHECK_FACTOR; }
+
 INLINE void send_line(void *line, u32 epoch, u32 first, u32 second) {
-    store_line(line, make_uint4(first, epoch, second, epoch));
+    store_line(line, make_uint4(first, check_of(epoch, first), second, check_of(epoch, second)));
+}
+INLINE bool is_of_epoch(uint4 line, u32 epoch) {
+    return line.y == check_of(epoch, line.x) && line.w == check_of(epoch, line.z);
 }
 INLINE u8 *line_at(void *lines, i64 index) { return (u8 *)lines + LINE_BYTES * index; }
 INLINE const u8 *line_at(const void *lines, i64 index) {

@@ -4,17 +4,41 @@
 // Defines: IS_ECHO: which of the two; THREADS; MOST_PEERS.
 #include "mailbox.cuh"
 
+// What a side has found, in the memory of its device.
+enum FaultKind {
+    WRONG,    // a word or a check that nobody sent
+    TORN,     // a word beside the check of another: a half of a line came in two pieces
+    STALE,    // what had come is again what it was a round ago
+    MISSING,  // a line that has not come in time
+    FAULT_KINDS,
+};
+constexpr int ODD_LOOKS = 1 << 8;  // at a half that is of no round, before it is taken for damaged
+struct MailFaults {
+    u32 counts[FAULT_KINDS];  // words; of MISSING lines
+    u32 num_found;
+    u32 kind, epoch, line, word, expected, found;  // of the first; of MISSING epochs, and where the
+                                                   // word is right checks
+
+    INLINE void note(FaultKind fault, u32 in_epoch, u32 in_line, u32 which, u32 wanted, u32 is) {
+        atomic_add(counts + fault, 1);
+        if (atomic_add(&num_found, 1) != 0) return;
+        kind = fault, epoch = in_epoch, line = in_line, word = which, expected = wanted, found = is;
+    }
+};
+
 struct MailProbeArgs {
     Mail mail;
     void *requests;     // lines
     void *replies;      // lines
-    u32 *wrong;         // of mail_ping: lines that had other words than they should
+    MailFaults *faults;
     u64 *ticks;         // of mail_ping: null, or [num_rounds]: what each took
     int num_requests;   // lines
     int num_replies;
     int num_rounds;
     u32 seed;
-    u32 longest_pause;  // ticks; before a side posts it waits for some time up to that
+    int follows;        // what is in the lines is of the epoch before, or they are new
+    u32 longest_pause;  // ticks; before a side posts it waits for some time up to that, and whatever
+                        // has come is looked at twice
 };
 
 // As murmur3 mixes 32 bits.
@@ -23,32 +47,108 @@ INLINE u32 mixed(u32 x) {
     x = (x ^ x >> 13) * 0xc2b2ae35u;
     return x ^ x >> 16;
 }
-INLINE u32 word_of(u32 seed, u32 round, u32 line, u32 which) {
-    return mixed(mixed(seed + 0x9e3779b9u * round) + 2 * line + which);
+INLINE u32 word_of(u32 seed, u32 epoch, u32 line, u32 which) {
+    return mixed(mixed(seed + 0x9e3779b9u * epoch) + 2 * line + which);
 }
-INLINE void pause_before(u32 seed, u32 round, u32 longest) {
+INLINE void pause_before(u32 seed, u32 epoch, u32 longest) {
     if (!longest) return;
-    const u64 until = clock_ticks() + word_of(seed, round, 0x7fffffff, 0) % longest;
+    const u64 until = clock_ticks() + word_of(seed, epoch, 0x7fffffff, 0) % longest;
     while (clock_ticks() < until) spin_pause();
 }
 
-// What a side sends in a round, of which each thread has some lines.
-INLINE void send_all(void *lines, int num_lines, u32 epoch, u32 seed, u32 round) {
-    for (int i = thread_index(); i < num_lines; i += THREADS) {
-        send_line(line_at(lines, i), epoch, word_of(seed, round, i, 0), word_of(seed, round, i, 1));
+// One direction of a probe: each thread has some of its lines.
+struct ProbeLines {
+    void *lines;
+    int num_lines;
+    u32 seed;
+
+    INLINE void send(u32 epoch) const {
+        for (int i = thread_index(); i < num_lines; i += THREADS) {
+            send_line(line_at(lines, i), epoch, word_of(seed, epoch, i, 0), word_of(seed, epoch, i, 1));
+        }
     }
-}
-// False: given up. Adds what is wrong.
-INLINE bool receive_all(const Mail &mail, const void *lines, int num_lines, u32 epoch, u32 seed,
-                        u32 round, u32 &wrong) {
-    const u64 deadline = clock_ticks() + mail.limit;
-    for (int i = thread_index(); i < num_lines; i += THREADS) {
-        u32 first, second;
-        if (!mail.receive(line_at(lines, i), 0, epoch, deadline, first, second)) return false;
-        wrong += first != word_of(seed, round, i, 0) || second != word_of(seed, round, i, 1);
+    // False: given up. `is_right`: every word is what it should be, and was never anything but that
+    // or, if the round `follows` another, what it was then; new memory is as good.
+    INLINE bool receive(const Mail &mail, u32 epoch, bool follows, MailFaults *faults,
+                        bool &is_right) const {
+        const u64 deadline = clock_ticks() + mail.limit;
+        is_right = true;
+        for (int i = thread_index(); i < num_lines; i += THREADS) {
+            int odd[2] = {0, 0};  // looks, and the words that were there
+            u32 odd_words[2] = {0, 0};
+            for (int look = 1;; look++) {
+                const uint4 line = load_line(line_at(lines, i));
+                const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
+                int num_there = 0;
+                for (u32 which = 0; which < 2; which++) {
+                    const bool is_new = checks[which] == check_of(epoch, words[which]);
+                    const bool is_old = checks[which] == check_of(epoch - 1, words[which]);
+                    const bool is_unused = !(words[which] | checks[which]);
+                    if (follows && !is_new && !is_old && !is_unused) {
+                        odd[which]++, odd_words[which] = words[which];
+                    }
+                    num_there += is_new || odd[which] > ODD_LOOKS;
+                }
+                if (num_there == 2) {
+                    for (u32 which = 0; which < 2; which++) {
+                        const u32 word = words[which], check = checks[which];
+                        if (is_fine(i, which, word, check, epoch, faults)) {
+                            if (!odd[which]) continue;
+                            faults->note(TORN, epoch, i, which, word, odd_words[which]);
+                        }
+                        is_right = false;
+                    }
+                    break;
+                }
+                if (look % LOOKS == 0 && mail.is_over(0, epoch, deadline, look % FAR_LOOKS == 0)) {
+                    note_missing(i, epoch, faults);
+                    return false;
+                }
+                spin_pause();
+            }
+        }
+        return true;
     }
-    return true;
-}
+    INLINE bool is_fine(int line, u32 which, u32 word, u32 check, u32 epoch,
+                        MailFaults *faults) const {
+        const u32 expected = word_of(seed, epoch, line, which);
+        const u32 expected_check = check_of(epoch, expected);
+        if (word == expected && check == expected_check) return true;
+        const u32 old = word_of(seed, epoch - 1, line, which);
+        const bool is_of_both = word == expected ? check == check_of(epoch - 1, old)
+                                                 : word == old && check == expected_check;
+        const FaultKind fault = is_of_both ? TORN : WRONG;
+        if (word != expected) {
+            faults->note(fault, epoch, line, which, expected, word);
+        } else {
+            faults->note(fault, epoch, line, which, expected_check, check);
+        }
+        return false;
+    }
+    // What was right must still be so: nobody writes it again before he is answered.
+    INLINE void look_again(u32 epoch, MailFaults *faults) const {
+        for (int i = thread_index(); i < num_lines; i += THREADS) {
+            const uint4 line = load_line(line_at(lines, i));
+            const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
+            for (u32 which = 0; which < 2; which++) {
+                const u32 expected = word_of(seed, epoch, i, which), found = words[which];
+                if (found == expected && checks[which] == check_of(epoch, found)) continue;
+                const bool is_old = checks[which] == check_of(epoch - 1, found);
+                faults->note(is_old ? STALE : WRONG, epoch, i, which, expected, found);
+            }
+        }
+    }
+    // The first of ours that has not come, and all others that have not come either.
+    INLINE void note_missing(int first, u32 epoch, MailFaults *faults) const {
+        for (int i = first; i < num_lines; i += THREADS) {
+            const uint4 line = load_line(line_at(lines, i));
+            if (i > first && is_of_epoch(line, epoch)) continue;
+            const bool is_first = line.y != check_of(epoch, line.x);
+            const u32 found = is_first ? check_of(line.y, line.x) : check_of(line.w, line.z);
+            faults->note(MISSING, epoch, i, is_first ? 0 : 1, epoch, found);
+        }
+    }
+};
 
 #if !IS_ECHO
 
@@ -56,20 +156,23 @@ KERNEL(mail_ping, MailProbeArgs, THREADS, 1) {
     let_next_begin();
     wait_for_previous();
     const u32 first_epoch = a.mail.epoch() + 1;
-    u32 wrong = 0;
-    bool goes_on = true;
+    const ProbeLines requests = {a.requests, a.num_requests, a.seed};
+    const ProbeLines replies = {a.replies, a.num_replies, ~a.seed};
+    bool goes_on = true, is_right = true;
     for (int round = 0; round < a.num_rounds; round++) {
         const u32 epoch = first_epoch + round;
-        if (goes_on) pause_before(a.seed, round, a.longest_pause);
+        if (goes_on) pause_before(a.seed, epoch, a.longest_pause);
         const u64 began = clock_ticks();
         if (goes_on) {
-            send_all(a.requests, a.num_requests, epoch, a.seed, round);
-            goes_on = receive_all(a.mail, a.replies, a.num_replies, epoch, ~a.seed, round, wrong);
+            requests.send(epoch);
+            goes_on = replies.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
         }
         block_barrier();
         if (thread_index() == 0 && a.ticks) a.ticks[round] = clock_ticks() - began;
+        if (!a.longest_pause) continue;
+        if (goes_on && is_right) replies.look_again(epoch, a.faults);
+        block_barrier();  // nothing is asked before all have looked
     }
-    if (wrong || !goes_on) atomic_add(a.wrong, wrong + !goes_on);
     block_barrier();
     if (thread_index() == 0) a.mail.state->epoch = first_epoch + a.num_rounds - 1;
 }
@@ -80,19 +183,19 @@ KERNEL(mail_echo, MailProbeArgs, THREADS, 1) {
     let_next_begin();
     wait_for_previous();
     const u32 first_epoch = a.mail.epoch() + 1;
-    u32 wrong = 0;
-    bool goes_on = true;
+    const ProbeLines requests = {a.requests, a.num_requests, a.seed};
+    const ProbeLines replies = {a.replies, a.num_replies, ~a.seed};
+    bool goes_on = true, is_right = true;
     for (int round = 0; round < a.num_rounds; round++) {
         const u32 epoch = first_epoch + round;
-        if (goes_on) {
-            goes_on = receive_all(a.mail, a.requests, a.num_requests, epoch, a.seed, round, wrong);
-        }
+        if (goes_on) goes_on = requests.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
         block_barrier();  // an answer says that all has arrived
-        if (goes_on) {
-            pause_before(~a.seed, round, a.longest_pause);
-            // What is wrong here is told by an answer that is.
-            send_all(a.replies, a.num_replies, epoch, ~a.seed + (wrong != 0), round);
+        if (a.longest_pause) {
+            if (goes_on && is_right) requests.look_again(epoch, a.faults);
+            if (goes_on) pause_before(~a.seed, epoch, a.longest_pause);
+            block_barrier();  // and that all have looked
         }
+        if (goes_on) replies.send(epoch);
     }
     block_barrier();
     if (thread_index() == 0) a.mail.state->epoch = first_epoch + a.num_rounds - 1;

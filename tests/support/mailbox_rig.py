@@ -1,0 +1,107 @@
+"""Engines and daemons on emulated GPUs that ask each other through mailboxes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dflash_protocol.ring_segment import Segment
+from dflash_protocol.settings import Settings, load_settings
+from dflash_runtime import Engine
+from dflash_runtime.compute.cupy import recorded_step
+from dflash_runtime.compute.cupy.parent_mail import ParentMail
+from support.emulated_device.peer_memory import EmulatedPeerMemory
+from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.processes import START_S
+
+PROMPT = [int(i) for i in np.random.default_rng(2).integers(0, TINY.vocab_size, 12)]
+NUM_TOKENS = 9
+TRIED_STEPS = 2
+"""In each medium."""
+
+
+class Rings:
+    """Counts steps that were asked for through mailboxes; `then` is called after each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.segment: Segment | None = None
+        """With the mailbox that was rung last."""
+        self.then: Callable[[], None] = lambda: None
+        ring = ParentMail.ring
+
+        def counted(mail: ParentMail) -> None:
+            self.count += 1
+            self.segment = mail.routes[0].segment
+            ring(mail)
+            self.then()
+
+        monkeypatch.setattr(ParentMail, "ring", counted)
+
+    def at(self, count: int, action: Callable[[], None]) -> None:
+        """Do something once so many steps more were asked for, before the parent's has begun."""
+        wanted = self.count + count
+
+        def act() -> None:
+            if self.count == wanted:
+                action()
+
+        self.then = act
+
+
+def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
+    monkeypatch.setattr(recorded_step, "_TRIED_STEPS", TRIED_STEPS)
+    monkeypatch.setattr(recorded_step, "_TRIED_TIMES", 1)
+    monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
+    return install_emulated_gpus(monkeypatch)
+
+
+def patient_settings(*, step_limit_ms: int = 20_000) -> Settings:
+    """Emulated kernels take their time."""
+    return replace(load_settings(), step_limit_ms=step_limit_ms, deadline_ms=20_000)
+
+
+def opened(model: Path, **options: Any) -> Engine:
+    """An engine on the first GPU."""
+    return Engine.open(model, device="cuda:0", context=32, **options)
+
+
+def tokens(engine: Engine) -> list[int]:
+    """The likeliest ones after the prompt."""
+    return [t.token_id for t in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True)]
+
+
+def check_text(engine: Engine, found: list[int]) -> None:
+    """What the CPU computes in place of a daemon has other bits, so that tokens are compared by
+    their logits: each is the likeliest after those before it, or as likely as that."""
+    assert len(found) == NUM_TOKENS
+    logits = engine.logits([*PROMPT, *found])[len(PROMPT) - 1 : -1]
+    chosen = logits[np.arange(NUM_TOKENS), found]
+    assert (logits.max(axis=1) - chosen < 0.05 * np.abs(logits).max()).all()
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process has said that was told to end."""
+    process.terminate()
+    process.wait(START_S)
+    assert process.stderr is not None
+    return process.stderr.read()
+
+
+def shared_things(process: psutil.Process) -> dict[str, int]:
+    """How many descriptors a process has, and how much memory it has mapped that others see."""
+    maps = process.memory_maps(grouped=False)
+    shared = [each for each in maps if "ring-" in each.path or "dflash-peer" in each.path]
+    return {
+        "descriptors": process.num_fds(),
+        "mappings": len(shared),
+        "threads": process.num_threads(),
+    }
