@@ -9,16 +9,11 @@ shows barriers that are missing.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import secrets
-import shutil
-import subprocess
-import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -27,10 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
+from dflash_protocol.errors import DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_protocol.settings import cache_directory_in_use
-from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.capabilities import Capabilities, host_capabilities
 from dflash_runtime.compute.cupy.device import (
     DeviceArray,
@@ -39,35 +32,16 @@ from dflash_runtime.compute.cupy.device import (
     address,
     check_args,
 )
-from dflash_runtime.compute.cupy.kernel_sources import (
-    KERNELS_FOLDER,
-    Defines,
-    define_options,
-    digest_of,
-    kernel_source,
-)
+from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
+from support.emulated_device.kernel_library import kernel_library
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
 
-_FOLDER = Path(__file__).parent
 _GUARD_BYTES = 256
 _MAX_THREADS = 1024
 _STACK_BYTES = 256 * 1024
 """As in scheduler.h."""
 _POISON = 0xFF
-_FLAGS = (
-    # Kernels are compiled for one shape each and run on little: this takes a tenth more than not to
-    # optimise at all, and runs in a quarter; more of it takes longer than it saves.
-    *("-std=c++17", "-Og", "-fPIC", "-shared", "-DDFLASH_HOST"),
-    *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions", "-fno-rtti"),
-    *("-fno-asynchronous-unwind-tables", "-nostdlib"),
-    # As devices' compilers have it: ints wrap around, bytes may be read as anything.
-    *("-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off"),
-    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
-    *("-fno-sanitize-recover=all", "-fno-sanitize=vptr"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"),
-    "-Wframe-larger-than=65536",
-)
 
 
 class _Range(ctypes.Structure):
@@ -310,7 +284,7 @@ class EmulatedDevice:
         options = define_options({"LANES": self.lanes, **defines})
         key = str(file), options
         if key not in self._modules:
-            self._modules[key] = EmulatedModule(_library(str(file), options))
+            self._modules[key] = EmulatedModule(kernel_library(str(file), options))
         return self._modules[key]
 
     def launch(
@@ -490,54 +464,3 @@ def _as_ranges(places: list[tuple[int, int]], guarded: set[int]) -> ctypes.Array
 @cache
 def _lock_of(library_name: str) -> threading.Lock:
     return threading.Lock()
-
-
-@cache
-def _library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Compiled, or found on disk; loaded once a process."""
-    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-    if compiler is None:
-        raise KernelCompileError("the emulated device needs g++, c++ or clang++")
-    source = kernel_source(file, (_FOLDER,))
-    version = _compiler_version(compiler)
-    key = digest_of((source.digest, *_FLAGS, *options, version))
-    binaries = BinaryCache()
-    with (
-        tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder,
-        _compiled_by_one(key),
-    ):
-        content = binaries.get(key)
-        library = Path(folder) / "kernel.so"
-        if content is not None:
-            library.write_bytes(content)
-        else:
-            path = KERNELS_FOLDER / file
-            includes = ("-I", str(KERNELS_FOLDER), "-I", str(_FOLDER))
-            command = (
-                *(compiler, *_FLAGS, *options, *includes),
-                *("-x", "c++", str(path), "-o", str(library), "-lm", "-lc"),
-            )
-            result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            if result.returncode:
-                raise KernelCompileError(f"{file} {' '.join(options)}\n{result.stderr[:8000]}")
-            binaries.put(key, library.read_bytes())
-        return ctypes.CDLL(str(library))
-
-
-@contextmanager
-def _compiled_by_one(key: bytes) -> Iterator[None]:
-    """Whoever else wants the same module meanwhile waits, and finds it on disk.
-
-    Whoever holds the lock gives up its compiler after a while, and a lock ends with its process.
-    """
-    folder = cache_directory_in_use() / "emulated-locks"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / key[:1].hex()).open("w") as file:  # few files, so that none has to be removed
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@cache
-def _compiler_version(compiler: str) -> str:
-    result = subprocess.run((compiler, "--version"), capture_output=True, text=True, timeout=60)
-    return result.stdout
