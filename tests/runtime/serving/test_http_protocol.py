@@ -121,14 +121,18 @@ async def test_who_does_not_read_is_cut_off(app: App) -> None:
                     await asyncio.sleep(0.02)
 
 
-async def test_who_reads_slowly_but_does_is_not(app: App) -> None:
+async def test_who_reads_slowly_but_does_is_not(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_s = 1.5  # longer than a busy machine keeps either side waiting
+    monkeypatch.setattr(http_protocol, "STALL_S", limit_s)
     app.num_bytes = 32 << 20
+    clock = asyncio.get_running_loop().time
     async with serving(app) as port, connected(port) as (reader, writer):
         writer.write(REQUEST)
-        num_read = 0
+        num_read, slow_until_s = 0, clock() + 1.5 * limit_s
         while num_read < app.num_bytes:
-            part = await asyncio.wait_for(reader.read(8 << 20), 10)
+            part = await asyncio.wait_for(reader.read(1 << 16), 10)
             assert part, num_read
             num_read += len(part)
-            if num_read < app.num_bytes // 4:
+            if clock() < slow_until_s:
                 await asyncio.sleep(0.02)
+        assert clock() > slow_until_s
