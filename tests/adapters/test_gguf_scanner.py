@@ -276,8 +276,8 @@ def peak():
     # Not getrusage, whose peak begins with that of the process that started this one.
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
 before, best, outcome = peak(), 1e9, ""
-until = time.process_time() + 0.3
-for _ in range(10):
+limit_s, until = float(sys.argv[2]), time.process_time() + 4.0
+while best > limit_s and time.process_time() < until:
     start = time.process_time()
     try:
         file = GgufFile.open(sys.argv[1])
@@ -286,18 +286,19 @@ for _ in range(10):
     except ModelFileError as error:
         outcome = error.reason
     best = min(best, time.process_time() - start)
-    if time.process_time() > until:
-        break
 assert "gguf" not in sys.modules and "tokenizers" not in sys.modules
 print(best, peak() - before, outcome)
 """
 
 
-def measure(path: Path) -> tuple[float, int, str]:
-    """Fewest CPU seconds of opening a file in a new process, peak bytes added, and what came."""
+def measure(path: Path, limit_s: float) -> tuple[float, int, str]:
+    """Fewest CPU seconds of opening a file in a new process, peak bytes added, and what came.
+
+    It is opened again while that takes longer than `limit_s`, as others may hold up this machine.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(path)],
+        [sys.executable, "-c", _MEASURE, str(path), str(limit_s)],
         env=environment,
         capture_output=True,
         text=True,
@@ -310,7 +311,7 @@ def measure(path: Path) -> tuple[float, int, str]:
 
 def test_opening_a_30b_model_takes_half_a_second_and_little_memory(tmp_path: Path) -> None:
     path = write_sparse_30b(tmp_path / "30b.gguf")
-    seconds, peak_bytes, outcome = measure(path)
+    seconds, peak_bytes, outcome = measure(path, 0.5)
     assert outcome == "opened"
     assert seconds <= 0.5
     assert peak_bytes <= 64 << 20
@@ -385,9 +386,11 @@ HOSTILE: dict[str, tuple[Callable[[], GgufBuilder], int | None, int, str]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_done_with_in_bounded_time_and_memory(tmp_path: Path, case: str) -> None:
     make, size_bytes, num_strings, expected = HOSTILE[case]
-    seconds, peak_bytes, outcome = measure(make().write(tmp_path / "m.gguf", size_bytes=size_bytes))
+    limit_s = 0.050 + 1e-6 * num_strings
+    path = make().write(tmp_path / "m.gguf", size_bytes=size_bytes)
+    seconds, peak_bytes, outcome = measure(path, limit_s)
     assert expected in outcome
-    assert seconds <= 0.050 + 1e-6 * num_strings
+    assert seconds <= limit_s
     assert peak_bytes <= 64 << 20
 
 

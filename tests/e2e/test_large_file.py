@@ -30,14 +30,16 @@ if sys.argv[2] == "daemon":
     backend = ReferenceBackend()
 
 before_kib = peak_kib()
-started_s = time.process_time()
-if sys.argv[2] == "daemon":
-    host = ExpertHost(Path(sys.argv[1]), backend)
-else:
-    with GgufFile.open(sys.argv[1]) as file:
-        adapter_for(file).read_spec(file)
-        file.identity()
-elapsed_s = time.process_time() - started_s
+elapsed_s = 1e9
+for _ in range(3):  # others may hold up this machine
+    started_s = time.process_time()
+    if sys.argv[2] == "daemon":
+        host = ExpertHost(Path(sys.argv[1]), backend)
+    else:
+        with GgufFile.open(sys.argv[1]) as file:
+            adapter_for(file).read_spec(file)
+            file.identity()
+    elapsed_s = min(elapsed_s, time.process_time() - started_s)
 print(json.dumps([elapsed_s, (peak_kib() - before_kib) / 1024]))
 """
 

@@ -48,12 +48,16 @@ def app(monkeypatch: pytest.MonkeyPatch) -> App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App) -> AsyncIterator[int]:
+async def serving(app: App, keep_alive_s: int = 1) -> AsyncIterator[int]:
     """The port."""
     listener = listening_socket("127.0.0.1", 0, has_keys=False)
     server = uvicorn.Server(
         uvicorn.Config(
-            app, http=BoundedProtocol, lifespan="off", log_config=None, timeout_keep_alive=1
+            app,
+            http=BoundedProtocol,
+            lifespan="off",
+            log_config=None,
+            timeout_keep_alive=keep_alive_s,
         )
     )
     with listener:
@@ -96,11 +100,11 @@ async def test_a_head_that_does_not_come_is_not_waited_for(app: App, start: byte
 
 
 async def test_nor_is_that_of_the_next_request(app: App) -> None:
-    async with serving(app) as port, connected(port) as (reader, writer):
+    async with serving(app, keep_alive_s=8) as port, connected(port) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"0\r\n\r\n")
         writer.write(b"GET / HT")
-        assert HEAD_S / 2 < await seconds_until_cut(reader) < 0.9  # not by the idle timer
+        assert HEAD_S / 2 < await seconds_until_cut(reader) < 6  # not by the idle timer
 
 
 async def test_an_answer_that_takes_long_is_not_cut(app: App) -> None:

@@ -83,10 +83,14 @@ def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch: pytest.MonkeyP
 def test_idle_threads_use_no_core() -> None:
     workers = Workers(4)
     Region(10).run(workers.address)
+
+    def cpu_s() -> float:
+        begin_s = time.process_time()
+        time.sleep(0.3)
+        return time.process_time() - begin_s
+
     time.sleep(0.1)
-    begin_s = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - begin_s < 0.03
+    assert min(cpu_s() for _ in range(3)) < 0.03
     workers.close()
 
 
