@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from demo.config import LagunaConfig, ModelConfig, Qwen35MoeConfig
 from demo.model import (
+    Attention,
     Block,
     Experts,
     Model,
@@ -38,25 +39,17 @@ def heads_of(x: Tensor, count: int) -> Tensor:
     return x.unflatten(-1, (count, -1))
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(Attention):
     """qwen35moe's: each query head's values are followed by those of its gate, a sigmoid."""
 
     def __init__(self, config: Qwen35MoeConfig) -> None:
-        super().__init__()
-        self.config = config
-        d, width = config.embedding_length, config.key_length
-        self.q = nn.Parameter(torch.empty(2 * config.head_count * width, d))
-        self.k = nn.Parameter(torch.empty(config.head_count_kv * width, d))
-        self.v = nn.Parameter(torch.empty(config.head_count_kv * width, d))
-        self.output = nn.Parameter(torch.empty(d, config.head_count * width))
-        self.q_norm = nn.Parameter(torch.ones(width))
-        self.k_norm = nn.Parameter(torch.ones(width))
+        super().__init__(config, has_gates=True)
 
     def forward(self, x: Tensor, rounding: Rounding) -> Tensor:
         """x (batch, positions, d) to the same shape."""
         c, eps = self.config, self.config.layer_norm_rms_epsilon
         x = fake_quantise_activations(x, rounding.activation_levels)
-        q, gate = heads_of(F.linear(x, self.q), c.head_count).chunk(2, dim=-1)
+        q, gate = heads_of(F.linear(x, self.q), self.head_count).chunk(2, dim=-1)
         k, v = (heads_of(F.linear(x, w), c.head_count_kv) for w in (self.k, self.v))
         q, k = (
             rotate_part(
@@ -206,22 +199,13 @@ class Qwen35Moe(Model):
         return Block(c, mixer, GatedSharedExperts(c))
 
 
-class LagunaAttention(nn.Module):
+class LagunaAttention(Attention):
     """Over everything or a window; each head's result times the softplus of its gate."""
 
     def __init__(self, config: LagunaConfig, layer: int) -> None:
-        super().__init__()
-        self.config = config
-        self.num_heads = config.heads_of(layer)
+        super().__init__(config, head_count=config.heads_of(layer))
         self.is_windowed = config.is_windowed(layer)
-        d, width = config.embedding_length, config.key_length
-        self.q = nn.Parameter(torch.empty(self.num_heads * width, d))
-        self.k = nn.Parameter(torch.empty(config.head_count_kv * width, d))
-        self.v = nn.Parameter(torch.empty(config.head_count_kv * width, d))
-        self.gate = nn.Parameter(torch.empty(self.num_heads, d))
-        self.output = nn.Parameter(torch.empty(d, self.num_heads * width))
-        self.q_norm = nn.Parameter(torch.ones(width))
-        self.k_norm = nn.Parameter(torch.ones(width))
+        self.gate = nn.Parameter(torch.empty(self.head_count, config.embedding_length))
 
     def forward(self, x: Tensor, rounding: Rounding) -> Tensor:
         """x (batch, positions, d) to the same shape."""
@@ -233,7 +217,7 @@ class LagunaAttention(nn.Module):
             places = torch.arange(x.shape[1], device=x.device)
             apart = places[:, None] - places
             seen = (apart >= 0) & (apart < c.sliding_window)
-        q = rms_norm(heads_of(F.linear(x, self.q), self.num_heads), self.q_norm, eps)
+        q = rms_norm(heads_of(F.linear(x, self.q), self.head_count), self.q_norm, eps)
         k = rms_norm(heads_of(F.linear(x, self.k), c.head_count_kv), self.k_norm, eps)
         v = heads_of(F.linear(x, self.v), c.head_count_kv).transpose(1, 2)
         q, k = (rotate_part(each.transpose(1, 2), width, base) for each in (q, k))

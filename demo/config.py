@@ -31,16 +31,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class Qwen35MoeConfig(ModelConfig):
-    """Gated DeltaNet in three layers of four, gated attention in the others; small, for tests."""
-
-    architecture: ClassVar[str] = "qwen35moe"
+class SmallConfig(ModelConfig):
+    """What the models for tests have in common."""
 
     embedding_length: int = 128
     key_length: int = 32
     expert_count: int = 16
     expert_used_count: int = 2
     expert_shared_feed_forward_length: int = 32
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig(SmallConfig):
+    """Gated DeltaNet in three layers of four, gated attention in the others."""
+
+    architecture: ClassVar[str] = "qwen35moe"
+
     rope_dimension_count: int = 16
     rope_freq_base: float = 1e6
     full_attention_interval: int = 4
@@ -57,18 +63,12 @@ class Qwen35MoeConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class LagunaConfig(ModelConfig):
-    """Windows in three layers of four, with more heads there; one dense layer; small, for tests."""
+class LagunaConfig(SmallConfig):
+    """Windows in three layers of four, with more heads there; one dense layer."""
 
     architecture: ClassVar[str] = "laguna"
 
-    embedding_length: int = 128
-    head_count: int = 4
     head_count_in_window: int = 6
-    key_length: int = 32
-    expert_count: int = 16
-    expert_used_count: int = 2
-    expert_shared_feed_forward_length: int = 32
     expert_weights_scale: float = 2.5
     leading_dense_block_count: int = 1
     feed_forward_length: int = 256

@@ -93,14 +93,18 @@ EXACT = Rounding()
 class Attention(nn.Module):
     """Causal grouped-query attention with per-head q and k norms."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, *, head_count: int | None = None, has_gates: bool = False
+    ) -> None:
+        """Other architectures may have another number of query heads, or gates beside queries."""
         super().__init__()
         self.config = config
+        self.head_count = head_count or config.head_count
         d, width = config.embedding_length, config.key_length
-        self.q = nn.Parameter(torch.empty(config.head_count * width, d))
+        self.q = nn.Parameter(torch.empty((1 + has_gates) * self.head_count * width, d))
         self.k = nn.Parameter(torch.empty(config.head_count_kv * width, d))
         self.v = nn.Parameter(torch.empty(config.head_count_kv * width, d))
-        self.output = nn.Parameter(torch.empty(d, config.head_count * width))
+        self.output = nn.Parameter(torch.empty(d, self.head_count * width))
         self.q_norm = nn.Parameter(torch.ones(width))
         self.k_norm = nn.Parameter(torch.ones(width))
 

@@ -20,8 +20,7 @@ from dflash_runtime.compute.cupy.attention import (
 from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.cupy.attention_tree import TreeAttention
 from dflash_runtime.compute.cupy.branch import Branch
-from dflash_runtime.compute.cupy.buffers import Buffers, array_of
-from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
+from dflash_runtime.compute.cupy.buffers import Buffers
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.values import Heads, Rows, StepPositions
@@ -52,7 +51,6 @@ class AttentionLauncher:
         out: Rows,
     ) -> None:
         """1 to 8 tokens. Shapes: sinks [heads]; out [T, heads * D], with sides if wanted."""
-        sides = out.sides
         layer = cache.layers[cache_layer]
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
         plan = DecodePlan(shape, out.num_tokens, positions.bucket)
@@ -65,11 +63,7 @@ class AttentionLauncher:
             positions=positions.array,
             scratch=scratch.array,
             sinks=sinks,
-            out=StepRows(
-                values=out.array,
-                quants=None if sides is None else array_of(sides.quants),
-                meta=None if sides is None else array_of(sides.meta),
-            ),
+            out=out.to_fill,
         )
 
     def chunk(
@@ -96,11 +90,13 @@ class AttentionLauncher:
         scratch = self._device.empty(max(map(prefill.scratch_bytes, sizes)), np.uint8)
         q, k, v = heads
         for part, size in zip(parts, sizes, strict=True):
-            some = (
-                replace(q, rows=q.rows[part]),
-                replace(k, rows=k.rows[part]),
-                replace(v, rows=v.rows[part]),
-            )
+            some = heads
+            if len(sizes) > 1:
+                some = (
+                    replace(q, rows=q.rows[part]),
+                    replace(k, rows=k.rows[part]),
+                    replace(v, rows=v.rows[part]),
+                )
             prefill.launch(
                 self._new_rows(some, cache, scale),
                 cache.layers[cache_layer],
@@ -126,7 +122,7 @@ class AttentionLauncher:
 
         Shapes: sinks [heads]; out [W, heads * D], with sides if they are wanted.
         """
-        sides, layer, ring = out.sides, cache.layers[cache_layer], cache.rings[cache_layer]
+        layer, ring = cache.layers[cache_layer], cache.rings[cache_layer]
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
         key = shape, tree.positions.bucket
         if key not in self._trees:
@@ -141,11 +137,7 @@ class AttentionLauncher:
             nodes=nodes,
             scratch=scratch.array,
             sinks=sinks,
-            out=StepRows(
-                values=out.array,
-                quants=None if sides is None else array_of(sides.quants),
-                meta=None if sides is None else array_of(sides.meta),
-            ),
+            out=out.to_fill,
         )
 
         def accept(path: I32Array) -> None:

@@ -27,7 +27,14 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.capabilities import Vendor
-from dflash_runtime.compute.cupy.device import DeviceArray, Graph, Grid, address, check_args
+from dflash_runtime.compute.cupy.device import (
+    NANOSECONDS_PER_MS,
+    DeviceArray,
+    Graph,
+    Grid,
+    address,
+    check_args,
+)
 from dflash_runtime.compute.cupy.devices import (
     VENDORS,
     DeviceMemory,
@@ -41,8 +48,6 @@ from dflash_runtime.compute.cupy.rtc import KernelCompiler, runtime_compiler
 from dflash_runtime.compute.cupy.side_stream import CupyMark, CupySideStream, Events
 
 _LOG = logging.getLogger(__name__)
-
-_NANOSECONDS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -222,7 +227,7 @@ class CupyDevice:
         # NVIDIA's kernels read nanoseconds, AMD's a clock of so many kHz, that is ticks a ms.
         is_hip = driver.vendor is Vendor.HIP
         self.ticks_per_ms = (
-            self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else _NANOSECONDS_PER_MS
+            self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else NANOSECONDS_PER_MS
         )
         newest = driver.version() // 1000 if driver.vendor is Vendor.CUDA else None
         self._compiler = KernelCompiler(

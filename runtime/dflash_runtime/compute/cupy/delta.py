@@ -207,25 +207,10 @@ class DeltaStep:
             **input_args(arrays, shape, inputs, count=count),
             **weight_args(arrays, shape, weights),
             **state_args(arrays, shape, state),
-            values=arrays.optional(
-                "values", out.values, np.float32, T=count, columns=shape.value_channels
-            ),
+            **result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
             key_eps=weights.key_eps,
             norm_eps=weights.norm_eps,
         )
-        if shape.finishes:
-            args.gate, args.weight = finish_args(
-                arrays, shape, inputs, weights=weights, count=count
-            )
-        if shape.has_quants:
-            args.quants, args.meta = int8_rows(
-                arrays,
-                "",
-                quants=out.quants,
-                meta=out.meta,
-                rows=count,
-                columns=shape.value_channels,
-            )
         block = self._warps * self._device.lanes
         self._device.launch(self._kernel, (shape.num_heads, 1, 1), block, args)
 
@@ -302,7 +287,7 @@ class DeltaChunk:
             norm_eps=weights.norm_eps,
         )
         if shape.finishes:
-            finish.gate, finish.weight = finish_args(
+            finish.gate, finish.weight = _finish_args(
                 arrays, shape, inputs, weights=weights, count=count
             )
         blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
@@ -345,7 +330,7 @@ def state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dic
     }
 
 
-def finish_args(
+def _finish_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
     inputs: DeltaInputs,
@@ -360,6 +345,29 @@ def finish_args(
         arrays.address("gate", inputs.gate, np.float32, T=count, columns=shape.value_channels),
         arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
     )
+
+
+def result_args(
+    arrays: ArrayChecker,
+    shape: DeltaPlan,
+    inputs: DeltaInputs,
+    *,
+    weights: DeltaWeights,
+    out: Rows,
+    count: int,
+) -> dict[str, int]:
+    """Where a step's results go, and what they are normalised and gated by."""
+    columns = shape.value_channels
+    found = {"values": arrays.optional("values", out.values, np.float32, T=count, columns=columns)}
+    if shape.finishes:
+        found["gate"], found["weight"] = _finish_args(
+            arrays, shape, inputs, weights=weights, count=count
+        )
+    if shape.has_quants:
+        found["quants"], found["meta"] = int8_rows(
+            arrays, "", quants=out.quants, meta=out.meta, rows=count, columns=columns
+        )
+    return found
 
 
 def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:

@@ -8,7 +8,7 @@ import ctypes
 import numpy as np
 
 from dflash_runtime.compute.cupy.branch import Branch
-from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker, int8_rows
+from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.cupy.delta import (
     RING,
@@ -17,8 +17,8 @@ from dflash_runtime.compute.cupy.delta import (
     DeltaPlan,
     DeltaState,
     DeltaWeights,
-    finish_args,
     input_args,
+    result_args,
     state_args,
     step_variants,
     step_warps,
@@ -105,26 +105,11 @@ class DeltaTree:
                 np.float32,
                 **dict(zip(("places", "heads", "rows", "columns"), places, strict=True)),
             ),
-            values=arrays.optional(
-                "values", out.values, np.float32, T=count, columns=shape.value_channels
-            ),
+            **result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
             key_eps=weights.key_eps,
             norm_eps=weights.norm_eps,
             num_tokens=count,
         )
-        if shape.finishes:
-            args.gate, args.weight = finish_args(
-                arrays, shape, inputs, weights=weights, count=count
-            )
-        if shape.has_quants:
-            args.quants, args.meta = int8_rows(
-                arrays,
-                "",
-                quants=out.quants,
-                meta=out.meta,
-                rows=count,
-                columns=shape.value_channels,
-            )
         self._device.launch(self._tree, (shape.num_heads, 1, 1), self._block, args)
 
     def accept(

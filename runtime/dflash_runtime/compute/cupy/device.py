@@ -20,6 +20,8 @@ from dflash_runtime.compute.cupy.kernel_sources import Defines
 
 Grid = tuple[int, int, int]
 
+NANOSECONDS_PER_MS = 1_000_000
+
 
 class DeviceArray(Protocol):
     """A ``cupy.ndarray`` or, emulated, a ``numpy.ndarray``. Slices are views."""

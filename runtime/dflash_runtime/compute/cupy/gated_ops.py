@@ -15,7 +15,6 @@ from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import Gate, KvCache
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.branch import Branch, Branching
-from dflash_runtime.compute.cupy.buffers import array_of
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
 from dflash_runtime.compute.cupy.delta import (
@@ -213,12 +212,7 @@ class GatedOps(LackingOps):
         rows = self.steps.attended_rows(
             num_tokens, plan.value_channels, head_dim=heads.shape.value_dim
         )
-        sides = rows.sides
-        out = StepRows(
-            values=rows.array,
-            quants=None if sides is None else array_of(sides.quants),
-            meta=None if sides is None else array_of(sides.meta),
-        )
+        out = rows.to_fill
         if tree is not None:
             self._delta_of_tree(heads, given, weights, tree, plan=plan, out=out)
             return rows

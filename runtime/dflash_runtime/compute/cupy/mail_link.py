@@ -13,7 +13,7 @@ import numpy as np
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array
 from dflash_protocol.ring_segment import Segment
-from dflash_runtime.compute.cupy.device import KernelDevice, PeerMemory
+from dflash_runtime.compute.cupy.device import NANOSECONDS_PER_MS, KernelDevice, PeerMemory
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_probe import (
     FAULT_BYTES,
@@ -51,7 +51,6 @@ _ANSWER_S = 5.0
 """Of a daemon's host that is well; it may be computing a chunk."""
 _CLOSED = 0xFFFFFFFF
 """In place of the epoch of a step that failed: none ever will again."""
-_NANOSECONDS_PER_MS = 1_000_000
 
 
 class MailLink:
@@ -87,8 +86,7 @@ class MailLink:
 
     def use_peers(self, uses_peers: bool) -> None:
         """Lines are those in the devices' memory, if there are any, from the next `restart` on."""
-        is_near = uses_peers and self.peer_lines is not None
-        self.lines = self.peer_lines if is_near and self.peer_lines else self._host_lines
+        self.lines = (self.peer_lines if uses_peers else None) or self._host_lines
 
     def restart(self, epoch: int) -> None:
         """Begin anew with steps after this epoch; none may be under way."""
@@ -145,8 +143,9 @@ class MailLink:
         words.await_answer(_ANSWER_S, self._is_live)  # it waits for us from now on
         args = probe_args(device, self.lines, plan, faults=faults, ticks=ticks)
         kernels.probe(args, is_echo=False)
-        num_before = 0 if first_epoch is None else epoch + 1 - first_epoch
-        first_epoch = epoch + 1 - num_before
+        if first_epoch is None:
+            first_epoch = epoch + 1
+        num_before = epoch + 1 - first_epoch
         found = device.download(faults)
         in_replies = read_faults(found.tobytes(), first_epoch=first_epoch)
         trips: I64Array = device.download(ticks)
@@ -156,7 +155,7 @@ class MailLink:
         self.restart(epoch + plan.num_rounds)
         told = self._segment.read_mail(PROBE_FAULTS_AT, FAULT_BYTES)
         return TrialBatch(
-            trips_ns=trips * _NANOSECONDS_PER_MS // device.ticks_per_ms,
+            trips_ns=trips * NANOSECONDS_PER_MS // device.ticks_per_ms,
             in_requests=read_faults(told, first_epoch=first_epoch),
             in_replies=in_replies,
         )

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.device import (
+    NANOSECONDS_PER_MS,
+    DeviceArray,
+    KernelDevice,
+    address,
+)
 from dflash_runtime.compute.cupy.mailbox_kernels import MailProbeArgs
 from dflash_runtime.compute.cupy.mailbox_layout import MailLines
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults
@@ -17,7 +22,6 @@ MOST_ROUNDS = 1 << 12
 """Of one probe."""
 
 _LONGEST_PAUSE_NS = 10_000_000
-_NANOSECONDS_PER_MS = 1_000_000
 
 
 class _FaultWords(ctypes.Structure):
@@ -74,7 +78,7 @@ def probe_args(
         num_rounds=min(plan.num_rounds, MOST_ROUNDS),
         seed=plan.seed,
         follows=plan.follows,
-        longest_pause=-(-pause_ns * device.ticks_per_ms // _NANOSECONDS_PER_MS),
+        longest_pause=-(-pause_ns * device.ticks_per_ms // NANOSECONDS_PER_MS),
     )
 
 

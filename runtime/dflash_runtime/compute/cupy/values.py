@@ -16,8 +16,9 @@ from dflash_adapters.ops import RoutingRule
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.buffers import Buffer, array_of
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
 from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 
@@ -74,6 +75,16 @@ class Rows:
     @property
     def columns(self) -> int:
         return self.array.shape[1]
+
+    @property
+    def to_fill(self) -> StepRows:
+        """The rows, and the sides that whoever writes them is to write too."""
+        sides = self.sides
+        return StepRows(
+            values=self.array,
+            quants=None if sides is None else array_of(sides.quants),
+            meta=None if sides is None else array_of(sides.meta),
+        )
 
     def __getitem__(self, tokens: slice) -> Rows:
         """Some of the rows, in place."""
