@@ -33,7 +33,7 @@ import numpy as np
 
 from dflash_protocol import ring
 from dflash_protocol.device_payload import DeviceMover, DeviceWindow
-from dflash_protocol.errors import DaemonUnavailable, ProtocolError
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, ProtocolError
 from dflash_protocol.ring import RingShape
 
 _NAME = re.compile(r"ring-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{32}\Z")
@@ -131,7 +131,13 @@ class Segment:
 
     def open_window(self, mover: DeviceMover) -> None:
         """Have a device see the memory too. Raises: DeviceUnavailable if it cannot."""
-        self.window = mover.open(self.address, self.shape.segment_bytes)
+        try:
+            self.window = mover.open(self.address, self.shape.segment_bytes)
+        except DeviceUnavailable as error:
+            raise DeviceUnavailable(
+                f"no device sees the shared memory ({error}): have the run directory on a tmpfs, "
+                "as in --ipc-work-dir /dev/shm/moe"
+            ) from error
 
     def close(self) -> None:
         """Let go of everything; nothing may use the address any more."""

@@ -59,6 +59,9 @@ __all__ = [
 ENDPOINT_PATH_LIMIT_BYTES = 100
 """Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
 
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_BYTES = 1 << 30
+"""Containers have 64 MiB there if nobody asks for more, which few segments fit into."""
 _OTHERS_INHERIT = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
 """What a program of another environment is given of ours: nothing that says where libraries lie."""
 _OTHERS_INHERIT_PREFIXES = ("LC_", "XDG_")
@@ -162,8 +165,9 @@ def share_settings(settings: Settings) -> None:
 
 
 def run_directory(settings: Settings) -> Path:
-    """The folder for sockets and locks, made with mode 0700.
+    """The folder for sockets, locks and memory that is shared, made with mode 0700.
 
+    In memory, if it can be: GPUs see no shared memory that a disk is behind.
     Raises: SettingsError if it cannot be made, is a link, or belongs to somebody else.
     """
     if settings.run_dir:
@@ -171,10 +175,23 @@ def run_directory(settings: Settings) -> Path:
     elif runtime_dir := os.environ.get("XDG_RUNTIME_DIR"):
         path = Path(runtime_dir) / "dflash-moe"
     else:
-        path = Path(os.environ.get("TMPDIR") or "/tmp") / f"dflash-moe-{os.getuid()}"
+        temporary = Path(os.environ.get("TMPDIR") or "/tmp")
+        parent = _SHARED_MEMORY if _is_large_and_ours(_SHARED_MEMORY) else temporary
+        path = parent / f"dflash-moe-{os.getuid()}"
     path = path.absolute()  # endpoints are made of it
     _make_private(path, "run directory")
     return path
+
+
+def _is_large_and_ours(folder: Path) -> bool:
+    """Whether memory can be shared in a folder. Its size is told, not what is free: whoever asks
+    later must be told the same."""
+    try:
+        size = os.statvfs(folder)
+    except OSError:
+        return False
+    is_large = size.f_blocks * size.f_frsize >= _LEAST_SHARED_BYTES
+    return is_large and os.access(folder, os.W_OK | os.X_OK)
 
 
 def cache_directory(settings: Settings) -> Path:

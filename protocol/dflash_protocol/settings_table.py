@@ -94,7 +94,8 @@ class Settings:
     yarn: str = YARN_READINGS[0]
     """Whose numbers YaRN is computed with, one of YARN_READINGS."""
     run_dir: str = ""
-    """Folder of sockets and locks; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in the temp dir."""
+    """Folder of sockets, locks and shared memory; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in
+    ``/dev/shm``, or in the temp dir."""
     cache_dir: str = ""
     """Folder of compiled kernels; empty = ``$XDG_CACHE_HOME/dflash-moe`` or ``~/.cache/…``."""
     keys_dir: str = ""
@@ -296,7 +297,8 @@ KNOBS = (
     ),
     Knob(
         "IPC_WORK_DIR", "run_dir", PathText("DIR"), Reader.BOTH,
-        "Folder of sockets; default: $XDG_RUNTIME_DIR/dflash-moe, else in the temp dir.",
+        "Folder of sockets and shared memory; default: $XDG_RUNTIME_DIR/dflash-moe, else in "
+        "/dev/shm (if that has 1 GiB), else in the temp dir.",
     ),
     Knob(
         "CACHE_DIR", "cache_dir", PathText("DIR"), Reader.BOTH,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import dflash_protocol.settings as settings_module
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, cache_directory, keys_directory, run_directory
 
@@ -38,14 +39,23 @@ def test_a_directory_is_private_under_any_umask(directory: Directory, tmp_path: 
     assert made.stat().st_mode & 0o7777 == 0o700
 
 
-def test_the_run_directory_falls_back_to_runtime_dir_then_temp(
+def test_the_run_directory_falls_back_to_runtime_dir_then_shared_memory_then_temp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, shared = f"dflash-moe-{os.getuid()}", tmp_path / "shm"
+    monkeypatch.setattr(settings_module, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(settings_module, "_LEAST_SHARED_BYTES", 1)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
     assert run_directory(Settings()) == tmp_path / "xdg" / "dflash-moe"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    assert run_directory(Settings()) == tmp_path / "tmp" / f"dflash-moe-{os.getuid()}"
+    assert run_directory(Settings()) == tmp_path / "tmp" / name
+    shared.mkdir()
+    assert run_directory(Settings()) == shared / name
+    size = os.statvfs(shared)
+    too_much = size.f_blocks * size.f_frsize + 1
+    monkeypatch.setattr(settings_module, "_LEAST_SHARED_BYTES", too_much)
+    assert run_directory(Settings()) == tmp_path / "tmp" / name
 
 
 def test_the_cache_directory_falls_back_to_cache_home_then_home(
