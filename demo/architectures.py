@@ -140,12 +140,13 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, share: Tensor) ->
     later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).tril()
     between = apart.masked_fill(~later, -torch.inf).exp()
     triangle = (share * (k @ k.mT) * between).tril(-1)
-    # The inverse of I + triangle, whose powers end: (I - t)(I + t^2)(I + t^4)...
-    one = torch.eye(_CHUNK, device=q.device)
-    inverse, power = one - triangle, triangle @ triangle
-    for _ in range(_CHUNK.bit_length() - 2):
-        inverse, power = inverse + inverse @ power, power @ power
-    values, keys = inverse @ (share * v), inverse @ (share * since_begin * k)
+    # Its powers grow where keys are alike, so the inverse of 1 + triangle is not made of them.
+    values, keys = torch.linalg.solve_triangular(
+        torch.eye(_CHUNK, device=q.device) + triangle,
+        torch.cat([share * v, share * since_begin * k], dim=-1),
+        upper=False,
+        unitriangular=True,
+    ).split([v.shape[-1], k.shape[-1]], dim=-1)
     seen = (q @ k.mT) * between
     state = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0])
     out = []

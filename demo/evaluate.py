@@ -1,6 +1,7 @@
-"""Measures the demo model as shipped: compression of held-out modules, agreement, expert use.
+"""Measures a model as shipped: compression of held-out modules, agreement, expert use.
 
     python -m demo.evaluate --source ~/.pyenv/versions/3.13.0/lib/python3.13
+    python -m demo.evaluate --model demo/dflash-demo-laguna.gguf
 
 All figures come from llama.cpp running the quantised GGUF file with an F16 key-value cache. They
 are printed as JSON.
@@ -25,7 +26,6 @@ from demo.data import default_sources, held_out_files
 from demo.export import dequantised_copy
 from demo.oracle import Oracle
 
-_N_CTX = 4096
 _HISTORY = 512
 _PROBE = 1024
 
@@ -43,10 +43,18 @@ def code_length(logits: npt.NDArray[np.float32], targets: npt.NDArray[np.int32])
     return float((total - wide[np.arange(len(targets)), targets]).sum() / math.log(2))
 
 
-def bits_per_byte(oracle: Oracle, texts: list[str], eos: int, progress: bool) -> float:
+def fact(reader: gguf.GGUFReader, key: str) -> int:
+    """A number that the file has for its architecture."""
+    architecture = reader.fields["general.architecture"].contents()
+    return int(reader.fields[f"{architecture}.{key}"].contents())
+
+
+def bits_per_byte(
+    oracle: Oracle, texts: list[str], eos: int, *, n_context: int, progress: bool
+) -> float:
     """Code length of the files one after another, each led by an end-of-text token.
 
-    The stream is read in windows of the full context; every window repeats the last `_HISTORY`
+    The stream is read in windows of `n_context` tokens; every window repeats the last `_HISTORY`
     tokens of the one before, and only new tokens are scored. End-of-text tokens are scored too,
     while only the bytes of the files are counted.
     """
@@ -56,7 +64,7 @@ def bits_per_byte(oracle: Oracle, texts: list[str], eos: int, progress: bool) ->
     bits, scored = 0.0, 1
     while scored < len(stream):
         start = max(0, scored - _HISTORY)
-        window = stream[start : start + _N_CTX + 1]
+        window = stream[start : start + n_context + 1]
         logits = oracle.logits(window[:-1])
         skip = scored - start - 1
         bits += code_length(logits[skip:], window[1 + skip :])
@@ -87,10 +95,12 @@ class ExpertUse:
         counts += np.bincount(ranking[rows].ravel(), minlength=n_expert)
 
     def report(self) -> dict[str, Any]:
-        """Shares of selections (they sum to one in a layer), and their summary per layer."""
-        share = self.counts / self.counts.sum(axis=1, keepdims=True)
+        """Shares of selections (they sum to one in a layer), and their summary per layer that has
+        experts."""
+        counts = self.counts[self.counts.any(axis=1)]
+        share = counts / counts.sum(axis=1, keepdims=True)
         return {
-            "selections_per_layer": int(self.counts[0].sum()),
+            "selections_per_layer": int(counts[0].sum()),
             "share": [[round(float(x), 5) for x in layer] for layer in share],
             "top_8_share": [round(float(np.sort(layer)[-8:].sum()), 4) for layer in share],
             "least_share": [round(float(layer.min()), 5) for layer in share],
@@ -106,21 +116,22 @@ def agreement(path: Path, texts: dict[str, str], eos: int, n_threads: int) -> di
     `_PROBE` tokens; textwrap.py counts whole and is also reported by itself.
     """
     reader = gguf.GGUFReader(path)
-    n_layer, n_expert, n_used = (
-        int(reader.fields[f"qwen3moe.{key}"].contents())
-        for key in ("block_count", "expert_count", "expert_used_count")
+    n_context = 2 * fact(reader, "context_length")
+    use = ExpertUse(
+        fact(reader, "block_count"),
+        fact(reader, "expert_count"),
+        fact(reader, "expert_used_count"),
     )
-    use = ExpertUse(n_layer, n_expert, n_used)
     same: dict[str, npt.NDArray[np.bool_]] = {}
     with tempfile.TemporaryDirectory() as folder:
         exact_path = Path(folder) / "exact.gguf"
         dequantised_copy(path, exact_path)
         with (
-            Oracle(exact_path, 2 * _N_CTX, n_threads) as exact,
-            Oracle(path, 2 * _N_CTX, n_threads, wanted=use.wanted, on_tensor=use.add) as shipped,
+            Oracle(exact_path, n_context, n_threads) as exact,
+            Oracle(path, n_context, n_threads, wanted=use.wanted, on_tensor=use.add) as shipped,
         ):
             for name, text in texts.items():
-                length = 2 * _N_CTX if name == "textwrap.py" else _PROBE
+                length = n_context if name == "textwrap.py" else _PROBE
                 tokens = np.concatenate([[eos], exact.tokenize(text)])[:length]
                 same[name] = exact.logits(tokens).argmax(1) == shipped.logits(tokens).argmax(1)
     joined = np.concatenate(list(same.values()))
@@ -138,12 +149,9 @@ def parameter_counts(path: Path) -> dict[str, int]:
     reader = gguf.GGUFReader(path)
     sizes = {t.name: int(t.n_elements) for t in reader.tensors}
     experts = sum(n for name, n in sizes.items() if "_exps" in name)
-    n_used, n_expert = (
-        int(reader.fields[f"qwen3moe.{key}"].contents())
-        for key in ("expert_used_count", "expert_count")
-    )
     total = sum(sizes.values())
-    active = total - experts + experts * n_used // n_expert
+    unused = fact(reader, "expert_count") - fact(reader, "expert_used_count")
+    active = total - experts * unused // fact(reader, "expert_count")
     return {"total": total, "experts": experts, "active": active}
 
 
@@ -165,7 +173,9 @@ def main() -> None:
     files = held_out_files(args.source)
     texts = {f.relative_to(args.source).as_posix(): f.read_bytes().decode() for f in files}
     blob = "".join(texts.values()).encode()
-    eos = int(gguf.GGUFReader(args.model).fields["tokenizer.ggml.eos_token_id"].contents())
+    reader = gguf.GGUFReader(args.model)
+    eos = int(reader.fields["tokenizer.ggml.eos_token_id"].contents())
+    n_context = fact(reader, "context_length")
     xz = xz_bits_per_byte(blob)
     report: dict[str, Any] = {
         "file_bytes": args.model.stat().st_size,
@@ -176,8 +186,10 @@ def main() -> None:
         **agreement(args.model, texts, eos, args.threads),
     }
     if not args.skip_bits:
-        with Oracle(args.model, _N_CTX, args.threads, flash_attention=True) as oracle:
-            bits = bits_per_byte(oracle, list(texts.values()), eos, progress=True)
+        with Oracle(args.model, n_context, args.threads, flash_attention=True) as oracle:
+            bits = bits_per_byte(
+                oracle, list(texts.values()), eos, n_context=n_context, progress=True
+            )
         report |= {"bits_per_byte": round(bits, 4), "ratio_to_xz": round(bits / xz, 4)}
     print(json.dumps(report))
 
