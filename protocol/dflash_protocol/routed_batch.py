@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dflash_protocol import ring_native
 from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
@@ -171,10 +172,23 @@ class DeviceBatch(RoutedBatch):
                 raise AttributeError(name)
             pairs = self._pairs
             order = _stable_order(pairs.expert_ids)
-            self.token_indices = pairs.token_indices[order]
-            self.weights = pairs.weights[order]
-            self.expert_ids, self.group_starts = _groups(pairs.expert_ids[order])
+            ids, starts = _groups(pairs.expert_ids[order])
+            self.have_grouped(
+                ids, starts, token_indices=pairs.token_indices[order], weights=pairs.weights[order]
+            )
             return getattr(self, name)
+
+    def have_grouped(
+        self,
+        expert_ids: I32Array,
+        group_starts: I32Array,
+        *,
+        token_indices: I32Array,
+        weights: F32Array,
+    ) -> None:
+        """Its pairs, which were only in order of tokens, are these."""
+        self.expert_ids, self.group_starts = expert_ids, group_starts
+        self.token_indices, self.weights = token_indices, weights
 
 
 _ROUTING = frozenset(("expert_ids", "group_starts", "token_indices", "weights"))
@@ -365,17 +379,58 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
         )
 
 
-def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
-    """As `compact_tokens`."""
+class _InRows(NamedTuple):
+    """Pairs in order of tokens, and which tokens have some. Shapes: rows [T'], ascending."""
+
+    rows: I32Array
+    pairs: TokenOrder
+    """Their tokens are places in `rows`."""
+    groups: tuple[I32Array, I32Array, I32Array, F32Array] | None
+    """Expert ids, starts, tokens and weights of the same, grouped; None: not yet."""
+
+
+def _in_rows(pairs: TokenOrder) -> _InRows:
+    """Without tokens that have no pair, of which there is at least one."""
+    kernels = ring_native.if_compiled()
+    if kernels is not None:
+        count = pairs.token_indices.size
+        rows, row_of_pair, ids, grouped_rows = np.empty((4, count), np.int32)
+        starts, grouped_weights = np.empty(count + 1, np.int32), np.empty(count, np.float32)
+        found = kernels.group_pairs(
+            pairs.token_indices,
+            pairs.expert_ids,
+            pairs.weights,
+            rows,
+            row_of_pair,
+            ids,
+            starts,
+            grouped_rows,
+            grouped_weights,
+        )
+        if found >= 0:
+            num_groups = found & ((1 << ring_native.COUNT_BITS) - 1)
+            return _InRows(
+                rows[: found >> ring_native.COUNT_BITS],
+                TokenOrder(row_of_pair, pairs.expert_ids, pairs.weights),
+                (ids[:num_groups], starts[: num_groups + 1], grouped_rows, grouped_weights),
+            )
     tokens = pairs.token_indices
     is_next = np.zeros(tokens.size, dtype=bool)
     np.not_equal(tokens[1:], tokens[:-1], out=is_next[1:])
-    starts = np.flatnonzero(is_next)
-    if starts.size + 1 == batch.num_tokens:
-        return batch, None
-    rows = np.concatenate((tokens[:1], tokens[starts]))
-    compacted = replace(pairs, token_indices=np.cumsum(is_next, dtype=np.int32))
-    return DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), compacted), rows
+    rows = np.concatenate((tokens[:1], tokens[np.flatnonzero(is_next)]))
+    return _InRows(rows, replace(pairs, token_indices=np.cumsum(is_next, dtype=np.int32)), None)
+
+
+def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
+    """As `compact_tokens`; grouped as well, where that is compiled code and takes no time."""
+    rows, in_rows, groups = _in_rows(pairs)
+    compacted = batch
+    if rows.size < batch.num_tokens:
+        compacted = DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), in_rows)
+    if groups is not None:
+        ids, starts, token_indices, weights = groups
+        compacted.have_grouped(ids, starts, token_indices=token_indices, weights=weights)
+    return compacted, None if compacted is batch else rows
 
 
 def _slices_in_order(
