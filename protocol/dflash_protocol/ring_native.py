@@ -82,8 +82,6 @@ VIOLATIONS = {
 
 STATUS_BITS = 8
 COUNT_BITS = 32
-MOST_GROUP_IDS = 1 << 15
-"""Pairs are grouped by ids below that, with a count for each."""
 NUM_PHASES = 3
 QUICK_NS = 100_000
 """A server spins for the next request if the last one came so soon after the reply before it, or
@@ -133,10 +131,11 @@ class Kernels(NamedTuple):
     group_pairs: Callable[..., int]
     """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, rows,
     row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights [P]
-    float32): number R of different tokens << COUNT_BITS | number G of groups; or BAD_ARRAYS, or
-    OUT_OF_RANGE of an id, or of tokens that do not ascend. Rows begin with these tokens, and
-    row_of_pair has each pair's place among them; group_ids and group_starts begin with [G] and
-    [G + 1] as `routed_batch` draws them, of grouped_rows and grouped_weights."""
+    float32, next_places [N] int32, which is written over): number R of different tokens <<
+    COUNT_BITS | number G of groups; or BAD_ARRAYS, or OUT_OF_RANGE of an id, N or more too, or of
+    tokens that do not ascend. Rows begin with these tokens, and row_of_pair has each pair's place
+    among them; group_ids and group_starts begin with [G] and [G + 1] as `routed_batch` draws them,
+    of grouped_rows and grouped_weights."""
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copy, and the checksum of what was copied and of the 15 words of header. To measure and test."""
@@ -209,6 +208,7 @@ def kernels() -> Kernels:
         ),
         pairs.group_pairs: (
             indices, indices, floats, *(out(types.int32),) * 5, out(types.float32),
+            out(types.int32),
         ),
         both.load_word: (i64,),
         both.checksum: (i64,) * 5,

@@ -8,8 +8,6 @@ in these what the result is, and are used where nothing is compiled.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
-import numpy as np
-
 from dflash_protocol import ring_native as native
 
 
@@ -59,6 +57,7 @@ def group_pairs(
     group_starts,
     grouped_rows,
     grouped_weights,
+    next_places,
 ):
     num_pairs = token_indices.shape[0]
     if (
@@ -72,9 +71,10 @@ def group_pairs(
     lowest = highest = 0
     for pair in range(num_pairs):
         lowest, highest = min(lowest, expert_ids[pair]), max(highest, expert_ids[pair])
-    if lowest < 0 or highest >= native.MOST_GROUP_IDS:
+    if lowest < 0 or highest >= next_places.shape[0]:
         return native.OUT_OF_RANGE
-    next_places = np.zeros(highest + 1, np.int64)
+    for expert_id in range(highest + 1):
+        next_places[expert_id] = 0
     for pair in range(num_pairs):
         next_places[expert_ids[pair]] += 1
     num_groups = num_before = 0

@@ -32,6 +32,8 @@ Sums: TypeAlias = F64Array | DeviceSums
 
 _KEY_LIMIT = 1 << 15
 """Keys below it are sorted by their digits, which takes a tenth of comparing them."""
+_MOST_COUNTED_IDS = 1 << 12
+"""Compiled code groups ids below that, with a count for each; no model has as many experts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -406,6 +408,7 @@ def _in_rows(pairs: TokenOrder) -> _InRows:
             starts,
             grouped_rows,
             grouped_weights,
+            np.empty(_MOST_COUNTED_IDS, np.int32),
         )
         if found >= 0:
             num_groups = found & ((1 << ring_native.COUNT_BITS) - 1)

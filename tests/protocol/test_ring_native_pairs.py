@@ -95,8 +95,8 @@ def test_arrays_that_are_too_short_are_not_written_to() -> None:
         (four, weights, 2, some, four, four, weights, counts[:2]),
     ):
         assert kernels.choose_pairs(*bad) == ring_native.BAD_ARRAYS
-    good = [four, four, weights, four, four, four, np.zeros(5, np.int32), four, weights]
-    for place, array in enumerate(good):
+    good = [four, four, weights, four, four, four, np.zeros(5, np.int32), four, weights, four]
+    for place, array in enumerate(good[:-1]):
         if place:
             bad_one = [*good]
             bad_one[place] = array[:-1]
@@ -174,5 +174,6 @@ def test_tokens_that_do_not_ascend_are_not_grouped(tokens: list[int]) -> None:
         np.empty(count + 1, np.int32),
         np.empty(count, np.int32),
         np.empty(count, np.float32),
+        np.empty(1, np.int32),
     )
     assert found == ring_native.OUT_OF_RANGE
