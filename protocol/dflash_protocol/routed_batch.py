@@ -32,6 +32,9 @@ Sums: TypeAlias = F64Array | DeviceSums
 
 _KEY_LIMIT = 1 << 15
 """Keys below it are sorted by their digits, which takes a tenth of comparing them."""
+_NEARLY_ALL = 0.75
+"""Of a device's rows: when so many are used, all of them are sent. To gather some, and to add what
+comes back to these alone, their numbers must be brought to the device, which takes longer."""
 _MOST_COUNTED_IDS = 1 << 12
 """Compiled code groups ids below that, with a count for each; no model has as many experts."""
 
@@ -305,10 +308,10 @@ def _batch_of(
 
 def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
     """Keep only the hidden rows that some pair uses, so that each is sent once and none for
-    nothing.
+    nothing; of a device's all, if nearly all are used.
 
     Returns the batch and the original index of each kept row [T'] int32; or the batch as it was and
-    None when every row is used.
+    None when every row is kept.
     """
     if batch.num_tokens == 1 and batch.num_pairs:  # decode: one token, and it is used
         return batch, None
@@ -427,13 +430,16 @@ def _in_rows(pairs: TokenOrder) -> _InRows:
 def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
     """As `compact_tokens`; grouped as well, where that is compiled code and takes no time."""
     rows, in_rows, groups = _in_rows(pairs)
+    is_whole = rows.size >= _NEARLY_ALL * batch.num_tokens
     compacted = batch
-    if rows.size < batch.num_tokens:
+    if not is_whole:
         compacted = DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), in_rows)
     if groups is not None:
-        ids, starts, token_indices, weights = groups
-        compacted.have_grouped(ids, starts, token_indices=token_indices, weights=weights)
-    return compacted, None if compacted is batch else rows
+        ids, starts, tokens, weights = groups
+        if is_whole and rows.size < batch.num_tokens:
+            tokens = rows[tokens]
+        compacted.have_grouped(ids, starts, token_indices=tokens, weights=weights)
+    return compacted, None if is_whole else rows
 
 
 def _slices_in_order(
