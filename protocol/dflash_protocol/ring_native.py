@@ -129,13 +129,14 @@ class Kernels(NamedTuple):
     or OUT_OF_RANGE of an id. The pairs are what the next three arrays begin with, in order; to
     counts is added how often each expert was chosen, wanted or not."""
     group_pairs: Callable[..., int]
-    """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, rows,
-    row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights [P]
-    float32, next_places [N] int32, which is written over): number R of different tokens <<
+    """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, whole_from,
+    rows, row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights
+    [P] float32, next_places [N] int32, which is written over): number R of different tokens <<
     COUNT_BITS | number G of groups; or BAD_ARRAYS, or OUT_OF_RANGE of an id, N or more too, or of
-    tokens that do not ascend. Rows begin with these tokens, and row_of_pair has each pair's place
-    among them; group_ids and group_starts begin with [G] and [G + 1] as `routed_batch` draws them,
-    of grouped_rows and grouped_weights."""
+    tokens that do not ascend. group_ids and group_starts begin with [G] and [G + 1] as
+    `routed_batch` draws them, of grouped_rows and grouped_weights. If R is below whole_from, rows
+    begin with these tokens, and pairs name places among them: row_of_pair does in their old order.
+    Else pairs name tokens as before."""
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copy, and the checksum of what was copied and of the 15 words of header. To measure and test."""
@@ -207,7 +208,7 @@ def kernels() -> Kernels:
             out(types.float32), out(i64),
         ),
         pairs.group_pairs: (
-            indices, indices, floats, *(out(types.int32),) * 5, out(types.float32),
+            indices, indices, floats, i64, *(out(types.int32),) * 5, out(types.float32),
             out(types.int32),
         ),
         both.load_word: (i64,),

@@ -51,6 +51,7 @@ def group_pairs(
     token_indices,
     expert_ids,
     weights,
+    whole_from,
     rows,
     row_of_pair,
     group_ids,
@@ -75,8 +76,15 @@ def group_pairs(
         return native.OUT_OF_RANGE
     for expert_id in range(highest + 1):
         next_places[expert_id] = 0
+    last, num_rows = -1, 0
     for pair in range(num_pairs):
         next_places[expert_ids[pair]] += 1
+        token = token_indices[pair]
+        if token < last:
+            return native.OUT_OF_RANGE
+        num_rows += token != last
+        last = token
+    is_whole = num_rows >= whole_from
     num_groups = num_before = 0
     for expert_id in range(highest + 1):
         count = next_places[expert_id]
@@ -90,15 +98,16 @@ def group_pairs(
     last, row = -1, -1
     for pair in range(num_pairs):
         token = token_indices[pair]
-        if token != last:
-            if token < last:
-                return native.OUT_OF_RANGE
-            row += 1
-            rows[row] = token
-            last = token
-        row_of_pair[pair] = row
+        if is_whole:
+            row = token
+        else:
+            if token != last:
+                row += 1
+                rows[row] = token
+                last = token
+            row_of_pair[pair] = row
         place = next_places[expert_ids[pair]]
         next_places[expert_ids[pair]] = place + 1
         grouped_rows[place] = row
         grouped_weights[place] = weights[pair]
-    return (row + 1) << native.COUNT_BITS | num_groups
+    return num_rows << native.COUNT_BITS | num_groups

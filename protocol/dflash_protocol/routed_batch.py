@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from math import ceil
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -384,18 +385,9 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
         )
 
 
-class _InRows(NamedTuple):
-    """Pairs in order of tokens, and which tokens have some. Shapes: rows [T'], ascending."""
-
-    rows: I32Array
-    pairs: TokenOrder
-    """Their tokens are places in `rows`."""
-    groups: tuple[I32Array, I32Array, I32Array, F32Array] | None
-    """Expert ids, starts, tokens and weights of the same, grouped; None: not yet."""
-
-
-def _in_rows(pairs: TokenOrder) -> _InRows:
-    """Without tokens that have no pair, of which there is at least one."""
+def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
+    """As `compact_tokens`; grouped as well, where that is compiled code and takes no time."""
+    whole_from = ceil(_NEARLY_ALL * batch.num_tokens)
     kernels = ring_native.if_compiled()
     if kernels is not None:
         count = pairs.token_indices.size
@@ -405,6 +397,7 @@ def _in_rows(pairs: TokenOrder) -> _InRows:
             pairs.token_indices,
             pairs.expert_ids,
             pairs.weights,
+            whole_from,
             rows,
             row_of_pair,
             ids,
@@ -414,32 +407,33 @@ def _in_rows(pairs: TokenOrder) -> _InRows:
             np.empty(_MOST_COUNTED_IDS, np.int32),
         )
         if found >= 0:
+            num_rows = found >> ring_native.COUNT_BITS
             num_groups = found & ((1 << ring_native.COUNT_BITS) - 1)
-            return _InRows(
-                rows[: found >> ring_native.COUNT_BITS],
-                TokenOrder(row_of_pair, pairs.expert_ids, pairs.weights),
-                (ids[:num_groups], starts[: num_groups + 1], grouped_rows, grouped_weights),
+            kept = None if num_rows >= whole_from else rows[:num_rows]
+            compacted = batch if kept is None else _in_rows(batch, pairs, kept, row_of_pair)
+            compacted.have_grouped(
+                ids[:num_groups],
+                starts[: num_groups + 1],
+                token_indices=grouped_rows,
+                weights=grouped_weights,
             )
+            return compacted, kept
     tokens = pairs.token_indices
     is_next = np.zeros(tokens.size, dtype=bool)
     np.not_equal(tokens[1:], tokens[:-1], out=is_next[1:])
-    rows = np.concatenate((tokens[:1], tokens[np.flatnonzero(is_next)]))
-    return _InRows(rows, replace(pairs, token_indices=np.cumsum(is_next, dtype=np.int32)), None)
+    starts = np.flatnonzero(is_next)
+    if starts.size + 1 >= whole_from:
+        return batch, None
+    rows = np.concatenate((tokens[:1], tokens[starts]))
+    return _in_rows(batch, pairs, rows, np.cumsum(is_next, dtype=np.int32)), rows
 
 
-def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
-    """As `compact_tokens`; grouped as well, where that is compiled code and takes no time."""
-    rows, in_rows, groups = _in_rows(pairs)
-    is_whole = rows.size >= _NEARLY_ALL * batch.num_tokens
-    compacted = batch
-    if not is_whole:
-        compacted = DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), in_rows)
-    if groups is not None:
-        ids, starts, tokens, weights = groups
-        if is_whole and rows.size < batch.num_tokens:
-            tokens = rows[tokens]
-        compacted.have_grouped(ids, starts, token_indices=tokens, weights=weights)
-    return compacted, None if is_whole else rows
+def _in_rows(
+    batch: DeviceBatch, pairs: TokenOrder, rows: I32Array, row_of_pair: I32Array
+) -> DeviceBatch:
+    """The batch of some rows. Shapes: rows [T']; row_of_pair [P], places in `rows`."""
+    in_rows = replace(pairs, token_indices=row_of_pair)
+    return DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), in_rows)
 
 
 def _slices_in_order(

@@ -95,9 +95,21 @@ def test_arrays_that_are_too_short_are_not_written_to() -> None:
         (four, weights, 2, some, four, four, weights, counts[:2]),
     ):
         assert kernels.choose_pairs(*bad) == ring_native.BAD_ARRAYS
-    good = [four, four, weights, four, four, four, np.zeros(5, np.int32), four, weights, four]
+    good: list[Any] = [
+        four,
+        four,
+        weights,
+        5,
+        four,
+        four,
+        four,
+        np.zeros(5, np.int32),
+        four,
+        weights,
+        four,
+    ]
     for place, array in enumerate(good[:-1]):
-        if place:
+        if place not in (0, 3):
             bad_one = [*good]
             bad_one[place] = array[:-1]
             assert kernels.group_pairs(*bad_one) == ring_native.BAD_ARRAYS
@@ -173,6 +185,7 @@ def test_tokens_that_do_not_ascend_are_not_grouped(tokens: list[int]) -> None:
         np.array(tokens, np.int32),
         np.zeros(count, np.int32),
         np.zeros(count, np.float32),
+        count,
         *out,
         np.empty(count + 1, np.int32),
         np.empty(count, np.int32),
