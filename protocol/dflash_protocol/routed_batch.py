@@ -421,10 +421,10 @@ def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatc
     tokens = pairs.token_indices
     is_next = np.zeros(tokens.size, dtype=bool)
     np.not_equal(tokens[1:], tokens[:-1], out=is_next[1:])
-    starts = np.flatnonzero(is_next)
-    if starts.size + 1 >= whole_from:
+    after_first = np.flatnonzero(is_next)
+    if after_first.size + 1 >= whole_from:
         return batch, None
-    rows = np.concatenate((tokens[:1], tokens[starts]))
+    rows = np.concatenate((tokens[:1], tokens[after_first]))
     return _in_rows(batch, pairs, rows, np.cumsum(is_next, dtype=np.int32)), rows
 
 

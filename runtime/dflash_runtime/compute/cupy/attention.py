@@ -35,7 +35,7 @@ def rotation_angles(table: RopeTable, num_positions: int) -> F32Array:
     return pairs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # made for every launch
 class TokenRows:
     """Rows of heads inside a wider array, as one projection of queries, keys and values gives them.
 
@@ -46,7 +46,7 @@ class TokenRows:
     first_column: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NewRows:
     """What the projections give, and what is done to it before attention.
 

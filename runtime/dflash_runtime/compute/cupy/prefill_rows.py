@@ -28,7 +28,7 @@ class HalfRowsArgs(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # as DenseProduct is
 class PreparedRows:
     """Rows on the device.
 

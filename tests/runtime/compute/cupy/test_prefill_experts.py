@@ -305,6 +305,8 @@ def test_a_sorted_batch_gives_what_its_choice_gives(tmp_path: Path) -> None:
     wanted = rig.sums(hidden)
     rig.groups.load(batch_of(hidden, ids, weights, np.ones(NUM_EXPERTS, bool)))
     np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
+    rig.group(ids, weights)  # as it was launched before the batch
+    np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
 
 
 @PRODUCTS
