@@ -83,8 +83,11 @@ def share_of(topk_ids: I32Array, topk_weights: F32Array, is_some: npt.NDArray[np
             return Share(pairs, found & ((1 << ring_native.COUNT_BITS) - 1), counts)
     every = all_pairs(topk_ids, topk_weights)
     pairs = every.where(is_some[every.global_expert_ids])
-    of_token = np.bincount(pairs.token_indices, minlength=num_tokens)
-    return Share(pairs, int(np.count_nonzero(of_token == num_used)), None)
+    num_whole = num_tokens if pairs.num_pairs == topk_ids.size else 0
+    if not num_whole and num_tokens > 1:
+        of_token = np.bincount(pairs.token_indices, minlength=num_tokens)
+        num_whole = int(np.count_nonzero(of_token == num_used))
+    return Share(pairs, num_whole, None)
 
 
 @lru_cache(maxsize=8)
