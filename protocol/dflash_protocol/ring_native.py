@@ -1,9 +1,11 @@
-"""Compiled code of the ring: publish, take, copy with checksum and conversion, spin, sleep flags.
+"""Compiled code of the ring: publish, take, copy with checksum and conversion, spin, sleep flags;
+and of what sorts pairs that go there.
 
 Numba compiles it once per machine and keeps the result on disk where that is possible. No call
-holds the GIL. The code itself is in `ring_native_client` and `ring_native_server`, made of what
-`ring_native_kernels` and `ring_native_emit` define; these alone import numba, and only when
-`kernels()` is called. The layout and the argument why its order is right are in `ring`.
+holds the GIL. The code itself is in `ring_native_client`, `ring_native_server` and
+`ring_native_pairs`, made of what `ring_native_kernels` and `ring_native_emit` define; these alone
+import numba, and only when `kernels()` is called. The layout and the argument why its order is
+right are in `ring`.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ VIOLATIONS = {
 """Violation: its code on the wire, and what it means."""
 
 STATUS_BITS = 8
+COUNT_BITS = 32
 NUM_PHASES = 3
 QUICK_NS = 100_000
 """A server spins for the next request if the last one came so soon after the reply before it, or
@@ -119,6 +122,21 @@ class Kernels(NamedTuple):
     """(port, sequence, spin_ns, wait_ns, T): the same; the sums are left in the slot."""
     load_word: Callable[..., int]
     """(address), sequentially consistent."""
+    choose_pairs: Callable[..., int]
+    """(expert_ids [T * K] int32, weights [T * K] float32, K, is_wanted [E] uint8, chosen_tokens,
+    chosen_ids [T * K] int32, chosen_weights [T * K] float32, counts [E] int64): number of pairs of
+    wanted experts << COUNT_BITS | number of tokens all of whose experts are wanted; or BAD_ARRAYS,
+    or OUT_OF_RANGE of an id. The pairs are what the next three arrays begin with, in order; to
+    counts is added how often each expert was chosen, wanted or not."""
+    group_pairs: Callable[..., int]
+    """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, whole_from,
+    rows, row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights
+    [P] float32, next_places [N] int32, which is written over): number R of different tokens <<
+    COUNT_BITS | number G of groups; or BAD_ARRAYS, or OUT_OF_RANGE of an id, N or more too, or of
+    tokens that do not ascend. group_ids and group_starts begin with [G] and [G + 1] as
+    `routed_batch` draws them, of grouped_rows and grouped_weights. If R is below whole_from, rows
+    begin with these tokens, and pairs name places among them: row_of_pair does in their old order.
+    Else pairs name tokens as before."""
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copy, and the checksum of what was copied and of the 15 words of header. To measure and test."""
@@ -155,16 +173,20 @@ def kernels() -> Kernels:
 
     Raises: ImportError without numba.
     """
+    global _compiled
     numba: Any = importlib.import_module("numba")
     types = numba.types
-    client, server, both = (
+    client, server, pairs, both = (
         importlib.import_module(f"dflash_protocol.ring_native_{name}")
-        for name in ("client", "server", "kernels")
+        for name in ("client", "server", "pairs", "kernels")
     )
 
     def array(element: Any, num_dimensions: int) -> Any:
         """Read-only, so that arrays of both kinds are taken."""
         return types.Array(element, num_dimensions, "C", readonly=True)
+
+    def out(element: Any) -> Any:
+        return types.Array(element, 1, "C")
 
     i64, f64 = types.int64, types.float64
     indices, floats = array(types.int32, 1), array(types.float32, 1)
@@ -181,6 +203,14 @@ def kernels() -> Kernels:
         server.next_request: (i64,) * 5,
         client.receive_reply: (i64, i64, i64, i64, types.Array(f64, 2, "C")),
         client.receive_moved_reply: (i64,) * 5,
+        pairs.choose_pairs: (
+            indices, floats, i64, array(types.uint8, 1), out(types.int32), out(types.int32),
+            out(types.float32), out(i64),
+        ),
+        pairs.group_pairs: (
+            indices, indices, floats, i64, *(out(types.int32),) * 5, out(types.float32),
+            out(types.int32),
+        ),
         both.load_word: (i64,),
         both.checksum: (i64,) * 5,
     }  # fmt: skip
@@ -194,7 +224,16 @@ def kernels() -> Kernels:
         # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
         # elements is still checked, and that rows have no gaps; who calls sees to its dimensions.
         compiled[code.__name__] = kernel.overloads[signature].entry_point
-    return Kernels(**compiled)
+    _compiled = Kernels(**compiled)
+    return _compiled
+
+
+_compiled: Kernels | None = None
+
+
+def if_compiled() -> Kernels | None:
+    """The same, if somebody has needed them already: nothing is compiled on the way."""
+    return _compiled
 
 
 def _cache_of(function: Callable[..., Any], folder: Path) -> Any:

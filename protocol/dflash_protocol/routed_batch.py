@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from dflash_protocol import ring_native
 from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
@@ -31,6 +33,11 @@ Sums: TypeAlias = F64Array | DeviceSums
 
 _KEY_LIMIT = 1 << 15
 """Keys below it are sorted by their digits, which takes a tenth of comparing them."""
+_NEARLY_ALL = 0.75
+"""Of a device's rows: when so many are used, all of them are sent. To gather some, and to add what
+comes back to these alone, their numbers must be brought to the device, which takes longer."""
+_MOST_COUNTED_IDS = 1 << 12
+"""Compiled code groups ids below that, with a count for each; no model has as many experts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,10 +178,23 @@ class DeviceBatch(RoutedBatch):
                 raise AttributeError(name)
             pairs = self._pairs
             order = _stable_order(pairs.expert_ids)
-            self.token_indices = pairs.token_indices[order]
-            self.weights = pairs.weights[order]
-            self.expert_ids, self.group_starts = _groups(pairs.expert_ids[order])
+            ids, starts = _groups(pairs.expert_ids[order])
+            self.have_grouped(
+                ids, starts, token_indices=pairs.token_indices[order], weights=pairs.weights[order]
+            )
             return getattr(self, name)
+
+    def have_grouped(
+        self,
+        expert_ids: I32Array,
+        group_starts: I32Array,
+        *,
+        token_indices: I32Array,
+        weights: F32Array,
+    ) -> None:
+        """Its pairs, which were only in order of tokens, are these."""
+        self.expert_ids, self.group_starts = expert_ids, group_starts
+        self.token_indices, self.weights = token_indices, weights
 
 
 _ROUTING = frozenset(("expert_ids", "group_starts", "token_indices", "weights"))
@@ -289,10 +309,10 @@ def _batch_of(
 
 def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
     """Keep only the hidden rows that some pair uses, so that each is sent once and none for
-    nothing.
+    nothing; of a device's all, if nearly all are used.
 
     Returns the batch and the original index of each kept row [T'] int32; or the batch as it was and
-    None when every row is used.
+    None when every row is kept.
     """
     if batch.num_tokens == 1 and batch.num_pairs:  # decode: one token, and it is used
         return batch, None
@@ -366,16 +386,54 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
 
 
 def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
-    """As `compact_tokens`."""
+    """As `compact_tokens`; grouped as well, where that is compiled code and takes no time."""
+    whole_from = ceil(_NEARLY_ALL * batch.num_tokens)
+    kernels = ring_native.if_compiled()
+    if kernels is not None:
+        count = pairs.token_indices.size
+        rows, row_of_pair, ids, grouped_rows = np.empty((4, count), np.int32)
+        starts, grouped_weights = np.empty(count + 1, np.int32), np.empty(count, np.float32)
+        found = kernels.group_pairs(
+            pairs.token_indices,
+            pairs.expert_ids,
+            pairs.weights,
+            whole_from,
+            rows,
+            row_of_pair,
+            ids,
+            starts,
+            grouped_rows,
+            grouped_weights,
+            np.empty(_MOST_COUNTED_IDS, np.int32),
+        )
+        if found >= 0:
+            num_rows = found >> ring_native.COUNT_BITS
+            num_groups = found & ((1 << ring_native.COUNT_BITS) - 1)
+            kept = None if num_rows >= whole_from else rows[:num_rows]
+            compacted = batch if kept is None else _in_rows(batch, pairs, kept, row_of_pair)
+            compacted.have_grouped(
+                ids[:num_groups],
+                starts[: num_groups + 1],
+                token_indices=grouped_rows,
+                weights=grouped_weights,
+            )
+            return compacted, kept
     tokens = pairs.token_indices
     is_next = np.zeros(tokens.size, dtype=bool)
     np.not_equal(tokens[1:], tokens[:-1], out=is_next[1:])
-    starts = np.flatnonzero(is_next)
-    if starts.size + 1 == batch.num_tokens:
+    after_first = np.flatnonzero(is_next)
+    if after_first.size + 1 >= whole_from:
         return batch, None
-    rows = np.concatenate((tokens[:1], tokens[starts]))
-    compacted = replace(pairs, token_indices=np.cumsum(is_next, dtype=np.int32))
-    return DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), compacted), rows
+    rows = np.concatenate((tokens[:1], tokens[after_first]))
+    return _in_rows(batch, pairs, rows, np.cumsum(is_next, dtype=np.int32)), rows
+
+
+def _in_rows(
+    batch: DeviceBatch, pairs: TokenOrder, rows: I32Array, row_of_pair: I32Array
+) -> DeviceBatch:
+    """The batch of some rows. Shapes: rows [T']; row_of_pair [P], places in `rows`."""
+    in_rows = replace(pairs, token_indices=row_of_pair)
+    return DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), in_rows)
 
 
 def _slices_in_order(

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol import ring_native
+from dflash_protocol.ids import F32Array, I32Array, I64Array
 from dflash_protocol.placement import LayerRouting
+
+_FEW_PAIRS = 64
+"""Of so many, numpy's functions take no longer than what it takes to prepare for compiled code."""
 
 
 @dataclass(slots=True)
@@ -22,6 +27,8 @@ class Pairs:
     token_indices: I32Array
     global_expert_ids: I32Array
     weights: F32Array
+    counts: I64Array | None = None
+    """How many of them each expert has, if that was counted. Shapes: [E]."""
 
     @property
     def num_pairs(self) -> int:
@@ -35,11 +42,72 @@ class Pairs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Pairs of some experts, of all that was chosen."""
+
+    pairs: Pairs
+    num_whole_tokens: int
+    """Tokens with no other experts."""
+    counts: I64Array | None
+    """How often each expert was chosen, these and others, if that was counted. Shapes: [E]."""
+
+
+def all_pairs(topk_ids: I32Array, topk_weights: F32Array) -> Pairs:
+    """All that was chosen, in order of tokens. Shapes: both [T, K]."""
+    return Pairs(_tokens_of_pairs(*topk_ids.shape), topk_ids.reshape(-1), topk_weights.reshape(-1))
+
+
+def share_of(topk_ids: I32Array, topk_weights: F32Array, is_some: npt.NDArray[np.bool_]) -> Share:
+    """Pairs of some experts, in order of tokens. Shapes: topk [T, K]; is_some [E]."""
+    num_tokens, num_used = topk_ids.shape
+    kernels = ring_native.if_compiled()
+    if kernels is not None and topk_ids.size > _FEW_PAIRS:
+        tokens, ids = np.empty((2, topk_ids.size), np.int32)
+        weights, counts = np.empty(topk_ids.size, np.float32), np.zeros(is_some.size, np.int64)
+        found = kernels.choose_pairs(
+            np.ascontiguousarray(topk_ids).reshape(-1),
+            np.ascontiguousarray(topk_weights).reshape(-1),
+            num_used,
+            is_some.view(np.uint8),
+            tokens,
+            ids,
+            weights,
+            counts,
+        )
+        if found >= 0:
+            num_pairs = found >> ring_native.COUNT_BITS
+            pairs = Pairs(
+                tokens[:num_pairs], ids[:num_pairs], weights[:num_pairs], counts * is_some
+            )
+            return Share(pairs, found & ((1 << ring_native.COUNT_BITS) - 1), counts)
+    every = all_pairs(topk_ids, topk_weights)
+    pairs = every.where(is_some[every.global_expert_ids])
+    num_whole = num_tokens if pairs.num_pairs == topk_ids.size else 0
+    if not num_whole and num_tokens > 1:
+        of_token = np.bincount(pairs.token_indices, minlength=num_tokens)
+        num_whole = int(np.count_nonzero(of_token == num_used))
+    return Share(pairs, num_whole, None)
+
+
+@lru_cache(maxsize=8)
+def _tokens_of_pairs(num_tokens: int, num_used: int) -> I32Array:
+    """The token of each pair. Shapes: result [T * K], not to be written to."""
+    indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
+    indices.flags.writeable = False
+    return indices
+
+
 def split_by_owner(pairs: Pairs, routing: LayerRouting) -> Iterator[tuple[int, Pairs]]:
     """Each owner's share; owner -1 is nobody."""
     if routing.sole_owner is not None:
         yield routing.sole_owner, pairs
         return
+    if pairs.counts is not None:
+        owners = routing.owner_index[np.flatnonzero(pairs.counts)]
+        if owners.size and (owners == owners[0]).all():
+            yield int(owners[0]), pairs
+            return
     owner_of_pair = routing.owner_index[pairs.global_expert_ids]
     num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # nobody's first
     if num_pairs_of_owner[-1] == pairs.num_pairs:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,14 @@ from dflash_protocol.routed_batch import Hidden, Sums, group_by_expert, zero_sum
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
-from dflash_runtime.experts.pairs import Pairs, concatenated, split_by_owner
+from dflash_runtime.experts.pairs import (
+    Pairs,
+    Share,
+    all_pairs,
+    concatenated,
+    share_of,
+    split_by_owner,
+)
 from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
 
@@ -208,12 +214,12 @@ class MoeExpertComputeRuntime:
 
         Shapes and errors as `compute`.
         """
-        num_tokens, num_used = topk_ids.shape
-        global_expert_ids = topk_ids.reshape(-1)
-        token_indices = _tokens_of_pairs(num_tokens, num_used)
-        pairs = Pairs(token_indices, global_expert_ids, topk_weights.reshape(-1))
-        if self._device_owner is not None:
-            pairs = self._without_device(layer_id, pairs, phase, num_used=num_used)
+        counts: I64Array | None = None
+        if self._device_owner is None:
+            pairs = all_pairs(topk_ids, topk_weights)
+        else:
+            others = self._without_device(layer_id, topk_ids, topk_weights, phase)
+            pairs, counts = others.pairs, others.counts
         if offloaded is not None:
             num_before = pairs.num_pairs
             pairs = pairs.where(~offloaded[pairs.global_expert_ids])
@@ -225,7 +231,10 @@ class MoeExpertComputeRuntime:
         if started is not None and pairs.num_pairs:
             self._submit(started, pairs)
         # While others are at work.
-        self._selections.add(layer_id, global_expert_ids)
+        if counts is None:
+            self._selections.add(layer_id, topk_ids.reshape(-1))
+        else:
+            self._selections.add_counts(layer_id, counts)
         self.hits.layers += 1
         return started
 
@@ -294,18 +303,18 @@ class MoeExpertComputeRuntime:
             is_homeless = (routing.owner_index[pairs.global_expert_ids] < 0).any()
             stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
-    def _without_device(self, layer_id: int, pairs: Pairs, phase: Phase, *, num_used: int) -> Pairs:
+    def _without_device(
+        self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array, phase: Phase
+    ) -> Share:
         """What is left when the device has taken its pairs, which are counted as its owner's.
 
-        `pairs` are all, those of a token one after the other.
+        Shapes: both [T, K].
         """
         is_others = self._placement.routing[layer_id].owner_index != self._device_owner
-        others = pairs.where(is_others[pairs.global_expert_ids])
-        num_here = pairs.num_pairs - others.num_pairs
+        others = share_of(topk_ids, topk_weights, is_others)
+        num_here = topk_ids.size - others.pairs.num_pairs
         if num_here:
-            num_tokens = pairs.num_pairs // num_used
-            of_token = np.bincount(others.token_indices, minlength=num_tokens)
-            num_tokens -= int(np.count_nonzero(of_token == num_used))
+            num_tokens = topk_ids.shape[0] - others.num_whole_tokens
             self._count_on_device(phase, num_tokens=num_tokens, num_pairs=num_here)
         return others
 
@@ -394,11 +403,3 @@ class MoeExpertComputeRuntime:
             self.hits.hot += entry.pairs.num_pairs
             return
         started.is_hot_only = False
-
-
-@lru_cache(maxsize=8)
-def _tokens_of_pairs(num_tokens: int, num_used: int) -> I32Array:
-    """The token of each pair. Shapes: result [T * K], not to be written to."""
-    indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
-    indices.flags.writeable = False
-    return indices

@@ -58,14 +58,12 @@ class SelectionCounts:
             for global_expert_id in global_expert_ids.tolist():
                 counts[global_expert_id] += 1
             return
-        for global_expert_id, num_new in enumerate(np.bincount(global_expert_ids).tolist()):
-            counts[global_expert_id] += num_new
+        self.add_counts(layer_id, np.bincount(global_expert_ids, minlength=len(counts)))
 
     def add_counts(self, layer_id: int, counts: I64Array) -> None:
         """Add what somebody else has counted. Shapes: counts [E]."""
         ours = self._by_layer[layer_id]
-        for global_expert_id, num_new in enumerate(counts.tolist()):
-            ours[global_expert_id] += num_new
+        ours[:] = [old + new for old, new in zip(ours, counts.tolist(), strict=True)]
 
     def snapshot(self) -> dict[int, list[int]]:
         """A copy by layer id, each list by global expert id. From any thread, without waiting.

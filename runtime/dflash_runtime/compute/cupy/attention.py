@@ -19,7 +19,7 @@ from dflash_runtime.compute.cupy import attention_args as a
 from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan, PrefillPlan
 from dflash_runtime.compute.cupy.decode_arrays import GRANULE, ArrayChecker, int8_rows
 from dflash_runtime.compute.cupy.decode_experts import Rows
-from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.cupy.device import DeviceArray, Grid, Kernel, KernelDevice, address
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.kv_cache import CachedRows, LayerKvCache
 
@@ -35,7 +35,7 @@ def rotation_angles(table: RopeTable, num_positions: int) -> F32Array:
     return pairs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # made for every launch
 class TokenRows:
     """Rows of heads inside a wider array, as one projection of queries, keys and values gives them.
 
@@ -46,7 +46,7 @@ class TokenRows:
     first_column: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NewRows:
     """What the projections give, and what is done to it before attention.
 
@@ -126,6 +126,19 @@ class DecodeAttention:
         self._device.launch(self._merge, plan.merge_grid, plan.merge_threads, merging)
 
 
+@dataclass(frozen=True, slots=True)
+class _ChunkLaunch:
+    """How chunks of one size are launched."""
+
+    store_grid: Grid
+    store_threads: int
+    kernel: Kernel
+    grid: Grid
+    threads: int
+    shared_bytes: int
+    scratch_bytes: int
+
+
 class PrefillAttention:
     """Attention of chunks of a prompt, of any number of tokens."""
 
@@ -137,6 +150,7 @@ class PrefillAttention:
             "attention_store", a.AttentionStoreArgs
         )
         self._kernels: dict[PrefillPlan, Kernel] = {}
+        self._launches: dict[int, _ChunkLaunch] = {}
         smallest = PrefillPlan(shape, 1)
         if smallest.shared_bytes > device.max_shared_bytes:
             raise SettingsError(
@@ -154,7 +168,7 @@ class PrefillAttention:
         return plan
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        return self.plan(num_tokens).scratch_bytes(num_tokens)
+        return self._launch_of(num_tokens).scratch_bytes
 
     def launch(
         self,
@@ -179,15 +193,15 @@ class PrefillAttention:
             raise ValueError(f"a chunk of {num_tokens} tokens, {layer.capacity} positions")
         if self.shape.ring_rows and num_tokens > self.shape.most_tokens:
             raise ValueError(f"{num_tokens} tokens over a ring, {self.shape.most_tokens} at once")
-        plan = self.plan(num_tokens)
+        how = self._launch_of(num_tokens)
         check_layer(self.shape, layer, rows)
         where = self._arrays.address("first_position", first_position, np.int32, one=1)
-        queries = scratch_address(scratch, plan.scratch_bytes(num_tokens))
+        queries = scratch_address(scratch, how.scratch_bytes)
         target, cache = _out(self.shape, out, num_tokens), layer_cache(layer)
         self._device.launch(
             self._store,
-            plan.store_grid(num_tokens),
-            plan.store_threads(self._device.lanes),
+            how.store_grid,
+            how.store_threads,
             a.AttentionStoreArgs(
                 rows=attention_rows(self._arrays, self.shape, rows, num_tokens=num_tokens),
                 first_position=where,
@@ -197,9 +211,9 @@ class PrefillAttention:
             overlaps_previous=overlaps_previous,
         )
         self._device.launch(
-            self._kernel(plan),
-            plan.grid(num_tokens),
-            plan.threads(self._device.lanes),
+            how.kernel,
+            how.grid,
+            how.threads,
             a.AttentionPrefillArgs(
                 queries=queries,
                 first_position=where,
@@ -208,8 +222,23 @@ class PrefillAttention:
                 out=target,
                 num_tokens=num_tokens,
             ),
-            shared_bytes=plan.shared_bytes,
+            shared_bytes=how.shared_bytes,
         )
+
+    def _launch_of(self, num_tokens: int) -> _ChunkLaunch:
+        known = self._launches.get(num_tokens)
+        if known is None:
+            plan, lanes = self.plan(num_tokens), self._device.lanes
+            known = self._launches[num_tokens] = _ChunkLaunch(
+                store_grid=plan.store_grid(num_tokens),
+                store_threads=plan.store_threads(lanes),
+                kernel=self._kernel(plan),
+                grid=plan.grid(num_tokens),
+                threads=plan.threads(lanes),
+                shared_bytes=plan.shared_bytes,
+                scratch_bytes=plan.scratch_bytes(num_tokens),
+            )
+        return known
 
     def _kernel(self, plan: PrefillPlan) -> Kernel:
         kernel = self._kernels.get(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,9 @@ from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.values import Heads, Rows, StepPositions
 
+_KINDS_OF_LAYERS = 8
+"""Of a model, more than any has."""
+
 
 class AttentionLauncher:
     """One serves a whole model."""
@@ -35,6 +39,9 @@ class AttentionLauncher:
         self._has_mma = device.capabilities.mma and device.lanes == 32
         self._decodes: dict[DecodePlan, DecodeAttention] = {}
         self._prefills: dict[AttentionShape, PrefillAttention] = {}
+        self._known_prefills: deque[tuple[object, RopeTable | None, PrefillAttention]] = deque(
+            maxlen=_KINDS_OF_LAYERS
+        )
         self._trees: dict[tuple[AttentionShape, int], TreeAttention] = {}
         self._angles: dict[tuple[int, int], tuple[RopeTable, DeviceArray]] = {}
         self._factors: dict[tuple[AttentionTemperature, int], DeviceArray] = {}
@@ -82,16 +89,14 @@ class AttentionLauncher:
 
         Shapes: sinks [heads]; out [T, heads * D].
         """
-        shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
-        if shape not in self._prefills:
-            self._prefills[shape] = PrefillAttention(self._device, shape)
-        prefill = self._prefills[shape]
+        prefill = self._prefill(heads, cache, cache_layer, has_sinks=sinks is not None)
         sizes = [part.stop - part.start for part in parts]
         scratch = self._device.empty(max(map(prefill.scratch_bytes, sizes)), np.uint8)
         q, k, v = heads
         for part, size in zip(parts, sizes, strict=True):
-            some = heads
-            if len(sizes) > 1:
+            some, target = heads, out.array
+            if size < out.num_tokens:
+                target = target[part]
                 some = (
                     replace(q, rows=q.rows[part]),
                     replace(k, rows=k.rows[part]),
@@ -104,7 +109,7 @@ class AttentionLauncher:
                 num_tokens=size,
                 scratch=scratch,
                 sinks=sinks,
-                out=out.array[part],
+                out=target,
             )
 
     def tree(
@@ -146,6 +151,29 @@ class AttentionLauncher:
             attention.accept(layer, tree, tree.path_on_device(path), nodes=nodes)
 
         tree.keep(accept)
+
+    def _prefill(
+        self,
+        heads: tuple[Heads, Heads, Heads],
+        cache: DeviceKvCache,
+        cache_layer: int,
+        *,
+        has_sinks: bool,
+    ) -> PrefillAttention:
+        """That of such a layer: what its shape is made of is compared, not the shape, as layers are
+        asked for again and again."""
+        query, layer = heads[0], cache.layers[cache_layer]
+        table = None if query.rotation is None else query.rotation.table
+        is_tempered = query.temperature is not None
+        key = query.num_heads, layer.kv, layer.kv_type, layer.ring_rows, is_tempered, has_sinks
+        for known_key, known_table, prefill in self._known_prefills:
+            if known_table is table and known_key == key:
+                return prefill
+        shape = self._shape(heads, cache, cache_layer, has_sinks=has_sinks)
+        if shape not in self._prefills:
+            self._prefills[shape] = PrefillAttention(self._device, shape)
+        self._known_prefills.append((key, table, self._prefills[shape]))
+        return self._prefills[shape]
 
     def _shape(
         self,

@@ -114,11 +114,10 @@ class Chunks:
         self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None = None
     ) -> tuple[Chosen, Chosen]:
         """Experts chosen from logits."""
-        shape = logits.num_tokens, rule.num_experts_used
-        ids = Buffer(self._device.empty(shape, np.int32))
-        weights = Buffer(self._device.empty(shape, np.float32))
+        both = self._device.empty((2, logits.num_tokens, rule.num_experts_used), np.int32)
+        ids, weights = Buffer(both[0]), Buffer(both[1].view(np.float32))
         self._choose.launch(rule, logits.array, bias=bias, ids=ids.array, weights=weights.array)
-        return Chosen(ids), Chosen(weights)
+        return Chosen(ids, both=both), Chosen(weights)
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""

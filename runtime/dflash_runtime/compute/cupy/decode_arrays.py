@@ -113,7 +113,7 @@ class ArrayChecker:
         """
         given: Any = array
         expected = tuple(sizes.values())
-        if array.shape != expected or array.dtype != np.dtype(dtype):
+        if array.shape != expected or array.dtype != dtype:
             letters = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
             raise ValueError(
                 f"{name} is {array.dtype} {list(array.shape)}, "

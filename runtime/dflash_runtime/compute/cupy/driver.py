@@ -69,6 +69,9 @@ class Driver:
             function.restype = ctypes.c_int
             self._functions[name] = function
         self._contexts: dict[int, int] = {}
+        # Of every launch, and never changed.
+        overlaps = LaunchAttribute(id=OVERLAPS_PREVIOUS, value=1)
+        self._overlaps_previous = ctypes.pointer(overlaps)
         self._call("init", 0)
 
     def has(self, name: str) -> bool:
@@ -128,10 +131,13 @@ class Driver:
         if self.vendor is Vendor.HIP:
             self._call("set_device", index)
             return
-        if index not in self._contexts:
+        context = self._contexts.get(index)
+        if context is None:
             # The context that CuPy uses too; kept for the life of the process, as CuPy does.
-            self._contexts[index] = self._handle("retain_context", self._device(index))
-        self._call("set_context", self._contexts[index])
+            context = self._contexts[index] = self._handle("retain_context", self._device(index))
+        status = self._functions["set_context"](context)
+        if status:
+            self._check("set_context", status)
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device in use, as the driver has them."""
@@ -190,16 +196,18 @@ class Driver:
 
         `overlaps_previous` is for devices that can, where the driver knows of it.
         """
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        if not overlaps_previous or not self.has("launch_with_attributes"):
+        # Called for every kernel: what can be made once, or left out, is.
+        parameters = byref(ctypes.c_void_p(ctypes.addressof(args)))
+        name = "launch_with_attributes"
+        launch = self._functions.get(name) if overlaps_previous else None
+        if launch is None:
             size = (*grid, block, 1, 1, shared_bytes)
             self._call("launch", function, *size, stream, parameters, None)
             return
-        attribute = LaunchAttribute(id=OVERLAPS_PREVIOUS, value=1)
-        config = LaunchConfig(
-            *grid, block, 1, 1, shared_bytes, stream, ctypes.pointer(attribute), 1
-        )
-        self._call("launch_with_attributes", byref(config), function, parameters, None)
+        config = LaunchConfig(*grid, block, 1, 1, shared_bytes, stream, self._overlaps_previous, 1)
+        status = launch(byref(config), function, parameters, None)
+        if status:
+            self._check(name, status)
 
     # Streams and graphs
 
@@ -360,9 +368,12 @@ class Driver:
         return handle.value or 0
 
     def _call(self, name: str, *args: Any) -> None:
-        if name not in self._functions:
+        function = self._functions.get(name)
+        if function is None:
             raise DeviceUnavailable(f"the {self.vendor} driver has no {self._symbol(name)}")
-        self._check(name, self._functions[name](*args))
+        status = function(*args)
+        if status:
+            self._check(name, status)
 
     def _check(self, name: str, status: int) -> None:
         if status == _OUT_OF_MEMORY and name != "memory_info":

@@ -58,23 +58,34 @@ class DeviceMoe:
             return sums
         num_tokens, num_used = topk_ids.array.shape
         if layer is None or not layer.is_whole:
-            ids: I32Array = self._ops.device.download(topk_ids.array)
-            if layer is None or (layer.slot_of_expert[ids] < 0).any():
-                sums.parts = self._parts(layer_id, sums, ids, elsewhere)
+            ids, weights = self._on_host(topk_ids, topk_weights)
+            if layer is None or _has_others(layer.slot_of_expert, ids):
+                sums.parts = self._parts(layer_id, sums, (ids, weights), elsewhere)
                 return sums
             elsewhere.count_selections(layer_id, ids)
         elsewhere.count_here(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
         return sums
 
+    def _on_host(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array]:
+        """What was chosen, once that is done. Shapes: both [T, K]."""
+        device = self._ops.device
+        if topk_ids.both is None:
+            return device.download(topk_ids.array), device.download(topk_weights.array)
+        both: I32Array = device.download(topk_ids.both)
+        return both[0], both[1].view(np.float32)
+
     def _parts(
-        self, layer_id: int, sums: ExpertSums, ids: I32Array, elsewhere: OtherExperts
+        self,
+        layer_id: int,
+        sums: ExpertSums,
+        chosen: tuple[I32Array, F32Array],
+        elsewhere: OtherExperts,
     ) -> tuple[Buffer, ...]:
         """Sums of what is here, if anything is, and of what is not.
 
-        Shapes: ids [T, K] global; all results [T, H] float64.
+        Shapes: chosen [T, K], of global ids; all results [T, H] float64.
         """
-        device, offload = self._ops.device, self._offload
-        weights: F32Array = device.download(sums.topk_weights.array)
+        (ids, weights), offload = chosen, self._offload
         hidden = self._hidden_of(sums)
         offloaded = None if offload is None else offload.begin(layer_id, ids, elsewhere)
         # Launched first: the device is at work while the host groups pairs, and while rows go out.
@@ -106,3 +117,10 @@ class DeviceMoe:
         if isinstance(sums, np.ndarray):
             return self._ops.uploaded(sums)
         return Buffer(self._ops.payload.array_of_sums(sums))
+
+
+def _has_others(slot_of_expert: I32Array, ids: I32Array) -> bool:
+    """Whether experts were chosen that are not here. Shapes: slot_of_expert [E]; ids [T, K]."""
+    if (slot_of_expert[ids[0]] < 0).any():  # of thousands, the first one's mostly tell
+        return True
+    return bool((slot_of_expert[ids] < 0).any())

@@ -206,8 +206,10 @@ class PlacedRows:
         """As DeviceRows.chosen."""
         if self._indices is None and isinstance(rows, slice):
             return PlacedRows(self.mover, self._array[rows], mark=self.mark)
-        indices = np.arange(self._array.shape[0], dtype=np.int32)
-        indices = (indices if self._indices is None else self._indices)[rows]
+        indices = self._indices
+        if indices is None:
+            indices = np.arange(self._array.shape[0], dtype=np.int32)
+        indices = indices[rows]
         whole = self._whole or self
         return PlacedRows(self.mover, self._array, whole=whole, indices=indices, mark=self.mark)
 

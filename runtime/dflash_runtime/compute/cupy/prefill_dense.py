@@ -31,6 +31,10 @@ from dflash_runtime.compute.cupy.prefill_weights import (
     half_row_bytes,
     product_row_bytes,
 )
+from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
+
+_MOST_KNOWN = 1024
+"""More than a model has of matrices that are multiplied together."""
 
 MAX_MATRICES = 4
 """Of one launch."""
@@ -62,7 +66,7 @@ class DenseArgs(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # made for every launch, and frozen takes four times as long
 class DenseProduct:
     """``out = x @ matrix.T``, plus `add`, which may be `out`.
 
@@ -81,9 +85,30 @@ class DenseProduct:
 class _Piece:
     """Rows of a matrix that are computed in the same launch as others."""
 
+    index: int
+    """Of the product."""
     product: DenseProduct
     first_row: int
     num_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Result:
+    """Where a kernel is told to write a product, or some columns of it."""
+
+    entry: DenseMatrixArgs
+    index: int
+    """Of the product."""
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Multiplication:
+    """Launches of products of rows with some matrices, wherever the results are to be."""
+
+    key: tuple[object, ...]
+    launches: list[PreparedLaunch]
+    results: list[_Result]
 
 
 class DensePrefill:
@@ -94,6 +119,7 @@ class DensePrefill:
         self._device = device
         self._scratch = scratch
         self._kernels: dict[tuple[int, int, bool], Kernel] = {}
+        self._known: dict[tuple[tuple[int, TensorType, int, int], ...], _Multiplication] = {}
 
     def prepare(self, tensor_type: TensorType, columns: int) -> None:
         """Compile what such matrices need; before a capture, as nothing is compiled in one."""
@@ -107,12 +133,44 @@ class DensePrefill:
 
         Raises: SettingsError for other shapes or rows prepared in fewer parts than are needed.
         """
+        matrices = tuple(
+            (each.weights_address, each.tensor_type, each.rows, each.columns) for each in products
+        )
         for product in products:
             self._check(rows, product)
-        for parts in (0, 1, 2):
-            chosen = [each for each in products if activation_parts((each.tensor_type,)) == parts]
+        parts = sorted({activation_parts((each.tensor_type,)) for each in products})
+        # Layers are multiplied again and again, by rows that are prepared in the same place.
+        key = rows.num_rows, rows.columns, *(rows.addresses(each) for each in parts)
+        known = self._known.get(matrices)
+        if known is None or known.key != key:
+            known = self._multiplication(rows, products, parts, key)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[matrices] = known
+        for result in known.results:
+            product, entry = products[result.index], result.entry
+            entry.out = address(product.out, result.offset_bytes)
+            entry.add = 0 if product.add is None else address(product.add, result.offset_bytes)
+        for launch in known.launches:
+            launch.start(self._device)
+
+    def _multiplication(
+        self,
+        rows: PreparedRows,
+        products: Sequence[DenseProduct],
+        all_parts: Sequence[int],
+        key: tuple[object, ...],
+    ) -> _Multiplication:
+        made = _Multiplication(key, [], [])
+        for parts in all_parts:
+            chosen = [
+                (index, each)
+                for index, each in enumerate(products)
+                if activation_parts((each.tensor_type,)) == parts
+            ]
             for pieces in self._launches(chosen):
-                self._multiply(rows, parts, pieces)
+                self._multiply(rows, parts, pieces, made)
+        return made
 
     def _check(self, rows: PreparedRows, product: DenseProduct) -> None:
         check_type(product.tensor_type, product.columns)
@@ -126,11 +184,11 @@ class DensePrefill:
         if any(each.dtype != np.float32 for each in arrays):
             raise SettingsError("results must be float32")
 
-    def _launches(self, products: Iterable[DenseProduct]) -> Iterator[list[_Piece]]:
+    def _launches(self, products: Iterable[tuple[int, DenseProduct]]) -> Iterator[list[_Piece]]:
         """Pieces that fit into the scratch memory together."""
         pieces: list[_Piece] = []
         free_bytes = self._scratch.num_bytes
-        for product in products:
+        for index, product in products:
             needed = 0 if product.tensor_type in AS_STORED else half_row_bytes(product.columns)
             first = 0
             while first < product.rows:
@@ -148,13 +206,16 @@ class DensePrefill:
                         f"a row of {product.columns} columns does not fit into "
                         f"{self._scratch.num_bytes} bytes of scratch memory"
                     )
-                pieces.append(_Piece(product, first, num_rows))
+                pieces.append(_Piece(index, product, first, num_rows))
                 free_bytes -= num_rows * needed
                 first += num_rows
         if pieces:
             yield pieces
 
-    def _multiply(self, rows: PreparedRows, parts: int, pieces: list[_Piece]) -> None:
+    def _multiply(
+        self, rows: PreparedRows, parts: int, pieces: list[_Piece], made: _Multiplication
+    ) -> None:
+        """Launches of one product of several matrices, as part of what is made."""
         x, x_scales, part_bytes = rows.addresses(parts)
         is_few = self._is_few(rows.num_rows, parts, pieces)
         _, tile = self.products.of_dense(parts, is_few=is_few)
@@ -174,22 +235,25 @@ class DensePrefill:
             entry.weights = weights_address
             if product.tensor_type not in AS_STORED:
                 entry.weights = self._scratch.place(offset_bytes)
-                offset_bytes += self._scratch.fill(
+                fill, num_bytes = self._scratch.fill(
                     product.tensor_type,
                     weights_address,
                     rows=piece.num_rows,
                     columns=product.columns,
                     offset_bytes=offset_bytes,
                 )
-            entry.add = 0 if product.add is None else address(product.add, 4 * piece.first_row)
-            entry.out = address(product.out, 4 * piece.first_row)
+                made.launches.append(fill)
+                offset_bytes += num_bytes
+            made.results.append(_Result(entry, piece.index, 4 * piece.first_row))
             entry.out_stride = product.rows
             entry.num_rows = piece.num_rows
             entry.first_tile = num_tiles
             num_tiles += -(-piece.num_rows // tile.columns)
         grid = num_tiles, -(-rows.num_rows // tile.rows), 1
         kernel = self._kernel(rows.columns, parts, is_few=is_few)
-        self._device.launch(kernel, grid, tile.num_threads, args, shared_bytes=tile.shared_bytes)
+        made.launches.append(
+            PreparedLaunch(kernel, grid, tile.num_threads, args, tile.shared_bytes)
+        )
 
     def _is_few(self, num_tokens: int, parts: int, pieces: Sequence[_Piece]) -> bool:
         """Whether tiles as large as usual would leave multiprocessors idle."""

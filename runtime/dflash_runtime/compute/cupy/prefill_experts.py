@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.cupy.device import DeviceArray, Grid, Kernel, KernelDevice, address
 from dflash_runtime.compute.cupy.prefill_expert_kernels import (
     Activation,
     CombineArgs,
@@ -39,6 +39,7 @@ from dflash_runtime.compute.cupy.prefill_weights import (
     check_type,
     half_row_bytes,
 )
+from dflash_runtime.compute.cupy.prepared_launch import Kept, PreparedLaunch
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64
@@ -83,6 +84,8 @@ class ExpertPrefill:
         segments = -(-ffn_size // segment)
         self._shifts = device.empty((max_pairs, segments), np.uint8)
         self._activations = device.empty(0, np.uint8)
+        self._prepared: Kept[None] = Kept()
+        self._launches: Kept[list[PreparedLaunch]] = Kept()
 
     @property
     def bytes_of_group(self) -> int:
@@ -97,6 +100,11 @@ class ExpertPrefill:
 
         Raises: SettingsError if there are no kernels for their types, or no scratch for one expert.
         """
+        if not self._prepared.has(experts):
+            self._prepare(experts)
+            self._prepared.put(experts, None, None)
+
+    def _prepare(self, experts: StoredExperts) -> None:
         projections = experts.gate, experts.up, experts.down
         for projection, columns in zip(
             projections, (self.hidden_size, self.hidden_size, self.ffn_size), strict=True
@@ -154,12 +162,9 @@ class ExpertPrefill:
         Raises: SettingsError for other shapes or too many pairs.
         """
         self._check(rows, groups, (residual, out), (sums, out_sums))
-        hidden_parts, down_parts = _parts_of(experts)
-        kernels = self._kernels_for(hidden_parts, down_parts)
-        self._gate_up(kernels, rows, groups, experts)
-        if down_parts:
-            self._level(kernels, groups, down_parts)
-        self._down(kernels, groups, experts)
+        device = self._device
+        for launch in self._launches_of(rows, groups, experts):
+            launch.start(device)
         args = CombineArgs(
             terms=address(self._terms),
             rows_of_tokens=address(groups.rows_of_tokens),
@@ -169,7 +174,24 @@ class ExpertPrefill:
             out_sums=_optional(out_sums),
             pairs_per_token=groups.pairs_per_token,
         )
-        self._device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
+        device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
+
+    def _launches_of(
+        self, rows: PreparedRows, groups: ExpertGroups, experts: StoredExperts
+    ) -> list[PreparedLaunch]:
+        """All but the last one. They are the same for chunks of one size, whoever is chosen."""
+        hidden_parts, down_parts = _parts_of(experts)
+        kernels = self._kernels_for(hidden_parts, down_parts)
+        hidden = rows.addresses(hidden_parts)
+        key = hidden, groups.layout
+        known = self._launches.get(experts, key)
+        if known is None:
+            known = [*self._gate_up(kernels, hidden, groups, experts)]
+            if down_parts:
+                known.append(self._level(kernels, groups))
+            known += self._down(kernels, groups, experts)
+            self._launches.put(experts, key, known)
+        return known
 
     def _check(
         self,
@@ -199,6 +221,7 @@ class ExpertPrefill:
             num_bytes = self.max_pairs * self.ffn_size * (2 * down_parts or 4)
             if self._activations.nbytes < num_bytes:
                 self._activations = self._device.empty(num_bytes, np.uint8)
+                self._launches.clear()  # which name those before
             shape = ExpertShape(self.hidden_size, self.ffn_size, hidden_parts, down_parts)
             kernels = compile_expert_kernels(self._device, shape, self.products)
             self._kernels[hidden_parts, down_parts] = kernels
@@ -207,14 +230,15 @@ class ExpertPrefill:
     def _gate_up(
         self,
         kernels: ExpertKernels,
-        rows: PreparedRows,
+        rows: tuple[int, int, int],
         groups: ExpertGroups,
         experts: StoredExperts,
-    ) -> None:
+    ) -> Iterator[PreparedLaunch]:
+        """`rows` as PreparedRows.addresses has them."""
         gate, up = experts.gate, experts.up
         hidden_parts, _ = _parts_of(experts)
-        hidden, hidden_scales, hidden_part_bytes = rows.addresses(hidden_parts)
-        args = GateUpArgs(
+        hidden, hidden_scales, hidden_part_bytes = rows
+        given = GateUpArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
             token_indices=address(groups.token_indices),
@@ -247,16 +271,21 @@ class ExpertPrefill:
             is_stored = True
             kernel = self._stored_gate_up[gate.tensor_type, _parts_of(experts)[1]]
         for choice in self._passes(groups, experts, is_stored=is_stored):
+            args = GateUpArgs.from_buffer_copy(given)
             args.choice = choice
             if not is_stored:
                 args.gate = self._scratch.place()
-                num_bytes = self._scratch.fill_groups(gate, groups, choice, **size)
+                fill, num_bytes = self._scratch.fill_groups(gate, groups, choice, **size)
+                yield fill
                 args.up = self._scratch.place(num_bytes)
-                self._scratch.fill_groups(up, groups, choice, offset_bytes=num_bytes, **size)
+                fill, _ = self._scratch.fill_groups(
+                    up, groups, choice, offset_bytes=num_bytes, **size
+                )
+                yield fill
                 args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
-            self._multiply(kernel, (blocks, groups.max_tiles, 1), tile, args)
+            yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
-    def _level(self, kernels: ExpertKernels, groups: ExpertGroups, down_parts: int) -> None:
+    def _level(self, kernels: ExpertKernels, groups: ExpertGroups) -> PreparedLaunch:
         args = LevelArgs(
             counts=address(groups.counts),
             shifts=address(self._shifts),
@@ -266,12 +295,14 @@ class ExpertPrefill:
         )
         rows_of_block = _LEVEL_THREADS // self._device.lanes
         blocks = -(-groups.num_pairs // rows_of_block)
-        self._device.launch(kernels.level, (blocks, 1, 1), _LEVEL_THREADS, args)
+        return PreparedLaunch(kernels.level, (blocks, 1, 1), _LEVEL_THREADS, args)
 
-    def _down(self, kernels: ExpertKernels, groups: ExpertGroups, experts: StoredExperts) -> None:
+    def _down(
+        self, kernels: ExpertKernels, groups: ExpertGroups, experts: StoredExperts
+    ) -> Iterator[PreparedLaunch]:
         down = experts.down
         _, down_parts = _parts_of(experts)
-        args = DownArgs(
+        given = DownArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
             activations=address(self._activations),
@@ -292,12 +323,14 @@ class ExpertPrefill:
         if self._is_stored(down, groups=groups):
             is_stored, kernel = True, self._stored_down[down.tensor_type]
         for choice in self._passes(groups, experts, is_stored=is_stored):
+            args = DownArgs.from_buffer_copy(given)
             args.choice = choice
             if not is_stored:
                 args.down = self._scratch.place()
-                self._scratch.fill_groups(down, groups, choice, **size)
+                fill, _ = self._scratch.fill_groups(down, groups, choice, **size)
+                yield fill
                 args.stride = self.hidden_size * half_row_bytes(self.ffn_size)
-            self._multiply(kernel, (blocks, groups.max_tiles, 1), tile, args)
+            yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
     @property
     def _activation_part_bytes(self) -> int:
@@ -319,10 +352,9 @@ class ExpertPrefill:
                 is_by_group=not is_stored,
             )
 
-    def _multiply(
-        self, kernel: Kernel, grid: tuple[int, int, int], tile: Tile, args: ctypes.Structure
-    ) -> None:
-        self._device.launch(kernel, grid, tile.num_threads, args, shared_bytes=tile.shared_bytes)
+
+def _product(kernel: Kernel, grid: Grid, tile: Tile, args: ctypes.Structure) -> PreparedLaunch:
+    return PreparedLaunch(kernel, grid, tile.num_threads, args, tile.shared_bytes)
 
 
 def _parts_of(experts: StoredExperts) -> tuple[int, int]:

@@ -6,6 +6,7 @@ Knows nothing of weights; experts' ids are what the chosen ones are called, glob
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 
@@ -20,6 +21,8 @@ MAX_EXPERTS = 960
 CHUNK_PAIRS = 1024
 _FIND_THREADS = 256
 _ALIGNMENT = 64
+_NUMBERS = itertools.count()
+"""Of all ExpertGroups, so that none is taken for one whose memory it has got."""
 
 
 class GroupArgs(ctypes.Structure):
@@ -92,6 +95,8 @@ class ExpertGroups:
         self.max_pairs = max_pairs
         self.tile_rows = tile_rows
         self.num_tokens = self.num_pairs = self.max_groups = self.pairs_per_token = 0
+        self._is_loaded = False
+        self._number = next(_NUMBERS)
         self._device = device
         self._chunk_pairs = chunk_pairs
         self._num_threads = -(-num_experts // 64) * 64
@@ -114,6 +119,17 @@ class ExpertGroups:
         self.rows_of_tokens = device.empty(max_pairs, np.int32)
         self._chunk_rows = device.empty((num_chunks, num_experts), np.int32)
         self._own = self.expert_ids, self.group_starts, self.token_indices, self.weights
+        self._group_args = GroupArgs(
+            chunk_rows=address(self._chunk_rows),
+            counts=address(self.counts),
+            expert_ids=address(self.expert_ids),
+            group_starts=address(self.group_starts),
+            tiles=address(self.tiles),
+            token_indices=address(self.token_indices),
+            weights=address(self.weights),
+            rows_of_tokens=address(self.rows_of_tokens),
+        )
+        """With what all chunks have in common."""
         # A batch's come in one piece, each beginning where vectors may be read.
         self._loaded = device.empty(
             _padded(most_groups, most_groups + 1, *(max_pairs,) * 2), np.int32
@@ -123,6 +139,18 @@ class ExpertGroups:
     def max_tiles(self) -> int:
         """Bound of the number of tiles of this chunk."""
         return self.num_pairs // self.tile_rows + self.max_groups
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What decides where this chunk's arrays are, and the grids that they ask for."""
+        return (
+            self._number,
+            self.num_tokens,
+            self.num_pairs,
+            self.pairs_per_token,
+            self.max_groups,
+            self._is_loaded,
+        )
 
     def group_chosen(
         self,
@@ -160,26 +188,15 @@ class ExpertGroups:
             selections.shape != (self.num_experts,) or selections.dtype != np.uint32
         ):
             raise SettingsError(f"counts of {selections.shape}, {self.num_experts} experts")
-        self._set_chunk(shape[0], topk_ids.size, shape[1])
+        self._set_chunk(shape[0], topk_ids.size, shape[1], is_loaded=False)
         self.expert_ids, self.group_starts, self.token_indices, self.weights = self._own
         most = self.num_experts if num_resident is None else min(num_resident, self.num_experts)
         self.max_groups = min(most, self.num_pairs)
-        args = GroupArgs(
-            topk_ids=address(topk_ids),
-            topk_weights=address(topk_weights),
-            slot_of_expert=0 if slot_of_expert is None else address(slot_of_expert),
-            chunk_rows=address(self._chunk_rows),
-            counts=address(self.counts),
-            expert_ids=address(self.expert_ids),
-            group_starts=address(self.group_starts),
-            tiles=address(self.tiles),
-            token_indices=address(self.token_indices),
-            weights=address(self.weights),
-            rows_of_tokens=address(self.rows_of_tokens),
-            selections=0 if selections is None else address(selections),
-            num_pairs=self.num_pairs,
-            pairs_per_token=self.pairs_per_token,
-        )
+        args = self._group_args
+        args.topk_ids, args.topk_weights = address(topk_ids), address(topk_weights)
+        args.slot_of_expert = 0 if slot_of_expert is None else address(slot_of_expert)
+        args.selections = 0 if selections is None else address(selections)
+        args.num_pairs, args.pairs_per_token = self.num_pairs, self.pairs_per_token
         chunks = (-(-self.num_pairs // self._chunk_pairs), 1, 1)
         self._device.launch(self._count, chunks, self._num_threads, args)
         self._device.launch(self._lay_out, (1, 1, 1), self._num_threads, args)
@@ -200,7 +217,7 @@ class ExpertGroups:
                 f"a batch of {num_pairs} pairs, up to {pairs_per_token} a token of "
                 f"{batch.num_tokens}; room for {self.max_pairs} pairs"
             )
-        self._set_chunk(batch.num_tokens, num_pairs, pairs_per_token)
+        self._set_chunk(batch.num_tokens, num_pairs, pairs_per_token, is_loaded=True)
         self.max_groups = num_groups
         arrays = batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights
         packed = np.empty(_padded(*(array.size for array in arrays)), np.int32)
@@ -230,7 +247,10 @@ class ExpertGroups:
         blocks = (-(-batch.num_tokens // _FIND_THREADS), 1, 1)
         self._device.launch(self._find, blocks, _FIND_THREADS, args)
 
-    def _set_chunk(self, num_tokens: int, num_pairs: int, pairs_per_token: int) -> None:
+    def _set_chunk(
+        self, num_tokens: int, num_pairs: int, pairs_per_token: int, *, is_loaded: bool
+    ) -> None:
+        self._is_loaded = is_loaded
         self.num_tokens = num_tokens
         self.num_pairs = num_pairs
         self.pairs_per_token = pairs_per_token

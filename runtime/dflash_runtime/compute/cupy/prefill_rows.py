@@ -28,7 +28,7 @@ class HalfRowsArgs(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # as DenseProduct is
 class PreparedRows:
     """Rows on the device.
 
@@ -42,6 +42,8 @@ class PreparedRows:
     floats: DeviceArray
     halves: DeviceArray | None
     scales: DeviceArray | None
+    half_addresses: tuple[int, int, int] | None
+    """Of both, and bytes from one part to the next."""
 
     def addresses(self, parts: int) -> tuple[int, int, int]:
         """Of rows in that many parts, and of their scales; bytes from one part to the next.
@@ -50,9 +52,9 @@ class PreparedRows:
         """
         if parts == 0:
             return address(self.floats), 0, 0
-        if self.halves is None or self.scales is None or parts > self.parts:
+        if self.half_addresses is None or parts > self.parts:
             raise SettingsError(f"rows of {self.parts} parts are multiplied as {parts}")
-        return address(self.halves), address(self.scales), self.halves.nbytes // self.parts
+        return self.half_addresses
 
 
 class RowPreparer:
@@ -78,6 +80,13 @@ class RowPreparer:
         if parts:
             self._halves = device.empty((parts, max_rows, columns), np.uint16)
             self._scales = device.empty(max_rows, np.float32)
+        self._args = HalfRowsArgs()
+        """With what all rows have in common."""
+        self._half_addresses: tuple[int, int, int] | None = None
+        if self._halves is not None and self._scales is not None:
+            part_bytes = self._halves.nbytes // parts
+            self._half_addresses = address(self._halves), address(self._scales), part_bytes
+            self._args.halves, self._args.scales, self._args.part_bytes = self._half_addresses
 
     def reserve_floats(self) -> None:
         """Have memory for normalised floats; before a capture, as nothing is allocated in one."""
@@ -113,15 +122,11 @@ class RowPreparer:
             assert self._floats is not None
             floats = self._floats[:num_rows]
         if self.parts or makes_floats:
-            args = HalfRowsArgs(
-                x=address(x),
-                norm=0 if norm is None else address(norm),
-                halves=0 if self._halves is None else address(self._halves),
-                scales=0 if self._scales is None else address(self._scales),
-                floats=address(floats) if makes_floats else 0,
-                part_bytes=0 if self._halves is None else self._halves.nbytes // self.parts,
-                eps=eps,
-            )
+            args = self._args
+            args.x = address(x)
+            args.norm = 0 if norm is None else address(norm)
+            args.floats = address(floats) if makes_floats else 0
+            args.eps = eps
             self._device.launch(self._kernel, (num_rows, 1, 1), _ROW_THREADS, args)
         return PreparedRows(
             num_rows=num_rows,
@@ -130,6 +135,7 @@ class RowPreparer:
             floats=floats,
             halves=self._halves,
             scales=self._scales,
+            half_addresses=self._half_addresses,
         )
 
 

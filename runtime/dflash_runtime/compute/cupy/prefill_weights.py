@@ -16,6 +16,7 @@ from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.layouts import FIELDS, UNIT, num_units, row_bytes
 from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
+from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
 
 _UNIT_THREADS = 256
 
@@ -143,14 +144,13 @@ class WeightScratch:
         rows: int,
         columns: int,
         offset_bytes: int = 0,
-    ) -> int:
-        """Halves of one matrix, `offset_bytes` into the scratch; returns their bytes."""
+    ) -> tuple[PreparedLaunch, int]:
+        """What makes halves of one matrix, `offset_bytes` into the scratch, and their bytes."""
         num_bytes = self._reserve(rows * half_row_bytes(columns), offset_bytes)
         args = DequantiseArgs(
             weights=weights_address, halves=self.place(offset_bytes), num_rows=rows
         )
-        self._launch(tensor_type, columns, args, num_matrices=1)
-        return num_bytes
+        return self._launch(tensor_type, columns, args, num_matrices=1), num_bytes
 
     def fill_groups(
         self,
@@ -161,7 +161,7 @@ class WeightScratch:
         rows: int,
         columns: int,
         offset_bytes: int = 0,
-    ) -> int:
+    ) -> tuple[PreparedLaunch, int]:
         """The same of the chosen groups' matrices, one after another."""
         num_matrices: int = choice.end_group - choice.first_group
         num_bytes = num_matrices * rows * half_row_bytes(columns)
@@ -175,8 +175,8 @@ class WeightScratch:
             choice=choice,
             num_rows=rows,
         )
-        self._launch(projection.tensor_type, columns, args, num_matrices=num_matrices)
-        return num_bytes
+        launch = self._launch(projection.tensor_type, columns, args, num_matrices=num_matrices)
+        return launch, num_bytes
 
     def _reserve(self, num_bytes: int, offset_bytes: int) -> int:
         if offset_bytes < 0 or offset_bytes + num_bytes > self.num_bytes:
@@ -187,10 +187,10 @@ class WeightScratch:
 
     def _launch(
         self, tensor_type: TensorType, columns: int, args: DequantiseArgs, *, num_matrices: int
-    ) -> None:
+    ) -> PreparedLaunch:
         kernel = self.prepare(tensor_type, columns)
         blocks = -(-args.num_rows * num_units(columns) // _UNIT_THREADS)
-        self._device.launch(kernel, (blocks, num_matrices, 1), _UNIT_THREADS, args)
+        return PreparedLaunch(kernel, (blocks, num_matrices, 1), _UNIT_THREADS, args)
 
 
 KERNEL_VARIANTS = tuple(

@@ -226,6 +226,8 @@ class Chosen:
 
     buffer: Buffer
     choosing: Choosing | None = None
+    both: DeviceArray | None = None
+    """Ids and then weights, as int32, if they lie one after the other. Shapes: [2, T, K]."""
 
     @property
     def array(self) -> DeviceArray:

@@ -122,6 +122,34 @@ def test_bits_of_a_row_are_its_own(products: Products, tensor_type: TensorType) 
         np.testing.assert_array_equal(multiply(part), together[chosen], strict=True)
 
 
+def test_what_was_launched_before_does_not_matter() -> None:
+    """The same matrices again: of more rows and fewer, beside others, to other places."""
+    device = EmulatedDevice()
+    preparers = [RowPreparer(device, columns=COLUMNS, max_rows=70, parts=2) for _ in range(2)]
+    types = (Q8_0, F32, F16)
+    matrices = [StoredMatrix(device, each, 33) for each in types]
+
+    def new() -> DensePrefill:
+        return DensePrefill(
+            device, products=SMALL_TENSOR, scratch=WeightScratch(device, 20 * half_row_bytes(96))
+        )
+
+    def multiply(dense: DensePrefill, num_rows: int, preparer: RowPreparer) -> list[F32Array]:
+        rows = preparer.prepare(device.upload(random_rows(num_rows)))
+        outs = [device.zeros((num_rows, 33), np.float32) for _ in matrices]
+        adds = [None, device.upload(random_rows(num_rows, 33)), outs[2]]
+        several = zip(matrices, outs, adds, strict=True)
+        dense.run(rows, [matrix.product(out, add) for matrix, out, add in several])
+        return [device.download(out) for out in outs]
+
+    used = new()
+    for num_rows, preparer in ((40, 0), (40, 0), (7, 0), (40, 1), (40, 0), (70, 1)):
+        found = multiply(used, num_rows, preparers[preparer])
+        wanted = multiply(new(), num_rows, preparers[preparer])
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other, strict=True)
+
+
 class CountingDevice(EmulatedDevice):
     """Notes how many threads a block of each product has."""
 
@@ -157,7 +185,8 @@ def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     columns = {64: 448, 256: 512}.get(tensor_type.layout.block_elements, COLUMNS)
     matrix = StoredMatrix(device, tensor_type, 37, columns)
     scratch = WeightScratch(device, 37 * half_row_bytes(columns))
-    scratch.fill(tensor_type, address(matrix.weights), rows=37, columns=columns)
+    fill, _ = scratch.fill(tensor_type, address(matrix.weights), rows=37, columns=columns)
+    fill.start(device)
     halves = device.download(scratch.memory).view(np.float16).reshape(37, -1)
     np.testing.assert_allclose(halves[:, :columns], matrix.values, rtol=2.0**-11, atol=1e-7)
     assert (halves[:, columns:] == 0).all()

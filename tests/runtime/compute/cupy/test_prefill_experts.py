@@ -279,6 +279,7 @@ def test_matrices_read_as_they_are_stored_give_the_bits_of_their_halves(
     stored = rig.sums(hidden)
     num_stored = device.num_launches - num_launches
     monkeypatch.setattr("dflash_runtime.compute.cupy.prefill_experts._MOST_ROWS", 0)
+    rig.prefill._launches.clear()  # those of matrices as they are stored
     np.testing.assert_array_equal(rig.sums(hidden), stored, strict=True)
     assert device.num_launches - num_launches == 2 * num_stored + 3  # which make halves
 
@@ -303,6 +304,8 @@ def test_a_sorted_batch_gives_what_its_choice_gives(tmp_path: Path) -> None:
     rig.group(ids, weights)
     wanted = rig.sums(hidden)
     rig.groups.load(batch_of(hidden, ids, weights, np.ones(NUM_EXPERTS, bool)))
+    np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
+    rig.group(ids, weights)  # as it was launched before the batch
     np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
 
 
