@@ -38,7 +38,7 @@ from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
 from support.random_models import write_qwen3moe
 
-EPOCH, ABORTED, BLAMED = 2, 3, 4
+EPOCH, ABORTED, BLAMED, ROUNDS = 2, 3, 4, 5
 """Words of MailSide.state."""
 
 _MOST_TRIES = 200
@@ -96,8 +96,11 @@ def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> 
     return Rows(*arrays)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("is_chosen", [False, True])
-def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_chosen: bool) -> None:
+def test_what_is_posted_is_taken(
+    device: EmulatedDevice, layer: MoeLayer, is_chosen: bool, rounds: bool
+) -> None:
     used, num_experts = layer.num_experts_used, layer.num_experts
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((1, num_experts)).astype(np.float32)
@@ -113,10 +116,12 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
         logits=None if is_chosen else device.upload(logits),
         selections=device.zeros(num_experts, np.uint32),
     )
-    tables = [rng.integers(-1, num_experts, num_experts).astype(np.int32) for _ in range(2)]
+    num_peers = 1 if rounds else 2
+    tables = [rng.integers(-1, num_experts, num_experts).astype(np.int32) for _ in range(num_peers)]
+    tables[0][chosen[:2]] = 1, -1
     num_lines = used + sum(-(-words // 2) for words in part_words(layer))
     requests = device.zeros((2, num_lines * LINE_BYTES), np.uint8)
-    places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(2)]
+    places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(num_peers)]
     parent, rows = side_of(device), new_rows(device, layer.hidden_size, seed=4)
     parent.kernels.begin()
     parent.kernels.post(
@@ -126,6 +131,7 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
         choice=choice,
         local_ids=[device.upload(table) for table in tables],
         requests=places,
+        rounds=rounds,
     )
     counts = np.bincount(chosen, minlength=num_experts)
     assert choice.selections is not None
@@ -147,6 +153,7 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
                 np.testing.assert_array_equal(device.download(arrived), device.download(sent))
         assert daemon.state[EPOCH] == 1
         assert not daemon.state[ABORTED]
+        assert daemon.state[ROUNDS] == rounds
 
 
 def reply_lines(values: F64Array, epoch: int) -> AnyArray:
@@ -170,6 +177,55 @@ def test_replies_are_added_in_order_and_rounded_once(
     side.kernels.add(layer, None, residual, replies=replies)
     expected = before + ((0.0 + sums[0]) + sums[1]).astype(np.float32)
     np.testing.assert_array_equal(device.download(residual), expected)
+
+
+def rounded_lines(values: F64Array, epoch: int) -> AnyArray:
+    """Shapes: values [H]; result [H / 2, 4] uint32."""
+    lines = np.empty((values.size // 2, 4), np.uint32)
+    lines[:, ::2] = values.astype(np.float32).view(np.uint32).reshape(-1, 2)
+    lines[:, 1::2] = ~np.uint32(epoch) ^ lines[:, ::2] * np.uint32(CHECK_FACTOR)
+    return lines
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_rounded_reply_is_taken_for_nothing_else(
+    device: EmulatedDevice, layer: MoeLayer, is_right: bool
+) -> None:
+    rng = np.random.default_rng(6)
+    sums = rng.standard_normal(layer.hidden_size)
+    before = rng.standard_normal((1, layer.hidden_size)).astype(np.float32)
+    rounded, exact = rounded_lines(sums, epoch=1), reply_lines(sums, epoch=1)
+    exact[: len(rounded)] = exact[: len(rounded)] if is_right else rounded
+    for lines, is_rounded in ((rounded if is_right else exact[::2], True), (exact, False)):
+        side, residual = (
+            side_of(device, limit_ms=20_000 if is_right else 100),
+            device.upload(before),
+        )
+        array = device.upload(np.ascontiguousarray(lines))
+        side.kernels.begin()
+        replies = side.kernels.replies({0: address(array)})
+        side.kernels.add(layer, None, residual, replies=replies, rounded=is_rounded)
+        assert side.state[ABORTED] == (not is_right)
+        if is_right:
+            expected = before + sums.astype(np.float32)
+            np.testing.assert_array_equal(device.download(residual), expected)
+
+
+def test_nobody_rounds_what_others_add_to(device: EmulatedDevice, layer: MoeLayer) -> None:
+    used = layer.num_experts_used
+    choice = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
+    table = device.zeros(layer.num_experts, np.int32)
+    rows = new_rows(device, layer.hidden_size, seed=4)
+    with pytest.raises(ValueError, match="several answers"):
+        side_of(device).kernels.post(
+            layer,
+            None,
+            rows,
+            choice=choice,
+            local_ids=[table, table],
+            requests=[0, 0],
+            rounds=True,
+        )
 
 
 @pytest.mark.parametrize("what", ["another step's", "a damaged word", "a damaged check"])

@@ -46,12 +46,13 @@ struct Mail {
         return true;
     }
     // Waits for a line's data, which a peer sends. False: the step has failed.
-    INLINE bool receive(const void *line, int peer, u32 epoch, u64 deadline, u32 &first,
-                        u32 &second) const {
+    INLINE bool receive(const void *line, int peer, u32 epoch, u64 deadline, u32 &first, u32 &second,
+                        bool is_rounded = false) const {
+        const u32 checked_by = is_rounded ? rounded_epoch(epoch) : epoch;
         for (int look = 1;; look++) {
             const uint4 found = load_line(line);
             first = found.x, second = found.z;
-            if (is_of_epoch(found, epoch)) return true;
+            if (is_of_epoch(found, checked_by)) return true;
             if (look % LOOKS == 0 && is_over(peer, epoch, deadline, look % FAR_LOOKS == 0)) {
                 return false;
             }

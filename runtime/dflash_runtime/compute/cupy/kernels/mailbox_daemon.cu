@@ -22,6 +22,9 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
         if (is_there) {
             is_there = a.mail.receive(line_at(a.request, pair), 0, epoch, deadline, expert, weight);
         }
+        const bool rounds = is_there && asks_rounded(expert);
+        if (pair == 0) a.mail.state->rounds = rounds;
+        if (rounds) expert ^= ROUNDS;
         a.topk_ids[pair] = is_there ? (int)expert : -1;  // nothing is computed, nor answered
         a.topk_weights[pair] = is_there ? bits_to_float(weight) : 0.0f;
     }

@@ -14,6 +14,7 @@ struct MailPostArgs {
     u32 *selections;                 // null, or [EXPERTS]: how often each was chosen, added to
     const int *local_ids[MOST_PEERS];  // [EXPERTS] by peer: its name for an expert; negative: not its
     void *requests[MOST_PEERS];      // lines
+    int rounds;                      // there is one peer, whose answer may be rounded
 };
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
@@ -57,7 +58,7 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             if (a.selections && exists) atomic_add(a.selections + expert, 1);
         }
         const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
-        if (posts) send_line(line_at(lines, pair), epoch, local, weight);
+        if (posts) send_line(line_at(lines, pair), epoch, local ^ (a.rounds ? ROUNDS : 0), weight);
     }
 }
 
@@ -77,4 +78,24 @@ KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     double total = 0.0;
     if (!a.replies.add(i, epoch, a.replies.mail.deadline(), total)) return;
     a.residual[i] = before + (float)total;
+}
+
+// The same where one peer alone is asked, whose answer is rounded: two elements a line, of which
+// HIDDEN must be a multiple.
+KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
+    const int i = 2 * (block_index_x() * ADD_THREADS + thread_index());
+    let_next_begin();
+    wait_for_previous();
+    if (i >= TOKENS * HIDDEN) return;
+    const uint2 before = load_fresh8(a.residual + i);
+    const Mail &mail = a.replies.mail;
+    const u32 epoch = mail.epoch();
+    if (mail.is_aborted()) return;
+    u32 first, second;
+    if (!mail.receive(line_at(a.replies.lines[0], i / 2), a.replies.peers[0], epoch, mail.deadline(),
+                      first, second, true)) {
+        return;
+    }
+    a.residual[i] = bits_to_float(before.x) + bits_to_float(first);
+    a.residual[i + 1] = bits_to_float(before.y) + bits_to_float(second);
 }
