@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,8 @@ from dflash_runtime.compute.cupy.mail_probe import (
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.cupy.mailbox_layout import (
     LINE_BYTES,
+    MailLayout,
     MailLines,
-    mail_layout,
     part_words,
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
@@ -46,11 +46,13 @@ _MOST_TRIES = 200
 CHECK_FACTOR = 0x9E3779B1
 """Of mailbox_lines.cuh."""
 NONE = dict.fromkeys(FaultKind, 0)
+MANY_COLUMNS, MANY_LINES = 5120, 2600
+"""So that threads have several lines each, more than they look at together."""
 
 
 @dataclass
 class Side:
-    """One side with two peers, and the words that they tell each other."""
+    """One side with three peers, and the words that they tell each other."""
 
     mail: MailSide
     kernels: MailKernels
@@ -64,8 +66,8 @@ class Side:
 
 
 def side_of(device: KernelDevice, *, limit_ms: int = 20_000) -> Side:
-    own, other = device.zeros(2, np.uint32), device.zeros(2, np.uint32)
-    peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(2)]
+    own, other = device.zeros(3, np.uint32), device.zeros(3, np.uint32)
+    peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(3)]
     failed = device.zeros(1, np.uint32)
     mail = MailSide(device, peers, limit_ms, failed=address(failed))
     return Side(mail, MailKernels(mail), own, other, failed)
@@ -98,9 +100,11 @@ def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> 
 
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("is_chosen", [False, True])
+@pytest.mark.parametrize("columns", [TINY.hidden_size, MANY_COLUMNS])
 def test_what_is_posted_is_taken(
-    device: EmulatedDevice, layer: MoeLayer, is_chosen: bool, rounds: bool
+    device: EmulatedDevice, layer: MoeLayer, is_chosen: bool, rounds: bool, columns: int
 ) -> None:
+    layer = replace(layer, hidden_size=columns)
     used, num_experts = layer.num_experts_used, layer.num_experts
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((1, num_experts)).astype(np.float32)
@@ -168,14 +172,14 @@ def test_replies_are_added_in_order_and_rounded_once(
     device: EmulatedDevice, layer: MoeLayer
 ) -> None:
     rng = np.random.default_rng(5)
-    sums = rng.standard_normal((2, layer.hidden_size)) * [[1.0], [1e9]]
+    sums = rng.standard_normal((3, layer.hidden_size)) * [[1.0], [1e9], [1.0]]
     before = rng.standard_normal((1, layer.hidden_size)).astype(np.float32)
     side, residual = side_of(device), device.upload(before)
     arrays = [device.upload(reply_lines(each, epoch=1)) for each in sums]
     side.kernels.begin()
     replies = side.kernels.replies({peer: address(lines) for peer, lines in enumerate(arrays)})
     side.kernels.add(layer, None, residual, replies=replies)
-    expected = before + ((0.0 + sums[0]) + sums[1]).astype(np.float32)
+    expected = before + (((0.0 + sums[0]) + sums[1]) + sums[2]).astype(np.float32)
     np.testing.assert_array_equal(device.download(residual), expected)
 
 
@@ -240,16 +244,17 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
     side = side_of(device, limit_ms=200)
     before = np.ones((1, layer.hidden_size), np.float32)
     residual = device.upload(before)
-    replies = side.kernels.replies({0: address(answered), 1: address(late)})
+    lines_of = {0: address(answered), 1: address(answered), 2: address(late)}
+    replies = side.kernels.replies(lines_of)
     side.kernels.begin()
     side.kernels.add(layer, None, residual, replies=replies)
     assert side.state[ABORTED] == 1
-    assert side.state[BLAMED] == 2
-    np.testing.assert_array_equal(device.download(side.own), [1, 1])
+    assert side.state[BLAMED] == 3
+    np.testing.assert_array_equal(device.download(side.own), [1, 1, 1])
     assert device.download(side.failed)[0] == 1
     after = before.copy()
     if what != "another step's":  # what was right of it has been added, to what nobody will use
-        after += 2
+        after += 3
         after[0, 5] = 1
     np.testing.assert_array_equal(device.download(residual), after)
     side.kernels.begin()
@@ -265,7 +270,7 @@ def test_a_peer_that_has_given_up_is_not_waited_for(
     device: EmulatedDevice, layer: MoeLayer
 ) -> None:
     side = side_of(device, limit_ms=600_000)
-    device.write(side.other, np.array([0, 5], np.uint32))
+    device.write(side.other, np.array([0, 5, 0], np.uint32))
     lines = device.zeros((layer.hidden_size, 4), np.uint32)
     residual = device.zeros((1, layer.hidden_size), np.float32)
     side.kernels.begin()
@@ -277,9 +282,7 @@ def test_a_peer_that_has_given_up_is_not_waited_for(
 class ProbeRig:
     """Both sides of a probe on one device, one after the other, in the same memory."""
 
-    def __init__(self, device: EmulatedDevice, file: Path) -> None:
-        with GgufFile.open(file) as opened:
-            layout = mail_layout(adapter_for(opened).read_spec(opened).moe)
+    def __init__(self, device: EmulatedDevice, layout: MailLayout) -> None:
         self.device = device
         self.requests = device.zeros((layout.request_lines, 4), np.uint32)
         self.replies = device.zeros((layout.reply_lines, 4), np.uint32)
@@ -303,9 +306,9 @@ class ProbeRig:
         self.device.write(lines, damaged)
 
 
-@pytest.fixture
-def rig(device: EmulatedDevice, file: Path) -> ProbeRig:
-    return ProbeRig(device, file)
+@pytest.fixture(params=[8, MANY_LINES])
+def rig(device: EmulatedDevice, request: pytest.FixtureRequest) -> ProbeRig:
+    return ProbeRig(device, MailLayout(1, request_lines=request.param, reply_lines=request.param))
 
 
 def test_a_probe_finds_what_did_not_arrive_as_sent(rig: ProbeRig) -> None:
@@ -356,12 +359,13 @@ def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
         assert rig.run(is_echo=is_echo, epoch=2).counts == {**NONE, FaultKind.TORN: 1}
     # One half of a line is still of the round before: nobody takes it for this one.
     late = clean.copy()
-    late[4, 2:] = old[4, 2:]
+    at = len(late) - 4  # others of its thread's lines have come
+    late[at, 2:] = old[at, 2:]
     rig.device.write(lines, late)
     missing = rig.run(is_echo=is_echo, epoch=2, limit_ms=20)
     assert missing.counts == {**NONE, FaultKind.MISSING: 1}
     assert missing.first is not None
-    assert (missing.first.line, missing.first.word) == (4, 1)
+    assert (missing.first.line, missing.first.word) == (at, 1)
     assert (missing.first.expected, missing.first.found) == (2, 1)
 
 

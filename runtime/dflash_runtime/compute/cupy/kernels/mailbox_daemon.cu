@@ -11,30 +11,38 @@ struct MailTakeArgs {
     float *topk_weights;    // [PAIRS]
 };
 
+INLINE void take_pair(const MailTakeArgs &a, int pair, u32 expert, u32 weight) {
+    const bool rounds = asks_rounded(expert);
+    if (pair == 0) a.mail.state->rounds = rounds;
+    a.topk_ids[pair] = (int)(rounds ? expert ^ ROUNDS : expert);
+    a.topk_weights[pair] = bits_to_float(weight);
+}
+
 KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
     let_next_begin();
     wait_for_previous();
     const u32 epoch = a.mail.epoch();
     const u64 deadline = a.mail.deadline();
+    const int num_lines = PAIRS + a.parts.num_lines();
     bool is_there = !a.mail.is_aborted();
-    for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
-        u32 expert, weight;
-        if (is_there) {
-            is_there = a.mail.receive(line_at(a.request, pair), 0, epoch, deadline, expert, weight);
+    constexpr int Step = LINES_AT_ONCE * THREADS;
+    for (int first = thread_index(); is_there && first < num_lines; first += Step) {
+        uint4 found[LINES_AT_ONCE];
+        const int num = (num_lines - first + THREADS - 1) / THREADS;
+        auto line = [&](int j) { return line_at(a.request, first + j * THREADS); };
+        auto parent = [](int) { return 0; };
+        is_there = a.mail.receive(found, num, line, parent, epoch, deadline);
+        if (!is_there) break;
+#pragma unroll
+        for (int j = 0; j < LINES_AT_ONCE; j++) {
+            const int i = first + j * THREADS;
+            if (i < PAIRS) take_pair(a, i, found[j].x, found[j].z);
+            else if (i < num_lines) a.parts.store(i - PAIRS, found[j].x, found[j].z);
         }
-        const bool rounds = is_there && asks_rounded(expert);
-        if (pair == 0) a.mail.state->rounds = rounds;
-        if (rounds) expert ^= ROUNDS;
-        a.topk_ids[pair] = is_there ? (int)expert : -1;  // nothing is computed, nor answered
-        a.topk_weights[pair] = is_there ? bits_to_float(weight) : 0.0f;
     }
-    a.parts.each_line(thread_index(), THREADS, [&](int line, u32 *word, bool has_second) {
-        u32 first, second;
-        if (!is_there) return;
-        const u8 *from = line_at(a.request, PAIRS + line);
-        is_there = a.mail.receive(from, 0, epoch, deadline, first, second);
-        if (!is_there) return;
-        word[0] = first;
-        if (has_second) word[1] = second;
-    });
+    if (is_there) return;
+    for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
+        a.topk_ids[pair] = -1;  // nothing is computed, nor answered
+        a.topk_weights[pair] = 0.0f;
+    }
 }

@@ -41,12 +41,21 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             if (lane_index() < TOP_K) weights[token * TOP_K + lane_index()] = weight;
         }
     } else if (posts) {
-        constexpr int First = ROUTE ? LANES : 0;
-        a.parts.each_line(thread_index() - First, THREADS - First,
-                          [&](int line, const u32 *word, bool has_second) {
-            const u32 second = has_second ? load_fresh4(word + 1) : 0;
-            send_line(line_at(lines, POST_PAIRS + line), epoch, load_fresh4(word), second);
-        });
+        constexpr int First = ROUTE ? LANES : 0, Step = THREADS - First;
+        const int num_lines = a.parts.num_lines();
+        for (int first = thread_index() - First; first < num_lines; first += LINES_AT_ONCE * Step) {
+            uint2 words[LINES_AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < LINES_AT_ONCE; j++) {
+                if (first + j * Step < num_lines) words[j] = a.parts.load(first + j * Step);
+            }
+#pragma unroll
+            for (int j = 0; j < LINES_AT_ONCE; j++) {
+                const int line = first + j * Step;
+                if (line >= num_lines) break;
+                send_line(line_at(lines, POST_PAIRS + line), epoch, words[j].x, words[j].y);
+            }
+        }
     }
     if (ROUTE) block_barrier();
     for (int pair = thread_index(); pair < POST_PAIRS; pair += THREADS) {
@@ -91,11 +100,10 @@ KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
     const Mail &mail = a.replies.mail;
     const u32 epoch = mail.epoch();
     if (mail.is_aborted()) return;
-    u32 first, second;
-    if (!mail.receive(line_at(a.replies.lines[0], i / 2), a.replies.peers[0], epoch, mail.deadline(),
-                      first, second, true)) {
-        return;
-    }
-    a.residual[i] = bits_to_float(before.x) + bits_to_float(first);
-    a.residual[i + 1] = bits_to_float(before.y) + bits_to_float(second);
+    uint4 found[1];
+    auto line = [&](int) { return line_at(a.replies.lines[0], i / 2); };
+    auto peer = [&](int) { return a.replies.peers[0]; };
+    if (!mail.receive(found, 1, line, peer, epoch, mail.deadline(), true)) return;
+    a.residual[i] = bits_to_float(before.x) + bits_to_float(found[0].x);
+    a.residual[i + 1] = bits_to_float(before.y) + bits_to_float(found[0].z);
 }
