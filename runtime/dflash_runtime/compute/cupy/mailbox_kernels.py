@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_adapters.ops import RoutingRule
-from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker
+from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker, given
 from dflash_runtime.compute.cupy.decode_experts import Choice, Rows
 from dflash_runtime.compute.cupy.decode_experts_shape import GATES
 from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
@@ -64,6 +64,8 @@ class MailTakeArgs(ctypes.Structure):
         ("request", ctypes.c_void_p),
         ("topk_ids", ctypes.c_void_p),
         ("topk_weights", ctypes.c_void_p),
+        ("slot_of_expert", ctypes.c_void_p),
+        ("pair_slots", ctypes.c_void_p),
     )
 
 
@@ -221,11 +223,20 @@ class MailKernels:
         num_blocks = ceil(num_lines / _ADD_THREADS)
         self._device.launch(kernel, (num_blocks, 1, 1), _ADD_THREADS, args)
 
-    def take(self, layer: MoeLayer, rows: Rows, choice: Choice, *, request: int) -> None:
-        """Wait for what the parent asks of a layer.
+    def take(
+        self,
+        layer: MoeLayer,
+        rows: Rows,
+        choice: Choice,
+        *,
+        slot_of_expert: DeviceArray,
+        request: int,
+    ) -> None:
+        """Wait for what the parent asks of a layer, and find where that lies.
 
-        Shapes: of the choice [1, K]; request: an address.
+        Shapes: of the choice, slots too, [1, K]; slot_of_expert [E] int32; request: an address.
         """
+        slots = given("slots", choice.slots)
         sizes = {"T": 1, "K": layer.num_experts_used}
         args = MailTakeArgs(
             mail=self.side.args,
@@ -235,9 +246,14 @@ class MailKernels:
             topk_weights=self._arrays.address(
                 "topk_weights", choice.topk_weights, np.float32, **sizes
             ),
+            slot_of_expert=self._arrays.address(
+                "slot_of_expert", slot_of_expert, np.int32, E=layer.num_experts
+            ),
+            pair_slots=self._arrays.address("slots", slots, np.int32, **sizes),
         )
         defines = {
             "PAIRS": layer.num_experts_used,
+            "EXPERTS": layer.num_experts,
             "THREADS": _THREADS,
             "MOST_PEERS": MOST_PEERS,
         }
@@ -313,7 +329,10 @@ KERNEL_VARIANTS = (
         )
         for route in (0, 1)
     ),
-    KernelVariant("mailbox_daemon.cu", {"PAIRS": 3, "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS}),
+    KernelVariant(
+        "mailbox_daemon.cu",
+        {"PAIRS": 3, "EXPERTS": 70, "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
+    ),
     KernelVariant("mailbox_begin.cu"),
     *(KernelVariant("mailbox_probe.cu", _probe_defines(is_echo=echo)) for echo in (False, True)),
 )

@@ -143,10 +143,19 @@ def test_what_is_posted_is_taken(
     np.testing.assert_array_equal(device.download(choice.topk_ids)[0], chosen)
     for table, request in zip(tables, places, strict=True):
         daemon, taken = side_of(device), new_rows(device, layer.hidden_size)
-        asked = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
+        slots = device.empty((1, used), np.int32)
+        asked = Choice(
+            device.empty((1, used), np.int32), device.empty((1, used), np.float32), slots=slots
+        )
+        slot_of_expert = rng.permutation(num_experts).astype(np.int32)
+        slot_of_expert[0] = -1
         daemon.kernels.begin()
-        daemon.kernels.take(layer, taken, asked, request=request)
+        daemon.kernels.take(
+            layer, taken, asked, slot_of_expert=device.upload(slot_of_expert), request=request
+        )
         np.testing.assert_array_equal(device.download(asked.topk_ids)[0], table[chosen])
+        expected = np.where(table[chosen] < 0, -1, slot_of_expert[table[chosen]])
+        np.testing.assert_array_equal(device.download(slots)[0], expected)
         found = device.download(asked.topk_weights)[0]
         np.testing.assert_allclose(found, weights, rtol=1e-6)
         given = ((rows.quants, taken.quants), (rows.meta, taken.meta), (rows.values, taken.values))

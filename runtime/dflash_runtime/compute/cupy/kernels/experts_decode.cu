@@ -118,9 +118,10 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
             }
         } else if (lane_index() == 0) {
             chosen[0] = (int)load_fresh4(a.choices.topk_ids + pair);
-            chosen[1] = a.choices.slot_of((u32)chosen[0]);
+            if (a.choices.has_slots()) chosen[1] = a.choices.slot_at(pair);
+            else chosen[1] = a.choices.slot_of((u32)chosen[0]);
             if (tile == 0) {
-                a.choices.pair_slots[pair] = chosen[1];
+                if (!a.choices.has_slots()) a.choices.pair_slots[pair] = chosen[1];
                 a.choices.count(chosen[0]);
             }
         }

@@ -1,6 +1,6 @@
 // The daemon's side of a mailbox: what a layer is asked. Its answer is written by experts_decode.cu.
 //
-// Defines: PAIRS of a step; THREADS; MOST_PEERS.
+// Defines: PAIRS of a step; EXPERTS; THREADS; MOST_PEERS.
 #include "mailbox.cuh"
 
 struct MailTakeArgs {
@@ -9,18 +9,27 @@ struct MailTakeArgs {
     const void *request;    // lines
     int *topk_ids;          // [PAIRS], local; negative: none
     float *topk_weights;    // [PAIRS]
+    const int *slot_of_expert;  // [EXPERTS], local; negative: not here
+    int *pair_slots;        // [PAIRS]: where each lies
 };
 
-INLINE void take_pair(const MailTakeArgs &a, int pair, u32 expert, u32 weight) {
+INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, u32 expert, u32 weight) {
     const bool rounds = asks_rounded(expert);
     if (pair == 0) a.mail.state->rounds = rounds;
-    a.topk_ids[pair] = (int)(rounds ? expert ^ ROUNDS : expert);
+    if (rounds) expert ^= ROUNDS;
+    a.topk_ids[pair] = (int)expert;
+    a.pair_slots[pair] = expert < (u32)EXPERTS ? slots[expert] : -1;
     a.topk_weights[pair] = bits_to_float(weight);
 }
 
 KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
+    SHARED(int, slots, EXPERTS);  // at hand when a request comes
     let_next_begin();
+    for (int i = thread_index(); i < EXPERTS; i += THREADS) {
+        slots[i] = (int)load_weights4(a.slot_of_expert + i);
+    }
     wait_for_previous();
+    block_barrier();
     const u32 epoch = a.mail.epoch();
     const u64 deadline = a.mail.deadline();
     const int num_lines = PAIRS + a.parts.num_lines();
@@ -36,13 +45,13 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
 #pragma unroll
         for (int j = 0; j < LINES_AT_ONCE; j++) {
             const int i = first + j * THREADS;
-            if (i < PAIRS) take_pair(a, i, found[j].x, found[j].z);
+            if (i < PAIRS) take_pair(a, slots, i, found[j].x, found[j].z);
             else if (i < num_lines) a.parts.store(i - PAIRS, found[j].x, found[j].z);
         }
     }
     if (is_there) return;
     for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
-        a.topk_ids[pair] = -1;  // nothing is computed, nor answered
+        a.topk_ids[pair] = a.pair_slots[pair] = -1;  // nothing is computed, nor answered
         a.topk_weights[pair] = 0.0f;
     }
 }

@@ -23,10 +23,18 @@ constexpr int POST_PAIRS = TOKENS * TOP_K;
 KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     SHARED(int, ids, POST_PAIRS);
+    SHARED(int, local_ids, POST_PAIRS);
     SHARED(float, weights, POST_PAIRS);
     const int peer = block_index_x();
     const bool is_first = peer == 0, chooses = ROUTE && warp_index() == 0;
     let_next_begin();
+    int local_of[Choice::EACH];  // asked for before it is known which are needed
+    if (chooses) {
+#pragma unroll
+        for (int j = 0; j < Choice::EACH; j++) {
+            local_of[j] = (int)load_weights4(a.local_ids[peer] + min_of(Choice::expert(j), EXPERTS - 1));
+        }
+    }
     wait_for_previous();
     const u32 epoch = a.mail.epoch();
     const bool posts = !a.mail.is_aborted();
@@ -36,7 +44,10 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             Choice router;
             const float *logits = a.logits + (i64)token * EXPERTS;
             router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
-            router.choose(TOP_K, [&](int k, int j) { ids[token * TOP_K + k] = router.expert(j); });
+            router.choose(TOP_K, [&](int k, int j) {
+                ids[token * TOP_K + k] = router.expert(j);
+                local_ids[token * TOP_K + k] = local_of[j];
+            });
             const float weight = router.weight();
             if (lane_index() < TOP_K) weights[token * TOP_K + lane_index()] = weight;
         }
@@ -66,7 +77,10 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
             if (a.selections && exists) atomic_add(a.selections + expert, 1);
         }
-        const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
+        u32 local = ~0u;
+        if (exists) {
+            local = ROUTE ? (u32)local_ids[pair] : load_weights4(a.local_ids[peer] + expert);
+        }
         if (posts) send_line(line_at(lines, pair), epoch, local ^ (a.rounds ? ROUNDS : 0), weight);
     }
 }
