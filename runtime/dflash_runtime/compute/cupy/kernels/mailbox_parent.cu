@@ -73,15 +73,14 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
         const int expert = ROUTE ? ids[pair] : (int)load_fresh4(a.topk_ids + pair);
         const u32 weight = ROUTE ? float_to_bits(weights[pair]) : load_fresh4(a.topk_weights + pair);
         const bool exists = (u32)expert < (u32)EXPERTS;
-        if (is_first) {
-            if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
-            if (a.selections && exists) atomic_add(a.selections + expert, 1);
-        }
         u32 local = ~0u;
         if (exists) {
             local = ROUTE ? (u32)local_ids[pair] : load_weights4(a.local_ids[peer] + expert);
         }
         if (posts) send_line(line_at(lines, pair), epoch, local ^ (a.rounds ? ROUNDS : 0), weight);
+        if (!is_first) continue;
+        if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
+        if (a.selections && exists) atomic_add(a.selections + expert, 1);
     }
 }
 
