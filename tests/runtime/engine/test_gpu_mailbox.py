@@ -20,6 +20,7 @@ from dflash_protocol.settings import Settings
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.cupy.mail_link import MailLink
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
+from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_DEVICE_AT,
     LINES_AT,
@@ -99,7 +100,20 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
     with opened(model) as engine:
         expected = tokens(engine)
     rings = Rings(monkeypatch)
-    for endpoints, num_here in ((daemons[:1], 0), (daemons, 2)):
+    add, rounded = MailKernels.add, set()
+
+    def noted(kernels: MailKernels, *args: Any, **options: Any) -> None:
+        rounded.add(options["rounded"])
+        add(kernels, *args, **options)
+
+    monkeypatch.setattr(MailKernels, "add", noted)
+    # What one daemon has all of is answered as float32; of two there may be none here.
+    for endpoints, num_here, is_rounded in (
+        (daemons[:1], 0, {True}),
+        (daemons, 2, set()),
+        (daemons, 0, {False}),
+    ):
+        rounded.clear()
         with opened(
             model,
             connect=[endpoint for endpoint, _ in endpoints],
@@ -111,6 +125,7 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
             assert tokens(engine) == expected
             assert tokens(engine) == expected
             assert rings.count >= 2 * (NUM_TOKENS - 1)
+            assert rounded == is_rounded
     assert all(not device.num_bytes for device in gpus.opened)
 
 

@@ -142,10 +142,14 @@ INLINE uint2 load_fresh8(const void *p) { return loaded_fresh<uint2>(p); }
 INLINE u32 load_fresh4(const void *p) { return loaded_fresh<u32>(p); }
 
 // Others of these are threads or processes of the host.
+INLINE void store_half_line(void *p, u32 low, u32 high) {
+    emulated::check_read(p, 8, 8);
+    __atomic_store_n((u64 *)p, (u64)high << 32 | low, __ATOMIC_RELAXED);
+}
 INLINE void store_line(void *p, uint4 v) {
     emulated::check_read(p, 16, 16);
-    const u64 halves[2] = {(u64)v.y << 32 | v.x, (u64)v.w << 32 | v.z};
-    for (int i = 0; i < 2; i++) __atomic_store_n((u64 *)p + i, halves[i], __ATOMIC_RELAXED);
+    store_half_line(p, v.x, v.y);
+    store_half_line((u8 *)p + 8, v.z, v.w);
 }
 INLINE uint4 load_line(const void *p) {
     emulated::check_fresh_read(p, 16);

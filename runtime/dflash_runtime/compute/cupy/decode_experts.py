@@ -130,21 +130,27 @@ class ResidentExperts:
 class Choice:
     """What was chosen; or logits, if the shape has a rule: ids and weights are written then.
 
-    With `selections` it is added to them, once.
+    With `selections` it is added to them, once. With `slots` it is known already where they lie.
     Shapes: topk_ids [T, K] int32, negative for none; topk_weights [T, K] float32; logits [T, E];
-    selections [E] uint32.
+    selections [E] uint32; slots [T, K] int32, negative for what is not resident.
     """
 
     topk_ids: DeviceArray
     topk_weights: DeviceArray
     logits: DeviceArray | None = None
     selections: DeviceArray | None = None
+    slots: DeviceArray | None = None
 
     def __getitem__(self, tokens: slice) -> Choice:
         """That of some of the tokens, in place."""
         logits = None if self.logits is None else self.logits[tokens]
+        slots = None if self.slots is None else self.slots[tokens]
         return Choice(
-            self.topk_ids[tokens], self.topk_weights[tokens], logits, selections=self.selections
+            self.topk_ids[tokens],
+            self.topk_weights[tokens],
+            logits,
+            selections=self.selections,
+            slots=slots,
         )
 
 
@@ -172,7 +178,7 @@ class DecodeExperts:
         self.tuning = default_tuning(shape, device) if tuning is None else tuning
         self._device = device
         self._arrays = ArrayChecker(device)
-        self._pair_slots = device.empty(shape.num_pairs, np.int32)
+        self._pair_slots = device.empty((shape.num_tokens, shape.num_experts_used), np.int32)
         self._gate_up_bytes = check_shared_bytes(
             device,
             staged_bytes(
@@ -323,17 +329,23 @@ class DecodeExperts:
         shape, arrays = self.shape, self._arrays
         tokens, num_experts = shape.num_tokens, shape.num_experts
         sizes = {"T": tokens, "K": shape.num_experts_used}
+        slots = self._pair_slots if choice.slots is None else choice.slots
         choices = Choices(
-            slot_of_expert=arrays.address(
-                "slot_of_expert", experts.slot_of_expert, np.int32, E=num_experts
+            slot_of_expert=arrays.optional(
+                "slot_of_expert",
+                experts.slot_of_expert if choice.slots is None else None,
+                np.int32,
+                E=num_experts,
             ),
             topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
-            pair_slots=arrays.address("pair_slots", self._pair_slots, np.int32, P=shape.num_pairs),
+            pair_slots=arrays.address("slots", slots, np.int32, **sizes),
             selections=arrays.optional("selections", choice.selections, np.uint32, E=num_experts),
             num_slots=self._num_slots(experts, *names),
         )
         if shape.rule is not None:
+            if choice.slots is not None:
+                raise ValueError("slots are given of what is not chosen yet")
             logits = given("logits", choice.logits)
             choices.logits = arrays.address("logits", logits, np.float32, T=tokens, E=num_experts)
         return choices

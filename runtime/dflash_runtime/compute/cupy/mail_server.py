@@ -297,12 +297,13 @@ class _Step:
             if rows is None:
                 rows = self._rows[layer.hidden_size] = self._steps.new_rows(1, layer.hidden_size)
             if choice is None:
-                shape = 1, layer.num_experts_used
+                shape, empty = (1, layer.num_experts_used), self._device.empty
                 choice = self._choices[layer.num_experts_used] = Choice(
-                    self._device.empty(shape, np.int32), self._device.empty(shape, np.float32)
+                    empty(shape, np.int32), empty(shape, np.float32), slots=empty(shape, np.int32)
                 )
             request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
-            self._kernels.take(layer, rows, choice, request=request)
+            table = resident.decode.slot_of_expert
+            self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
             self._steps.answer(resident, rows, choice, to=to)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_adapters.ops import RoutingRule
-from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker
+from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker, given
 from dflash_runtime.compute.cupy.decode_experts import Choice, Rows
 from dflash_runtime.compute.cupy.decode_experts_shape import GATES
 from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
@@ -47,6 +47,7 @@ class MailPostArgs(ctypes.Structure):
         ("selections", ctypes.c_void_p),
         ("local_ids", _Addresses),
         ("requests", _Addresses),
+        ("rounds", ctypes.c_int),
     )
 
 
@@ -63,6 +64,8 @@ class MailTakeArgs(ctypes.Structure):
         ("request", ctypes.c_void_p),
         ("topk_ids", ctypes.c_void_p),
         ("topk_weights", ctypes.c_void_p),
+        ("slot_of_expert", ctypes.c_void_p),
+        ("pair_slots", ctypes.c_void_p),
     )
 
 
@@ -107,7 +110,7 @@ class MailSide:
     """Address of a word of the host, which says that a step has failed to nobody but us."""
     state: DeviceArray = field(init=False)
     """Shapes: [6] uint32: two of a clock, epoch, epoch of the first step that failed, the peer that
-    is to blame for that plus one, nothing."""
+    is to blame for that plus one, whether a daemon's layer is to be answered as float32."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.peers) <= MOST_PEERS:
@@ -156,14 +159,19 @@ class MailKernels:
         choice: Choice,
         local_ids: Sequence[DeviceArray],
         requests: Sequence[int],
+        rounds: bool = False,
     ) -> None:
         """Ask every peer for its share of a layer; with a rule experts are chosen by it first.
 
+        One peer, of whom nothing else is added to, may round what it answers: see `add`.
         Shapes: local_ids each [E] int32; requests: addresses, by peer.
         """
         arrays, sizes = self._arrays, {"T": 1, "K": layer.num_experts_used}
+        if rounds and len(requests) != 1:
+            raise ValueError("what is summed up of several answers is not rounded before")
         args = MailPostArgs(
             mail=self.side.args,
+            rounds=rounds,
             parts=self._parts(layer, rows),
             topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
@@ -198,22 +206,37 @@ class MailKernels:
         residual: DeviceArray,
         *,
         replies: MailReplies,
+        rounded: bool = False,
     ) -> None:
-        """Add what peers have answered to the residual. Shapes: residual [1, H] float32."""
+        """Add what peers have answered to the residual; or one, who was asked to round it.
+
+        Shapes: residual [1, H] float32; if it is rounded H is even.
+        """
         sizes = {"T": 1, "H": layer.hidden_size}
         args = MailAddArgs(
             replies=replies,
             residual=self._arrays.address("residual", residual, np.float32, **sizes),
         )
-        kernel = self._parent_kernel(layer, rule, "mail_add", MailAddArgs)
-        num_blocks = ceil(layer.hidden_size / _ADD_THREADS)
+        name = "mail_add_rounded" if rounded else "mail_add"
+        kernel = self._parent_kernel(layer, rule, name, MailAddArgs)
+        num_lines = layer.hidden_size // 2 if rounded else layer.hidden_size
+        num_blocks = ceil(num_lines / _ADD_THREADS)
         self._device.launch(kernel, (num_blocks, 1, 1), _ADD_THREADS, args)
 
-    def take(self, layer: MoeLayer, rows: Rows, choice: Choice, *, request: int) -> None:
-        """Wait for what the parent asks of a layer.
+    def take(
+        self,
+        layer: MoeLayer,
+        rows: Rows,
+        choice: Choice,
+        *,
+        slot_of_expert: DeviceArray,
+        request: int,
+    ) -> None:
+        """Wait for what the parent asks of a layer, and find where that lies.
 
-        Shapes: of the choice [1, K]; request: an address.
+        Shapes: of the choice, slots too, [1, K]; slot_of_expert [E] int32; request: an address.
         """
+        slots = given("slots", choice.slots)
         sizes = {"T": 1, "K": layer.num_experts_used}
         args = MailTakeArgs(
             mail=self.side.args,
@@ -223,9 +246,14 @@ class MailKernels:
             topk_weights=self._arrays.address(
                 "topk_weights", choice.topk_weights, np.float32, **sizes
             ),
+            slot_of_expert=self._arrays.address(
+                "slot_of_expert", slot_of_expert, np.int32, E=layer.num_experts
+            ),
+            pair_slots=self._arrays.address("slots", slots, np.int32, **sizes),
         )
         defines = {
             "PAIRS": layer.num_experts_used,
+            "EXPERTS": layer.num_experts,
             "THREADS": _THREADS,
             "MOST_PEERS": MOST_PEERS,
         }
@@ -301,7 +329,10 @@ KERNEL_VARIANTS = (
         )
         for route in (0, 1)
     ),
-    KernelVariant("mailbox_daemon.cu", {"PAIRS": 3, "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS}),
+    KernelVariant(
+        "mailbox_daemon.cu",
+        {"PAIRS": 3, "EXPERTS": 70, "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
+    ),
     KernelVariant("mailbox_begin.cu"),
     *(KernelVariant("mailbox_probe.cu", _probe_defines(is_echo=echo)) for echo in (False, True)),
 )

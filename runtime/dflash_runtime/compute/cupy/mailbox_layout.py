@@ -28,10 +28,11 @@ daemon's, layer by layer, with no host in between.
 
     a line   data, check, data, check                                  (u32 each)
              a check is epoch ^ data * 0x9e3779b1
-    request  [T, K] (local expert id, or a negative number; weight float32), then the rows as the
-             experts of the layer read them: int8 and {scale, scale * sum}, or float32, or both,
-             each in whole lines
-    reply    [T, H] float64, one a line, rounded nowhere
+    request  [T, K] (local expert id, or a negative number, with bit 30 flipped if the reply may be
+             rounded; weight float32), then the rows as the experts of the layer read them: int8 and
+             {scale, scale * sum}, or float32, or both, each in whole lines
+    reply    [T, H] float64, one a line, rounded nowhere;
+             or [T, H] float32, two a line, where the check is of the epoch's complement
 
 Requests and replies are written and read here if both devices see the host's memory only; where
 they see each other's, either is in the memory of the device that reads it (at the same offsets,
@@ -39,15 +40,21 @@ less those of the first), and only the words above are here.
 
 Why this is right:
 
-* Either half of a line, 8 bytes and aligned, is stored and loaded as one. A reader that finds the
-  check which belongs to the word beside it and to the step has what was sent. Nothing is ordered
-  among lines or halves, and nothing needs to be: a reader waits for each.
+* Either half of a line, 8 bytes and aligned, is stored and loaded as one; two threads may send the
+  two. A reader that finds the check which belongs to the word beside it and to the step has what
+  was sent. Nothing is ordered among lines or halves, and nothing needs to be: a reader waits for
+  each.
 * An epoch is a step's. It grows by one with every step, on each side by itself, and is never 0,
   which new memory is. So no line of an earlier step can be taken for this one's: with the same word
   it has another check.
 * A half that was damaged, in either of its words, is not taken, for the factor is odd; nor is one
   that came in two pieces, until it is whole. Where both words are damaged, one time in 2^32 it
   would be. What is never right lets the step end at its limit, and it is computed anew.
+* A reply may be rounded where the parent has none of a layer's experts and asks this daemon alone:
+  it would round that one sum itself, and add it. Only the parent knows, so that it says so with
+  each request, and the daemon's kernels look there: nothing is agreed on before. As the checks of
+  either kind are of other epochs a reply of the wrong kind is none, and the step ends at its limit.
+  (Epochs only grow: the complement of one is on the other side of 2^31, as far from it.)
 * A line is written again only when it has been read: the parent asks a layer again in the next
   step, which it begins when it has all answers of this one; and the daemon answered when it had
   read the request. So one place a layer and direction is enough, and nobody counts them.

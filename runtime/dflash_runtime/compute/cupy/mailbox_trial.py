@@ -27,10 +27,10 @@ _HIDDEN, _EXPERTS_USED = 2048, 8
 TRIAL_LAYOUT = MailLayout(
     num_layers=1,
     request_lines=_EXPERTS_USED + _HIDDEN // 8 + _HIDDEN // 16,
-    reply_lines=_HIDDEN,
+    reply_lines=_HIDDEN // 2,
 )
 """What one layer of Qwen3-30B-A3B sends and gets for a token: its choice, int8 and two float32 for
-16 of them, two words a line; a float64 a line."""
+16 of them, two words a line; and float32, as the only one answers who is asked."""
 
 TRIAL_SHAPE = RingShape(1, 1, 64, 1, mail_bytes=TRIAL_LAYOUT.nbytes)
 """Of the memory that a trial goes through: nothing but the mailbox is used."""

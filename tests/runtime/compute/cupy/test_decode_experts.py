@@ -135,14 +135,20 @@ def run(
     *,
     slots: list[int] | None = None,
     residual: F32Array | None = None,
+    are_known: bool = False,
 ) -> tuple[AnyArray, F64Array]:
-    """The output of a step, and what down was given, as it stands for."""
+    """The output of a step, and what down was given, as it stands for. `are_known`: slots are
+    those of the pairs, and there is no table."""
     shape = experts.shape
     slots = list(range(shape.num_experts)) if slots is None else slots
     resident = layer.resident(device, slots)
     int8 = as_int8_rows(step.x)
     x = Rows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
+    if are_known:
+        of_pairs = np.append(slots, -1)[step.topk_ids].astype(np.int32)
+        choice = replace(choice, slots=device.upload(of_pairs))
+        resident = replace(resident, slot_of_expert=device.empty(0, np.int32))
     hidden = experts.hidden_rows()
     experts.launch_gate_up(resident, choice, x, hidden)
     size = shape.num_tokens, shape.hidden_size
@@ -264,6 +270,8 @@ def test_what_is_not_resident_is_left_out(device: EmulatedDevice) -> None:
     assert not hidden[is_left_out].any()
     assert np.abs(hidden[~is_left_out]).max(axis=1).min() > 0
     assert not part[1].any()
+    known, _ = run(device, experts, layer, step, slots=here, are_known=True)
+    np.testing.assert_array_equal(known, part)
     other, _ = run(device, experts, layer, step, slots=elsewhere)
     whole, _ = run(device, experts, layer, step)
     np.testing.assert_array_equal((part + other).astype(np.float32), whole.astype(np.float32))
@@ -282,10 +290,12 @@ def test_a_table_with_slots_that_do_not_exist_reads_nothing_else(
     int8 = as_int8_rows(step.x)
     x = Rows(device.upload(int8.quants), device.upload(int8.meta))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
-    hidden, out = experts.hidden_rows(), device.empty(step.x.shape, np.float64)
-    experts.launch_gate_up(resident, choice, x, hidden)
-    experts.launch_down(resident, choice, hidden, out)
-    assert not out.any()
+    of_pairs = np.full_like(step.topk_ids, 5)
+    for each in (choice, replace(choice, slots=device.upload(of_pairs))):
+        hidden, out = experts.hidden_rows(), device.empty(step.x.shape, np.float64)
+        experts.launch_gate_up(resident, each, x, hidden)
+        experts.launch_down(resident, each, hidden, out)
+        assert not out.any()
 
 
 @pytest.mark.parametrize("lanes", [32, pytest.param(64, marks=pytest.mark.slow)])
@@ -408,6 +418,10 @@ def test_what_does_not_fit_is_refused() -> None:
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
     hidden = experts.hidden_rows()
     out = device.zeros((3, 256), np.float32)
+    routed = DecodeExperts(device, replace(BASE, rule=replace(rule, num_experts_used=2)))
+    slots = replace(choice, slots=device.zeros((3, 2), np.int32))
+    with pytest.raises(ValueError, match="slots are given of what is not chosen yet"):
+        routed.launch_down(resident, slots, hidden, out)
     with pytest.raises(ValueError, match=r"x\.quants is missing"):
         experts.launch_gate_up(resident, choice, Rows(values=device.upload(step.x)), hidden)
     with pytest.raises(ValueError, match=r"out is float64 \[3, 256\], expected float32"):

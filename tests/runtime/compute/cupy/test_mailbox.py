@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,8 @@ from dflash_runtime.compute.cupy.mail_probe import (
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.cupy.mailbox_layout import (
     LINE_BYTES,
+    MailLayout,
     MailLines,
-    mail_layout,
     part_words,
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
@@ -38,7 +38,7 @@ from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
 from support.random_models import write_qwen3moe
 
-EPOCH, ABORTED, BLAMED = 2, 3, 4
+EPOCH, ABORTED, BLAMED, ROUNDS = 2, 3, 4, 5
 """Words of MailSide.state."""
 
 _MOST_TRIES = 200
@@ -46,11 +46,13 @@ _MOST_TRIES = 200
 CHECK_FACTOR = 0x9E3779B1
 """Of mailbox_lines.cuh."""
 NONE = dict.fromkeys(FaultKind, 0)
+MANY_COLUMNS, MANY_LINES = 5120, 2600
+"""So that threads have several lines each, more than they look at together."""
 
 
 @dataclass
 class Side:
-    """One side with two peers, and the words that they tell each other."""
+    """One side with three peers, and the words that they tell each other."""
 
     mail: MailSide
     kernels: MailKernels
@@ -64,8 +66,8 @@ class Side:
 
 
 def side_of(device: KernelDevice, *, limit_ms: int = 20_000) -> Side:
-    own, other = device.zeros(2, np.uint32), device.zeros(2, np.uint32)
-    peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(2)]
+    own, other = device.zeros(3, np.uint32), device.zeros(3, np.uint32)
+    peers = [MailPeer(address(own, 4 * peer), address(other, 4 * peer)) for peer in range(3)]
     failed = device.zeros(1, np.uint32)
     mail = MailSide(device, peers, limit_ms, failed=address(failed))
     return Side(mail, MailKernels(mail), own, other, failed)
@@ -96,8 +98,13 @@ def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> 
     return Rows(*arrays)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("is_chosen", [False, True])
-def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_chosen: bool) -> None:
+@pytest.mark.parametrize("columns", [TINY.hidden_size, MANY_COLUMNS])
+def test_what_is_posted_is_taken(
+    device: EmulatedDevice, layer: MoeLayer, is_chosen: bool, rounds: bool, columns: int
+) -> None:
+    layer = replace(layer, hidden_size=columns)
     used, num_experts = layer.num_experts_used, layer.num_experts
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((1, num_experts)).astype(np.float32)
@@ -113,10 +120,12 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
         logits=None if is_chosen else device.upload(logits),
         selections=device.zeros(num_experts, np.uint32),
     )
-    tables = [rng.integers(-1, num_experts, num_experts).astype(np.int32) for _ in range(2)]
+    num_peers = 1 if rounds else 2
+    tables = [rng.integers(-1, num_experts, num_experts).astype(np.int32) for _ in range(num_peers)]
+    tables[0][chosen[:2]] = 1, -1
     num_lines = used + sum(-(-words // 2) for words in part_words(layer))
     requests = device.zeros((2, num_lines * LINE_BYTES), np.uint8)
-    places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(2)]
+    places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(num_peers)]
     parent, rows = side_of(device), new_rows(device, layer.hidden_size, seed=4)
     parent.kernels.begin()
     parent.kernels.post(
@@ -126,6 +135,7 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
         choice=choice,
         local_ids=[device.upload(table) for table in tables],
         requests=places,
+        rounds=rounds,
     )
     counts = np.bincount(chosen, minlength=num_experts)
     assert choice.selections is not None
@@ -133,10 +143,19 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
     np.testing.assert_array_equal(device.download(choice.topk_ids)[0], chosen)
     for table, request in zip(tables, places, strict=True):
         daemon, taken = side_of(device), new_rows(device, layer.hidden_size)
-        asked = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
+        slots = device.empty((1, used), np.int32)
+        asked = Choice(
+            device.empty((1, used), np.int32), device.empty((1, used), np.float32), slots=slots
+        )
+        slot_of_expert = rng.permutation(num_experts).astype(np.int32)
+        slot_of_expert[0] = -1
         daemon.kernels.begin()
-        daemon.kernels.take(layer, taken, asked, request=request)
+        daemon.kernels.take(
+            layer, taken, asked, slot_of_expert=device.upload(slot_of_expert), request=request
+        )
         np.testing.assert_array_equal(device.download(asked.topk_ids)[0], table[chosen])
+        expected = np.where(table[chosen] < 0, -1, slot_of_expert[table[chosen]])
+        np.testing.assert_array_equal(device.download(slots)[0], expected)
         found = device.download(asked.topk_weights)[0]
         np.testing.assert_allclose(found, weights, rtol=1e-6)
         given = ((rows.quants, taken.quants), (rows.meta, taken.meta), (rows.values, taken.values))
@@ -147,6 +166,7 @@ def test_what_is_posted_is_taken(device: EmulatedDevice, layer: MoeLayer, is_cho
                 np.testing.assert_array_equal(device.download(arrived), device.download(sent))
         assert daemon.state[EPOCH] == 1
         assert not daemon.state[ABORTED]
+        assert daemon.state[ROUNDS] == rounds
 
 
 def reply_lines(values: F64Array, epoch: int) -> AnyArray:
@@ -161,15 +181,64 @@ def test_replies_are_added_in_order_and_rounded_once(
     device: EmulatedDevice, layer: MoeLayer
 ) -> None:
     rng = np.random.default_rng(5)
-    sums = rng.standard_normal((2, layer.hidden_size)) * [[1.0], [1e9]]
+    sums = rng.standard_normal((3, layer.hidden_size)) * [[1.0], [1e9], [1.0]]
     before = rng.standard_normal((1, layer.hidden_size)).astype(np.float32)
     side, residual = side_of(device), device.upload(before)
     arrays = [device.upload(reply_lines(each, epoch=1)) for each in sums]
     side.kernels.begin()
     replies = side.kernels.replies({peer: address(lines) for peer, lines in enumerate(arrays)})
     side.kernels.add(layer, None, residual, replies=replies)
-    expected = before + ((0.0 + sums[0]) + sums[1]).astype(np.float32)
+    expected = before + (((0.0 + sums[0]) + sums[1]) + sums[2]).astype(np.float32)
     np.testing.assert_array_equal(device.download(residual), expected)
+
+
+def rounded_lines(values: F64Array, epoch: int) -> AnyArray:
+    """Shapes: values [H]; result [H / 2, 4] uint32."""
+    lines = np.empty((values.size // 2, 4), np.uint32)
+    lines[:, ::2] = values.astype(np.float32).view(np.uint32).reshape(-1, 2)
+    lines[:, 1::2] = ~np.uint32(epoch) ^ lines[:, ::2] * np.uint32(CHECK_FACTOR)
+    return lines
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_rounded_reply_is_taken_for_nothing_else(
+    device: EmulatedDevice, layer: MoeLayer, is_right: bool
+) -> None:
+    rng = np.random.default_rng(6)
+    sums = rng.standard_normal(layer.hidden_size)
+    before = rng.standard_normal((1, layer.hidden_size)).astype(np.float32)
+    rounded, exact = rounded_lines(sums, epoch=1), reply_lines(sums, epoch=1)
+    exact[: len(rounded)] = exact[: len(rounded)] if is_right else rounded
+    for lines, is_rounded in ((rounded if is_right else exact[::2], True), (exact, False)):
+        side, residual = (
+            side_of(device, limit_ms=20_000 if is_right else 100),
+            device.upload(before),
+        )
+        array = device.upload(np.ascontiguousarray(lines))
+        side.kernels.begin()
+        replies = side.kernels.replies({0: address(array)})
+        side.kernels.add(layer, None, residual, replies=replies, rounded=is_rounded)
+        assert side.state[ABORTED] == (not is_right)
+        if is_right:
+            expected = before + sums.astype(np.float32)
+            np.testing.assert_array_equal(device.download(residual), expected)
+
+
+def test_nobody_rounds_what_others_add_to(device: EmulatedDevice, layer: MoeLayer) -> None:
+    used = layer.num_experts_used
+    choice = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
+    table = device.zeros(layer.num_experts, np.int32)
+    rows = new_rows(device, layer.hidden_size, seed=4)
+    with pytest.raises(ValueError, match="several answers"):
+        side_of(device).kernels.post(
+            layer,
+            None,
+            rows,
+            choice=choice,
+            local_ids=[table, table],
+            requests=[0, 0],
+            rounds=True,
+        )
 
 
 @pytest.mark.parametrize("what", ["another step's", "a damaged word", "a damaged check"])
@@ -184,16 +253,17 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
     side = side_of(device, limit_ms=200)
     before = np.ones((1, layer.hidden_size), np.float32)
     residual = device.upload(before)
-    replies = side.kernels.replies({0: address(answered), 1: address(late)})
+    lines_of = {0: address(answered), 1: address(answered), 2: address(late)}
+    replies = side.kernels.replies(lines_of)
     side.kernels.begin()
     side.kernels.add(layer, None, residual, replies=replies)
     assert side.state[ABORTED] == 1
-    assert side.state[BLAMED] == 2
-    np.testing.assert_array_equal(device.download(side.own), [1, 1])
+    assert side.state[BLAMED] == 3
+    np.testing.assert_array_equal(device.download(side.own), [1, 1, 1])
     assert device.download(side.failed)[0] == 1
     after = before.copy()
     if what != "another step's":  # what was right of it has been added, to what nobody will use
-        after += 2
+        after += 3
         after[0, 5] = 1
     np.testing.assert_array_equal(device.download(residual), after)
     side.kernels.begin()
@@ -209,7 +279,7 @@ def test_a_peer_that_has_given_up_is_not_waited_for(
     device: EmulatedDevice, layer: MoeLayer
 ) -> None:
     side = side_of(device, limit_ms=600_000)
-    device.write(side.other, np.array([0, 5], np.uint32))
+    device.write(side.other, np.array([0, 5, 0], np.uint32))
     lines = device.zeros((layer.hidden_size, 4), np.uint32)
     residual = device.zeros((1, layer.hidden_size), np.float32)
     side.kernels.begin()
@@ -221,9 +291,7 @@ def test_a_peer_that_has_given_up_is_not_waited_for(
 class ProbeRig:
     """Both sides of a probe on one device, one after the other, in the same memory."""
 
-    def __init__(self, device: EmulatedDevice, file: Path) -> None:
-        with GgufFile.open(file) as opened:
-            layout = mail_layout(adapter_for(opened).read_spec(opened).moe)
+    def __init__(self, device: EmulatedDevice, layout: MailLayout) -> None:
         self.device = device
         self.requests = device.zeros((layout.request_lines, 4), np.uint32)
         self.replies = device.zeros((layout.reply_lines, 4), np.uint32)
@@ -247,9 +315,9 @@ class ProbeRig:
         self.device.write(lines, damaged)
 
 
-@pytest.fixture
-def rig(device: EmulatedDevice, file: Path) -> ProbeRig:
-    return ProbeRig(device, file)
+@pytest.fixture(params=[8, MANY_LINES])
+def rig(device: EmulatedDevice, request: pytest.FixtureRequest) -> ProbeRig:
+    return ProbeRig(device, MailLayout(1, request_lines=request.param, reply_lines=request.param))
 
 
 def test_a_probe_finds_what_did_not_arrive_as_sent(rig: ProbeRig) -> None:
@@ -300,12 +368,13 @@ def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
         assert rig.run(is_echo=is_echo, epoch=2).counts == {**NONE, FaultKind.TORN: 1}
     # One half of a line is still of the round before: nobody takes it for this one.
     late = clean.copy()
-    late[4, 2:] = old[4, 2:]
+    at = len(late) - 4  # others of its thread's lines have come
+    late[at, 2:] = old[at, 2:]
     rig.device.write(lines, late)
     missing = rig.run(is_echo=is_echo, epoch=2, limit_ms=20)
     assert missing.counts == {**NONE, FaultKind.MISSING: 1}
     assert missing.first is not None
-    assert (missing.first.line, missing.first.word) == (4, 1)
+    assert (missing.first.line, missing.first.word) == (at, 1)
     assert (missing.first.expected, missing.first.found) == (2, 1)
 
 

@@ -6,7 +6,7 @@
 
 // What a step has chosen, and where that lies.
 struct Choices {
-    const int *slot_of_expert;  // [EXPERTS]
+    const int *slot_of_expert;  // [EXPERTS]; or null: pair_slots are known already
     const float *logits;        // [T, EXPERTS], if ROUTE: the next two are written then
     int *topk_ids;              // [T, TOP_K]; negative: none
     float *topk_weights;        // [T, TOP_K]
@@ -18,6 +18,9 @@ struct Choices {
         if (selections && (u32)expert < (u32)EXPERTS) atomic_add(selections + expert, 1);
     }
     INLINE int within(int slot) const { return slot < num_slots ? slot : -1; }
+    INLINE bool has_slots() const { return !slot_of_expert; }
+    // The slot of a pair that has_slots(), or -1.
+    INLINE int slot_at(i64 pair) const { return within((int)load_fresh4(pair_slots + pair)); }
     // The slot of an expert, or -1.
     INLINE int slot_of(u32 expert) const {
         if (expert >= (u32)EXPERTS) return -1;

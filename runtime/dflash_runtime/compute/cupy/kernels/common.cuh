@@ -50,6 +50,7 @@ typedef unsigned long long u64;
 //   memory_fence_of_system()                  the same, the host and other devices included
 //   store_line(pointer, uint4), load_line(pointer) -> uint4   16 bytes, either half as one access, past
 //                                             every cache: for what other devices read and write
+//   store_half_line(pointer, u32, u32)        one of the halves
 //   store_word(u32 *, u32), load_word(const u32 *)            the same for 4 bytes
 //   clock_ticks() -> u64                      of a clock of constant rate, the same for all blocks
 //   spin_pause()                              between two looks at what somebody else is to write

@@ -118,9 +118,10 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
             }
         } else if (lane_index() == 0) {
             chosen[0] = (int)load_fresh4(a.choices.topk_ids + pair);
-            chosen[1] = a.choices.slot_of((u32)chosen[0]);
+            if (a.choices.has_slots()) chosen[1] = a.choices.slot_at(pair);
+            else chosen[1] = a.choices.slot_of((u32)chosen[0]);
             if (tile == 0) {
-                a.choices.pair_slots[pair] = chosen[1];
+                if (!a.choices.has_slots()) a.choices.pair_slots[pair] = chosen[1];
                 a.choices.count(chosen[0]);
             }
         }
@@ -184,7 +185,8 @@ struct DownArgs {
     const float *h;
     float *residual;             // [T, HIDDEN], added to unless SUMS
     double *sums;                // [T, HIDDEN], if SUMS
-    void *reply;                 // null, or lines of a mailbox: sums go there, one a line
+    void *reply;                 // null, or lines of a mailbox: sums go there, one a line, or rounded
+                                 // ones, two a line, as the mailbox's state says
     const MailState *mail;       // whose step this is, if there is a reply
     MailReplies replies;         // unless SUMS: of peers, if any; added to what is here
 };
@@ -270,7 +272,10 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     }
     u32 epoch = 0;  // what the reply is for, or replies are; 0: there is none
     [[maybe_unused]] u64 deadline = 0;
-    if (SUMS && adds && a.reply && !load_word(&a.mail->aborted)) epoch = load_fresh4(&a.mail->epoch);
+    [[maybe_unused]] bool rounds = false;
+    if (SUMS && adds && a.reply && !load_word(&a.mail->aborted)) {
+        epoch = load_fresh4(&a.mail->epoch), rounds = load_fresh4(&a.mail->rounds);
+    }
     if (!SUMS && adds && a.replies.num_replies) {
         epoch = a.replies.mail.epoch(), deadline = a.replies.mail.deadline();
     }
@@ -321,6 +326,9 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
         a.residual[place_out] = before + (float)total;
     } else if (!a.reply) {
         a.sums[place_out] = total;
+    } else if (epoch && rounds) {
+        send_half((u8 *)a.reply + HALF_BYTES * place_out, rounded_epoch(epoch),
+                  float_to_bits((float)total));
     } else if (epoch) {
         DoubleWords sum;
         sum.value = total;

@@ -9,6 +9,8 @@
 #pragma once
 #include "mailbox_lines.cuh"
 
+constexpr int LINES_AT_ONCE = 4;   // of a thread that has several: see Mail::receive
+constexpr int REPLIES_AT_ONCE = 2;
 constexpr int LOOKS = 64;          // at a line, between two at the clock
 constexpr int FAR_LOOKS = 16 * LOOKS;  // and between two at what peers say, which is far away
 
@@ -45,14 +47,28 @@ struct Mail {
         abort(epoch);
         return true;
     }
-    // Waits for a line's data, which a peer sends. False: the step has failed.
-    INLINE bool receive(const void *line, int peer, u32 epoch, u64 deadline, u32 &first,
-                        u32 &second) const {
+    // Waits for `num` lines, at most N, that peers send: those at line(0), line(1), …, of peer(0), ….
+    // A look is at all that have not come, and each is asked for before the first is here: over a bus
+    // one costs as much as all. False: the step has failed.
+    template <int N, typename LineOf, typename PeerOf>
+    INLINE bool receive(uint4 (&found)[N], int num, LineOf line, PeerOf peer, u32 epoch, u64 deadline,
+                        bool is_rounded = false) const {
+        const u32 checked_by = is_rounded ? rounded_epoch(epoch) : epoch;
+#pragma unroll
+        for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // of no epoch
         for (int look = 1;; look++) {
-            const uint4 found = load_line(line);
-            first = found.x, second = found.z;
-            if (is_of_epoch(found, epoch)) return true;
-            if (look % LOOKS == 0 && is_over(peer, epoch, deadline, look % FAR_LOOKS == 0)) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (j < num && !is_of_epoch(found[j], checked_by)) found[j] = load_line(line(j));
+            }
+            int missing = -1;
+#pragma unroll
+            for (int j = N - 1; j >= 0; j--) {
+                if (j < num && !is_of_epoch(found[j], checked_by)) missing = j;
+            }
+            if (missing < 0) return true;
+            if (look % LOOKS == 0 &&
+                is_over(peer(missing), epoch, deadline, look % FAR_LOOKS == 0)) {
                 return false;
             }
             spin_pause();
@@ -66,18 +82,38 @@ struct MailParts {
     void *words[MOST_PARTS];
     int num_words[MOST_PARTS];  // 0: nothing
 
-    // Calls take(word, is_there, next word, is_there) for every line of every part, by all threads.
-    template <typename Take>
-    INLINE void each_line(int thread, int num_threads, Take take) const {
-        int first_line = 0;
+    INLINE int num_lines() const {
+        int num = 0;
+#pragma unroll
+        for (int part = 0; part < MOST_PARTS; part++) num += lines_of(part);
+        return num;
+    }
+    // The words of a line; the second is 0 where there is none.
+    INLINE uint2 load(int line) const {
+        bool has_second;
+        const u32 *word = at(line, has_second);
+        return make_uint2(load_fresh4(word), has_second ? load_fresh4(word + 1) : 0);
+    }
+    INLINE void store(int line, u32 first, u32 second) const {
+        bool has_second;
+        u32 *word = at(line, has_second);
+        word[0] = first;
+        if (has_second) word[1] = second;
+    }
+
+private:
+    INLINE int lines_of(int part) const { return (num_words[part] + 1) / 2; }
+    INLINE u32 *at(int line, bool &has_second) const {
+        u32 *word = nullptr;
+#pragma unroll
         for (int part = 0; part < MOST_PARTS; part++) {
-            const int num_lines = (num_words[part] + 1) / 2;
-            for (int i = thread; i < num_lines; i += num_threads) {
-                u32 *word = (u32 *)words[part] + 2 * i;
-                take(first_line + i, word, 2 * i + 1 < num_words[part]);
+            if (line >= 0 && line < lines_of(part)) {
+                word = (u32 *)words[part] + 2 * line;
+                has_second = 2 * line + 1 < num_words[part];
             }
-            first_line += num_lines;
+            line -= lines_of(part);
         }
+        return word;
     }
 };
 
@@ -91,13 +127,19 @@ struct MailReplies {
     // Adds the answers for one element, in the order of the peers. False: the step has failed.
     INLINE bool add(i64 element, u32 epoch, u64 deadline, double &total) const {
         if (mail.is_aborted()) return false;
-        for (int reply = 0; reply < num_replies; reply++) {
-            DoubleWords sum;
-            const u8 *line = line_at(lines[reply], element);
-            if (!mail.receive(line, peers[reply], epoch, deadline, sum.words[0], sum.words[1])) {
-                return false;
+        for (int begin = 0; begin < num_replies; begin += REPLIES_AT_ONCE) {
+            uint4 found[REPLIES_AT_ONCE];
+            const int num = num_replies - begin;
+            auto line = [&](int j) { return line_at(lines[begin + j], element); };
+            auto peer = [&](int j) { return peers[begin + j]; };
+            if (!mail.receive(found, num, line, peer, epoch, deadline)) return false;
+#pragma unroll
+            for (int j = 0; j < REPLIES_AT_ONCE; j++) {
+                if (j >= num) break;
+                DoubleWords sum;
+                sum.words[0] = found[j].x, sum.words[1] = found[j].z;
+                total += sum.value;
             }
-            total += sum.value;
         }
         return true;
     }

@@ -1,6 +1,6 @@
 // The daemon's side of a mailbox: what a layer is asked. Its answer is written by experts_decode.cu.
 //
-// Defines: PAIRS of a step; THREADS; MOST_PEERS.
+// Defines: PAIRS of a step; EXPERTS; THREADS; MOST_PEERS.
 #include "mailbox.cuh"
 
 struct MailTakeArgs {
@@ -9,29 +9,49 @@ struct MailTakeArgs {
     const void *request;    // lines
     int *topk_ids;          // [PAIRS], local; negative: none
     float *topk_weights;    // [PAIRS]
+    const int *slot_of_expert;  // [EXPERTS], local; negative: not here
+    int *pair_slots;        // [PAIRS]: where each lies
 };
 
+INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, u32 expert, u32 weight) {
+    const bool rounds = asks_rounded(expert);
+    if (pair == 0) a.mail.state->rounds = rounds;
+    if (rounds) expert ^= ROUNDS;
+    a.topk_ids[pair] = (int)expert;
+    a.pair_slots[pair] = expert < (u32)EXPERTS ? slots[expert] : -1;
+    a.topk_weights[pair] = bits_to_float(weight);
+}
+
 KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
+    SHARED(int, slots, EXPERTS);  // at hand when a request comes
     let_next_begin();
+    for (int i = thread_index(); i < EXPERTS; i += THREADS) {
+        slots[i] = (int)load_weights4(a.slot_of_expert + i);
+    }
     wait_for_previous();
+    block_barrier();
     const u32 epoch = a.mail.epoch();
     const u64 deadline = a.mail.deadline();
+    const int num_lines = PAIRS + a.parts.num_lines();
     bool is_there = !a.mail.is_aborted();
-    for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
-        u32 expert, weight;
-        if (is_there) {
-            is_there = a.mail.receive(line_at(a.request, pair), 0, epoch, deadline, expert, weight);
+    constexpr int Step = LINES_AT_ONCE * THREADS;
+    for (int first = thread_index(); is_there && first < num_lines; first += Step) {
+        uint4 found[LINES_AT_ONCE];
+        const int num = (num_lines - first + THREADS - 1) / THREADS;
+        auto line = [&](int j) { return line_at(a.request, first + j * THREADS); };
+        auto parent = [](int) { return 0; };
+        is_there = a.mail.receive(found, num, line, parent, epoch, deadline);
+        if (!is_there) break;
+#pragma unroll
+        for (int j = 0; j < LINES_AT_ONCE; j++) {
+            const int i = first + j * THREADS;
+            if (i < PAIRS) take_pair(a, slots, i, found[j].x, found[j].z);
+            else if (i < num_lines) a.parts.store(i - PAIRS, found[j].x, found[j].z);
         }
-        a.topk_ids[pair] = is_there ? (int)expert : -1;  // nothing is computed, nor answered
-        a.topk_weights[pair] = is_there ? bits_to_float(weight) : 0.0f;
     }
-    a.parts.each_line(thread_index(), THREADS, [&](int line, u32 *word, bool has_second) {
-        u32 first, second;
-        if (!is_there) return;
-        const u8 *from = line_at(a.request, PAIRS + line);
-        is_there = a.mail.receive(from, 0, epoch, deadline, first, second);
-        if (!is_there) return;
-        word[0] = first;
-        if (has_second) word[1] = second;
-    });
+    if (is_there) return;
+    for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
+        a.topk_ids[pair] = a.pair_slots[pair] = -1;  // nothing is computed, nor answered
+        a.topk_weights[pair] = 0.0f;
+    }
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int LINE_BYTES = 16;
+constexpr int LINE_BYTES = 16, HALF_BYTES = LINE_BYTES / 2;
 
 // In the memory of a side's own device, for all of its kernels.
 struct MailState {
@@ -10,7 +10,7 @@ struct MailState {
     u32 epoch;    // of the step
     u32 aborted;  // the epoch of the first step that failed; 0: none
     u32 blamed;   // the peer, plus one, that did not answer in time; 0: none, or it is not known
-    u32 unused;
+    u32 rounds;   // whether the layer's answer is wanted as float32: a daemon's
 };
 
 // What stands beside a word. The factor is odd, so that no other word has the same in that epoch, nor
@@ -24,6 +24,17 @@ INLINE void send_line(void *line, u32 epoch, u32 first, u32 second) {
 INLINE bool is_of_epoch(uint4 line, u32 epoch) {
     return line.y == check_of(epoch, line.x) && line.w == check_of(epoch, line.z);
 }
+// A half by itself.
+INLINE void send_half(void *half, u32 epoch, u32 word) {
+    store_half_line(half, word, check_of(epoch, word));
+}
+// Of answers that are rounded: nobody takes these for float64, nor float64 for these.
+INLINE u32 rounded_epoch(u32 epoch) { return ~epoch; }
+
+// Flipped in every id of a request whose answer may be rounded. An id's highest two bits are the same.
+constexpr u32 ROUNDS = 1u << 30;
+INLINE bool asks_rounded(u32 id) { return (id >> 31) != (id >> 30 & 1); }
+
 INLINE u8 *line_at(void *lines, i64 index) { return (u8 *)lines + LINE_BYTES * index; }
 INLINE const u8 *line_at(const void *lines, i64 index) {
     return (const u8 *)lines + LINE_BYTES * index;

@@ -14,6 +14,7 @@ struct MailPostArgs {
     u32 *selections;                 // null, or [EXPERTS]: how often each was chosen, added to
     const int *local_ids[MOST_PEERS];  // [EXPERTS] by peer: its name for an expert; negative: not its
     void *requests[MOST_PEERS];      // lines
+    int rounds;                      // there is one peer, whose answer may be rounded
 };
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
@@ -22,10 +23,18 @@ constexpr int POST_PAIRS = TOKENS * TOP_K;
 KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     SHARED(int, ids, POST_PAIRS);
+    SHARED(int, local_ids, POST_PAIRS);
     SHARED(float, weights, POST_PAIRS);
     const int peer = block_index_x();
     const bool is_first = peer == 0, chooses = ROUTE && warp_index() == 0;
     let_next_begin();
+    int local_of[Choice::EACH];  // asked for before it is known which are needed
+    if (chooses) {
+#pragma unroll
+        for (int j = 0; j < Choice::EACH; j++) {
+            local_of[j] = (int)load_weights4(a.local_ids[peer] + min_of(Choice::expert(j), EXPERTS - 1));
+        }
+    }
     wait_for_previous();
     const u32 epoch = a.mail.epoch();
     const bool posts = !a.mail.is_aborted();
@@ -35,29 +44,43 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             Choice router;
             const float *logits = a.logits + (i64)token * EXPERTS;
             router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
-            router.choose(TOP_K, [&](int k, int j) { ids[token * TOP_K + k] = router.expert(j); });
+            router.choose(TOP_K, [&](int k, int j) {
+                ids[token * TOP_K + k] = router.expert(j);
+                local_ids[token * TOP_K + k] = local_of[j];
+            });
             const float weight = router.weight();
             if (lane_index() < TOP_K) weights[token * TOP_K + lane_index()] = weight;
         }
     } else if (posts) {
-        constexpr int First = ROUTE ? LANES : 0;
-        a.parts.each_line(thread_index() - First, THREADS - First,
-                          [&](int line, const u32 *word, bool has_second) {
-            const u32 second = has_second ? load_fresh4(word + 1) : 0;
-            send_line(line_at(lines, POST_PAIRS + line), epoch, load_fresh4(word), second);
-        });
+        constexpr int First = ROUTE ? LANES : 0, Step = THREADS - First;
+        const int num_lines = a.parts.num_lines();
+        for (int first = thread_index() - First; first < num_lines; first += LINES_AT_ONCE * Step) {
+            uint2 words[LINES_AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < LINES_AT_ONCE; j++) {
+                if (first + j * Step < num_lines) words[j] = a.parts.load(first + j * Step);
+            }
+#pragma unroll
+            for (int j = 0; j < LINES_AT_ONCE; j++) {
+                const int line = first + j * Step;
+                if (line >= num_lines) break;
+                send_line(line_at(lines, POST_PAIRS + line), epoch, words[j].x, words[j].y);
+            }
+        }
     }
     if (ROUTE) block_barrier();
     for (int pair = thread_index(); pair < POST_PAIRS; pair += THREADS) {
         const int expert = ROUTE ? ids[pair] : (int)load_fresh4(a.topk_ids + pair);
         const u32 weight = ROUTE ? float_to_bits(weights[pair]) : load_fresh4(a.topk_weights + pair);
         const bool exists = (u32)expert < (u32)EXPERTS;
-        if (is_first) {
-            if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
-            if (a.selections && exists) atomic_add(a.selections + expert, 1);
+        u32 local = ~0u;
+        if (exists) {
+            local = ROUTE ? (u32)local_ids[pair] : load_weights4(a.local_ids[peer] + expert);
         }
-        const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
-        if (posts) send_line(line_at(lines, pair), epoch, local, weight);
+        if (posts) send_line(line_at(lines, pair), epoch, local ^ (a.rounds ? ROUNDS : 0), weight);
+        if (!is_first) continue;
+        if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
+        if (a.selections && exists) atomic_add(a.selections + expert, 1);
     }
 }
 
@@ -77,4 +100,23 @@ KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     double total = 0.0;
     if (!a.replies.add(i, epoch, a.replies.mail.deadline(), total)) return;
     a.residual[i] = before + (float)total;
+}
+
+// The same where one peer alone is asked, whose answer is rounded: two elements a line, of which
+// HIDDEN must be a multiple.
+KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
+    const int i = 2 * (block_index_x() * ADD_THREADS + thread_index());
+    let_next_begin();
+    wait_for_previous();
+    if (i >= TOKENS * HIDDEN) return;
+    const uint2 before = load_fresh8(a.residual + i);
+    const Mail &mail = a.replies.mail;
+    const u32 epoch = mail.epoch();
+    if (mail.is_aborted()) return;
+    uint4 found[1];
+    auto line = [&](int) { return line_at(a.replies.lines[0], i / 2); };
+    auto peer = [&](int) { return a.replies.peers[0]; };
+    if (!mail.receive(found, 1, line, peer, epoch, mail.deadline(), true)) return;
+    a.residual[i] = bits_to_float(before.x) + bits_to_float(found[0].x);
+    a.residual[i + 1] = bits_to_float(before.y) + bits_to_float(found[0].z);
 }

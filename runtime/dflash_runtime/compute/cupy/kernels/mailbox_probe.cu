@@ -56,6 +56,33 @@ INLINE void pause_before(u32 seed, u32 epoch, u32 longest) {
     while (clock_ticks() < until) spin_pause();
 }
 
+// What looks at a line have found so far.
+struct ProbeLine {
+    u32 words[2], checks[2];
+    int odd[2];  // looks at which a half was of no round, and what its word was then
+    u32 odd_words[2];
+    bool is_there;
+
+    INLINE void load(const void *line) {
+        const uint4 now = load_line(line);
+        words[0] = now.x, checks[0] = now.y, words[1] = now.z, checks[1] = now.w;
+    }
+    // Whether all of it has come, or what will never be right. `follows`: what was there before is of
+    // the epoch before, or new.
+    INLINE bool judge(u32 epoch, bool follows) {
+        int num_there = 0;
+#pragma unroll
+        for (int which = 0; which < 2; which++) {
+            const u32 word = words[which], check = checks[which];
+            const bool is_new = check == check_of(epoch, word);
+            const bool is_old = check == check_of(epoch - 1, word), is_unused = !(word | check);
+            if (follows && !is_new && !is_old && !is_unused) odd[which]++, odd_words[which] = word;
+            num_there += is_new || odd[which] > ODD_LOOKS;
+        }
+        return num_there == 2;
+    }
+};
+
 // One direction of a probe: each thread has some of its lines.
 struct ProbeLines {
     void *lines;
@@ -68,46 +95,53 @@ struct ProbeLines {
         }
     }
     // False: given up. `is_right`: every word is what it should be, and was never anything but that
-    // or, if the round `follows` another, what it was then; new memory is as good.
+    // or, if the round `follows` another, what it was then; new memory is as good. Lines are looked
+    // at as Mail::receive does.
     INLINE bool receive(const Mail &mail, u32 epoch, bool follows, MailFaults *faults,
                         bool &is_right) const {
         const u64 deadline = clock_ticks() + mail.limit;
         is_right = true;
-        for (int i = thread_index(); i < num_lines; i += THREADS) {
-            int odd[2] = {0, 0};  // looks, and the words that were there
-            u32 odd_words[2] = {0, 0};
+        for (int first = thread_index(); first < num_lines; first += LINES_AT_ONCE * THREADS) {
+            ProbeLine found[LINES_AT_ONCE] = {};
             for (int look = 1;; look++) {
-                const uint4 line = load_line(line_at(lines, i));
-                const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
-                int num_there = 0;
-                for (u32 which = 0; which < 2; which++) {
-                    const bool is_new = checks[which] == check_of(epoch, words[which]);
-                    const bool is_old = checks[which] == check_of(epoch - 1, words[which]);
-                    const bool is_unused = !(words[which] | checks[which]);
-                    if (follows && !is_new && !is_old && !is_unused) {
-                        odd[which]++, odd_words[which] = words[which];
-                    }
-                    num_there += is_new || odd[which] > ODD_LOOKS;
+#pragma unroll
+                for (int j = 0; j < LINES_AT_ONCE; j++) {
+                    const int i = first + j * THREADS;
+                    if (i < num_lines && !found[j].is_there) found[j].load(line_at(lines, i));
                 }
-                if (num_there == 2) {
-                    for (u32 which = 0; which < 2; which++) {
-                        const u32 word = words[which], check = checks[which];
-                        if (is_fine(i, which, word, check, epoch, faults)) {
-                            if (!odd[which]) continue;
-                            faults->note(TORN, epoch, i, which, word, odd_words[which]);
-                        }
-                        is_right = false;
-                    }
-                    break;
+                bool are_there = true;
+#pragma unroll
+                for (int j = 0; j < LINES_AT_ONCE; j++) {
+                    const int i = first + j * THREADS;
+                    if (i >= num_lines || found[j].is_there) continue;
+                    found[j].is_there = found[j].judge(epoch, follows);
+                    are_there &= found[j].is_there;
+                    if (found[j].is_there) is_right &= is_fine(i, found[j], epoch, faults);
                 }
+                if (are_there) break;
                 if (look % LOOKS == 0 && mail.is_over(0, epoch, deadline, look % FAR_LOOKS == 0)) {
-                    note_missing(i, epoch, faults);
+                    u32 are_here = 0;
+#pragma unroll
+                    for (int j = 0; j < LINES_AT_ONCE; j++) are_here |= (u32)found[j].is_there << j;
+                    note_missing(first, are_here, epoch, faults);
                     return false;
                 }
                 spin_pause();
             }
         }
         return true;
+    }
+    INLINE bool is_fine(int i, const ProbeLine &found, u32 epoch, MailFaults *faults) const {
+        bool is_right = true;
+        for (u32 which = 0; which < 2; which++) {
+            const u32 word = found.words[which];
+            if (is_fine(i, which, word, found.checks[which], epoch, faults)) {
+                if (!found.odd[which]) continue;
+                faults->note(TORN, epoch, i, which, word, found.odd_words[which]);
+            }
+            is_right = false;
+        }
+        return is_right;
     }
     INLINE bool is_fine(int line, u32 which, u32 word, u32 check, u32 epoch,
                         MailFaults *faults) const {
@@ -138,14 +172,14 @@ struct ProbeLines {
             }
         }
     }
-    // The first of ours that has not come, and all others that have not come either.
-    INLINE void note_missing(int first, u32 epoch, MailFaults *faults) const {
-        for (int i = first; i < num_lines; i += THREADS) {
+    // Of those that we wait for, a bit each, and of all others of ours, those that have not come.
+    INLINE void note_missing(int first, u32 are_here, u32 epoch, MailFaults *faults) const {
+        for (int j = 0, i = first; i < num_lines; j++, i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
-            if (i > first && is_of_epoch(line, epoch)) continue;
+            if (j < LINES_AT_ONCE ? are_here >> j & 1 : is_of_epoch(line, epoch)) continue;
             const bool is_first = line.y != check_of(epoch, line.x);
-            const u32 found = is_first ? check_of(line.y, line.x) : check_of(line.w, line.z);
-            faults->note(MISSING, epoch, i, is_first ? 0 : 1, epoch, found);
+            const u32 is_of = is_first ? check_of(line.y, line.x) : check_of(line.w, line.z);
+            faults->note(MISSING, epoch, i, is_first ? 0 : 1, epoch, is_of);
         }
     }
 };
