@@ -10,10 +10,13 @@ order:
                llama.cpp in turns; llama.cpp is left out where it is not built with CUDA
   kernels      each kernel of a decode step: time, bytes of weights, GB/s, share of the copy; the
                time of a token, put together
-  split-gpu    all routed experts in a daemon on a second GPU
+  mail-gpu     all routed experts in a daemon on a second GPU, which kernels ask
+  mail-half    half of them there
+  split-gpu    all of them there, and the host asks
   split-half   half of them there
   split-cpu    all of them in a daemon on the CPU
-  peer-gpu     llama.cpp in one process, its experts on the second GPU
+  peer-layers  llama.cpp in one process, its layers shared out between both GPUs
+  peer-gpu     the same, its experts on the second GPU
   peer-cpu     llama.cpp, its experts on the CPU
   tests        the tests that need a GPU; only if asked for
 
@@ -23,6 +26,7 @@ whether goals are met or not; with --must it is 2 if one that was measured is mi
 Examples:
   python -m bench.gpu --model /dev/shm/whole.gguf --save         everything, under 8 minutes
   python -m bench.gpu --model /dev/shm/whole.gguf --quick        the figures of one GPU, 2 minutes
+  python -m bench.gpu --model /dev/shm/whole.gguf --split        two GPUs, under 9 minutes
   python -m bench.gpu --parts device kernels --kernel-contexts 448 32768
   python -m bench.gpu --parts resident split-cpu --peer none
   python -m bench.gpu --parts tests
@@ -56,9 +60,12 @@ LIMITS_S = {
     "device": 45.0,
     "resident": 210.0,
     "kernels": 90.0,
+    "mail-gpu": 80.0,
+    "mail-half": 70.0,
     "split-gpu": 80.0,
     "split-half": 70.0,
     "split-cpu": 110.0,
+    "peer-layers": 60.0,
     "peer-gpu": 60.0,
     "peer-cpu": 60.0,
     "tests": 240.0,
@@ -66,8 +73,9 @@ LIMITS_S = {
 """Longest time of each part."""
 _QUICK = ("device", "resident", "kernels")
 _USUAL = tuple(name for name in LIMITS_S if name != "tests")
+_SPLIT = tuple(name for name in _USUAL if name not in ("kernels", "split-cpu", "peer-cpu"))
 _MIX_OF_SHAPE = {"qwen3moe": "q4_k_m", "qwen35moe": "qwen35moe"}
-_NEED_A_SECOND = frozenset({"split-gpu", "split-half", "peer-gpu"})
+_NEED_A_SECOND = frozenset(_SPLIT) - {"device", "resident"}
 
 Measure = Callable[[Result, float], None]
 
@@ -88,6 +96,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of a file that is written (default: all)")
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS_S), help="default: all but tests")
     parser.add_argument("--quick", action="store_true", help="few rounds of one GPU's figures")
+    parser.add_argument(
+        "--split", action="store_true", help="figures of two GPUs, at one context and one prompt"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", help="default 448 8192 32768")
     parser.add_argument("--prompts", type=int, nargs="+", help="default 512 4096 8192 32768")
     parser.add_argument("--kernel-contexts", type=int, nargs="+", help="default 448 32768")
@@ -104,11 +115,12 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--must", action="store_true", help="exit status 2 if a goal is missed")
     parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
     options = parser.parse_args(arguments)
-    is_quick = options.quick
+    is_quick, is_short = options.quick, options.quick or options.split
     options.layers = options.layers or SHAPES[options.shape].num_layers
-    options.parts = options.parts or list(_QUICK if is_quick else _USUAL)
-    options.contexts = options.contexts or ([448] if is_quick else [448, 8192, 32768])
-    options.prompts = options.prompts or ([4096] if is_quick else [512, 4096, 8192, 32768])
+    usual = _SPLIT if options.split else _USUAL
+    options.parts = options.parts or list(_QUICK if is_quick else usual)
+    options.contexts = options.contexts or ([448] if is_short else [448, 8192, 32768])
+    options.prompts = options.prompts or ([4096] if is_short else [512, 4096, 8192, 32768])
     options.kernel_contexts = options.kernel_contexts or ([448] if is_quick else [448, 32768])
     options.rounds = options.rounds or (3 if is_quick else 5)
     return options

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.our_model import owners_of
 
 from dflash_protocol.ids import F32Array
+from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 
 
@@ -28,6 +30,7 @@ class EngineSide:
         context: int,
         daemons: Sequence[str] = (),
         local_experts: int | None = None,
+        ipc_transport: str = "auto",
     ) -> None:
         """Raises: DflashError if the engine cannot be opened."""
         started_s = time.perf_counter()
@@ -37,6 +40,7 @@ class EngineSide:
             daemons=list(daemons),
             local_experts=local_experts,
             context=context,
+            settings=replace(load_settings(), ipc_transport=ipc_transport),
         )
         self._open_s = time.perf_counter() - started_s
 

@@ -37,8 +37,10 @@ class GpuPeer:
         context: int,
         micro_batches: Sequence[int] = MICRO_BATCHES,
         experts_on: str = "",
+        by_layers: bool = False,
     ) -> None:
-        """`experts_on` is a device as llama.cpp calls it; empty: where everything else is.
+        """`experts_on` is a device as llama.cpp calls it; empty: where everything else is, which is
+        the first GPU, or all of them, some layers each.
 
         Raises: BuildError, PeerError.
         """
@@ -46,7 +48,8 @@ class GpuPeer:
         self._devices = peer.device_names()
         if peer.has_cuda and "CUDA0" not in self._devices:
             raise PeerError(f"llama.cpp was built with CUDA and sees only {self._devices}")
-        model = load_model(peer, path, Placement(on_gpu=peer.has_cuda, experts_on=experts_on))
+        placement = Placement(on_gpu=peer.has_cuda, experts_on=experts_on, is_by_layers=by_layers)
+        model = load_model(peer, path, placement)
         self._contexts = {
             micro_batch: PeerContext(
                 peer,

@@ -23,20 +23,25 @@ _MARGIN = 64
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One set-up. `daemon` is a device, ``second``: the second GPU's; `share_here` of the experts
-    of each layer stay with the parent."""
+    """One set-up. `daemon` is a device, ``second``: the second GPU's, ``layers``: both, some layers
+    each; `share_here` of the experts of each layer stay with the parent; `transport` is the
+    setting."""
 
     title: str
     daemon: str
     share_here: float = 0.0
+    transport: str = "shared"
 
 
 SPLITS = {
-    "split-gpu": Split("all routed experts in a daemon on a second GPU", "second"),
-    "split-half": Split("half of them there", "second", 0.5),
+    "mail-gpu": Split("all routed experts on a second GPU, mailbox", "second", 0.0, "device"),
+    "mail-half": Split("half of them there, mailbox", "second", 0.5, "device"),
+    "split-gpu": Split("all routed experts on a second GPU, asked by the host", "second"),
+    "split-half": Split("half of them there, asked by the host", "second", 0.5),
     "split-cpu": Split("all routed experts in a CPU daemon", "cpu"),
 }
 PEER_SPLITS = {
+    "peer-layers": Split("llama.cpp, layers shared out between both GPUs", "layers"),
     "peer-gpu": Split("llama.cpp, one process, experts on a second GPU", "CUDA1"),
     "peer-cpu": Split("llama.cpp, experts on the CPU", "CPU"),
 }
@@ -94,6 +99,7 @@ def measure_split(
         context=work.positions,
         daemons=[second if split.daemon == "second" else split.daemon],
         local_experts=int(split.share_here * spec.moe.layers[0].num_experts),
+        ipc_transport=split.transport,
         until_s=until_s,
     ) as side:
         result[OURS] = side.call("opened")
@@ -135,7 +141,8 @@ def measure_peer_split(
         peer,
         path,
         context=work.positions,
-        experts_on=split.daemon,
+        by_layers=split.daemon == "layers",
+        experts_on="" if split.daemon == "layers" else split.daemon,
         until_s=until_s,
     ) as side:
         result[PEER] = side.call("opened")

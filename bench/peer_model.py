@@ -44,11 +44,12 @@ class FlashAttention(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What computes a model: the CPU, or the first GPU, but routed experts where `experts_on` says,
-    if it does: a device as llama.cpp calls it."""
+    """What computes a model: the CPU, or the first GPU, or all GPUs, some layers each; but routed
+    experts where `experts_on` says, if it does: a device as llama.cpp calls it."""
 
     on_gpu: bool = False
     experts_on: str = ""
+    is_by_layers: bool = False
 
 
 def load_model(
@@ -63,7 +64,7 @@ def load_model(
     """
     params = default_model_params(getattr(library, "llama", library))
     params.n_gpu_layers = _ALL_LAYERS if placement.on_gpu else 0
-    params.split_mode = _SPLIT_NONE
+    params.split_mode = _SPLIT_BY_LAYER if placement.is_by_layers else _SPLIT_NONE
     params.load_mode = _LOAD_MAPPED
     params.use_extra_bufts = repack
     if placement.experts_on:

@@ -39,7 +39,9 @@ class Trained:
         return len(self.token_ids)
 
 
-@pytest.fixture(scope="module", params=["dflash-demo", "dflash-demo-laguna"])
+@pytest.fixture(
+    scope="module", params=["dflash-demo", "dflash-demo-qwen35moe", "dflash-demo-laguna"]
+)
 def trained(request: pytest.FixtureRequest) -> Trained:
     path = (
         demo_model_path() if not request.param else ROOT / f"demo/dflash-demo{request.param}.gguf"

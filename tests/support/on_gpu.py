@@ -109,6 +109,13 @@ class LikeGpu(_Notes, EmulatedDevice):
     def download(self, array: DeviceArray) -> AnyArray:
         return super().download(_host_array(array))
 
+    def prepared(self, kernel: Any, *args: Any, **options: Any) -> Any:
+        """Also what side streams launch."""
+        if isinstance(kernel, SimpleNamespace):
+            _launched.add((kernel.file, kernel.kernel.name))
+            kernel = kernel.kernel
+        return super().prepared(kernel, *args, **options)
+
 
 class _Raw:
     """What CuPy's arrays have, over one of numpy's."""

@@ -105,12 +105,12 @@ def test_goals_are_met_missed_or_not_measured() -> None:
     )
     long = {"ours": [500.0, 400.0], "llama.cpp": [250.0, 250.0]}
     results["resident"]["rows"].append(row_of("decode at 8192", long))
-    found = {(each["part"], each["row"]): each for each in verdicts(results)}
+    found = {(each["part"], each["row"], each["is_ratio"]): each for each in verdicts(results)}
     assert len(found) == len(GOALS)
-    assert found["resident", "decode at 448"]["found"] == 610.0
-    assert found["resident", "decode at 8192"]["found"] == pytest.approx(1.8)
-    assert found["split-half", "decode at 448"]["found"] == pytest.approx(300 / 610)
-    assert found["split-half", "prefill 4096"]["met"] is True
+    assert found["resident", "decode at 448", False]["found"] == 610.0
+    assert found["resident", "decode at 8192", True]["found"] == pytest.approx(1.8)
+    assert found["split-half", "decode at 448", True]["found"] == pytest.approx(300 / 610)
+    assert found["split-half", "prefill 4096", True]["met"] is True
     met = [each["met"] for each in verdicts(results)]
     assert met.count(True) == 4
     assert met.count(False) == 2
