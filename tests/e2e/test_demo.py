@@ -16,7 +16,6 @@ from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main
-from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from support.llama_oracle import LlamaOracle
 from support.processes import ROOT, run_cli, run_main
@@ -43,9 +42,7 @@ class Trained:
     scope="module", params=["dflash-demo", "dflash-demo-qwen35moe", "dflash-demo-laguna"]
 )
 def trained(request: pytest.FixtureRequest) -> Trained:
-    path = (
-        demo_model_path() if not request.param else ROOT / f"demo/dflash-demo{request.param}.gguf"
-    )
+    path = ROOT / f"demo/{request.param}.gguf"
     text = Path(textwrap.__file__).read_text()
     with Engine.open(path) as engine:
         num_tokens = min(3000, engine.spec.context_length)
