@@ -18,6 +18,7 @@ from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.compute.cupy import mailbox_layout
 from dflash_runtime.compute.cupy.mail_link import MailLink
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels
@@ -199,6 +200,29 @@ def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
     for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
         if fault == "kill":
             left.unlink()
+
+
+def test_where_epochs_end_the_host_asks(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rings = Rings(monkeypatch)
+    with opened(
+        model,
+        connect=[daemons[0][0]],
+        local_experts=0,
+        require_daemons=True,
+        settings=settings,
+    ) as engine:
+        expected = tokens(engine)
+        assert (num_steps := rings.count) >= NUM_TOKENS - 1
+        monkeypatch.setattr(mailbox_layout, "LAST_EPOCH", 1)
+        assert tokens(engine) == expected
+        assert tokens(engine) == expected
+        assert rings.count == num_steps
 
 
 def test_where_a_probe_fails_the_host_asks(

@@ -54,7 +54,7 @@ Why this is right:
   it would round that one sum itself, and add it. Only the parent knows, so that it says so with
   each request, and the daemon's kernels look there: nothing is agreed on before. As the checks of
   either kind are of other epochs a reply of the wrong kind is none, and the step ends at its limit.
-  (Epochs only grow: the complement of one is on the other side of 2^31, as far from it.)
+  (Epochs end before 2^31, at `LAST_EPOCH`, so that none is another's complement.)
 * A line is written again only when it has been read: the parent asks a layer again in the next
   step, which it begins when it has all answers of this one; and the daemon answered when it had
   read the request. So one place a layer and direction is enough, and nobody counts them.
@@ -98,6 +98,9 @@ LINE_BYTES = 16
 _LINE_WORDS = 2
 DEVICE_BYTES = 16
 HANDLE_BYTES = 64
+
+LAST_EPOCH = (1 << 31) - (1 << 24)
+"""No sequence of steps begins after it, none of which is as long as what is left."""
 
 _ALIGNMENT = 256
 

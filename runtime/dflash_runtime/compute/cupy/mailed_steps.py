@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_runtime.compute.backend import MailRoute, OtherExperts
+from dflash_runtime.compute.cupy import mailbox_layout
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_moe import MailMoe
 from dflash_runtime.compute.cupy.mailbox_args import MOST_PEERS
@@ -51,6 +52,7 @@ class MailedSteps:
         self._num_steps = self._num_failures = 0
         self._epoch = 0
         """No step was ever asked for with one after it: a session may be used again."""
+        self._has_epochs = True
         self._uses_peers: bool | None = None
         """Whether lines are best in devices' memory; None: nobody has tried."""
 
@@ -80,7 +82,11 @@ class MailedSteps:
 
     def _is_usable(self, routes: tuple[MailRoute, ...]) -> bool:
         is_new = 0 < len(routes) <= MOST_PEERS and routes != self._refused
-        return is_new and all(is_ready(route, self._ops.device) for route in routes)
+        return (
+            is_new
+            and self._has_epochs
+            and all(is_ready(route, self._ops.device) for route in routes)
+        )
 
     def _opened(self, routes: tuple[MailRoute, ...]) -> MailMoe:
         """Raises: DaemonUnavailable."""
@@ -140,4 +146,7 @@ class MailedSteps:
         if self._present is not None:
             self._epoch = max(self._epoch, self._present.mail.epoch)
             self._present.mail.close()
+            if self._has_epochs and self._epoch >= mailbox_layout.LAST_EPOCH:
+                self._has_epochs = False
+                _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
         self._present, self._routes = None, ()

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.compute.cupy import mailbox_layout
 from dflash_runtime.compute.cupy.device import HostMapping, KernelDevice
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_link import MailLink
@@ -149,8 +150,10 @@ class ParentMail:
 
     @property
     def is_live(self) -> bool:
-        """Whether every session is still what it was."""
-        return all(route.is_live() for route in self.routes)
+        """Whether every session is still what it was, and steps have epochs left."""
+        return self.epoch < mailbox_layout.LAST_EPOCH and all(
+            route.is_live() for route in self.routes
+        )
 
     def begin_trial(self) -> None:
         """What is run now asks nobody and waits for nobody."""
