@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ for _profile in ("all", SHARE):
         _profile, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
     )
 hypothesis.settings.load_profile("all")
+
+# Else each of some hundred processes compiles all of our sources anew, a fifth of what it takes to
+# start. Set before the first test file is read.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
