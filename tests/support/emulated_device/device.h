@@ -12,7 +12,6 @@ float fmaf(float, float, float) noexcept;
 float logf(float) noexcept;
 float rintf(float) noexcept;
 float sqrtf(float) noexcept;
-int sched_yield() noexcept;
 void *memcpy(void *, const void *, decltype(sizeof 0)) noexcept;
 }
 
@@ -166,10 +165,7 @@ INLINE u32 load_word(const u32 *p) {
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 INLINE u64 clock_ticks() { return emulated::clock_ns(); }
-INLINE void spin_pause() {
-    sched_yield();
-    emulated::yield();  // what is waited for may be another thread's of this block
-}
+INLINE void spin_pause() { emulated::spin_pause(); }
 
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() { emulated::current_fiber().has_waited = true; }

@@ -42,6 +42,17 @@ static void switch_to(Context &from, Context &to) { swapcontext(&from, &to); }
 
 void yield() { switch_to(current_fiber().context, block.scheduler); }
 
+// What is waited for may be another thread's of this block.
+void spin_pause() {
+    block.num_pauses++;
+    yield();
+}
+// Nor may it be: then whoever it is needs the processor more than another look at it does.
+static void rest() {
+    const struct timespec interval = {0, 20'000};
+    nanosleep(&interval, nullptr);
+}
+
 static void note_error(const char *format, va_list arguments) {
     if (block.has_failed) return;  // the first is the cause
     block.has_failed = true;
@@ -236,16 +247,18 @@ static void run_block() {
     for (int thread = 0; thread < num_threads; thread++) prepare_fiber(thread);
     int num_running = num_threads;
     while (num_running && !block.has_failed) {
-        bool has_moved = false;
+        int num_moves = 0;
+        block.num_pauses = 0;
         for (int turn = 0; turn < num_threads && !block.has_failed; turn++) {
             block.current = block.launch->runs_backward ? num_threads - 1 - turn : turn;
             if (current_fiber().state != READY) continue;
-            has_moved = true;
+            num_moves++;
             switch_to(block.scheduler, current_fiber().context);
             if (current_fiber().state == ENDED) num_running--;
             block.anybody_waited |= current_fiber().has_waited;
         }
-        if (!has_moved) describe_deadlock();
+        if (!num_moves) describe_deadlock();
+        else if (block.num_pauses == num_moves) rest();
     }
     if (!block.has_failed) check_shared_gaps();
 }

@@ -84,6 +84,7 @@ struct Block {
     int num_shared_arrays;
     u8 *dynamic_shared;
     bool anybody_waited, has_failed;
+    int num_pauses;  // of the present turn of all threads
     Range last_range;
     char error[1024];
 };
@@ -92,6 +93,7 @@ extern Block block;
 
 inline Fiber &current_fiber() { return block.fibers[block.current]; }
 void yield();
+void spin_pause();
 // For a thread of the device: never comes back.
 __attribute__((format(printf, 1, 2), noreturn)) void fail(const char *format, ...);
 void barrier(const char *file, int line);
