@@ -2,7 +2,6 @@
 #pragma once
 
 #include "scheduler.h"
-#include "undefined_behaviour.h"
 
 // Declared here: C++'s <math.h> costs more time than most kernels take to compile.
 extern "C" {
@@ -13,7 +12,7 @@ float fmaf(float, float, float) noexcept;
 float logf(float) noexcept;
 float rintf(float) noexcept;
 float sqrtf(float) noexcept;
-int sched_yield() noexcept;
+void *memcpy(void *, const void *, decltype(sizeof 0)) noexcept;
 }
 
 // Not always inlined: each copy would be compiled again.
@@ -165,15 +164,8 @@ INLINE u32 load_word(const u32 *p) {
     emulated::check_fresh_read(p, 4);
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
-INLINE u64 clock_ticks() {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (u64)now.tv_sec * 1000000000u + (u64)now.tv_nsec;
-}
-INLINE void spin_pause() {
-    sched_yield();
-    emulated::yield();  // what is waited for may be another thread's of this block
-}
+INLINE u64 clock_ticks() { return emulated::clock_ns(); }
+INLINE void spin_pause() { emulated::spin_pause(); }
 
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() { emulated::current_fiber().has_waited = true; }

@@ -18,19 +18,24 @@ from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER, digest_of, kernel_source
 
 _FOLDER = Path(__file__).parent
-_FLAGS = (
-    # Kernels are compiled for one shape each and run on little: this takes a tenth more than not to
-    # optimise at all, and runs in a quarter; more of it takes longer than it saves.
-    *("-std=c++17", "-Og", "-fPIC", "-shared", "-DDFLASH_HOST"),
+_LANGUAGE = (
+    *("-std=c++17", "-fPIC", "-DDFLASH_HOST"),
     *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions", "-fno-rtti"),
-    *("-fno-asynchronous-unwind-tables", "-nostdlib"),
+    "-fno-asynchronous-unwind-tables",
     # As devices' compilers have it: ints wrap around, bytes may be read as anything.
     *("-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off"),
-    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
-    *("-fno-sanitize-recover=all", "-fno-sanitize=vptr"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"),
-    "-Wframe-larger-than=65536",
 )
+_FLAGS = (
+    *_LANGUAGE,
+    # Kernels are compiled for one shape each and run on little: this takes a tenth more than not to
+    # optimise at all, and runs in a quarter; more of it takes longer than it saves.
+    *("-Og", "-shared", "-nostdlib"),
+    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
+    *("-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-Wframe-larger-than=65536"),
+)
+_SCHEDULER_FLAGS = (*_LANGUAGE, "-O2", "-c")
+_TIMEOUT_S = 300
 
 
 @cache
@@ -43,29 +48,53 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
     if compiler is None:
         raise KernelCompileError("the emulated device needs g++, c++ or clang++")
     source = kernel_source(file, (_FOLDER,))
+    scheduler = _scheduler(compiler, next(each for each in options if each.startswith("-DLANES=")))
     version = _compiler_version(compiler)
-    key = digest_of((source.digest, *_FLAGS, *options, version))
+    key = digest_of((source.digest, scheduler, *_FLAGS, *options, version))
+    with tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder:
+        other, path = Path(folder) / "scheduler.o", Path(folder) / "kernel.so"
+        other.write_bytes(scheduler)
+        content = _compiled(
+            key,
+            path,
+            (compiler, *_FLAGS, *options, "-I", str(KERNELS_FOLDER), "-I", str(_FOLDER)),
+            ("-x", "c++", str(KERNELS_FOLDER / file), "-x", "none", str(other), "-lm", "-lc"),
+        )
+        path.write_bytes(content)
+        return ctypes.CDLL(str(path))
+
+
+@cache
+def _scheduler(compiler: str, lanes: str) -> bytes:
+    """What every kernel for so many lanes is linked with, as an object file.
+
+    Raises: KernelCompileError.
+    """
+    file = _FOLDER / "scheduler.cpp"
+    source = kernel_source(file, (_FOLDER,))
+    key = digest_of((source.digest, *_SCHEDULER_FLAGS, lanes, _compiler_version(compiler)))
+    with tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder:
+        path = Path(folder) / "scheduler.o"
+        return _compiled(key, path, (compiler, *_SCHEDULER_FLAGS, lanes), (str(file),))
+
+
+def _compiled(key: bytes, path: Path, command: tuple[str, ...], inputs: tuple[str, ...]) -> bytes:
+    """What is found on disk, or what the command writes to `path`. Raises: KernelCompileError."""
     binaries = BinaryCache()
-    with (
-        tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder,
-        _compiled_by_one(key),
-    ):
+    with _compiled_by_one(key):
         content = binaries.get(key)
-        library = Path(folder) / "kernel.so"
-        if content is not None:
-            library.write_bytes(content)
-        else:
-            path = KERNELS_FOLDER / file
-            includes = ("-I", str(KERNELS_FOLDER), "-I", str(_FOLDER))
-            command = (
-                *(compiler, *_FLAGS, *options, *includes),
-                *("-x", "c++", str(path), "-o", str(library), "-lm", "-lc"),
+        if content is None:
+            result = subprocess.run(
+                (*command, "-o", str(path), *inputs),
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
             )
-            result = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if result.returncode:
-                raise KernelCompileError(f"{file} {' '.join(options)}\n{result.stderr[:8000]}")
-            binaries.put(key, library.read_bytes())
-        return ctypes.CDLL(str(library))
+                raise KernelCompileError(f"{' '.join(inputs)}\n{result.stderr[:8000]}")
+            content = path.read_bytes()
+            binaries.put(key, content)
+    return content
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from dflash_runtime.compute.cpu.untyped import (
     FunctionCache,
     NullCache,
     cpu_target,
+    rtsys,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -163,7 +164,9 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            # Not numba's load_overload, which imports all that its compiler may need first.
+            rtsys.initialize(target_context)
+            return self._load_overload(sig, target_context)
         except Exception:  # a damaged file can raise whatever unpickling can
             with suppress(OSError):
                 self.flush()

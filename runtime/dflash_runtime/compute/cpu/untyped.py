@@ -15,6 +15,7 @@ import numba.core.compiler
 import numba.core.compiler_machinery
 import numba.core.imputils
 import numba.core.registry
+import numba.core.runtime
 import numba.core.typed_passes
 import numba.core.typing
 import numba.core.typing.templates
@@ -32,6 +33,7 @@ CacheImpl: Any = numba.core.caching.CompileResultCacheImpl
 CacheLocator: Any = numba.core.caching._CacheLocator
 cgutils: Any = numba.core.cgutils
 cpu_target: Any = numba.core.registry.cpu_target
+rtsys: Any = getattr(numba.core.runtime, "rtsys")  # noqa: B009
 lower_builtin: Any = numba.core.imputils.lower_builtin
 signature: Any = getattr(numba.core.typing, "signature")  # noqa: B009
 templates: Any = numba.core.typing.templates
