@@ -30,9 +30,15 @@ class EngineSide:
         context: int,
         daemons: Sequence[str] = (),
         local_experts: int | None = None,
-        ipc_transport: str = "auto",
+        ipc_transport: str | None = None,
     ) -> None:
-        """Raises: DflashError if the engine cannot be opened."""
+        """`ipc_transport`: None = as settings have it.
+
+        Raises: DflashError if the engine cannot be opened.
+        """
+        settings = load_settings()
+        if ipc_transport is not None:
+            settings = replace(settings, ipc_transport=ipc_transport)
         started_s = time.perf_counter()
         self._engine = Engine.open(
             path,
@@ -40,7 +46,7 @@ class EngineSide:
             daemons=list(daemons),
             local_experts=local_experts,
             context=context,
-            settings=replace(load_settings(), ipc_transport=ipc_transport),
+            settings=settings,
         )
         self._open_s = time.perf_counter() - started_s
 

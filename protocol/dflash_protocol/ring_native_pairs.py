@@ -80,7 +80,7 @@ def group_pairs(
     for pair in range(num_pairs):
         next_places[expert_ids[pair]] += 1
         token = token_indices[pair]
-        if token < last:
+        if token < 0 or token < last:
             return native.OUT_OF_RANGE
         num_rows += token != last
         last = token

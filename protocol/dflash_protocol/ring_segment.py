@@ -33,7 +33,7 @@ import numpy as np
 
 from dflash_protocol import ring
 from dflash_protocol.device_payload import DeviceMover, DeviceWindow
-from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, ProtocolError
+from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ring import RingShape
 
 _NAME = re.compile(r"ring-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{32}\Z")
@@ -130,14 +130,9 @@ class Segment:
             self._lock_fd = None
 
     def open_window(self, mover: DeviceMover) -> None:
-        """Have a device see the memory too. Raises: DeviceUnavailable if it cannot."""
-        try:
-            self.window = mover.open(self.address, self.shape.segment_bytes)
-        except DeviceUnavailable as error:
-            raise DeviceUnavailable(
-                f"no device sees the shared memory ({error}): have the run directory on a tmpfs, "
-                "as in --ipc-work-dir /dev/shm/moe"
-            ) from error
+        """Have a device see the memory too. Raises: DeviceUnavailable if it cannot, which it never
+        can if the memory is in a file on a disk."""
+        self.window = mover.open(self.address, self.shape.segment_bytes)
 
     def close(self) -> None:
         """Let go of everything; nothing may use the address any more."""

@@ -307,9 +307,11 @@ def _batch_of(
     )
 
 
-def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
+def compact_tokens(
+    batch: RoutedBatch, *, by_device: bool = False
+) -> tuple[RoutedBatch, I32Array | None]:
     """Keep only the hidden rows that some pair uses, so that each is sent once and none for
-    nothing; of a device's all, if nearly all are used.
+    nothing; if a device is to send its own rows, all of them if nearly all are used.
 
     Returns the batch and the original index of each kept row [T'] int32; or the batch as it was and
     None when every row is kept.
@@ -317,7 +319,8 @@ def compact_tokens(batch: RoutedBatch) -> tuple[RoutedBatch, I32Array | None]:
     if batch.num_tokens == 1 and batch.num_pairs:  # decode: one token, and it is used
         return batch, None
     if isinstance(batch, DeviceBatch) and batch.pairs is not None and batch.num_pairs:
-        return _compact_in_order(batch, batch.pairs)
+        share = _NEARLY_ALL if by_device else 1.0
+        return _compact_in_order(batch, batch.pairs, whole_from=ceil(share * batch.num_tokens))
     is_used = np.zeros(batch.num_tokens, dtype=bool)
     is_used[batch.token_indices] = True
     if is_used.all():
@@ -385,9 +388,11 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
         )
 
 
-def _compact_in_order(batch: DeviceBatch, pairs: TokenOrder) -> tuple[DeviceBatch, I32Array | None]:
-    """As `compact_tokens`; grouped as well, where that is compiled code and takes no time."""
-    whole_from = ceil(_NEARLY_ALL * batch.num_tokens)
+def _compact_in_order(
+    batch: DeviceBatch, pairs: TokenOrder, *, whole_from: int
+) -> tuple[DeviceBatch, I32Array | None]:
+    """As `compact_tokens`, all rows if so many are used; grouped as well, where that is compiled
+    code and takes no time."""
     kernels = ring_native.if_compiled()
     if kernels is not None:
         count = pairs.token_indices.size

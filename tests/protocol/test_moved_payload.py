@@ -439,15 +439,16 @@ def test_requests_are_forgotten_at_any_stage(pair: MovedPair) -> None:
 
 
 @examples(60)
-@given(st.integers(0, 12), st.integers(1, 14), st.integers(0, 1000))
+@given(st.integers(0, 12), st.integers(1, 14), st.integers(0, 1000), st.booleans())
 def test_batches_of_devices_are_cut_and_compacted_as_those_of_the_host(
-    num_tokens: int, max_tokens: int, seed: int
+    num_tokens: int, max_tokens: int, seed: int, by_device: bool
 ) -> None:
     batch, of_device = batches(num_tokens, seed)
     assert of_device.num_pairs == batch.num_pairs
     compacted, rows = compact_tokens(batch)
-    of_device_compacted, same_rows = compact_tokens(of_device)
-    if rows is not None and rows.size >= 0.75 * num_tokens:  # all are sent of a device's
+    of_device_compacted, same_rows = compact_tokens(of_device, by_device=by_device)
+    # A device sends all then.
+    if by_device and rows is not None and rows.size >= 0.75 * num_tokens:
         assert same_rows is None
         compacted, rows = batch, None
     assert (rows is None) == (same_rows is None)

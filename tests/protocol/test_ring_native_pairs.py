@@ -119,7 +119,7 @@ def compacted(
     pairs: TokenOrder, num_tokens: int
 ) -> tuple[DeviceBatch, I32Array | None, PlacedNumbers]:
     rows: Any = PlacedNumbers(np.arange(num_tokens, dtype=np.int32))
-    batch, used = compact_tokens(DeviceBatch.of_pairs(Phase.PREFILL, rows, pairs))
+    batch, used = compact_tokens(DeviceBatch.of_pairs(Phase.PREFILL, rows, pairs), by_device=True)
     assert isinstance(batch, DeviceBatch)
     kept: Any = batch.rows
     return batch, used, kept
@@ -177,7 +177,7 @@ def test_batches_are_the_same_whatever_groups_them(
         assert one.dtype == other.dtype
 
 
-@pytest.mark.parametrize("tokens", [[1, 0], [0, 2, 1]])
+@pytest.mark.parametrize("tokens", [[1, 0], [0, 2, 1], [-1, 0]])
 def test_tokens_that_do_not_ascend_are_not_grouped(tokens: list[int]) -> None:
     count = len(tokens)
     out = np.empty((3, count), np.int32)

@@ -293,8 +293,8 @@ def _look_for_hints(found: Findings) -> None:
     folder = found.machine["run_directory"]
     if folder["why_not"] is None and folder["filesystem"] != "tmpfs":
         found.hints.append(
-            f"the run directory is on {folder['filesystem']}: shared memory is faster on a tmpfs, "
-            "as in --ipc-work-dir /dev/shm/moe"
+            f"the run directory is on {folder['filesystem']}: no GPU sees shared memory "
+            "there, and CPUs are faster with a tmpfs, as in --ipc-work-dir /dev/shm/moe"
         )
     open_files = found.machine["open_files"]["soft"]
     if open_files is not None and open_files < _FEW_FILES:

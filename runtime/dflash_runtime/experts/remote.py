@@ -146,9 +146,9 @@ class RemoteExpertCompute:
             raise DaemonUnavailable(self._link.lost_reason())
         is_probe = self._is_troubled and self._is_probe_for_breaker()
         started_s = time.perf_counter()
-        compacted, rows = compact_tokens(batch)
         try:
             client = self._client_of(session)
+            compacted, rows = compact_tokens(batch, by_device=self._moved_window > 0)
             ticket = self._cut(layer_id, batch, compacted, rows, started_s)
             if ticket.is_whole:
                 ticket.in_flight.append(self._send(client, ticket, rows, compacted))

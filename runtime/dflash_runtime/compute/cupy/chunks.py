@@ -117,7 +117,7 @@ class Chunks:
         both = self._device.empty((2, logits.num_tokens, rule.num_experts_used), np.int32)
         ids, weights = Buffer(both[0]), Buffer(both[1].view(np.float32))
         self._choose.launch(rule, logits.array, bias=bias, ids=ids.array, weights=weights.array)
-        return Chosen(ids, both=both), Chosen(weights)
+        return Chosen(ids, both=both), Chosen(weights, both=both)
 
     def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""

@@ -331,12 +331,9 @@ class DecodeExperts:
         sizes = {"T": tokens, "K": shape.num_experts_used}
         slots = self._pair_slots if choice.slots is None else choice.slots
         choices = Choices(
-            slot_of_expert=arrays.optional(
-                "slot_of_expert",
-                experts.slot_of_expert if choice.slots is None else None,
-                np.int32,
-                E=num_experts,
-            ),
+            slot_of_expert=0
+            if choice.slots is not None
+            else arrays.address("slot_of_expert", experts.slot_of_expert, np.int32, E=num_experts),
             topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
             pair_slots=arrays.address("slots", slots, np.int32, **sizes),

@@ -52,7 +52,6 @@ class MailedSteps:
         self._num_steps = self._num_failures = 0
         self._epoch = 0
         """No step was ever asked for with one after it: a session may be used again."""
-        self._has_epochs = True
         self._uses_peers: bool | None = None
         """Whether lines are best in devices' memory; None: nobody has tried."""
 
@@ -84,7 +83,7 @@ class MailedSteps:
         is_new = 0 < len(routes) <= MOST_PEERS and routes != self._refused
         return (
             is_new
-            and self._has_epochs
+            and self._epoch < mailbox_layout.LAST_EPOCH
             and all(is_ready(route, self._ops.device) for route in routes)
         )
 
@@ -146,7 +145,6 @@ class MailedSteps:
         if self._present is not None:
             self._epoch = max(self._epoch, self._present.mail.epoch)
             self._present.mail.close()
-            if self._has_epochs and self._epoch >= mailbox_layout.LAST_EPOCH:
-                self._has_epochs = False
+            if self._epoch >= mailbox_layout.LAST_EPOCH:
                 _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
         self._present, self._routes = None, ()

@@ -58,20 +58,21 @@ class DeviceMoe:
             return sums
         num_tokens, num_used = topk_ids.array.shape
         if layer is None or not layer.is_whole:
-            ids, weights = self._on_host(topk_ids, topk_weights)
+            device, both = self._ops.device, self._both(topk_ids, topk_weights)
+            ids = device.download(topk_ids.array) if both is None else both[0]
             if layer is None or _has_others(layer.slot_of_expert, ids):
+                weights = device.download(topk_weights.array) if both is None else both[1]
                 sums.parts = self._parts(layer_id, sums, (ids, weights), elsewhere)
                 return sums
             elsewhere.count_selections(layer_id, ids)
         elsewhere.count_here(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
         return sums
 
-    def _on_host(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array]:
-        """What was chosen, once that is done. Shapes: both [T, K]."""
-        device = self._ops.device
-        if topk_ids.both is None:
-            return device.download(topk_ids.array), device.download(topk_weights.array)
-        both: I32Array = device.download(topk_ids.both)
+    def _both(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array] | None:
+        """What was chosen, once that is done, if one copy brings it. Shapes: both [T, K]."""
+        if topk_ids.both is None or topk_ids.both is not topk_weights.both:
+            return None
+        both: I32Array = self._ops.device.download(topk_ids.both)
         return both[0], both[1].view(np.float32)
 
     def _parts(

@@ -144,7 +144,7 @@ class DensePrefill:
         known = self._known.get(matrices)
         if known is None or known.key != key:
             known = self._multiplication(rows, products, parts, key)
-            if len(self._known) >= _MOST_KNOWN:
+            if matrices not in self._known and len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[matrices] = known
         for result in known.results:

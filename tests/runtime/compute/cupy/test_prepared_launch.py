@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from dflash_runtime.compute.cupy import prepared_launch
@@ -35,10 +37,19 @@ def test_what_is_kept_is_of_the_same_object_and_key() -> None:
 
 def test_an_object_that_has_gone_is_not_taken_for_another() -> None:
     kept: Kept[int] = Kept()
-    for number in range(100):  # memory of one is given to the next, unless it is kept
+    for number in range(100):  # memory of one is given to the next
         layer = Layer()
         assert not kept.has(layer)
         kept.put(layer, None, number)
+
+
+def test_an_object_may_go() -> None:
+    kept: Kept[int] = Kept()
+    layer = Layer()
+    kept.put(layer, None, 1)
+    left = weakref.ref(layer)
+    del layer
+    assert left() is None
 
 
 def test_no_more_is_kept_than_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:

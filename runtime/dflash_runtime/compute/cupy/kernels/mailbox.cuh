@@ -120,7 +120,7 @@ private:
 // What peers answer for a layer.
 struct MailReplies {
     Mail mail;
-    const void *lines[MOST_PEERS];  // [T, H] float64, one a line
+    const void *lines[MOST_PEERS];  // [T, H] float64, one a line; or as mail_add_rounded reads them
     int peers[MOST_PEERS];          // whose each of them is
     int num_replies;
 
