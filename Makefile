@@ -47,7 +47,7 @@ test: $(READY_DEV)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(READY_DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 fuzz: $(READY_DEV)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 1000000
