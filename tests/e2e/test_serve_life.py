@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def running_daemons(server: RunningServer) -> list[psutil.Process]:
     ]
 
 
+def has_one(server: RunningServer, metric: str) -> bool:
+    return server.metric(metric) == 1
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
@@ -66,9 +71,10 @@ def test_a_signal_lets_running_requests_end_and_refuses_others(
         expected = text_of(server, "hello", 300)
         with ThreadPoolExecutor(2) as pool:
             running = [pool.submit(text_of, server, "hello", 300) for _ in range(2)]
-            wait_until(
-                lambda: server.metric("dflash_moe_num_requests_waiting") == 1, "both to be there"
-            )
+            # The first to come waits too, until it is begun.
+            for state in ("running", "waiting"):
+                name = f"dflash_moe_num_requests_{state}"
+                wait_until(partial(has_one, server, name), f"one that is {state}")
             server.process.send_signal(number)
             wait_until(lambda: server.get("/ready").status_code == 503, "it to drain")
             with pytest.raises(openai.InternalServerError) as caught:
