@@ -82,6 +82,7 @@ VIOLATIONS = {
 
 STATUS_BITS = 8
 COUNT_BITS = 32
+"""Of the second of two counts: see `two_counts`."""
 NUM_PHASES = 3
 QUICK_NS = 100_000
 """A server spins for the next request if the last one came so soon after the reply before it, or
@@ -229,6 +230,11 @@ def kernels() -> Kernels:
 
 
 _compiled: Kernels | None = None
+
+
+def two_counts(found: int) -> tuple[int, int]:
+    """What `choose_pairs` and `group_pairs` have found, if it is no error."""
+    return found >> COUNT_BITS, found & ((1 << COUNT_BITS) - 1)
 
 
 def if_compiled() -> Kernels | None:

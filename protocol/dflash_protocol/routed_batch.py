@@ -412,8 +412,7 @@ def _compact_in_order(
             np.empty(_MOST_COUNTED_IDS, np.int32),
         )
         if found >= 0:
-            num_rows = found >> ring_native.COUNT_BITS
-            num_groups = found & ((1 << ring_native.COUNT_BITS) - 1)
+            num_rows, num_groups = ring_native.two_counts(found)
             kept = None if num_rows >= whole_from else rows[:num_rows]
             compacted = batch if kept is None else _in_rows(batch, pairs, kept, row_of_pair)
             compacted.have_grouped(

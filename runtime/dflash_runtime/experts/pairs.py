@@ -76,11 +76,11 @@ def share_of(topk_ids: I32Array, topk_weights: F32Array, is_some: npt.NDArray[np
             counts,
         )
         if found >= 0:
-            num_pairs = found >> ring_native.COUNT_BITS
+            num_pairs, num_whole = ring_native.two_counts(found)
             pairs = Pairs(
                 tokens[:num_pairs], ids[:num_pairs], weights[:num_pairs], counts * is_some
             )
-            return Share(pairs, found & ((1 << ring_native.COUNT_BITS) - 1), counts)
+            return Share(pairs, num_whole, counts)
     every = all_pairs(topk_ids, topk_weights)
     pairs = every.where(is_some[every.global_expert_ids])
     num_whole = num_tokens if pairs.num_pairs == topk_ids.size else 0

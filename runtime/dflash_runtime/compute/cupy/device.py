@@ -282,6 +282,11 @@ def address(array: DeviceArray, offset_bytes: int = 0) -> int:
     return begin + offset_bytes
 
 
+def optional_address(array: DeviceArray | None, offset_bytes: int = 0) -> int:
+    """The same; 0 of None, as kernels want it."""
+    return 0 if array is None else address(array, offset_bytes)
+
+
 def check_args(name: str, num_bytes: int, args: type[ctypes.Structure]) -> None:
     """Raises: SettingsError if Python's mirror of a kernel's argument has another size."""
     if ctypes.sizeof(args) != num_bytes:

@@ -13,6 +13,7 @@ from dflash_runtime.compute.cupy.device import (
     DeviceArray,
     KernelDevice,
     address,
+    optional_address,
 )
 from dflash_runtime.compute.cupy.mailbox_kernels import MailProbeArgs
 from dflash_runtime.compute.cupy.mailbox_layout import MailLines
@@ -72,7 +73,7 @@ def probe_args(
         requests=lines.requests,
         replies=lines.replies,
         faults=address(faults),
-        ticks=0 if ticks is None else address(ticks),
+        ticks=optional_address(ticks),
         num_requests=lines.layout.request_lines,
         num_replies=lines.layout.reply_lines,
         num_rounds=min(plan.num_rounds, MOST_ROUNDS),

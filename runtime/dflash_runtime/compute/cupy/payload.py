@@ -31,6 +31,7 @@ from dflash_runtime.compute.cupy.device import (
     Mark,
     SideStream,
     address,
+    optional_address,
 )
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.mapped_array import MappedBlock
@@ -137,7 +138,7 @@ class PayloadMover:
         if num_blocks:
             args = MovePayloadArgs(
                 source=source,
-                rows=0 if rows is None else address(rows),
+                rows=optional_address(rows),
                 target=target,
                 shares=address(self._unused_shares) if shares is None else shares,
                 num_rows=num_rows,
@@ -159,7 +160,7 @@ class PayloadMover:
         if num_rows:
             args = AddToRowsArgs(
                 sums=address(sums),
-                rows=0 if rows is None else address(rows),
+                rows=optional_address(rows),
                 out=address(out),
                 num_rows=num_rows,
                 columns=columns,

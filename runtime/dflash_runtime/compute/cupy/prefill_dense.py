@@ -10,7 +10,13 @@ import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    Kernel,
+    KernelDevice,
+    address,
+    optional_address,
+)
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.layouts import row_bytes
 from dflash_runtime.compute.cupy.prefill_rows import PreparedRows
@@ -150,7 +156,7 @@ class DensePrefill:
         for result in known.results:
             product, entry = products[result.index], result.entry
             entry.out = address(product.out, result.offset_bytes)
-            entry.add = 0 if product.add is None else address(product.add, result.offset_bytes)
+            entry.add = optional_address(product.add, result.offset_bytes)
         for launch in known.launches:
             launch.start(self._device)
 

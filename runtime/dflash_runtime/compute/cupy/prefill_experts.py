@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cupy.device import DeviceArray, Grid, Kernel, KernelDevice, address
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    Grid,
+    Kernel,
+    KernelDevice,
+    address,
+    optional_address,
+)
 from dflash_runtime.compute.cupy.prefill_expert_kernels import (
     Activation,
     CombineArgs,
@@ -39,7 +47,7 @@ from dflash_runtime.compute.cupy.prefill_weights import (
     check_type,
     half_row_bytes,
 )
-from dflash_runtime.compute.cupy.prepared_launch import Kept, PreparedLaunch
+from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64
@@ -84,8 +92,11 @@ class ExpertPrefill:
         segments = -(-ffn_size // segment)
         self._shifts = device.empty((max_pairs, segments), np.uint8)
         self._activations = device.empty(0, np.uint8)
-        self._prepared: Kept[None] = Kept()
-        self._launches: Kept[list[PreparedLaunch]] = Kept()
+        self._prepared: WeakSet[StoredExperts] = WeakSet()
+        self._launches: WeakKeyDictionary[StoredExperts, tuple[object, list[PreparedLaunch]]] = (
+            WeakKeyDictionary()
+        )
+        """Those of each layer's last chunk, and what they depend on besides."""
 
     @property
     def bytes_of_group(self) -> int:
@@ -100,9 +111,9 @@ class ExpertPrefill:
 
         Raises: SettingsError if there are no kernels for their types, or no scratch for one expert.
         """
-        if not self._prepared.has(experts):
+        if experts not in self._prepared:
             self._prepare(experts)
-            self._prepared.put(experts, None, None)
+            self._prepared.add(experts)
 
     def _prepare(self, experts: StoredExperts) -> None:
         projections = experts.gate, experts.up, experts.down
@@ -168,10 +179,10 @@ class ExpertPrefill:
         args = CombineArgs(
             terms=address(self._terms),
             rows_of_tokens=address(groups.rows_of_tokens),
-            sums=_optional(sums),
-            residual=_optional(residual),
-            out=_optional(out),
-            out_sums=_optional(out_sums),
+            sums=optional_address(sums),
+            residual=optional_address(residual),
+            out=optional_address(out),
+            out_sums=optional_address(out_sums),
             pairs_per_token=groups.pairs_per_token,
         )
         device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
@@ -184,14 +195,14 @@ class ExpertPrefill:
         kernels = self._kernels_for(hidden_parts, down_parts)
         hidden = rows.addresses(hidden_parts)
         key = hidden, groups.layout
-        known = self._launches.get(experts, key)
-        if known is None:
-            known = [*self._gate_up(kernels, hidden, groups, experts)]
+        known_key, launches = self._launches.get(experts, (None, []))
+        if known_key != key:
+            launches = [*self._gate_up(kernels, hidden, groups, experts)]
             if down_parts:
-                known.append(self._level(kernels, groups))
-            known += self._down(kernels, groups, experts)
-            self._launches.put(experts, key, known)
-        return known
+                launches.append(self._level(kernels, groups))
+            launches += self._down(kernels, groups, experts)
+            self._launches[experts] = key, launches
+        return launches
 
     def _check(
         self,
@@ -246,10 +257,10 @@ class ExpertPrefill:
             hidden_scales=hidden_scales,
             gate=gate.weights_address,
             up=up.weights_address,
-            gate_bias=_optional(gate.bias),
-            up_bias=_optional(up.bias),
-            gate_scale=_optional(gate.scale),
-            up_scale=_optional(up.scale),
+            gate_bias=optional_address(gate.bias),
+            up_bias=optional_address(up.bias),
+            gate_scale=optional_address(gate.scale),
+            up_scale=optional_address(up.scale),
             activations=address(self._activations),
             shifts=address(self._shifts),
             hidden_part_bytes=hidden_part_bytes,
@@ -309,8 +320,8 @@ class ExpertPrefill:
             activation_scales=address(self._scales) if down_parts else 0,
             weights=address(groups.weights),
             down=down.weights_address,
-            bias=_optional(down.bias),
-            scale=_optional(down.scale),
+            bias=optional_address(down.bias),
+            scale=optional_address(down.scale),
             terms=address(self._terms),
             activation_part_bytes=self._activation_part_bytes,
             stride=down.stride_bytes,
@@ -340,7 +351,7 @@ class ExpertPrefill:
         self, groups: ExpertGroups, experts: StoredExperts, *, is_stored: bool
     ) -> Iterator[MatrixChoice]:
         """Groups whose matrices are in scratch memory together; all, if they are used in place."""
-        slots = _optional(experts.slot_of_expert)
+        slots = optional_address(experts.slot_of_expert)
         at_once = groups.max_groups
         if not is_stored:
             at_once = min(at_once, self._scratch.num_bytes // self.bytes_of_group)
@@ -363,7 +374,3 @@ def _parts_of(experts: StoredExperts) -> tuple[int, int]:
         activation_parts((experts.gate.tensor_type, experts.up.tensor_type)),
         activation_parts((experts.down.tensor_type,)),
     )
-
-
-def _optional(array: DeviceArray | None) -> int:
-    return 0 if array is None else address(array)

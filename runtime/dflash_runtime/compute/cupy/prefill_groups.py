@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.routed_batch import RoutedBatch
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address, optional_address
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
@@ -194,8 +194,8 @@ class ExpertGroups:
         self.max_groups = min(most, self.num_pairs)
         args = self._group_args
         args.topk_ids, args.topk_weights = address(topk_ids), address(topk_weights)
-        args.slot_of_expert = 0 if slot_of_expert is None else address(slot_of_expert)
-        args.selections = 0 if selections is None else address(selections)
+        args.slot_of_expert = optional_address(slot_of_expert)
+        args.selections = optional_address(selections)
         args.num_pairs, args.pairs_per_token = self.num_pairs, self.pairs_per_token
         chunks = (-(-self.num_pairs // self._chunk_pairs), 1, 1)
         self._device.launch(self._count, chunks, self._num_threads, args)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address, optional_address
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 
 _ROW_THREADS = 256
@@ -124,7 +124,7 @@ class RowPreparer:
         if self.parts or makes_floats:
             args = self._args
             args.x = address(x)
-            args.norm = 0 if norm is None else address(norm)
+            args.norm = optional_address(norm)
             args.floats = address(floats) if makes_floats else 0
             args.eps = eps
             self._device.launch(self._kernel, (num_rows, 1, 1), _ROW_THREADS, args)

@@ -63,7 +63,7 @@ class StoredProjection:
     scale: DeviceArray | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredExperts:
     """The experts of one layer that a device holds.
 

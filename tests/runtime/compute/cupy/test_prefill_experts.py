@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,29 @@ def test_a_sorted_batch_gives_what_its_choice_gives(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
     rig.group(ids, weights)  # as it was launched before the batch
     np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
+
+
+def test_launches_are_kept_for_experts_which_may_go(tmp_path: Path) -> None:
+    rig = small_rig(tmp_path)
+    first, launches = rig.experts.stored, rig.prefill._launches
+    choices = {size: choose(np.random.default_rng(size), size, NUM_EXPERTS, 2) for size in (7, 20)}
+    expected: dict[int, F64Array] = {}
+    for size in (20, 7, 20):
+        rig.group(*choices[size])
+        sums = rig.sums(hidden_rows(size))
+        np.testing.assert_array_equal(sums, expected.setdefault(size, sums), strict=True)
+    _, kept = launches[first]
+    np.testing.assert_array_equal(rig.sums(hidden_rows(20)), expected[20], strict=True)
+    assert launches[first][1] is kept
+    rig.experts.stored = second = replace(first)  # as alike as can be
+    assert second not in launches
+    rig.prefill.prepare(second)
+    np.testing.assert_array_equal(rig.sums(hidden_rows(20)), expected[20], strict=True)
+    assert launches[second][1] is not kept
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    assert list(launches) == [second]
 
 
 @PRODUCTS
