@@ -94,6 +94,11 @@ class MailLink:
         self.words.ask(Ask.PEER_EPOCH if self.lines is self.peer_lines else Ask.EPOCH, epoch)
         self.words.await_answer(_ANSWER_S, self._is_live)
 
+    def prepare(self, num_tokens: int) -> None:
+        """Have the daemon ready for steps of so many tokens; `restart` is to follow."""
+        self.words.ask(Ask.SIZE, num_tokens)
+        self.words.await_answer(_COMPILE_S, self._is_live)
+
     def open_peer(self) -> None:
         """Have lines in the memory of whichever device reads them, if each sees the other's."""
         self.why_no_peer = "the other device shows none of its own"

@@ -1,4 +1,4 @@
-"""The daemon's end of a mailbox: a step that is recorded once, and started when it is asked for.
+"""The daemon's end of a mailbox: steps that are recorded once, and started when they are asked for.
 
 Between two steps nothing of it runs, neither here nor on the device.
 """
@@ -10,7 +10,7 @@ import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from dflash_protocol.errors import (
     one_line,
 )
 from dflash_protocol.ring_segment import Segment, silence_bell
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_experts import Choice, MailReply, Rows
 from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, Queue, address
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
@@ -133,7 +134,7 @@ class MailServer:
             if self._queue is not None:
                 self._queue.close()
             for medium in self._media:
-                medium.graph.close()
+                medium.close()
             if self._peer_memory is not None:
                 self._peer_memory.close()
             self._give_back_own()
@@ -154,7 +155,7 @@ class MailServer:
             self._own_memory.close()
 
     def _prepare(self) -> None:
-        """Compile and record the step. Raises: DflashError."""
+        """Compile and record the step of one token. Raises: DflashError."""
         limit_ms = min(self._words.read(LIMIT_MS_AT), _LONGEST_LIMIT_MS)
         with self._lock:
             peer = MailPeer(
@@ -164,25 +165,29 @@ class MailServer:
             side = MailSide(self._device, (peer,), limit_ms + limit_ms // 2)
             self._kernels = MailKernels(side)
             self._kernels.prepare_probe(is_echo=True)
-            self._record(host_lines(self._layout, self._base))
+            self._add_medium(host_lines(self._layout, self._base))
             self._queue = self._device.new_queue()
             with suppress(DeviceUnavailable):  # the host's memory is there in any case
                 self._own_memory = self._device.export_memory(self._layout.requests_nbytes)
                 self._segment.write_mail(REQUEST_MEMORY_AT, self._own_memory.handle)
 
-    def _record(self, lines: MailLines) -> None:
-        """A step that goes through these lines, tried before."""
+    def _add_medium(self, lines: MailLines) -> None:
+        medium = _Medium(lines)
+        self._record(medium, 1)
+        self._media.append(medium)
+
+    def _record(self, medium: _Medium, num_tokens: int) -> None:
+        """A step of so many tokens, tried before. The parent begins anew after that."""
         assert self._kernels is not None
         side = self._kernels.side
-        step = _Step(self._device, self._kernels, lines)
+        step = _Step(self._device, self._kernels, medium.lines, num_tokens)
         layers = self._layers
         side.set_epoch(0, is_trial=True)
         step.launch(layers)
         self._device.synchronize()
         self._words.write(DAEMON_ABORT_AT, 0)
         side.set_epoch(0)
-        graph = self._device.capture(lambda: step.launch(layers))
-        self._media.append(_Medium(lines, graph, step))
+        medium.steps[num_tokens] = step, self._device.capture(lambda: step.launch(layers))
 
     def _see_peer(self) -> None:
         """Have a step that goes through the devices' memory."""
@@ -196,7 +201,7 @@ class MailServer:
             _LOG.info("our device does not see the parent's memory: %s", one_line(str(error)))
             return
         own, other = self._own_memory.device_address, self._peer_memory.device_address
-        self._record(MailLines(self._layout, requests=own, replies=other))
+        self._add_medium(MailLines(self._layout, requests=own, replies=other))
         self._words.write(STATE_AT, MailState.SEES_PEER)
 
     def _leave_peer(self) -> None:
@@ -205,7 +210,7 @@ class MailServer:
             return
         self._medium = 0
         for medium in self._media[1:]:
-            medium.graph.close()
+            medium.close()
         del self._media[1:]
         self._peer_memory.close()
         self._peer_memory = None
@@ -229,10 +234,13 @@ class MailServer:
             # Several may have been asked for since we looked.
             if (asked.number - self._num_done) % _MODULUS > _MOST_STEPS:
                 raise ProtocolError("a mailbox was asked for more steps than can be under way")
+            recorded = self._media[self._medium].steps.get(asked.argument)
+            if recorded is None:
+                raise ProtocolError("a mailbox was asked for a step that it is not ready for")
             while self._num_done % _MODULUS != asked.number:
                 # A parent that has given up may want its memory back.
                 if not self._words.read(PARENT_ABORT_AT):
-                    self._queue.replay(self._media[self._medium].graph)
+                    self._queue.replay(recorded[1])
                 self._num_done += 1
         else:
             self._queue.synchronize()  # which waits for the parent, and others must not
@@ -253,6 +261,12 @@ class MailServer:
             return
         if asked.ask is Ask.ECHO:
             self._echo(asked.argument)
+            return
+        if asked.ask is Ask.SIZE:
+            if not 1 <= asked.argument <= MOST_TOKENS:
+                raise ProtocolError(f"a mailbox was asked for steps of {asked.argument} tokens")
+            if asked.argument not in self._media[self._medium].steps:
+                self._record(self._media[self._medium], asked.argument)
             return
         wanted = int(asked.ask is Ask.PEER_EPOCH)
         if wanted >= len(self._media):
@@ -279,8 +293,11 @@ class MailServer:
 class _Step:
     """What is recorded: every layer of which there are experts here, one after the other."""
 
-    def __init__(self, device: KernelDevice, kernels: MailKernels, lines: MailLines) -> None:
+    def __init__(
+        self, device: KernelDevice, kernels: MailKernels, lines: MailLines, num_tokens: int
+    ) -> None:
         self._device, self._kernels, self._lines = device, kernels, lines
+        self._num_tokens = num_tokens
         # Others may compute at the same time, in another stream: nothing is shared with them.
         self._steps = Steps(device)
         self._choices: dict[int, Choice] = {}
@@ -295,9 +312,12 @@ class _Step:
             rows = self._rows.get(layer.hidden_size)
             choice = self._choices.get(layer.num_experts_used)
             if rows is None:
-                rows = self._rows[layer.hidden_size] = self._steps.new_rows(1, layer.hidden_size)
+                rows = self._rows[layer.hidden_size] = self._steps.new_rows(
+                    self._num_tokens, layer.hidden_size
+                )
             if choice is None:
-                shape, empty = (1, layer.num_experts_used), self._device.empty
+                shape = self._num_tokens, layer.num_experts_used
+                empty = self._device.empty
                 choice = self._choices[layer.num_experts_used] = Choice(
                     empty(shape, np.int32), empty(shape, np.float32), slots=empty(shape, np.int32)
                 )
@@ -309,8 +329,14 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Medium:
-    """Memory that lines go through, and a step that was recorded for it, whose buffers it uses."""
+    """Memory that lines go through, and steps that were recorded for it, by their tokens: what each
+    uses, and its graph."""
 
     lines: MailLines
-    graph: Graph
-    step: _Step
+    steps: dict[int, tuple[_Step, Graph]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """No step may still run."""
+        for _, graph in self.steps.values():
+            graph.close()
+        self.steps.clear()

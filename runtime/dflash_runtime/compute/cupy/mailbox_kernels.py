@@ -1,4 +1,4 @@
-"""Launch records of the mailbox's kernels, for steps of one token."""
+"""Launch records of the mailbox's kernels, for steps of 1 to 8 tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_adapters.ops import RoutingRule
-from dflash_runtime.compute.cupy.decode_arrays import ArrayChecker, given
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS, ArrayChecker, given
 from dflash_runtime.compute.cupy.decode_experts import Choice, Rows
 from dflash_runtime.compute.cupy.decode_experts_shape import GATES
 from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
@@ -166,13 +166,14 @@ class MailKernels:
         One peer, of whom nothing else is added to, may round what it answers: see `add`.
         Shapes: local_ids each [E] int32; requests: addresses, by peer.
         """
-        arrays, sizes = self._arrays, {"T": 1, "K": layer.num_experts_used}
+        arrays, num_tokens = self._arrays, choice.topk_ids.shape[0]
+        sizes = {"T": num_tokens, "K": layer.num_experts_used}
         if rounds and len(requests) != 1:
             raise ValueError("what is summed up of several answers is not rounded before")
         args = MailPostArgs(
             mail=self.side.args,
             rounds=rounds,
-            parts=self._parts(layer, rows),
+            parts=_parts(layer, rows, num_tokens),
             topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
             selections=arrays.optional(
@@ -182,14 +183,14 @@ class MailKernels:
         if rule is not None:
             assert choice.logits is not None
             args.logits = arrays.address(
-                "logits", choice.logits, np.float32, T=1, E=layer.num_experts
+                "logits", choice.logits, np.float32, T=num_tokens, E=layer.num_experts
             )
         for index, (table, request) in enumerate(zip(local_ids, requests, strict=True)):
             args.local_ids[index] = arrays.address(
                 "local_ids", table, np.int32, E=layer.num_experts
             )
             args.requests[index] = request
-        kernel = self._parent_kernel(layer, rule, "mail_post", MailPostArgs)
+        kernel = self._parent_kernel(layer, rule, num_tokens, "mail_post", MailPostArgs)
         self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
 
     def replies(self, lines: Mapping[int, int]) -> MailReplies:
@@ -210,17 +211,18 @@ class MailKernels:
     ) -> None:
         """Add what peers have answered to the residual; or one, who was asked to round it.
 
-        Shapes: residual [1, H] float32; if it is rounded H is even.
+        Shapes: residual [T, H] float32; if it is rounded H is even.
         """
-        sizes = {"T": 1, "H": layer.hidden_size}
+        num_tokens = residual.shape[0]
+        sizes = {"T": num_tokens, "H": layer.hidden_size}
         args = MailAddArgs(
             replies=replies,
             residual=self._arrays.address("residual", residual, np.float32, **sizes),
         )
         name = "mail_add_rounded" if rounded else "mail_add"
-        kernel = self._parent_kernel(layer, rule, name, MailAddArgs)
-        num_lines = layer.hidden_size // 2 if rounded else layer.hidden_size
-        num_blocks = ceil(num_lines / _ADD_THREADS)
+        kernel = self._parent_kernel(layer, rule, num_tokens, name, MailAddArgs)
+        num_elements = num_tokens * layer.hidden_size
+        num_blocks = ceil((num_elements // 2 if rounded else num_elements) / _ADD_THREADS)
         self._device.launch(kernel, (num_blocks, 1, 1), _ADD_THREADS, args)
 
     def take(
@@ -234,13 +236,13 @@ class MailKernels:
     ) -> None:
         """Wait for what the parent asks of a layer, and find where that lies.
 
-        Shapes: of the choice, slots too, [1, K]; slot_of_expert [E] int32; request: an address.
+        Shapes: of the choice, slots too, [T, K]; slot_of_expert [E] int32; request: an address.
         """
-        slots = given("slots", choice.slots)
-        sizes = {"T": 1, "K": layer.num_experts_used}
+        slots, num_tokens = given("slots", choice.slots), choice.topk_ids.shape[0]
+        sizes = {"T": num_tokens, "K": layer.num_experts_used}
         args = MailTakeArgs(
             mail=self.side.args,
-            parts=self._parts(layer, rows),
+            parts=_parts(layer, rows, num_tokens),
             request=request,
             topk_ids=self._arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=self._arrays.address(
@@ -252,13 +254,14 @@ class MailKernels:
             pair_slots=self._arrays.address("slots", slots, np.int32, **sizes),
         )
         defines = {
-            "PAIRS": layer.num_experts_used,
+            "TOKENS": num_tokens,
+            "TOP_K": layer.num_experts_used,
             "EXPERTS": layer.num_experts,
             "THREADS": _THREADS,
             "MOST_PEERS": MOST_PEERS,
         }
         kernel = self._kernel("mailbox_daemon.cu", "mail_take", MailTakeArgs, defines)
-        self._device.launch(kernel, (1, 1, 1), _THREADS, args)
+        self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
 
     def prepare_probe(self, *, is_echo: bool) -> Kernel:
         """Compiled, so that the other side need not wait for that."""
@@ -271,27 +274,16 @@ class MailKernels:
         kernel = self.prepare_probe(is_echo=is_echo)
         self._device.launch(kernel, (1, 1, 1), _THREADS, args)
 
-    def _parts(self, layer: MoeLayer, rows: Rows) -> MailPartsArgs:
-        """Raises: ValueError if rows that are needed are not there."""
-        args = MailPartsArgs()
-        given = (rows.quants, rows.meta, rows.values)
-        for index, (num_words, part) in enumerate(zip(part_words(layer), given, strict=True)):
-            if not num_words:
-                continue
-            if part is None or part.nbytes != 4 * num_words:
-                raise ValueError(f"part {index} of a row is not of {num_words} words")
-            args.words[index], args.num_words[index] = address(part), num_words
-        return args
-
     def _parent_kernel(
         self,
         layer: MoeLayer,
         rule: RoutingRule | None,
+        num_tokens: int,
         name: str,
         args: type[ctypes.Structure],
     ) -> Kernel:
         defines: dict[str, int | str] = {
-            "TOKENS": 1,
+            "TOKENS": num_tokens,
             "HIDDEN": layer.hidden_size,
             "TOP_K": layer.num_experts_used,
             "EXPERTS": layer.num_experts,
@@ -313,6 +305,20 @@ class MailKernels:
         return self._kernels[key]
 
 
+def _parts(layer: MoeLayer, rows: Rows, num_tokens: int) -> MailPartsArgs:
+    """Raises: ValueError if rows that are needed are not there."""
+    args = MailPartsArgs()
+    given = (rows.quants, rows.meta, rows.values)
+    for index, (of_row, part) in enumerate(zip(part_words(layer), given, strict=True)):
+        num_words = num_tokens * of_row
+        if not num_words:
+            continue
+        if part is None or part.nbytes != 4 * num_words:
+            raise ValueError(f"part {index} of the rows is not of {num_words} words")
+        args.words[index], args.num_words[index] = address(part), num_words
+    return args
+
+
 def _probe_defines(*, is_echo: bool) -> dict[str, int | str]:
     return {"IS_ECHO": int(is_echo), "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS}
 
@@ -322,16 +328,22 @@ KERNEL_VARIANTS = (
         KernelVariant(
             "mailbox_parent.cu",
             {
-                **{"TOKENS": 1, "HIDDEN": 96, "TOP_K": 3, "EXPERTS": 70, "ROUTE": route},
+                **{"TOKENS": tokens, "HIDDEN": 96, "TOP_K": 3, "EXPERTS": 70, "ROUTE": route},
                 **{"NORMALISE": 1, "GATE": 0, "THREADS": _THREADS, "ADD_THREADS": _ADD_THREADS},
                 "MOST_PEERS": MOST_PEERS,
             },
         )
-        for route in (0, 1)
+        for tokens, route in ((1, 0), (1, 1), (MOST_TOKENS, 1))
     ),
-    KernelVariant(
-        "mailbox_daemon.cu",
-        {"PAIRS": 3, "EXPERTS": 70, "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
+    *(
+        KernelVariant(
+            "mailbox_daemon.cu",
+            {
+                **{"TOKENS": tokens, "TOP_K": 3, "EXPERTS": 70},
+                **{"THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
+            },
+        )
+        for tokens in (1, MOST_TOKENS)
     ),
     KernelVariant("mailbox_begin.cu"),
     *(KernelVariant("mailbox_probe.cu", _probe_defines(is_echo=echo)) for echo in (False, True)),

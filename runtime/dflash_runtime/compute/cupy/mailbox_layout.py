@@ -30,11 +30,12 @@ daemon's, layer by layer, with no host in between.
              a check is epoch ^ data * 0x9e3779b1
     request  [T, K] (local expert id, or a negative number, with bit 30 flipped if the reply may be
              rounded; weight float32), then the rows as the experts of the layer read them: int8 and
-             {scale, scale * sum}, or float32, or both, each in whole lines
+             {scale, scale * sum}, or float32, or both, each of all tokens, and in whole lines
     reply    [T, H] float64, one a line, rounded nowhere;
              or [T, H] float32, two a line, where the check is of the epoch's complement
 
-Requests and replies are written and read here if both devices see the host's memory only; where
+There is room for as many tokens as a step can have; one of fewer uses what comes first. Requests
+and replies are written and read here if both devices see the host's memory only; where
 they see each other's, either is in the memory of the device that reads it (at the same offsets,
 less those of the first), and only the words above are here.
 
@@ -81,7 +82,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from dflash_adapters.moe_spec import MoeLayer, MoeSpec
-from dflash_runtime.compute.cupy.decode_arrays import GRANULE, padded_columns
+from dflash_runtime.compute.cupy.decode_arrays import GRANULE, MOST_TOKENS, padded_columns
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
 
 STATE_AT = 0
@@ -119,7 +120,7 @@ class Ask(IntEnum):
     """What a parent's host asks of a daemon's."""
 
     STEP = 0
-    """Run a step."""
+    """Run a step of so many tokens, as the argument says."""
     EPOCH = 1
     """The next step's epoch is the argument plus one; lines are in the host's memory."""
     PEER_EPOCH = 2
@@ -131,11 +132,13 @@ class Ask(IntEnum):
     that could be done."""
     LEAVE = 5
     """Close the parent's memory: it will be given back."""
+    SIZE = 6
+    """Be ready for steps of so many tokens, where lines are now. For one everybody is."""
 
 
 @dataclass(frozen=True, slots=True)
 class MailLayout:
-    """Sizes of a mailbox for steps of one token."""
+    """Sizes of a mailbox."""
 
     num_layers: int
     request_lines: int
@@ -191,15 +194,16 @@ def host_lines(layout: MailLayout, mailbox: int) -> MailLines:
 
 
 def mail_layout(moe: MoeSpec) -> MailLayout:
-    """Of a model's mailbox."""
+    """Of a model's mailbox, for steps of up to MOST_TOKENS."""
     layers = moe.layers
     return MailLayout(
         num_layers=len(layers),
         request_lines=max(
-            layer.num_experts_used + sum(-(-words // _LINE_WORDS) for words in part_words(layer))
+            MOST_TOKENS * layer.num_experts_used
+            + sum(-(-MOST_TOKENS * words // _LINE_WORDS) for words in part_words(layer))
             for layer in layers
         ),
-        reply_lines=max(layer.hidden_size for layer in layers),
+        reply_lines=MOST_TOKENS * max(layer.hidden_size for layer in layers),
     )
 
 

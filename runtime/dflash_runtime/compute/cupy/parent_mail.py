@@ -111,6 +111,8 @@ class ParentMail:
         self.kernels = MailKernels(self._side)
         self.epoch = epoch
         """Of the step that was asked for last."""
+        self._sizes = {1}
+        """Tokens of steps that every daemon is ready for."""
         try:
             for link in self._links:
                 self._try_media(link)
@@ -129,6 +131,7 @@ class ParentMail:
         recorded before is of no use. Raises: DaemonUnavailable."""
         for link in self._links:
             link.use_peers(uses_peers)
+        self._sizes = {1}
         self.restart()
 
     def close(self) -> None:
@@ -174,11 +177,25 @@ class ParentMail:
             link.restart(self.epoch)
         self._side.set_epoch(self.epoch)
 
-    def ring(self) -> None:
-        """Have every daemon run a step. Raises: DaemonUnavailable if one is no longer there."""
+    def prepare(self, num_tokens: int) -> None:
+        """Have every daemon ready for steps of so many tokens; none may be under way.
+
+        Raises: DaemonUnavailable."""
+        if num_tokens in self._sizes:
+            return
+        for link in self._links:
+            link.prepare(num_tokens)
+        self._sizes.add(num_tokens)
+        self.restart()
+
+    def ring(self, num_tokens: int = 1) -> None:
+        """Have every daemon run a step of so many tokens, which it is ready for; the step before
+        has ended if it had another number of them.
+
+        Raises: DaemonUnavailable if one is no longer there."""
         self.epoch += 1
         for link in self._links:
-            link.words.ask(Ask.STEP)
+            link.words.ask(Ask.STEP, num_tokens)
 
     def failed_epoch(self) -> int:
         """Of the first step that failed; 0: none has."""

@@ -196,22 +196,23 @@ class Steps:
     def answer(
         self, layer: ResidentLayer, rows: ExpertRows, choice: Choice, *, to: MailReply
     ) -> None:
-        """Sums of the chosen experts into a mailbox. Shapes: of one token."""
-        experts, hidden = self._experts_of(experts_shape(layer.layer, 1, gives_sums=True))
+        """Sums of the chosen experts of up to MOST_TOKENS into a mailbox."""
+        num_tokens = choice.topk_ids.shape[0]
+        experts, hidden = self._experts_of(experts_shape(layer.layer, num_tokens, gives_sums=True))
         experts.launch_gate_up(layer.decode, choice, rows, hidden)
         experts.launch_down(layer.decode, choice, hidden, to)
 
     def begin_experts(self, layer: ResidentLayer, choice: Choice, rows: ExpertRows) -> None:
-        """The first half of a token's chosen experts, of which no others may run before
-        `end_experts`."""
-        experts, hidden = self._experts_of(experts_shape(layer.layer, 1))
+        """The first half of the chosen experts of up to MOST_TOKENS, of which no others may run
+        before `end_experts`."""
+        experts, hidden = self._experts_of(experts_shape(layer.layer, choice.topk_ids.shape[0]))
         experts.launch_gate_up(layer.decode, choice, rows, hidden)
 
     def end_experts(
         self, layer: ResidentLayer, choice: Choice, residual: Rows, *, replies: MailReplies
     ) -> None:
         """Add them and what peers answer to the residual."""
-        experts, hidden = self._experts_of(experts_shape(layer.layer, 1))
+        experts, hidden = self._experts_of(experts_shape(layer.layer, residual.num_tokens))
         experts.launch_down(layer.decode, choice, hidden, residual.array, replies=replies)
 
     def rows_of(self, x: ExpertInputs) -> ExpertRows:

@@ -1,7 +1,9 @@
 // The daemon's side of a mailbox: what a layer is asked. Its answer is written by experts_decode.cu.
 //
-// Defines: PAIRS of a step; EXPERTS; THREADS; MOST_PEERS.
+// Defines: TOKENS of a step, TOP_K; EXPERTS; THREADS; MOST_PEERS.
 #include "mailbox.cuh"
+
+constexpr int PAIRS = TOKENS * TOP_K;
 
 struct MailTakeArgs {
     Mail mail;
@@ -22,6 +24,7 @@ INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, u32 exp
     a.topk_weights[pair] = bits_to_float(weight);
 }
 
+// Grid: tokens, as many lines are looked for by each block.
 KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
     SHARED(int, slots, EXPERTS);  // at hand when a request comes
     let_next_begin();
@@ -34,23 +37,24 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
     const u64 deadline = a.mail.deadline();
     const int num_lines = PAIRS + a.parts.num_lines();
     bool is_there = !a.mail.is_aborted();
-    constexpr int Step = LINES_AT_ONCE * THREADS;
-    for (int first = thread_index(); is_there && first < num_lines; first += Step) {
+    constexpr int All = TOKENS * THREADS, Step = LINES_AT_ONCE * All;
+    const int index = block_index_x() * THREADS + thread_index();
+    for (int first = index; is_there && first < num_lines; first += Step) {
         uint4 found[LINES_AT_ONCE];
-        const int num = (num_lines - first + THREADS - 1) / THREADS;
-        auto line = [&](int j) { return line_at(a.request, first + j * THREADS); };
+        const int num = (num_lines - first + All - 1) / All;
+        auto line = [&](int j) { return line_at(a.request, first + j * All); };
         auto parent = [](int) { return 0; };
         is_there = a.mail.receive(found, num, line, parent, epoch, deadline);
         if (!is_there) break;
 #pragma unroll
         for (int j = 0; j < LINES_AT_ONCE; j++) {
-            const int i = first + j * THREADS;
+            const int i = first + j * All;
             if (i < PAIRS) take_pair(a, slots, i, found[j].x, found[j].z);
             else if (i < num_lines) a.parts.store(i - PAIRS, found[j].x, found[j].z);
         }
     }
     if (is_there) return;
-    for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
+    for (int pair = index; pair < PAIRS; pair += All) {
         a.topk_ids[pair] = a.pair_slots[pair] = -1;  // nothing is computed, nor answered
         a.topk_weights[pair] = 0.0f;
     }

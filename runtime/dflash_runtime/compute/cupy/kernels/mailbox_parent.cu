@@ -18,15 +18,18 @@ struct MailPostArgs {
 };
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
+// Warps that choose, a token each if there are enough; others send rows meanwhile.
+constexpr int MOST_CHOOSERS = THREADS / LANES / 2;
+constexpr int CHOOSERS = !ROUTE ? 0 : TOKENS < MOST_CHOOSERS ? TOKENS : MOST_CHOOSERS;
 
-// Grid: peers. Rows are on their way while the first warp chooses.
+// Grid: peers. Rows are on their way while the first warps choose.
 KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     SHARED(int, ids, POST_PAIRS);
     SHARED(int, local_ids, POST_PAIRS);
     SHARED(float, weights, POST_PAIRS);
     const int peer = block_index_x();
-    const bool is_first = peer == 0, chooses = ROUTE && warp_index() == 0;
+    const bool is_first = peer == 0, chooses = warp_index() < CHOOSERS;
     let_next_begin();
     int local_of[Choice::EACH];  // asked for before it is known which are needed
     if (chooses) {
@@ -40,7 +43,7 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     const bool posts = !a.mail.is_aborted();
     void *lines = a.requests[peer];
     if (chooses) {
-        for (int token = 0; token < TOKENS; token++) {
+        for (int token = warp_index(); token < TOKENS; token += MOST_CHOOSERS) {
             Choice router;
             const float *logits = a.logits + (i64)token * EXPERTS;
             router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
@@ -52,7 +55,7 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             if (lane_index() < TOP_K) weights[token * TOP_K + lane_index()] = weight;
         }
     } else if (posts) {
-        constexpr int First = ROUTE ? LANES : 0, Step = THREADS - First;
+        constexpr int First = CHOOSERS * LANES, Step = THREADS - First;
         const int num_lines = a.parts.num_lines();
         for (int first = thread_index() - First; first < num_lines; first += LINES_AT_ONCE * Step) {
             uint2 words[LINES_AT_ONCE];
