@@ -6,7 +6,7 @@ local id, and computes the pairs it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import DeviceBatch, Hidden, RoutedBatch, Sums
 from dflash_runtime.compute.mail_trial import MailTrial
+from dflash_runtime.compute.trees import Tree, TreeResult
 
 MEMORY_ADVICE = (
     "keep fewer experts there (--local-experts, --placement), or ask for a smaller --context"
@@ -164,8 +165,15 @@ class OtherExperts(Protocol):
         """To all owners of what the block does not compute, if each is there and has a mailbox.
         The same ones as before while their sessions last."""
 
-    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
-        """Steps of one token have gone through mailboxes; their pairs are told apart."""
+    def count_mailed(
+        self,
+        routes: Sequence[MailRoute],
+        num_steps: int,
+        *,
+        phase: Phase = Phase.DECODE,
+        num_tokens: int = 1,
+    ) -> None:
+        """Steps of so many tokens have gone through mailboxes; their pairs are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +271,20 @@ class RecordedStep(Protocol):
     def logits(self) -> F32Array:
         """Of the step that was started last, once it is done. Shapes: result [V]."""
 
-    def take_selections(self) -> dict[int, I64Array]:
-        """How often experts were chosen since the last call, by layer id, in layers that others
-        have a share of without any host. Shapes: each [E]."""
+    def verify(
+        self, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """A tree's tokens through all layers, as a step of all of them: at least one. The sequence
+        stays as it is, and a path may be accepted. `features` are layers whose results are wanted.
+        None: this is not recorded, as others must be asked by the host, for one.
+
+        Shapes: token_ids [W].
+        Raises: ContextExceeded, StateNotKept; DeviceUnavailable.
+        """
+
+    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
+        """How often experts were chosen since the last call, by phase and layer id, in layers that
+        others have a share of without any host. Shapes: each [E]."""
 
     def close(self) -> None:
         """Give back what it holds."""

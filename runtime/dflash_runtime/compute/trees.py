@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -111,6 +112,11 @@ class Tree:
         """To be called, in order, for the path that is accepted."""
         self._on_accept.append(on_accept)
 
+    @property
+    def kept(self) -> list[OnAccept]:
+        """What layers have wanted kept so far."""
+        return [*self._on_accept]
+
     def accept(self, path: I32Array) -> None:
         """Have all layers keep a path's tokens. Shapes: path [L].
 
@@ -120,6 +126,15 @@ class Tree:
         if path.size:
             for on_accept in self._on_accept:
                 on_accept(path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeResult:
+    """What a model says of a tree's tokens. Shapes: next_token_ids [W], the likeliest after each;
+    features, by layer id, [W, H]."""
+
+    next_token_ids: I32Array
+    features: dict[int, F32Array]
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import MailRoute, RecordedStep
-from dflash_runtime.compute.trees import BranchingCache, Tree
+from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.halves import Turns
 from dflash_runtime.engine.kept_states import KeptStates
@@ -105,8 +105,8 @@ class Steps:
         for layer_id, counts in self._backend.take_selections(self._local_banks).items():
             self._runtime.add_selections(layer_id, counts)
         if self._recorded is not None:
-            for layer_id, counts in self._recorded.take_selections().items():
-                self._runtime.add_mailed(layer_id, counts)
+            for (phase, layer_id), counts in self._recorded.take_selections().items():
+                self._runtime.add_mailed(phase, layer_id, counts)
 
     def begin(self, is_cancelled: Callable[[], bool] | None = None) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
@@ -207,6 +207,25 @@ class Steps:
         self._prefix.add(first_position, token_ids)
         return hidden
 
+    def verify_recorded(
+        self, run: int, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """A tree's tokens through all layers as `forward_tree` has them, with what follows each,
+        and the hidden states that some layers leave behind: at the cost of a step or two. None: it
+        cannot be had so here, now.
+
+        Shapes: token_ids [W], W > 0.
+        Raises: as `forward`.
+        """
+        self.check(run)
+        if self._recorded is None:
+            return None
+        self._cut(tree.position)
+        result = self._recorded.verify(token_ids, tree, features)
+        if result is not None and not self._recorded.counts_itself:
+            self._count(Phase.VERIFY, token_ids.size)
+        return result
+
     def forward_tree(
         self,
         run: int,
@@ -279,10 +298,13 @@ class Steps:
 
     def count(self) -> None:
         """A recorded step has brought forth a token that was wanted."""
+        self._count(Phase.DECODE, 1)
+
+    def _count(self, phase: Phase, num_tokens: int) -> None:
         self._runtime.count_here(
-            Phase.DECODE,
-            num_tokens=1,
-            num_pairs=self._pairs_of_token,
+            phase,
+            num_tokens=num_tokens,
+            num_pairs=num_tokens * self._pairs_of_token,
             num_layers=self._num_moe_layers,
         )
 
@@ -392,5 +414,12 @@ class _NobodyElse:
     def mail_routes(self) -> tuple[MailRoute, ...]:
         return ()
 
-    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
+    def count_mailed(
+        self,
+        routes: Sequence[MailRoute],
+        num_steps: int,
+        *,
+        phase: Phase = Phase.DECODE,
+        num_tokens: int = 1,
+    ) -> None:
         """Nothing."""

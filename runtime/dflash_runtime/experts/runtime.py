@@ -157,31 +157,36 @@ class MoeExpertComputeRuntime:
             routes.append(route)
         return tuple(routes)
 
-    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
+    def count_mailed(
+        self,
+        routes: Sequence[MailRoute],
+        num_steps: int,
+        *,
+        phase: Phase = Phase.DECODE,
+        num_tokens: int = 1,
+    ) -> None:
         """As OtherExperts.count_mailed."""
         by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
         layers: set[int] = set()
         for route in routes:
-            counted = by_name[route.name].stats.of_phase(Phase.DECODE)
+            counted = by_name[route.name].stats.of_phase(phase)
             counted.requests += num_steps * len(route.local_ids)
-            counted.tokens += num_steps * len(route.local_ids)
+            counted.tokens += num_steps * num_tokens * len(route.local_ids)
             layers.update(route.local_ids)
         num_layers = len(self._placement.routing)
         self.hits.layers += num_steps * num_layers
         self.hits.layers_hot_only += num_steps * (num_layers - len(layers))
 
-    def add_mailed(self, layer_id: int, counts: I64Array) -> None:
+    def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Which experts steps have chosen that went through mailboxes. Shapes: counts [E]."""
         self._selections.add_counts(layer_id, counts)
         owner_index = self._placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
             num_pairs = int(counts[owner_index == index].sum())
             if index == self._device_owner:
-                self._count_on_device(
-                    Phase.DECODE, num_tokens=0, num_pairs=num_pairs, num_requests=0
-                )
+                self._count_on_device(phase, num_tokens=0, num_pairs=num_pairs, num_requests=0)
             else:
-                owner.stats.of_phase(Phase.DECODE).pairs += num_pairs
+                owner.stats.of_phase(phase).pairs += num_pairs
                 self.hits.remote += num_pairs
 
     @property

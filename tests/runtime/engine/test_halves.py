@@ -57,7 +57,14 @@ class Asked:
     def mail_routes(self) -> tuple[MailRoute, ...]:
         return ()
 
-    def count_mailed(self, routes: Sequence[MailRoute], num_steps: int) -> None:
+    def count_mailed(
+        self,
+        routes: Sequence[MailRoute],
+        num_steps: int,
+        *,
+        phase: Phase = Phase.DECODE,
+        num_tokens: int = 1,
+    ) -> None:
         """Not looked at."""
 
     def start(

@@ -133,7 +133,7 @@ class AttentionLauncher:
         if key not in self._trees:
             self._trees[key] = TreeAttention(self._device, *key)
         attention = self._trees[key]
-        nodes = attention.new_nodes(out.num_tokens)
+        nodes = tree.memory(("nodes", cache_layer), lambda: attention.new_nodes(out.num_tokens))
         scratch = self._buffers.take((attention.scratch_bytes,), np.uint8)
         attention.launch(
             self._new_rows(heads, cache, scale),

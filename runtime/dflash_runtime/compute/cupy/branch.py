@@ -1,4 +1,4 @@
-"""A tree of guessed tokens on a device, as kernels read it: brought there once for all layers.
+"""Trees of guessed tokens on a device, as kernels read them: brought there once for all layers.
 
 Knows nothing of what layers keep.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,16 +22,38 @@ GOES_ON, FROM_SEQUENCE, NOWHERE = -2, -1, -1
 """As delta_tree.cu has them."""
 
 
-class Branch:
-    """One tree, of at least one token. Owns: its arrays on the device."""
+_Key: TypeAlias = tuple[object, ...]
+_Thing = TypeVar("_Thing")
 
-    def __init__(self, device: KernelDevice, tree: Tree) -> None:
+
+class Branch:
+    """One tree, of at least one token; and others after it that are of its kind, if it `stays`:
+    then everything on the device stays where it is.
+
+    Owns: its arrays on the device.
+    """
+
+    def __init__(self, device: KernelDevice, tree: Tree, *, stays: bool = False) -> None:
+        self._device, self._stays = device, stays
+        self._arrays: dict[_Key, tuple[DeviceArray, Callable[[Tree], I32Array]]] = {}
+        self._memory: dict[_Key, object] = {}
+        self._keep: Callable[[OnAccept], None] | None = None
+        self.aim(tree)
+
+    @staticmethod
+    def kind_of(tree: Tree) -> tuple[int, int, int]:
+        """What is the same of trees that one object may be aimed at: tokens, their context's
+        bucket, places of states."""
+        num_places = state_walk(tree)[1]
+        return tree.parents.size, _bucket_of(tree), num_places
+
+    def aim(self, tree: Tree) -> None:
+        """From now on it is that tree, of the same kind as the one before."""
         # What layers want kept refers to this object: it must not refer to who has that.
         self.tree = Tree(tree.parents, tree.position)
-        self._keep: Callable[[OnAccept], None] | None = tree.keep
-        self._device = device
-        self._ancestors: dict[int, DeviceArray] = {}
         self._path: tuple[I32Array, DeviceArray] | None = None
+        for array, make in self._arrays.values():
+            self._device.write(array, make(self.tree))
 
     @property
     def num_tokens(self) -> int:
@@ -45,6 +68,10 @@ class Branch:
         """As Tree.check_size."""
         self.tree.check_size(num_tokens)
 
+    def begin_keeping(self, keep: Callable[[OnAccept], None]) -> None:
+        """The tree is being computed: layers have kept what they are to keep by this."""
+        self._keep = keep
+
     def keep(self, on_accept: OnAccept) -> None:
         """As Tree.keep, while the tree is computed."""
         assert self._keep is not None
@@ -54,51 +81,56 @@ class Branch:
         """The tree was computed."""
         self._keep = None
 
-    @cached_property
+    def memory(self, key: _Key, make: Callable[[], _Thing]) -> _Thing:
+        """What a layer has of its own for the tree, with anything in it; the same again for the
+        same key if this object stays."""
+        if not self._stays:
+            return make()
+        if key not in self._memory:
+            self._memory[key] = make()
+        kept: Any = self._memory[key]
+        return kept  # type: ignore[no-any-return]  # what this key's `make` has made
+
+    @property
     def positions(self) -> StepPositions:
         """Where each token stands. Shapes: array [W]."""
-        positions = self.tree.positions
-        bucket = context_bucket(int(positions.max()) + 1)
-        return StepPositions(self._device.upload(positions), bucket)
+        return StepPositions(self._array(("positions",), lambda tree: tree.positions), self._bucket)
 
     @cached_property
+    def _bucket(self) -> int:
+        return _bucket_of(self.tree)
+
+    @property
     def begin(self) -> DeviceArray:
         """The tree's first position. Shapes: [1] int32."""
-        return self._device.upload(np.array([self.tree.position], np.int32))
+        return self._array(("begin",), lambda tree: np.array([tree.position], np.int32))
 
-    @cached_property
+    @property
     def paths(self) -> DeviceArray:
         """Tokens from the tree's first position up to each token's own; nothing after that.
 
         Shapes: [W, MOST_NODES] int32.
         """
-        paths = np.zeros((self.num_tokens, MOST_NODES), np.int32)
-        depths = self.tree.depths.tolist()
-        for node, parent in enumerate(self.tree.parents.tolist()):
-            if parent >= 0:
-                paths[node] = paths[parent]
-            paths[node, depths[node]] = node
-        return self._device.upload(paths)
+        return self._array(("paths",), _paths_of)
 
     def ancestors(self, count: int) -> DeviceArray:
         """As Tree.ancestors. Shapes: [W, count] int32."""
-        if count not in self._ancestors:
-            self._ancestors[count] = self._device.upload(self.tree.ancestors(count))
-        return self._ancestors[count]
-
-    @cached_property
-    def _walk(self) -> tuple[I32Array, int]:
-        return state_walk(self.tree)
-
-    @cached_property
-    def walk(self) -> DeviceArray:
-        """As `state_walk`. Shapes: [W, 3] int32."""
-        return self._device.upload(self._walk[0])
+        return self._array(("ancestors", count), lambda tree: tree.ancestors(count))
 
     @property
+    def walk(self) -> DeviceArray:
+        """As `state_walk`. Shapes: [W, 3] int32."""
+        return self._array(("walk",), lambda tree: state_walk(tree)[0])
+
+    @cached_property
     def num_places(self) -> int:
         """Of states that are kept at the same time."""
-        return self._walk[1]
+        return state_walk(self.tree)[1]
+
+    def _array(self, key: _Key, make: Callable[[Tree], I32Array]) -> DeviceArray:
+        if key not in self._arrays:
+            self._arrays[key] = self._device.upload(make(self.tree)), make
+        return self._arrays[key][0]
 
     def path_on_device(self, path: I32Array) -> DeviceArray:
         """A path that is accepted, brought there once for all layers. Shapes: path, result [L]."""
@@ -115,14 +147,32 @@ class Branching:
         self.current: Branch | None = None
 
     @contextmanager
-    def over(self, tree: Tree) -> Iterator[None]:
-        """Within it operations are given this tree's tokens."""
-        self.current = branch = Branch(self._device, tree)
+    def over(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
+        """Within it operations are given this tree's tokens; `branch` is aimed at it, if given."""
+        if branch is None:
+            branch = Branch(self._device, tree)
+        branch.begin_keeping(tree.keep)
+        self.current = branch
         try:
             yield
         finally:
             branch.end()
             self.current = None
+
+
+def _bucket_of(tree: Tree) -> int:
+    return context_bucket(int(tree.positions.max()) + 1)
+
+
+def _paths_of(tree: Tree) -> I32Array:
+    """As Branch.paths."""
+    paths = np.zeros((tree.parents.size, MOST_NODES), np.int32)
+    depths = tree.depths.tolist()
+    for node, parent in enumerate(tree.parents.tolist()):
+        if parent >= 0:
+            paths[node] = paths[parent]
+        paths[node, depths[node]] = node
+    return paths
 
 
 def state_walk(tree: Tree) -> tuple[I32Array, int]:

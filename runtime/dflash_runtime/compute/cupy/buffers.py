@@ -67,6 +67,11 @@ class Buffers:
     def nbytes(self) -> int:
         return sum(place.array.nbytes for known in self._known.values() for place in known)
 
+    @property
+    def is_recording(self) -> bool:
+        """What is taken now is noted, or repeated."""
+        return self._noted is not None or self._repeated is not None
+
     @contextmanager
     def noted(self) -> Iterator[list[Place]]:
         """What is taken meanwhile, in order: for `repeated`."""

@@ -91,7 +91,11 @@ class DeltaTree:
         shape, arrays, count = self.shape, self._arrays, branch.num_tokens
         places = (branch.num_places, *shape.state_shape[1:])
         # Others may have its memory as soon as this was launched: what they do comes after it.
-        kept = self._device.empty(places, np.float32) if branch.num_places else None
+        kept = None
+        if branch.num_places:
+            kept = branch.memory(
+                ("states", *places), lambda: self._device.empty(places, np.float32)
+            )
         args = DeltaTreeArgs(
             **input_args(arrays, shape, inputs, count=count),
             **weight_args(arrays, shape, weights),

@@ -23,7 +23,7 @@ from dflash_runtime.compute.rings import MOST_KEPT
 from dflash_runtime.compute.trees import Tree
 
 if TYPE_CHECKING:
-    from dflash_runtime.compute.cupy.branch import Branching
+    from dflash_runtime.compute.cupy.branch import Branch, Branching
 
 LARGEST_HEAD = 256
 """Elements of a head that the kernels keep in registers."""
@@ -131,14 +131,20 @@ class DeviceKvCache(KeptRows):
         return kept + self.states.nbytes
 
     @contextmanager
-    def branching(self, tree: Tree) -> Iterator[None]:
-        """As trees.BranchingCache.branching. Raises: ContextExceeded too."""
+    def branching(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
+        """As trees.BranchingCache.branching, with what is on the device of it already.
+
+        Raises: ContextExceeded too."""
         if self._trees is None:
             raise ValueError("no operations compute trees over this cache")
+        self.check_tree(tree)
+        with self._trees.over(tree, branch):
+            yield
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raises: ContextExceeded, StateNotKept if it cannot go on from here."""
         self.require(tree.position)
         self.check_fits(tree.position, int(tree.depths.max(initial=-1)) + 1)
-        with self._trees.over(tree):
-            yield
 
     def check_fits(self, first_position: int, num_tokens: int) -> None:
         """Raises: ContextExceeded if tokens from `first_position` on do not fit."""

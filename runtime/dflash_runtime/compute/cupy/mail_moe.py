@@ -1,4 +1,4 @@
-"""Routed experts of a recorded step whose remote ones are asked for through mailboxes.
+"""Routed experts of a recorded step, or tree, whose remote ones are asked for through mailboxes.
 
 No host has a part in the step: kernels ask, those of daemons answer. Bits are those of
 `moe.DeviceMoe` and `shared_moe.SharedMoe`.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.moe_spec import MoeLayer, MoeSpec
-from dflash_adapters.ops import RoutingRule
+from dflash_adapters.ops import MoeBlock, RoutingRule
 from dflash_protocol.ids import I64Array, Phase
 from dflash_runtime.compute.cupy.decode_experts import Choice
 from dflash_runtime.compute.cupy.device import DeviceArray
@@ -23,11 +23,9 @@ from dflash_runtime.compute.cupy.parent_mail import ParentMail
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.values import Chosen, ExpertSums, Normed, Rows
 
-_PHASE = Phase.DECODE
-
 
 class MailMoe:
-    """Implements ops.MoeBlock while a step of one token is recorded, or tried.
+    """Gives MoE blocks for what is recorded, or tried: of up to MOST_TOKENS tokens.
 
     Owns: memory of the device.
     """
@@ -47,29 +45,36 @@ class MailMoe:
             }
             for layer in moe.layers
         }
-        self._selections = {
-            layer.layer_id: ops.device.zeros(layer.num_experts, np.uint32)
-            for layer in moe.layers
-            if self._tables[layer.layer_id]
-        }
+        self._selections: dict[tuple[Phase, int], DeviceArray] = {}
 
-    def take_selections(self) -> dict[int, I64Array]:
+    def block(self, phase: Phase) -> MoeBlock[Any]:
+        """Whose choices are counted as that phase's."""
+        for layer_id, tables in self._tables.items():
+            if tables and (phase, layer_id) not in self._selections:
+                num_experts = self._layers[layer_id][1].num_experts
+                zeros = self._ops.device.zeros(num_experts, np.uint32)
+                self._selections[phase, layer_id] = zeros
+        return partial(self._compute, phase)
+
+    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """How often experts were chosen since the last call in layers that daemons have a share of,
-        by layer id. Shapes: each [E]."""
+        by phase and layer id. Shapes: each [E]."""
         device, taken = self._ops.device, {}
-        for layer_id, selections in self._selections.items():
+        for key, selections in self._selections.items():
             counts: I64Array = device.download(selections).astype(np.int64)
             if counts.any():
                 device.write(selections, np.zeros(counts.size, np.uint32))
-                taken[layer_id] = counts
+                taken[key] = counts
         return taken
 
-    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+    def _compute(
+        self, phase: Phase, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any
+    ) -> ExpertSums:
         assert isinstance(hidden, Normed | Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         ops, here = self._ops, self._resident.get(layer_id)
-        sums = ExpertSums(here, hidden, topk_ids, topk_weights, _PHASE)
+        sums = ExpertSums(here, hidden, topk_ids, topk_weights, phase)
         tables = self._tables[layer_id]
         if not tables:
             return sums  # no daemon has any of it
@@ -79,7 +84,7 @@ class MailMoe:
             topk_ids.array,
             topk_weights.array,
             logits=logits,
-            selections=self._selections[layer_id],
+            selections=self._selections[phase, layer_id],
         )
         requests, replies = self.mail.requests(index), self.mail.replies(index)
         rows = ops.steps.rows_of(hidden)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, one_line
+from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import MailRoute, OtherExperts
 from dflash_runtime.compute.cupy import mailbox_layout
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
@@ -132,6 +133,10 @@ class MailedSteps:
     def count_step(self) -> None:
         """A step was started."""
         self._num_steps += 1
+
+    def count_tree(self, num_tokens: int) -> None:
+        """A step of a tree's tokens has gone through mailboxes."""
+        self._elsewhere.count_mailed(self._routes, 1, phase=Phase.VERIFY, num_tokens=num_tokens)
 
     def settle(self) -> None:
         """Steps that were started are counted as their owners'."""

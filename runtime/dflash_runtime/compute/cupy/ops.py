@@ -319,6 +319,10 @@ class CupyOps(GatedOps):
         array: F32Array = self.device.download(self._rows_of(value).array)
         return array
 
+    def copy_rows(self, value: Any, out: DeviceArray) -> None:
+        """A value's rows into an array. Shapes: out [T, columns] float32."""
+        self._elementwise.take_columns(self._columns_of(value), out)
+
     def likeliest(self, logits: Any) -> I32Array:
         """As backend.ComputeBackend.likeliest: of a step on the device, where logits stay."""
         if isinstance(logits, Product) and logits.x.is_step:

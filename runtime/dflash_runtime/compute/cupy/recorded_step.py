@@ -8,6 +8,7 @@ What was chosen is written to memory of the host, which looks there without a wo
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,11 @@ import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
 from dflash_runtime.compute.cupy.buffers import Buffer
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.draw_tokens import (
     NUM_OPTIONS,
     UNDECIDED,
@@ -32,8 +34,10 @@ from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.recorded_pieces import Pause, Piece, record_pieces
+from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
 from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 from dflash_runtime.compute.cupy.values import Product, Rows, StepPositions, StepTokens
+from dflash_runtime.compute.trees import Tree, TreeResult
 
 _NONE = -1
 """In place of a token that no step has chosen yet."""
@@ -52,6 +56,7 @@ class RecordedStep:
     `mailed` has daemons that devices can ask by themselves, its steps go that way; one that fails
     is computed once more in pieces, as is all that follows until such daemons are there again.
     What draws tokens is recorded apart, so that it costs nothing where it is not wanted.
+    Trees of guessed tokens are recorded too, but for those that hosts have a part in.
     Owns: the graphs of each context bucket that was met, and mapped memory of the host.
     """
 
@@ -85,11 +90,12 @@ class RecordedStep:
         """What the next step goes through, unless the host is asked."""
         self._is_trial = False
         """Steps are run in vain, and counted by nobody."""
-        self._counted: dict[int, I64Array] = {}
+        self._counted: dict[tuple[Phase, int], I64Array] = {}
         """Selections of steps through mailboxes that are no more."""
         self._first_epoch = self._first_id = 0
         """Of the step that was begun last."""
         self._recordings: dict[tuple[int, bool, MailMoe | None], _Recording] = {}
+        self._trees = RecordedTrees(ops, model, cache)
         self._last: Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
@@ -104,14 +110,14 @@ class RecordedStep:
         """As backend.RecordedStep.counts_itself."""
         return self._shared is not None
 
-    def take_selections(self) -> dict[int, I64Array]:
+    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """As backend.RecordedStep.take_selections."""
         counted, self._counted = self._counted, {}
         if self._mailed is not None:
             self._mailed.settle()
         if self._mail is not None:
-            for layer_id, counts in self._mail.take_selections().items():
-                counted[layer_id] = counted.get(layer_id, 0) + counts
+            for key, counts in self._mail.take_selections().items():
+                counted[key] = counted.get(key, 0) + counts
         return counted
 
     def prepare(self) -> None:
@@ -204,6 +210,7 @@ class RecordedStep:
         """Those that go through mailboxes."""
         if self._mail is not None:
             self._ops.device.synchronize()
+        self._trees.forget(mailed_only=True)
         for key in [key for key in self._recordings if key[2] is not None]:
             self._recordings.pop(key).close()
 
@@ -255,6 +262,46 @@ class RecordedStep:
         self._cache.count_step()
         self._position += 1
 
+    def verify(
+        self, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """As backend.RecordedStep.verify. Through mailboxes only as many as a step may have."""
+        self._choose_way()
+        if self._mail is None:
+            if self._shared is not None:
+                return None
+            return self._trees.run(token_ids, tree, features, moe=self._moe)
+        if token_ids.size > MOST_TOKENS:
+            return None
+        return self._verify_mailed(self._mail, token_ids, tree, features)
+
+    def _verify_mailed(
+        self, mail: MailMoe, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """None: a daemon has not answered, and others are to be asked."""
+        assert self._mailed is not None
+        self._ops.device.synchronize()  # steps that were started too much have another size
+        try:
+            if not mail.mail.failed_epoch():
+                mail.mail.prepare(token_ids.size)
+                result = self._trees.run(token_ids, tree, features, moe=mail)
+                if not mail.mail.failed_epoch():
+                    self._mailed.count_tree(token_ids.size)
+                    return result
+        except DaemonUnavailable as error:
+            self._forget_mail()
+            self._mailed.refuse(error)
+            return None
+        self._lose_mail(mail, self._mailed)
+        return None
+
+    def _lose_mail(self, mail: MailMoe, mailed: MailedSteps) -> None:
+        """A step has failed: the host is asked until there are mailboxes again."""
+        self._ops.device.synchronize()
+        mail.mail.fail()
+        self._forget_mail()
+        mailed.count_failure()
+
     def _redo_failed(self, position: int) -> None:
         """If the step of this position has failed, it and all after it are computed once more, with
         the host's help. Whatever it had written is written again.
@@ -270,11 +317,8 @@ class RecordedStep:
         end, token_id = self._position, self._first_id
         if position > self._first:
             token_id = int(self._chosen[position])
-        self._ops.device.synchronize()
-        mail.mail.fail()
-        self._forget_mail()
         assert self._mailed is not None
-        self._mailed.count_failure()
+        self._lose_mail(mail, self._mailed)
         self._begin(token_id, position)
         while self._position < end:
             self.start()
@@ -328,6 +372,7 @@ class RecordedStep:
         for recording in self._recordings.values():
             recording.close()
         self._recordings.clear()
+        self._trees.forget()
         self._mail = None
         if self._mailed is not None:
             self._mailed.close()
@@ -335,7 +380,7 @@ class RecordedStep:
         if self._shared is not None:
             self._shared.close()
         del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
-        del self._token_ids, self._positions, self._drawing
+        del self._token_ids, self._positions, self._drawing, self._trees
 
     def _recording(self) -> _Recording:
         """Of the bucket that the next step is in: tried out and recorded when first needed."""
@@ -388,7 +433,7 @@ class RecordedStep:
         moe = self._moe
         if self._mail is not None:
             self._mail.mail.kernels.begin()
-            moe = self._mail
+            moe = self._mail.block(Phase.DECODE)
         hidden = self._model.forward(tokens, positions, self._cache, moe)
         logits = self._model.head(hidden)
         if not isinstance(logits, Product):

@@ -289,8 +289,14 @@ class Steps:
 
     def likeliest(self, product: Product) -> I32Array:
         """The likeliest token of each row, once it is known. Shapes: result [T]."""
+        token_ids = self._device.empty((product.x.num_tokens,), np.int32)
+        self.pick_likeliest(product, token_ids)
+        likeliest: I32Array = self._device.download(token_ids)
+        return likeliest
+
+    def pick_likeliest(self, product: Product, token_ids: DeviceArray) -> None:
+        """The likeliest token of each row. Shapes: token_ids [T] int32."""
         x = product.x
-        token_ids = self._device.empty((x.num_tokens,), np.int32)
         for part in step_parts(x.num_tokens):
             size = part.stop - part.start
             if size not in self._samples:
@@ -299,8 +305,6 @@ class Steps:
             sample, positions = self._samples[size]
             _, partials = self._logits(x[part], product.matrix)
             sample.launch(partials.array, token_ids[part], positions)
-        likeliest: I32Array = self._device.download(token_ids)
-        return likeliest
 
     def _logits(self, x: Factor, matrix: DeviceMatrix) -> tuple[Rows, Buffer]:
         """Up to MOST_TOKENS rows of logits, and what each block has found to be the largest."""
@@ -436,8 +440,9 @@ class Steps:
         return sides
 
     def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        """Of a step's tokens; those of a large tree are not kept for another of the same size."""
-        if shape[0] > MOST_TOKENS:
+        """Of a step's tokens; those of a large tree are not kept for another of the same size,
+        unless it is recorded."""
+        if shape[0] > MOST_TOKENS and not self.buffers.is_recording:
             return Buffer(self._device.empty(shape, dtype))
         return self.buffers.take(shape, dtype)
 
