@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dflash_adapters.registry import adapter_for
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute import rings
 from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY
@@ -202,3 +204,59 @@ def test_recurrent_layers_and_windows(
 
     parents = [-1, 0, 0, 1, 2, -1]
     check_splits(opened, experts_of(path), splits, parents=parents, more=[-1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3moe", "qwen35moe", pytest.param("laguna", marks=pytest.mark.slow)]
+)
+def test_a_recorded_pass_is_that_of_every_tree_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+    new_device: NewDevice,
+    undo: contextlib.ExitStack,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """One after the other, of which paths are accepted; and one of another kind in between."""
+    shape = TINY if name == "qwen3moe" else SHAPES[name]
+    path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type="Q8_0")
+    monkeypatch.setattr(rings, "RING_CHUNK", 10)
+    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
+    recorded = RecordedTrees._recorded
+    kinds: list[object] = []
+
+    def counted(trees: RecordedTrees, key: Any, *args: Any) -> Any:
+        kinds.append(key.kind)
+        return recorded(trees, key, *args)
+
+    monkeypatch.setattr(RecordedTrees, "_recorded", counted)
+    owners = splits_of(experts_of(path))["all"]
+
+    def opened() -> Split:
+        return Split(
+            undo,
+            path,
+            owners,
+            ids=np.zeros(2 * CONTEXT, np.int32),
+            chunks=[],
+            new_device=new_device,
+            kv_type=KvType.F32,
+        )
+
+    sequences, split = Sequences(opened()), opened()
+    verifier = Verifier(split.steps, split.spec, PROMPT)
+    verifier.prefill(())
+    before = PROMPT
+    trees = [[-1, 0, 0, 1], [-1, 0, 1, 1], [-1, 0], [-1, 0, 1, 0]]
+    for number, parents in enumerate(trees):
+        tokens = ids_of(len(parents), seed=20 + number)
+        split.spoil()
+        got = verifier.verify(tokens, parents, sequences.layers)
+        for way in ways_to_leaves(parents):
+            sequences.check(got, way, before, tokens[way])
+        way = ways_to_leaves(parents)[-1]
+        verifier.accept(way)
+        before = np.concatenate([before, tokens[way]])
+    # Of states one is kept where a tree branches, which the third one does not.
+    assert len(kinds) == len(set(kinds)) == 2
+    counted_here = split.runtime.stats()[LOCAL_OWNER].phases[Phase.VERIFY]
+    assert counted_here.tokens == 14 * len(split.spec.moe.layers)

@@ -41,10 +41,10 @@ class Branch:
         self.aim(tree)
 
     @staticmethod
-    def kind_of(tree: Tree) -> tuple[int, int, int]:
+    def kind_of(tree: Tree, *, has_states: bool) -> tuple[int, int, int]:
         """What is the same of trees that one object may be aimed at: tokens, their context's
-        bucket, places of states."""
-        num_places = state_walk(tree)[1]
+        bucket, and, if there are layers with states, places of these."""
+        num_places = state_walk(tree)[1] if has_states else 0
         return tree.parents.size, _bucket_of(tree), num_places
 
     def aim(self, tree: Tree) -> None:

@@ -56,7 +56,8 @@ class RecordedTrees:
             raise ValueError(f"token ids must lie within 0..{vocab_size - 1}")
         tree.check_size(token_ids.size)
         self._cache.check_tree(tree)
-        key = _Key(Branch.kind_of(tree), frozenset(features), moe)
+        kind = Branch.kind_of(tree, has_states=bool(self._cache.states.layers))
+        key = _Key(kind, frozenset(features), moe)
         recording = self._recordings.get(key)
         if recording is None:
             recording = self._recorded(key, token_ids, tree)
