@@ -37,10 +37,10 @@ class Rings:
         self.then: Callable[[], None] = lambda: None
         ring = ParentMail.ring
 
-        def counted(mail: ParentMail) -> None:
+        def counted(mail: ParentMail, num_tokens: int = 1) -> None:
             self.count += 1
             self.segment = mail.routes[0].segment
-            ring(mail)
+            ring(mail, num_tokens)
             self.then()
 
         monkeypatch.setattr(ParentMail, "ring", counted)

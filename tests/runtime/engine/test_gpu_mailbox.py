@@ -13,12 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.registry import adapter_for
 from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.ids import Phase
+from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.settings import Settings
+from dflash_runtime import Engine
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.cupy import mailbox_layout
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.mail_link import MailLink
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels
@@ -32,9 +38,12 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
+from dflash_runtime.engine.verifying import Verified
+from dflash_runtime.placement.split import make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory
 from support.emulated_gpu import TINY, TINY_LLAMA4, EmulatedGpus
+from support.gpu_models import SHAPES
 from support.mailbox_rig import (
     NUM_TOKENS,
     PROMPT,
@@ -48,6 +57,7 @@ from support.mailbox_rig import (
 )
 from support.processes import running_daemon
 from support.random_gguf import write_model
+from support.trees import way_to
 
 pytestmark = pytest.mark.e2e
 
@@ -128,6 +138,74 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
             assert rings.count >= 2 * (NUM_TOKENS - 1)
             assert rounded == is_rounded
     assert all(not device.num_bytes for device in gpus.opened)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [TINY, pytest.param(SHAPES["qwen35moe"], marks=pytest.mark.slow)],
+    ids=lambda shape: shape.name,
+    indirect=True,
+)
+def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to as many tokens as a step may have; with more the host asks."""
+    with opened(model) as engine:
+        expected = verified(engine)
+    rings = Rings(monkeypatch)
+    for endpoints, num_here in ((daemons[:1], 0), (daemons, 2)):
+        with opened(
+            model,
+            connect=[endpoint for endpoint, _ in endpoints],
+            local_experts=num_here,
+            require_daemons=True,
+            settings=replace(settings, ipc_transport="device"),
+        ) as engine:
+            rings.count = 0
+            found = verified(engine)
+            assert rings.count == sum(len(parents) <= MOST_TOKENS for parents in TREES)
+            check_same(found, expected)
+            num_pairs = sum(map(len, TREES)) * sum(
+                layer.num_experts_used for layer in engine.spec.moe.layers
+            )
+            engine.prefill(PROMPT)  # until then what devices have counted stays there
+            counted = [owner.phases[Phase.VERIFY] for owner in engine.stats().owners.values()]
+            assert sum(each.pairs for each in counted) == num_pairs
+    assert all(not device.num_bytes for device in gpus.opened)
+
+
+def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path,
+) -> None:
+    """The other one has what it had."""
+    with opened(model) as engine:
+        expected = verified(engine)
+    rings = Rings(monkeypatch)
+    settings = replace(settings, step_limit_ms=3000)
+    connect = [endpoint for endpoint, _ in daemons]
+    with GgufFile.open(model) as file:
+        moe = adapter_for(file).read_spec(file).moe
+    whole = OwnedExperts.from_lists(
+        {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
+    )
+    placement = make_placement(moe, {"link0": whole, "link1": whole})
+    with opened(model, connect=connect, placement=placement, settings=settings) as engine:
+        rings.at(2, daemons[0][1].kill)
+        check_same(verified(engine), expected)
+        kinds = [event.kind for event in engine.stats().events]
+        assert kinds.count("daemon_lost") == 1
+        assert rings.count > 2
+    for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
+        left.unlink()
 
 
 def test_mailboxes_may_lie_in_the_devices_memory(
@@ -251,6 +329,27 @@ def test_where_a_probe_fails_the_host_asks(
         stats = engine.stats()
         assert stats.owners["link0"].requests
         assert not stats.events
+
+
+TREES = [[-1, 0, 0, 1], [-1, -1, 0, 2], [-1], [-1, 0, 0, 1, 1, 3, 4, 4, 7], [-1, 0, 1]]
+
+
+def verified(engine: Engine) -> list[Verified]:
+    """What is said of trees one after the other, of each of which a path is accepted."""
+    found, layers = [engine.prefill(PROMPT)], (0, engine.spec.num_layers - 1)
+    for number, parents in enumerate(TREES):
+        ids = np.random.default_rng(number).integers(0, TINY.vocab_size, len(parents))
+        found.append(engine.verify(ids.tolist(), parents, feature_layers=layers))
+        engine.accept(way_to(parents, len(parents) - 1))
+    return found
+
+
+def check_same(found: list[Verified], expected: list[Verified]) -> None:
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got.next_token_ids, wanted.next_token_ids)
+        assert got.features.keys() == wanted.features.keys()
+        for layer_id, rows in wanted.features.items():
+            np.testing.assert_array_equal(got.features[layer_id], rows)
 
 
 def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:

@@ -84,7 +84,7 @@ class MailMoe:
             topk_ids.array,
             topk_weights.array,
             logits=logits,
-            selections=self._selections[phase, layer_id],
+            selections=ops.steps.counted_in(self._selections[phase, layer_id]),
         )
         requests, replies = self.mail.requests(index), self.mail.replies(index)
         rows = ops.steps.rows_of(hidden)

@@ -98,7 +98,7 @@ class RecordedTrees:
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
-        with buffers.noted() as noted:
+        with buffers.noted() as noted, self._ops.steps.uncounted():
             if mail is not None:
                 mail.begin_trial()
             # Whatever layers want kept must be nobody else's until the pass is complete.

@@ -7,7 +7,8 @@ layer uses again; both must have happened before a step is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -68,6 +69,20 @@ class Steps:
         self._choose = ChooseExperts(device)
         self._choose_tokens = ChooseTokens(device)
         self._samples: dict[int, tuple[Sample, DeviceArray]] = {}
+        self._counts = True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is chosen meanwhile is wanted by nobody."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def counted_in(self, selections: DeviceArray | None) -> DeviceArray | None:
+        """Where choices are to be counted, if they are. Shapes: [E] uint32."""
+        return selections if self._counts else None
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
@@ -176,7 +191,9 @@ class Steps:
         """Add a layer's experts, all of which are here, to the residual."""
         assert sums.layer is not None
         choice = Choice(
-            sums.topk_ids.array, sums.topk_weights.array, selections=sums.layer.selections
+            sums.topk_ids.array,
+            sums.topk_weights.array,
+            selections=self.counted_in(sums.layer.selections),
         )
         rule, logits = self.left_to_choose(sums.topk_ids)
         choice = replace(choice, logits=logits)
