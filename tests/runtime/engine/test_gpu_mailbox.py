@@ -30,6 +30,8 @@ from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_DEVICE_AT,
+    DAEMON_LAYOUT_AT,
+    LAYOUT_NUMBER,
     LINES_AT,
     STATE_AT,
     Ask,
@@ -362,6 +364,11 @@ def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
         assert not is_ready(route, device)
         words.write(STATE_AT, MailState.READY)
+        assert not is_ready(route, device)
+        assert not is_ready(route, EmulatedDevice())  # which knows no layout
+        words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER + 1)
+        assert not is_ready(route, EmulatedDevice())
+        words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
         assert not is_ready(route, device)
         assert is_ready(route, EmulatedDevice())
         words.write(STATE_AT, MailState.FAILED)

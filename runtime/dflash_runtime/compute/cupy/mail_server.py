@@ -32,10 +32,13 @@ from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, M
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_ABORT_AT,
     DAEMON_DEVICE_AT,
+    DAEMON_LAYOUT_AT,
     HANDLE_BYTES,
+    LAYOUT_NUMBER,
     LIMIT_MS_AT,
     PARENT_ABORT_AT,
     PARENT_HOLDS_AT,
+    PARENT_LAYOUT_AT,
     PROBE_FAULTS_AT,
     PROBE_FOLLOWS_AT,
     PROBE_PAUSE_AT,
@@ -88,6 +91,7 @@ class MailServer:
         self._layout, self._layers, self._keeper = layout, layers, keeper
         self._words = MailWords(segment)
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
+        self._words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
         self._media: list[_Medium] = []
         """Lines in the host's memory; and those in devices', if that can be had."""
         self._medium = 0
@@ -156,6 +160,9 @@ class MailServer:
 
     def _prepare(self) -> None:
         """Compile and record the step of one token. Raises: DflashError."""
+        number = self._words.read(PARENT_LAYOUT_AT)
+        if number != LAYOUT_NUMBER:
+            raise ProtocolError(f"the parent knows layout {number}, this daemon {LAYOUT_NUMBER}")
         limit_ms = min(self._words.read(LIMIT_MS_AT), _LONGEST_LIMIT_MS)
         with self._lock:
             peer = MailPeer(

@@ -21,6 +21,8 @@ daemon's, layer by layer, with no host in between.
     896      longest pause in it, nanoseconds                          parent's host
     960      what was found in its requests, 44 bytes                  daemon's host
     1024     whether it follows another                                parent's host
+    1088     number of this layout, as the parent knows it             parent's host, once
+    1152     the same of the daemon                                    daemon's host, once
 
     then     of each layer, in the model's order:                      the devices
     4096     requests: lines of 16 bytes
@@ -93,12 +95,17 @@ PARENT_DEVICE_AT, DAEMON_DEVICE_AT = 512, 576
 REPLY_MEMORY_AT, REQUEST_MEMORY_AT = 640, 704
 PARENT_HOLDS_AT = 768
 PROBE_SEED_AT, PROBE_PAUSE_AT, PROBE_FAULTS_AT, PROBE_FOLLOWS_AT = 832, 896, 960, 1024
+PARENT_LAYOUT_AT, DAEMON_LAYOUT_AT = 1088, 1152
 LINES_AT = 4096
 
 LINE_BYTES = 16
 _LINE_WORDS = 2
 DEVICE_BYTES = 16
 HANDLE_BYTES = 64
+
+LAYOUT_NUMBER = 1
+"""To be raised with every change of what lies where, or means what: a mailbox is used only if both
+sides have the same."""
 
 LAST_EPOCH = (1 << 31) - (1 << 24)
 """No sequence of steps begins after it, none of which is as long as what is left."""

@@ -23,9 +23,12 @@ from dflash_runtime.compute.cupy.mail_words import MailWords
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailSide
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_DEVICE_AT,
+    DAEMON_LAYOUT_AT,
     DEVICE_BYTES,
+    LAYOUT_NUMBER,
     LIMIT_MS_AT,
     PARENT_DEVICE_AT,
+    PARENT_LAYOUT_AT,
     STATE_AT,
     Ask,
     MailLayout,
@@ -43,19 +46,23 @@ _UNUSED_EPOCHS = 64
 def begin_mailbox(segment: Segment, device: KernelDevice, limit_ms: int) -> None:
     """What a daemon is to know before it makes its end ready."""
     segment.mail_limit_ms = limit_ms
-    MailWords(segment).write(LIMIT_MS_AT, limit_ms)
+    words = MailWords(segment)
+    words.write(LIMIT_MS_AT, limit_ms)
+    words.write(PARENT_LAYOUT_AT, LAYOUT_NUMBER)
     segment.write_mail(PARENT_DEVICE_AT, device.uuid)
 
 
 def is_ready(route: MailRoute, device: KernelDevice) -> bool:
-    """Whether a daemon has made its end ready, and computes on another device than ours: two that
-    wait for each other cannot share one."""
+    """Whether a daemon has made its end ready, with our layout, and computes on another device than
+    ours: two that wait for each other cannot share one."""
     try:
-        state = MailWords(route.segment).read(STATE_AT)
+        words = MailWords(route.segment)
+        state, number = words.read(STATE_AT), words.read(DAEMON_LAYOUT_AT)
         other = route.segment.read_mail(DAEMON_DEVICE_AT, DEVICE_BYTES)
     except DaemonUnavailable:
         return False
-    return state in (MailState.READY, MailState.SEES_PEER) and other != device.uuid
+    is_usable = number == LAYOUT_NUMBER and other != device.uuid
+    return is_usable and state in (MailState.READY, MailState.SEES_PEER)
 
 
 def is_preparing(route: MailRoute) -> bool:
