@@ -41,9 +41,9 @@ class GpuPeer:
         experts_on: str = "",
         rpc_server: str = "",
     ) -> None:
-        """Devices as llama.cpp calls them: each of `layers_on` has some layers, and `experts_on` the
-        routed experts, which are where their layers are if it is empty. An `rpc_server` is where
-        one listens, whose device has the experts.
+        """Devices as llama.cpp calls them: each of `layers_on` has some layers, and `experts_on`
+        the routed experts, which are where their layers are if it is empty. If `rpc_server` says
+        where one listens, its device has them.
 
         Raises: BuildError, PeerError.
         """

@@ -182,10 +182,12 @@ def measure_peer_split(
     following = prompt_of(ids, work.num_tokens, 1)
     result["title"] = split.title
     with ExitStack() as stack:
-        experts: dict[str, str] = {"experts_on": split.experts_on}
+        rpc_server = ""
         if split.is_served:
-            server = Side(f"{PEER}'s RPC server", RpcServer, peer, split.experts_on, until_s=until_s)
-            experts = {"rpc_server": stack.enter_context(server).call("endpoint")}
+            server = Side(
+                f"{PEER}'s RPC server", RpcServer, peer, split.experts_on, until_s=until_s
+            )
+            rpc_server = stack.enter_context(server).call("endpoint")
         side = stack.enter_context(
             Side(
                 split.title,
@@ -194,8 +196,9 @@ def measure_peer_split(
                 path,
                 context=work.positions,
                 layers_on=split.layers_on,
+                experts_on=split.experts_on,
+                rpc_server=rpc_server,
                 until_s=until_s,
-                **experts,
             )
         )
         result[PEER] = side.call("opened")

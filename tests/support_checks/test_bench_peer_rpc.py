@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from bench.peer_source import PEER
 
-from support.processes import ROOT, environment
+from support.processes import run_python
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
 BUILD = PEER / "native-rpc"
@@ -34,7 +33,9 @@ build, model, vocab_size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]
 until_s = time.monotonic() + 60
 """
 
-SAME_LOGITS = HEAD + """
+SAME_LOGITS = (
+    HEAD
+    + """
 if __name__ == "__main__":
     ids = [(7 * position) % vocab_size for position in range(40)]
     with Side("resident", GpuPeer, build, model, context=256, until_s=until_s) as side:
@@ -64,16 +65,22 @@ if __name__ == "__main__":
         "left": [each.pid for each in psutil.Process().children() if each.net_connections()],
     }))
 """
+)
 
-KILLED = HEAD + """
+KILLED = (
+    HEAD
+    + """
 if __name__ == "__main__":
     server = Side("server", RpcServer, build, "CUDA1", until_s=until_s)
     endpoint = server.call("endpoint")
     print(*[each.pid for each in psutil.Process().children() if each.net_connections()], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
+)
 
-MEASURED = HEAD + """
+MEASURED = (
+    HEAD
+    + """
 if __name__ == "__main__":
     result = {"errors": []}
     work = SplitWork(context=16, prompt=24, num_tokens=4, rounds=2)
@@ -81,6 +88,7 @@ if __name__ == "__main__":
     measure_peer_split(result, until_s, split=split, path=model, peer=build, work=work)
     print(json.dumps(result))
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +98,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_here(program: str, model_path: Path) -> subprocess.CompletedProcess[str]:
-    """A program in a process that takes its helpers with it."""
     arguments = (str(BUILD), str(model_path), str(BLOCK_32_SHAPE.vocab_size))
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        env=environment(GGML_NO_BACKTRACE="1"),  # which is a debugger that prints to stdout
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    # What llama.cpp says of where it aborted is a debugger's, on stdout.
+    return run_python("-c", program, *arguments, GGML_NO_BACKTRACE="1")
 
 
 def test_experts_in_a_server_give_the_same_logits(model_path: Path) -> None:
