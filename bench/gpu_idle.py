@@ -41,7 +41,7 @@ def measure_idle(
     """Fill `result` with percentages: of a core by process, of each GPU a few samples, and the
     largest of both, as goals have them.
 
-    Raises: RuntimeError if the text after the pause is another than before.
+    Raises: RuntimeError if a daemon ended in the pause, or the text is another after it.
     """
     context = prompt_of(random_ids(spec_of(path).vocab_size), work.context)
     devices = [device, *others[: split.num_others]]
@@ -50,7 +50,8 @@ def measure_idle(
     ) as side:
         result[OURS] = side.call("opened")
         text = side.call("text", context, work.num_tokens)
-        processes = {name: psutil.Process(pid) for name, pid in side.call("processes").items()}
+        pids = side.call("processes")
+        processes = {name: psutil.Process(pid) for name, pid in pids.items()}
         time.sleep(_SETTLE_S)
         before = {name: used_s(process) for name, process in processes.items()}
         started_s = time.monotonic()
@@ -66,6 +67,9 @@ def measure_idle(
             result["largest"][GPU_USE] = max(known)
         say(f"idle: {', '.join(f'{name} {each:.2f} %' for name, each in cpu.items())} of a core")
         say(f"idle: {', '.join(f'{name} {each}' for name, each in samples.items())} % of a GPU")
+        result["owners"] = side.call("owners")
+        if side.call("processes") != pids:
+            raise RuntimeError("a daemon ended in the pause")
         if side.call("text", context, work.num_tokens) != text:
             raise RuntimeError("the text after the pause is another than before")
 
