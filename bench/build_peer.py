@@ -4,12 +4,13 @@ Downloads the sdist through pip and compiles shared libraries into build/peer/<v
 Ninja come from pip where the system has none; a C++ compiler must be there, for CUDA nvcc too.
 
 Variants:
-  native    for this machine (-march=native), as a user's own build
-  avx2      AVX2, FMA, F16C and no AVX512
-  avx512    AVX512 with VNNI, no AMX
-  amx       AVX512 with VNNI, VBMI and BF16, and AMX: for carrying to a machine that has it
-  cuda      native, with CUDA for one architecture, and with RPC
-  cuda-amx  amx, with CUDA and RPC: for carrying to a machine that has both
+  native      for this machine (-march=native), as a user's own build
+  native-rpc  the same with RPC: for the test of experts in an RPC server
+  avx2        AVX2, FMA, F16C and no AVX512
+  avx512      AVX512 with VNNI, no AMX
+  amx         AVX512 with VNNI, VBMI and BF16, and AMX: for carrying to a machine that has it
+  cuda        native, with CUDA for one architecture, and with RPC
+  cuda-amx    amx, with CUDA and RPC: for carrying to a machine that has both
 
 A machine with a GPU may have no network. Either carry sources to it, some 3 MB, and build there
 (two to four minutes on 16 cores), or carry the finished folder build/peer/cuda-amx. The archive
@@ -57,6 +58,7 @@ _SETS_512 = [*_SETS, "AVX512", "AVX512_VNNI"]
 _SETS_AMX = [*_SETS_512, "AVX512_VBMI", "AVX512_BF16", "AMX_TILE", "AMX_INT8", "AMX_BF16"]
 VARIANTS: dict[str, list[str] | None] = {
     "native": None,
+    "native-rpc": None,
     "avx2": _SETS,
     "avx512": _SETS_512,
     "amx": _SETS_AMX,
@@ -65,12 +67,14 @@ VARIANTS: dict[str, list[str] | None] = {
 }
 """Instruction sets by variant; None = what this machine has."""
 WITH_CUDA = frozenset({"cuda", "cuda-amx"})
+WITH_RPC = WITH_CUDA | {"native-rpc"}
 
 
 def libraries_of(variant: str) -> tuple[str, ...]:
     """What lies in a variant's folder, in an order in which each finds those it needs."""
-    cuda = ("libggml-cuda.so.0", "libggml-rpc.so.0") if variant in WITH_CUDA else ()
-    return ("libggml-base.so.0", "libggml-cpu.so.0", *cuda, "libggml.so.0", "libllama.so.0")
+    cuda = ("libggml-cuda.so.0",) if variant in WITH_CUDA else ()
+    rpc = ("libggml-rpc.so.0",) if variant in WITH_RPC else ()
+    return ("libggml-base.so.0", "libggml-cpu.so.0", *cuda, *rpc, "libggml.so.0", "libllama.so.0")
 
 
 def build(
@@ -107,6 +111,7 @@ def build(
         "-DLLAMA_BUILD_APP=OFF",
         "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
         *_set_flags(variant),
+        *(["-DGGML_RPC=ON"] if variant in WITH_RPC else []),
     ]
     cuda: dict[str, str] = {}
     if variant in WITH_CUDA:
@@ -173,7 +178,6 @@ def _cuda_flags(architecture: str) -> list[str]:
     """As few kernels as the pinned version can be told to compile."""
     return [
         "-DGGML_CUDA=ON",
-        "-DGGML_RPC=ON",
         "-DGGML_CUDA_NCCL=OFF",
         "-DGGML_CUDA_FA_QUANTS=f16-f16",
         f"-DCMAKE_CUDA_ARCHITECTURES={architecture}-real",

@@ -12,13 +12,19 @@ order:
                time of a token, put together
   mail-gpu     all routed experts in a daemon on a second GPU, which kernels ask
   mail-half    half of them there
-  split-gpu    all of them there, and the host asks
+  mail-three   all of them in daemons on three more GPUs, each has a third of them; needs four GPUs
+  idle         what parent, daemon and both GPUs use in six seconds without work after decode with
+               all routed experts in a daemon on a second GPU, through the mailbox
+  split-gpu    all of them on the second GPU, and the host asks
   split-half   half of them there
   split-cpu    all of them in a daemon on the CPU
-  peer-layers  llama.cpp in one process, its layers shared out between both GPUs
+  peer-layers  llama.cpp in one process, its layers shared out between the first two GPUs
   peer-gpu     the same, its experts on the second GPU
+  peer-rpc     llama.cpp, its experts in its RPC server on the second GPU, a process of its own
   peer-cpu     llama.cpp, its experts on the CPU
   tests        the tests that need a GPU; only if asked for
+
+Parts that need more GPUs than there are are left out, which is said.
 
 At the end every goal is printed with its figure. The exit status is 1 if a part failed, else 0
 whether goals are met or not; with --must it is 2 if one that was measured is missed.
@@ -26,7 +32,8 @@ whether goals are met or not; with --must it is 2 if one that was measured is mi
 Examples:
   python -m bench.gpu --model /dev/shm/whole.gguf --save         everything, under 8 minutes
   python -m bench.gpu --model /dev/shm/whole.gguf --quick        the figures of one GPU, 2 minutes
-  python -m bench.gpu --model /dev/shm/whole.gguf --split        two GPUs, under 9 minutes
+  python -m bench.gpu --model /dev/shm/whole.gguf --split        two GPUs or four, under 9 minutes
+  python -m bench.gpu --model /dev/shm/whole.gguf --split --parts resident mail-three idle
   python -m bench.gpu --parts device kernels --kernel-contexts 448 32768
   python -m bench.gpu --parts resident split-cpu --peer none
   python -m bench.gpu --parts tests
@@ -46,6 +53,7 @@ from typing import Any
 from bench import random_moe, report
 from bench.build_peer import VARIANTS, build_record
 from bench.gpu_device import measure_device
+from bench.gpu_idle import measure_idle
 from bench.gpu_kernels import measure_kernels
 from bench.gpu_parts import Parts, Result, say
 from bench.gpu_peer import built_peer
@@ -62,11 +70,14 @@ LIMITS_S = {
     "kernels": 90.0,
     "mail-gpu": 80.0,
     "mail-half": 70.0,
+    "mail-three": 80.0,
+    "idle": 60.0,
     "split-gpu": 80.0,
     "split-half": 70.0,
     "split-cpu": 110.0,
     "peer-layers": 60.0,
     "peer-gpu": 60.0,
+    "peer-rpc": 150.0,
     "peer-cpu": 60.0,
     "tests": 240.0,
 }
@@ -75,7 +86,11 @@ _QUICK = ("device", "resident", "kernels")
 _USUAL = tuple(name for name in LIMITS_S if name != "tests")
 _SPLIT = tuple(name for name in _USUAL if name not in ("kernels", "split-cpu", "peer-cpu"))
 _MIX_OF_SHAPE = {"qwen3moe": "q4_k_m", "qwen35moe": "qwen35moe"}
-_NEED_A_SECOND = frozenset(_SPLIT) - {"device", "resident"}
+_IDLE_SPLIT = "mail-gpu"
+"""After whose work the idle part waits."""
+GPUS_NEEDED = {name: each.num_gpus for name, each in (SPLITS | PEER_SPLITS).items()}
+GPUS_NEEDED["idle"] = SPLITS[_IDLE_SPLIT].num_gpus
+"""By part; those that are missing need one at most."""
 
 Measure = Callable[[Result, float], None]
 
@@ -88,7 +103,13 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda:0", help="the parent's (default cuda:0)")
-    parser.add_argument("--second", default="cuda:1", help="of GPU daemons (default cuda:1)")
+    parser.add_argument("--second", default="cuda:1", help="of a GPU daemon (default cuda:1)")
+    parser.add_argument(
+        "--more",
+        nargs=2,
+        default=["cuda:2", "cuda:3"],
+        help="of two more for mail-three (default cuda:2 cuda:3)",
+    )
     parser.add_argument(
         "--shape", choices=list(GOALS_OF_SHAPE), default="qwen3moe", help="default qwen3moe"
     )
@@ -97,7 +118,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS_S), help="default: all but tests")
     parser.add_argument("--quick", action="store_true", help="few rounds of one GPU's figures")
     parser.add_argument(
-        "--split", action="store_true", help="figures of two GPUs, at one context and one prompt"
+        "--split",
+        action="store_true",
+        help="figures of several GPUs, at one context and one prompt",
     )
     parser.add_argument("--contexts", type=int, nargs="+", help="default 448 8192 32768")
     parser.add_argument("--prompts", type=int, nargs="+", help="default 512 4096 8192 32768")
@@ -148,6 +171,8 @@ def measures(
         min(3, options.rounds),
     )
 
+    others = [options.second, *options.more]
+
     def split(name: str, result: Result, until_s: float) -> None:
         text = parts.results.get("resident", {}).get("texts", {}).get(str(num_decode))
         measure_split(
@@ -156,7 +181,7 @@ def measures(
             split=SPLITS[name],
             path=path,
             device=options.device,
-            second=options.second,
+            others=others,
             work=work,
             text=text,
         )
@@ -173,6 +198,14 @@ def measures(
         ),
         "kernels": partial(
             measure_kernels, path=path, device=options.device, contexts=options.kernel_contexts
+        ),
+        "idle": partial(
+            measure_idle,
+            split=SPLITS[_IDLE_SPLIT],
+            path=path,
+            device=options.device,
+            others=others,
+            work=work,
         ),
         "tests": measure_tests,
     }
@@ -197,14 +230,15 @@ def run(options: argparse.Namespace) -> int:
     if why_no_peer:
         say(why_no_peer)
     table = measures(options, path, peer, parts)
-    if "device" in options.parts or _NEED_A_SECOND & set(options.parts):
+    if "device" in options.parts or any(GPUS_NEEDED.get(name, 1) > 1 for name in options.parts):
         parts.run("device", LIMITS_S["device"], table["device"])
     num_gpus = len(parts.results.get("device", {}).get("gpus", []))
     for name in options.parts:
         if name == "device" or name not in table:
             continue
-        if name in _NEED_A_SECOND and num_gpus < 2:
-            say(f"{name}: there is no second GPU")
+        needed = GPUS_NEEDED.get(name, 1)
+        if needed > max(1, num_gpus):
+            say(f"{name}: left out, it needs {needed} GPUs and there are {num_gpus}")
             continue
         parts.run(name, LIMITS_S[name], table[name])
     results = parts.results

@@ -6,12 +6,14 @@ choice of tokens. Knows nothing of what it is compared with.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.daemons import living_daemons
 from bench.our_model import owners_of
 
 from dflash_protocol.ids import F32Array
@@ -99,6 +101,11 @@ class EngineSide:
     def close(self) -> None:
         """End the daemons. May be called twice."""
         self._engine.close()
+
+    def processes(self) -> dict[str, int]:
+        """Ids of the parent's process and of its daemons', by what they are."""
+        daemons = {f"daemon {number}": each.pid for number, each in enumerate(living_daemons(), 1)}
+        return {"parent": os.getpid(), **daemons}
 
     def owners(self) -> dict[str, dict[str, Any]]:
         """See `owners_of`."""

@@ -14,6 +14,7 @@ from bench.build_peer import VARIANTS, WITH_CUDA
 from bench.machine import cpu_flags
 from bench.peer import PeerError, open_peer
 from bench.peer_model import FlashAttention, PeerContext, Placement, load_model
+from bench.peer_rpc import add_server
 from bench.peer_source import PEER, BuildError
 
 from dflash_protocol.ids import F32Array
@@ -36,19 +37,23 @@ class GpuPeer:
         *,
         context: int,
         micro_batches: Sequence[int] = MICRO_BATCHES,
+        layers_on: tuple[str, ...] = ("CUDA0",),
         experts_on: str = "",
-        by_layers: bool = False,
+        rpc_server: str = "",
     ) -> None:
-        """`experts_on` is a device as llama.cpp calls it; empty: where everything else is, which is
-        the first GPU, or all of them, some layers each.
+        """Devices as llama.cpp calls them: each of `layers_on` has some layers, and `experts_on`
+        the routed experts, which are where their layers are if it is empty. If `rpc_server` says
+        where one listens, its device has them.
 
         Raises: BuildError, PeerError.
         """
         peer = open_peer(folder)
+        if rpc_server:
+            experts_on = add_server(peer, rpc_server)
         self._devices = peer.device_names()
         if peer.has_cuda and "CUDA0" not in self._devices:
             raise PeerError(f"llama.cpp was built with CUDA and sees only {self._devices}")
-        placement = Placement(on_gpu=peer.has_cuda, experts_on=experts_on, is_by_layers=by_layers)
+        placement = Placement(layers_on if peer.has_cuda else (), experts_on)
         model = load_model(peer, path, placement)
         self._contexts = {
             micro_batch: PeerContext(

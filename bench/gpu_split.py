@@ -1,4 +1,4 @@
-"""Experts elsewhere than on the parent's GPU: in a daemon on a second one, half of them there, in a
+"""Experts elsewhere than on the parent's GPU: in daemons on further ones, half of them there, in a
 daemon on the CPU; and llama.cpp with its experts in such places.
 
 The text that is written must be that of the run with all experts on one GPU. Knows nothing of how
@@ -8,6 +8,7 @@ such a run was measured, only its text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from bench.gpu_parts import Result, say
 from bench.gpu_peer import MICRO_BATCHES, GpuPeer
 from bench.gpu_record import OURS, PEER
 from bench.gpu_resident import prompt_of, random_ids, spec_of
+from bench.llama_api import CPU
+from bench.peer_rpc import RpcServer
 from bench.sides import Side
 
 _MARGIN = 64
@@ -23,27 +26,52 @@ _MARGIN = 64
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One set-up. `daemon` is a device, ``second``: the second GPU's, ``layers``: both, some layers
-    each; `share_here` of the experts of each layer stay with the parent; `transport` is the
+    """One set-up of ours: a daemon on each of `num_others` further GPUs, or one on the CPU if that
+    is 0; `share_here` of the experts of each layer stay with the parent; `transport` is the
     setting."""
 
     title: str
-    daemon: str
+    num_others: int
     share_here: float = 0.0
     transport: str = "shared"
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that it needs, the parent's among them."""
+        return 1 + self.num_others
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSplit:
+    """One of llama.cpp's, with devices as it calls them: each of `layers_on` has some layers;
+    `experts_on` has the routed experts, in another process that serves it if it `is_served`."""
+
+    title: str
+    layers_on: tuple[str, ...] = ("CUDA0",)
+    experts_on: str = ""
+    is_served: bool = False
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that it needs."""
+        return len({*self.layers_on, self.experts_on} - {CPU, ""})
+
 
 SPLITS = {
-    "mail-gpu": Split("all routed experts on a second GPU, mailbox", "second", 0.0, "device"),
-    "mail-half": Split("half of them there, mailbox", "second", 0.5, "device"),
-    "split-gpu": Split("all routed experts on a second GPU, asked by the host", "second"),
-    "split-half": Split("half of them there, asked by the host", "second", 0.5),
-    "split-cpu": Split("all routed experts in a CPU daemon", "cpu"),
+    "mail-gpu": Split("all routed experts on a second GPU, mailbox", 1, 0.0, "device"),
+    "mail-half": Split("half of them there, mailbox", 1, 0.5, "device"),
+    "mail-three": Split("all routed experts on three more GPUs, mailbox", 3, 0.0, "device"),
+    "split-gpu": Split("all routed experts on a second GPU, asked by the host", 1),
+    "split-half": Split("half of them there, asked by the host", 1, 0.5),
+    "split-cpu": Split("all routed experts in a CPU daemon", 0),
 }
 PEER_SPLITS = {
-    "peer-layers": Split("llama.cpp, layers shared out between both GPUs", "layers"),
-    "peer-gpu": Split("llama.cpp, one process, experts on a second GPU", "CUDA1"),
-    "peer-cpu": Split("llama.cpp, experts on the CPU", "CPU"),
+    "peer-layers": PeerSplit("llama.cpp, layers shared out between two GPUs", ("CUDA0", "CUDA1")),
+    "peer-gpu": PeerSplit("llama.cpp, one process, experts on a second GPU", experts_on="CUDA1"),
+    "peer-rpc": PeerSplit(
+        "llama.cpp, experts in an RPC server on a second GPU", experts_on="CUDA1", is_served=True
+    ),
+    "peer-cpu": PeerSplit("llama.cpp, experts on the CPU", experts_on=CPU),
 }
 
 
@@ -72,6 +100,32 @@ class SplitWork:
         return max(self.context + self.num_tokens + 2, self.prompt) + _MARGIN
 
 
+def open_split(
+    split: Split,
+    path: Path,
+    *,
+    device: str,
+    others: Sequence[str],
+    context: int,
+    until_s: float,
+) -> Side:
+    """An EngineSide with its experts so, of `context` positions.
+
+    Raises: SideError.
+    """
+    return Side(
+        split.title,
+        EngineSide,
+        path,
+        device=device,
+        context=context,
+        daemons=list(others[: split.num_others]) or ["cpu"],
+        local_experts=int(split.share_here * spec_of(path).moe.layers[0].num_experts),
+        ipc_transport=split.transport,
+        until_s=until_s,
+    )
+
+
 def measure_split(
     result: Result,
     until_s: float,
@@ -79,28 +133,20 @@ def measure_split(
     split: Split,
     path: Path,
     device: str,
-    second: str,
+    others: Sequence[str],
     work: SplitWork,
     text: Sequence[int] | None,
 ) -> None:
     """Fill `result` with tokens per second of decode and prefill.
 
-    `text` are the tokens that the run with all experts on one GPU wrote after the same prompt.
+    `text` are the tokens that the run with all experts on one GPU wrote after the same prompt;
+    `others` are GPUs for daemons.
     """
-    spec = spec_of(path)
-    ids = random_ids(spec.vocab_size)
+    ids = random_ids(spec_of(path).vocab_size)
     context = prompt_of(ids, work.context)
     result["title"] = split.title
-    with Side(
-        split.title,
-        EngineSide,
-        path,
-        device=device,
-        context=work.positions,
-        daemons=[second if split.daemon == "second" else split.daemon],
-        local_experts=int(split.share_here * spec.moe.layers[0].num_experts),
-        ipc_transport=split.transport,
-        until_s=until_s,
+    with open_split(
+        split, path, device=device, others=others, context=work.positions, until_s=until_s
     ) as side:
         result[OURS] = side.call("opened")
         say(f"{split.title}: open after {result[OURS]['open_s']} s")
@@ -124,7 +170,7 @@ def measure_peer_split(
     result: Result,
     until_s: float,
     *,
-    split: Split,
+    split: PeerSplit,
     path: Path,
     peer: Path,
     work: SplitWork,
@@ -135,16 +181,26 @@ def measure_peer_split(
     context = prompt_of(ids, work.context)
     following = prompt_of(ids, work.num_tokens, 1)
     result["title"] = split.title
-    with Side(
-        split.title,
-        GpuPeer,
-        peer,
-        path,
-        context=work.positions,
-        by_layers=split.daemon == "layers",
-        experts_on="" if split.daemon == "layers" else split.daemon,
-        until_s=until_s,
-    ) as side:
+    with ExitStack() as stack:
+        rpc_server = ""
+        if split.is_served:
+            server = Side(
+                f"{PEER}'s RPC server", RpcServer, peer, split.experts_on, until_s=until_s
+            )
+            rpc_server = stack.enter_context(server).call("endpoint")
+        side = stack.enter_context(
+            Side(
+                split.title,
+                GpuPeer,
+                peer,
+                path,
+                context=work.positions,
+                layers_on=split.layers_on,
+                experts_on=split.experts_on,
+                rpc_server=rpc_server,
+                until_s=until_s,
+            )
+        )
         result[PEER] = side.call("opened")
         sample = _Sampler(result, work.rounds)
         sample(work.decode, PEER, lambda _number: side.call("decode", context, following))

@@ -23,6 +23,9 @@ P, I32, I64, SIZE, FLAG = (
     ctypes.c_bool,
 )
 
+CPU = "CPU"
+"""The processor, as llama.cpp calls this device."""
+
 Calls = Mapping[str, tuple[Any, Sequence[Any]]]
 """Functions by name: type of the result, types of the arguments."""
 
@@ -191,6 +194,8 @@ REGISTRY_CALLS: Calls = {
     "ggml_backend_dev_by_name": (P, [ctypes.c_char_p]),
     "ggml_backend_dev_count": (SIZE, []),
     "ggml_backend_dev_get": (P, [SIZE]),
+    "ggml_backend_reg_by_name": (P, [ctypes.c_char_p]),
+    "ggml_backend_register": (None, [P]),
 }
 """What a build can compute on, and where that keeps tensors."""
 

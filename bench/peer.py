@@ -157,6 +157,17 @@ class Peer:
         raise AttributeError(name)
 
 
+def find_device(library: Any, name: str) -> int:
+    """The device that llama.cpp calls so; `library` is a Peer, or has `REGISTRY_CALLS` as one has.
+
+    Raises: PeerError if there is none.
+    """
+    device = library.ggml_backend_dev_by_name(name.encode())
+    if not device:
+        raise PeerError(f"llama.cpp has no device {name}")
+    return int(device)
+
+
 @cache
 def open_peer(folder: Path) -> Peer:
     """The peer in a folder that `build_peer.build` gave."""

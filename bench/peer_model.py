@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 from bench.llama_api import (
+    CPU,
     Batch,
+    P,
     TensorPlace,
     default_context_params,
     default_model_params,
     fill_batch,
 )
-from bench.peer import PeerError, open_peer
+from bench.peer import PeerError, find_device, open_peer
 
 from dflash_protocol.ids import F32Array
 
@@ -44,12 +46,12 @@ class FlashAttention(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What computes a model: the CPU, or the first GPU, or all GPUs, some layers each; but routed
-    experts where `experts_on` says, if it does: a device as llama.cpp calls it."""
+    """What computes a model: the devices `layers_on`, some layers each, or the CPU if there are
+    none; but routed experts where `experts_on` says, if it does. Devices as llama.cpp calls
+    them."""
 
-    on_gpu: bool = False
+    layers_on: tuple[str, ...] = ()
     experts_on: str = ""
-    is_by_layers: bool = False
 
 
 def load_model(
@@ -63,21 +65,24 @@ def load_model(
     Raises: PeerError if llama.cpp has no such device, or does not load the file.
     """
     params = default_model_params(getattr(library, "llama", library))
-    params.n_gpu_layers = _ALL_LAYERS if placement.on_gpu else 0
-    params.split_mode = _SPLIT_BY_LAYER if placement.is_by_layers else _SPLIT_NONE
+    params.n_gpu_layers = _ALL_LAYERS if placement.layers_on else 0
+    names = list(placement.layers_on)
     params.load_mode = _LOAD_MAPPED
     params.use_extra_bufts = repack
     if placement.experts_on:
-        device = library.ggml_backend_dev_by_name(placement.experts_on.encode())
-        if not device:
-            raise PeerError(f"llama.cpp has no device {placement.experts_on}")
+        device = find_device(library, placement.experts_on)
         buffer_type = library.ggml_backend_dev_buffer_type(device)
         places = (TensorPlace * 2)(TensorPlace(_EXPERT_TENSORS, buffer_type), TensorPlace())
         params.tensor_buft_overrides = ctypes.addressof(places)
-        # All GPUs take part, but nothing goes to another than the first by itself.
-        shares = (ctypes.c_float * library.llama_max_devices())(1.0)
-        params.split_mode = _SPLIT_BY_LAYER
-        params.tensor_split = ctypes.addressof(shares)
+        if placement.experts_on not in (CPU, *names):
+            # It takes part, but nothing else goes there by itself.
+            shares = (ctypes.c_float * library.llama_max_devices())(*[1.0] * len(names))
+            params.tensor_split = ctypes.addressof(shares)
+            names.append(placement.experts_on)
+    params.split_mode = _SPLIT_BY_LAYER if len(names) > 1 else _SPLIT_NONE
+    if names:
+        devices = (P * (len(names) + 1))(*[find_device(library, name) for name in names])
+        params.devices = ctypes.addressof(devices)
     model = library.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise PeerError(f"llama.cpp does not load {path}")

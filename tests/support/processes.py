@@ -29,6 +29,19 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(_SOURCE_ROOTS), **extra}
 
 
+def run_python(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, the benches importable too; it takes its helpers with it."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=8 * START_S,
+        check=False,
+    )
+
+
 def run_cli(*arguments: str | Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run ``dflash-moe`` to its end."""
     return subprocess.run(

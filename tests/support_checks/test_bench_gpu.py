@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,16 @@ def test_goals_are_met_missed_or_not_measured() -> None:
     assert met.count(None) == len(GOALS) - 6
 
 
+def test_what_idles_is_not_to_exceed_its_goals() -> None:
+    results = results_with(idle={})
+    results["idle"]["largest"] = {"GPU use": 1.0, "CPU of a process": 2.0}
+    found = {each["row"]: each for each in verdicts(results) if each["part"] == "idle"}
+    assert [(each["found"], each["met"]) for each in found.values()] == [(1.0, False), (2.0, True)]
+    results["idle"]["largest"] = {"CPU of a process": 2.1}  # no vendor tells of GPUs
+    met = {each["row"]: each["met"] for each in verdicts(results) if each["part"] == "idle"}
+    assert met == {"GPU use": None, "CPU of a process": False}
+
+
 def test_a_ratio_to_what_was_not_measured_is_none() -> None:
     results = results_with(split_half={"decode at 448": [300.0]}, resident={})
     assert all(figure(goal, results) is None for goal in GOALS)
@@ -134,6 +146,12 @@ def test_ours_is_compared_with_the_better_size_of_batches() -> None:
     assert "ratio" not in row_of("prefill 4096", {"ours": [1.0]})
 
 
+def cells_of(shown: str, begin: str) -> list[str]:
+    """The cells of the row that begins so, without the first."""
+    (row,) = [line for line in shown.splitlines() if line.startswith(f"| {begin}")]
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
 def test_tables_show_everything() -> None:
     results = results_with(resident={"decode at 448": [600.0]}, split_cpu={"decode at 448": [60.0]})
     results["split-cpu"]["same_tokens"] = [128, 129]
@@ -145,21 +163,34 @@ def test_tables_show_everything() -> None:
         "errors": [],
     }
     results["kernels"] = {"contexts": [KERNELS], "errors": ["Traceback\n  line\nended early"]}
+    results["mail-three"] = results_with(mail_three={"decode at 448": [480.0]})["mail-three"]
+    results["peer-rpc"] = {
+        "title": "in an RPC server",
+        "rows": [row_of("decode at 448", {"llama.cpp": [47.0]})],
+        "errors": [],
+    }
+    results["idle"] = {
+        "seconds_idle": 6.03,
+        "cpu_percent": {"parent": 0.25, "daemon 1": 1.5},
+        "gpu_percent": {"cuda:0": [0.0, 3.0], "cuda:1": None},
+        "largest": {"CPU of a process": 1.5, "GPU use": 3.0},
+        "errors": [],
+    }
     shown = tables(results, [*SPLITS, *PEER_SPLITS])
+    assert cells_of(shown, "mail_three: decode at 448") == ["480.0", "0.80", ""]
+    assert cells_of(shown, "in an RPC server: decode at 448") == ["47.0", "", ""]
+    assert cells_of(shown, "CPU of the daemon 1") == ["1.50 % of a core"]
+    assert cells_of(shown, "GPU use of cuda:0, samples") == ["0, 3 %"]
+    assert cells_of(shown, "GPU use of cuda:1, samples") == ["not known"]
+    assert cells_of(shown, "mail-three: decode at 448 ÷") == ["0.75", "", "0.80", "met"]
+    assert cells_of(shown, "idle: GPU use") == ["≤ 0 %", "", "3.0 %", "MISSED"]
+    assert cells_of(shown, "idle: CPU") == ["≤ 2 %", "", "1.5 %", "met"]
     assert "a card, driver 1.2, 7 multiprocessors." in shown
     assert "128 of 129" in shown
     assert "split-cpu: decode at 448 " in shown
     assert "split-half: " not in shown  # which was not run
     assert "0.10" in shown  # of all on one GPU
-    q = next(line for line in shown.splitlines() if line.startswith("| q "))
-    assert [cell.strip() for cell in q.split("|")[2:-1]] == [
-        "4",
-        "100.00",
-        "400",
-        "1.0",
-        "2",
-        "50%",
-    ]
+    assert cells_of(shown, "q ") == ["4", "100.00", "400", "1.0", "2", "50%"]
     assert "* kernels: Traceback ended early" in shown
     a_token = next(line for line in shown.splitlines() if line.startswith("| a token"))
     assert "1667" in a_token  # what the engine's 600 tokens/s are
@@ -172,8 +203,47 @@ def test_arguments_have_defaults_for_a_long_and_a_short_run() -> None:
     assert sum(LIMITS_S[name] for name in gpu._QUICK) < 8 * 60
     quick = parsed(["--quick", "--contexts", "16"])
     assert (quick.parts, quick.contexts, quick.prompts) == (list(gpu._QUICK), [16], [4096])
+    split = parsed(["--split"])
+    assert {"mail-three", "idle", "peer-rpc"} < set(split.parts)
+    assert not {"kernels", "split-cpu", "peer-cpu", "tests"} & set(split.parts)
     with pytest.raises(SystemExit):
         parsed(["--parts", "nothing"])
+
+
+def test_every_part_has_a_limit_and_something_to_do(tmp_path: Path) -> None:
+    table = gpu.measures(parsed([]), tmp_path / "model.gguf", tmp_path, Parts(60.0))
+    assert set(table) == set(LIMITS_S)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4])
+def test_parts_that_need_more_gpus_are_left_out(
+    num_gpus: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run: list[str] = []
+
+    def measures(*_: object) -> dict[str, Any]:
+        def fill(name: str, result: Result, _until_s: float) -> None:
+            run.append(name)
+            result |= {"gpus": ["a card"] * num_gpus} if name == "device" else {}
+
+        return {name: partial(fill, name) for name in LIMITS_S}
+
+    monkeypatch.setattr(gpu, "measures", measures)
+    model = tmp_path / "model.gguf"
+    model.touch()
+    wanted = {1: ["resident", "split-cpu", "peer-cpu"], 2: ["mail-gpu", "idle", "peer-rpc"]}
+    wanted[4] = ["mail-three"]
+    names = [each for group in wanted.values() for each in group]
+    arguments = ["--model", str(model), "--peer", "none", "--parts", *names]
+    assert gpu.run(parsed(arguments)) == 0
+    there = [each for size, group in wanted.items() if size <= num_gpus for each in group]
+    assert run == ["device", *there]
+    said = capsys.readouterr().err
+    for name in set(names) - set(there):
+        assert f"{name}: left out, it needs " in said
 
 
 def test_sizes_of_works_leave_room_for_what_is_written() -> None:

@@ -4,8 +4,6 @@ run, and a side that takes too long."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from bench.gpu_tests import measure_tests
 from dflash_runtime.compute.cupy.attention_args import AttentionDecodeArgs
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
-from support.processes import ROOT, environment
+from support.processes import run_python
 from support.random_models import write_qwen3moe
 
 SLOW_SIDE = """
@@ -39,20 +37,8 @@ if __name__ == "__main__":
 """
 
 
-def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program of ours with the benches, in a process that takes its helpers with it."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def test_a_side_that_takes_too_long_is_ended() -> None:
-    done = run_here("-c", SLOW_SIDE)
+    done = run_python("-c", SLOW_SIDE)
     assert done.stdout == "slow did not answer in time and was ended\n"
     assert "threading.py" in done.stderr  # where it was
 
@@ -151,7 +137,7 @@ def test_tests_that_fail_or_take_too_long_are_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_whole_run_without_a_gpu(tiny: Path) -> None:
-    done = run_here(
+    done = run_python(
         *("-m", "bench.gpu", "--model", str(tiny), "--device", "cpu", "--peer", "none"),
         *("--parts", "resident", "kernels", "split-cpu", "--contexts", "16", "--prompts", "12"),
         *("--tokens", "4", "--rounds", "2"),

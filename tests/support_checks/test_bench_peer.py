@@ -140,6 +140,7 @@ def test_a_variant_with_cuda_has_its_libraries_before_those_that_need_them() -> 
     assert set(VARIANTS) >= WITH_CUDA
     plain, cuda = libraries_of("native"), libraries_of("cuda")
     assert set(cuda) - set(plain) == {"libggml-cuda.so.0", "libggml-rpc.so.0"}
+    assert set(libraries_of("native-rpc")) - set(plain) == {"libggml-rpc.so.0"}
     assert cuda.index("libggml-cuda.so.0") < cuda.index("libggml.so.0") < len(cuda) - 1
 
 
@@ -263,10 +264,12 @@ def test_experts_go_where_they_are_sent(
 ) -> None:
     assert ctypes.sizeof(TensorPlace) == 2 * ctypes.sizeof(ctypes.c_void_p)
     expected = logits_of(library, load_model(library, model_path), IDS)
-    model = load_model(library, model_path, Placement(experts_on="CPU"))
-    assert relative_error(logits_of(library, model, IDS), expected) < 1e-2
-    with pytest.raises(PeerError, match="no device CUDA7"):
-        load_model(library, model_path, Placement(experts_on="CUDA7"))
+    for placement in (Placement(experts_on="CPU"), Placement(layers_on=("CPU",))):
+        model = load_model(library, model_path, placement)
+        assert relative_error(logits_of(library, model, IDS), expected) < 1e-2
+    for placement in (Placement(experts_on="CUDA7"), Placement(layers_on=("CPU", "CUDA7"))):
+        with pytest.raises(PeerError, match="no device CUDA7"):
+            load_model(library, model_path, placement)
     # The pattern is one of llama.cpp's: what is none keeps the file from being loaded.
     monkeypatch.setattr(peer_model, "_EXPERT_TENSORS", b"(")
     with pytest.raises(PeerError, match="does not load"):
