@@ -1,13 +1,14 @@
 """A tree of guessed tokens verified in one pass, against as many single steps.
 
-The tree has 22 tokens, as a drafter might guess them; a step computes one token of a sequence with
-its logits. Both go on from the same prompt of the same file, by default one with random weights in
-the shape of Qwen3.6-35B-A3B (see bench.random_moe): routing is as spread out as it can be.
+The tree has 22 tokens, as a drafter might guess them, or the first so many of these; a step
+computes one token of a sequence with its logits. Both go on from the same prompt of the same file,
+by default one with random weights in the shape of Qwen3.6-35B-A3B (see bench.random_moe): routing
+is as spread out as it can be.
 
 Examples:
   python -m bench.verify_tree
-  python -m bench.verify_tree --daemons 1 --prompt 2000
-  python -m bench.verify_tree --device cuda:0
+  python -m bench.verify_tree --daemon cpu --prompt 2000
+  python -m bench.verify_tree --device cuda:0 --daemon cuda:1 --tokens 8 22
   python -m bench.verify_tree --realtime --save          root, while others use the machine
 """
 
@@ -34,21 +35,21 @@ PARENTS = [-1, 0, 0, 1, -1, 1, 2, 3, 3, 4, 7, 7, 10, 11, 0, 8, 15, 16, 16, 12, 1
 class TreeBench:
     """One open file, begun with a prompt."""
 
-    def __init__(self, engine: Engine, prompt: list[int]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, prompt: list[int], num_tokens: int) -> None:
+        self._engine, self._parents = engine, PARENTS[:num_tokens]
         random = np.random.default_rng(1)
-        self._guesses = [int(i) for i in random.integers(0, engine.spec.vocab_size, len(PARENTS))]
+        self._guesses = [int(i) for i in random.integers(0, engine.spec.vocab_size, num_tokens)]
         engine.prefill(prompt)
 
     def tree_s(self) -> float:
         """Seconds of one pass, after which nothing counts."""
         started_s = time.perf_counter()
-        self._engine.verify(self._guesses, PARENTS)
+        self._engine.verify(self._guesses, self._parents)
         return time.perf_counter() - started_s
 
     def steps_s(self, prompt: list[int]) -> float:
         """Seconds of as many steps after the prompt."""
-        count = len(PARENTS)
+        count = len(self._parents)
         for _ in self._engine.generate(prompt, count + 1, ignore_eos=True, reuse_prefix=True):
             pass
         elapsed_s = self._engine.last_generation.decode_s
@@ -56,11 +57,12 @@ class TreeBench:
         return elapsed_s
 
 
-def measure(engine: Engine, num_prompt: int, *, rounds: int) -> dict[str, Any]:
+def measure(engine: Engine, num_prompt: int, *, num_tokens: int, rounds: int) -> dict[str, Any]:
     """Seconds of each round, the two taken in turn; each owner's requests a layer and tree."""
     random = np.random.default_rng(0)
     prompt = [int(i) for i in random.integers(0, engine.spec.vocab_size, num_prompt)]
-    bench = TreeBench(engine, prompt)
+    before = _requests(engine)
+    bench = TreeBench(engine, prompt, num_tokens)
     bench.tree_s()
     samples: dict[str, list[float]] = {"tree": [], "steps": []}
     for _ in range(rounds):
@@ -68,11 +70,18 @@ def measure(engine: Engine, num_prompt: int, *, rounds: int) -> dict[str, Any]:
         samples["steps"].append(bench.steps_s(prompt))
     passes = (rounds + 1) * engine.spec.num_layers
     requests = {
-        name: owner.phases[Phase.VERIFY].requests / passes
+        name: (count - before.get(name, 0)) / passes for name, count in _requests(engine).items()
+    }
+    return {"tokens": num_tokens, "seconds": samples, "requests_a_layer": requests}
+
+
+def _requests(engine: Engine) -> dict[str, int]:
+    """For trees so far, by owner."""
+    return {
+        name: owner.phases[Phase.VERIFY].requests
         for name, owner in engine.stats().owners.items()
         if Phase.VERIFY in owner.phases
     }
-    return {"prompt": num_prompt, "seconds": samples, "requests_a_layer": requests}
 
 
 def main() -> None:
@@ -83,13 +92,27 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens (default 200)")
     parser.add_argument("--device", default="cpu", help="of the parent (default cpu)")
     parser.add_argument(
-        "--daemons", type=int, default=0, help="on CPUs, with all experts (default 0)"
+        "--daemon",
+        action="append",
+        default=[],
+        metavar="DEVICE",
+        help="where a daemon runs that has all experts; may be given again, for their shares",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[len(PARENTS)],
+        metavar="N",
+        help=f"of a tree, 1 to {len(PARENTS)} (default {len(PARENTS)})",
     )
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--realtime", action="store_true", help="real-time priority (root)")
     parser.add_argument("--save", action="store_true", help="keep the result")
     options = parser.parse_args()
+    if not all(1 <= num_tokens <= len(PARENTS) for num_tokens in options.tokens):
+        parser.error(f"a tree has 1 to {len(PARENTS)} tokens")
     if options.realtime:
         be_realtime()
     model = options.model or model_path("qwen35moe")
@@ -97,23 +120,28 @@ def main() -> None:
         model,
         device=options.device,
         threads=options.threads,
-        daemons=["cpu"] * options.daemons,
+        daemons=options.daemon,
+        local_experts=0 if options.daemon else None,
         context=options.prompt + 100,
     ) as engine:
         num_layers = engine.spec.num_layers
-        measured = measure(engine, options.prompt, rounds=options.rounds)
-    what = f"A tree of {len(PARENTS)} tokens against steps, {model.stem}, {num_layers} layers"
+        measured = [
+            measure(engine, options.prompt, num_tokens=num_tokens, rounds=options.rounds)
+            for num_tokens in options.tokens
+        ]
+    what = f"Trees of tokens against steps, {model.stem}, {num_layers} layers"
     record = report.head(what, num_threads=options.threads)
-    record |= {"device": options.device, "daemons": options.daemons} | measured
-    steps, tree = (statistics.median(measured["seconds"][name]) for name in ("steps", "tree"))
-    rows = [
-        [f"{len(PARENTS)} steps", f"{steps * 1e3:.1f}", ""],
-        ["one tree", f"{tree * 1e3:.1f}", f"{tree / steps:.3f}"],
-    ]
-    table = report.table([f"after {options.prompt} tokens", "ms", "of the steps' time"], rows)
-    owners = measured["requests_a_layer"].items()
-    counts = ", ".join(f"{name} {count:.2f}" for name, count in owners)
-    table += f"\n\nRequests a layer and tree, by owner: {counts}."
+    record |= {"device": options.device, "daemons": options.daemon, "prompt": options.prompt}
+    record["trees"] = measured
+    rows = []
+    for of_size in measured:
+        steps, tree = (statistics.median(of_size["seconds"][name]) for name in ("steps", "tree"))
+        owners = of_size["requests_a_layer"].items()
+        counts = ", ".join(f"{name} {count:.2f}" for name, count in owners)
+        times = [f"{steps * 1e3:.1f}", f"{tree * 1e3:.1f}", f"{tree / steps:.3f}"]
+        rows.append([str(of_size["tokens"]), *times, counts])
+    heads = ["tokens", "steps, ms", "tree, ms", "of the steps' time", "requests a layer"]
+    table = f"After {options.prompt} tokens:\n\n{report.table(heads, rows)}"
     print(table)
     if options.save:
         print(report.save("verify-tree", record, table))
