@@ -208,7 +208,7 @@ class Steps:
         return hidden
 
     def verify_recorded(
-        self, run: int, token_ids: I32Array, tree: Tree, features: Collection[int]
+        self, run: int, token_ids: I32Array, tree: Tree, *, features: Collection[int]
     ) -> TreeResult | None:
         """A tree's tokens through all layers as `forward_tree` has them, with what follows each,
         and the hidden states that some layers leave behind: at the cost of a step or two. None: it

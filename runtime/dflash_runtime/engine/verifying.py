@@ -82,7 +82,9 @@ class Verifier:
         self._steps.check(self._run)
         next_token_ids = np.empty(0, np.int32)
         if num_tokens:
-            done = self._steps.verify_recorded(self._run, token_ids, tree, features.by_layer)
+            done = self._steps.verify_recorded(
+                self._run, token_ids, tree, features=features.by_layer
+            )
             if done is not None:
                 self._pending = token_ids, tree
                 return Verified(done.next_token_ids, done.features)
