@@ -3,6 +3,8 @@ with little memory for work, where there is one."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from dflash_protocol.device import Device, DeviceKind
@@ -10,10 +12,9 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute import ComputeBackend, devices, open_backend
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.devices import VENDORS, DeviceMemory, memory_of
-from dflash_runtime.compute.cupy.driver import open_driver
+from dflash_runtime.compute.cupy.devices import DeviceMemory
 from support.emulated_device import EmulatedDevice
-from support.gpu_devices import first_gpu
+from support.gpu_devices import first_gpu, used_bytes
 from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
@@ -83,6 +84,12 @@ class EmulatedGpus:
         """Of all devices together."""
         return sum(each.num_bytes for each in self.opened)
 
+    def held(self) -> dict[str, int]:
+        """Bytes of all their arrays, and pieces of memory that their kernels see."""
+        gc.collect()
+        num_pieces = sum(device.num_ranges for device in self.opened)
+        return {"bytes of arrays": self.used_bytes(), "pieces of memory": num_pieces}
+
     def _memory(self) -> DeviceMemory:
         return DeviceMemory(self.free_bytes, 1 << 40, is_shared_with_host=False)
 
@@ -100,8 +107,7 @@ class RealGpu:
 
     def used_bytes(self) -> int:
         """As the driver counts, whoever uses it."""
-        memory = memory_of(open_driver(VENDORS[self.device.kind]), self.device.index)
-        return memory.total_bytes - memory.free_bytes
+        return used_bytes(self.device)
 
 
 def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:

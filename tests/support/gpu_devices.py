@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,8 +10,15 @@ import pytest
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DflashError
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from dflash_runtime.compute.cupy.cupy_device import (
+    CupyDevice,
+    CupyGraph,
+    CupyHostMapping,
+    CupyPeerMemory,
+)
 from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.devices import VENDORS, memory_of
+from dflash_runtime.compute.cupy.driver import open_driver
 from support.emulated_device import EmulatedDevice
 
 EMULATED = "emulated"
@@ -30,6 +38,40 @@ def first_gpu() -> Device:
         else:
             return device
     pytest.skip("; ".join(reasons))
+
+
+def two_gpus() -> tuple[Device, Device]:
+    """Of one kind; skips the test if there are fewer."""
+    first = first_gpu()
+    second = Device(first.kind, first.index + 1)
+    try:
+        CupyDevice(second).close()
+    except DflashError as error:
+        pytest.skip(f"two GPUs are needed: {error}")
+    return first, second
+
+
+def used_bytes(device: Device) -> int:
+    """Of a GPU's memory, as the driver counts, whoever uses it."""
+    memory = memory_of(open_driver(VENDORS[device.kind]), device.index)
+    return memory.total_bytes - memory.free_bytes
+
+
+def held_of_gpus() -> dict[str, int]:
+    """What is open in this process, whichever of its GPUs it is of."""
+    gc.collect()
+    found = dict.fromkeys(("bytes of arrays", "shared memory", "mapped memory", "graphs"), 0)
+    for each in gc.get_objects():
+        # Not isinstance, which asks objects that only pretend to be there.
+        if type(each) is CupyDevice:
+            found["bytes of arrays"] += each._pool.used_bytes()
+        elif type(each) is CupyPeerMemory:
+            found["shared memory"] += each.device_address != 0
+        elif type(each) is CupyHostMapping:
+            found["mapped memory"] += each._array is not None
+        elif type(each) is CupyGraph:
+            found["graphs"] += each._executable is not None
+    return found
 
 
 @contextmanager
