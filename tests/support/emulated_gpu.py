@@ -14,7 +14,7 @@ from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.devices import DeviceMemory
 from support.emulated_device import EmulatedDevice
-from support.gpu_devices import first_gpu, used_bytes
+from support.gpu_devices import first_gpu, held_of_gpus, used_bytes
 from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
@@ -56,6 +56,8 @@ class EmulatedGpus:
     device = Device(DeviceKind.CUDA, 0)
     kernel_device = EmulatedDevice
     """What such a device is, for tests that have some of it fail."""
+    kept_bytes = 0
+    """Most that it may keep of what it has taken once."""
 
     def __init__(self) -> None:
         self.free_bytes = 1 << 40
@@ -98,6 +100,8 @@ class RealGpu:
     """One device, for tests that have the same of EmulatedGpus."""
 
     kernel_device = CupyDevice
+    kept_bytes = 2 << 20
+    """A block, as the driver takes them for machine code and small things."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -108,6 +112,10 @@ class RealGpu:
     def used_bytes(self) -> int:
         """As the driver counts, whoever uses it."""
         return used_bytes(self.device)
+
+    def held(self) -> dict[str, int]:
+        """What is open."""
+        return held_of_gpus()
 
 
 def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:

@@ -11,14 +11,17 @@ import pytest
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DflashError
 from dflash_runtime.compute.cupy.cupy_device import (
+    CupyCopyStream,
     CupyDevice,
     CupyGraph,
     CupyHostMapping,
     CupyPeerMemory,
+    CupyQueue,
 )
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.devices import VENDORS, memory_of
 from dflash_runtime.compute.cupy.driver import open_driver
+from dflash_runtime.compute.cupy.side_stream import CupySideStream
 from support.emulated_device import EmulatedDevice
 
 EMULATED = "emulated"
@@ -60,17 +63,21 @@ def used_bytes(device: Device) -> int:
 def held_of_gpus() -> dict[str, int]:
     """What is open in this process, whichever of its GPUs it is of."""
     gc.collect()
-    found = dict.fromkeys(("bytes of arrays", "shared memory", "mapped memory", "graphs"), 0)
+    kinds = ("bytes of arrays", "devices", "graphs", "mapped memory", "shared memory", "streams")
+    found = dict.fromkeys(kinds, 0)
     for each in gc.get_objects():
-        # Not isinstance, which asks objects that only pretend to be there.
-        if type(each) is CupyDevice:
-            found["bytes of arrays"] += each._pool.used_bytes()
-        elif type(each) is CupyPeerMemory:
-            found["shared memory"] += each.device_address != 0
-        elif type(each) is CupyHostMapping:
-            found["mapped memory"] += each._array is not None
-        elif type(each) is CupyGraph:
+        kind = type(each)  # not isinstance, which asks objects that only pretend to be there
+        if kind is CupyDevice:
+            found["devices"] += not getattr(each, "_is_closed", True)
+            found["bytes of arrays"] += each._pool.used_bytes() if hasattr(each, "_pool") else 0
+        elif kind is CupyGraph:
             found["graphs"] += each._executable is not None
+        elif kind is CupyHostMapping:
+            found["mapped memory"] += getattr(each, "_array", None) is not None
+        elif kind is CupyPeerMemory:
+            found["shared memory"] += bool(getattr(each, "device_address", 0))
+        elif kind in (CupyCopyStream, CupyQueue, CupySideStream):
+            found["streams"] += getattr(each, "_stream", None) is not None
     return found
 
 

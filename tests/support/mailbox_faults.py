@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,30 +62,28 @@ def experts_of(model: Path) -> MoeSpec:
         return adapter_for(file).read_spec(file).moe
 
 
-class Daemons:
-    """Daemons of one endpoint, one after the other."""
+@contextmanager
+def waiting_daemon(pair: DevicePair, model: Path, endpoint: str) -> Iterator[TalkingProcess]:
+    """One that has still to begin."""
+    arguments = [str(model), "--listen", endpoint, "--device", pair.devices[1]]
+    silence_s = str(pair.pace.silence_s)
+    with talking_process(
+        pair.daemon_module, arguments, DFLASHTEST_LINK_SILENCE_S=silence_s
+    ) as daemon:
+        yield daemon
 
-    def __init__(self, pair: DevicePair, model: Path, endpoint: str) -> None:
-        self._pair, self._model, self._endpoint = pair, model, endpoint
 
-    @contextmanager
-    def waiting(self) -> Iterator[TalkingProcess]:
-        """One that has still to begin."""
-        arguments = [str(self._model), "--listen", self._endpoint]
-        with talking_process(
-            self._pair.daemon_module,
-            [*arguments, "--device", self._pair.devices[1]],
-            DFLASHTEST_LINK_SILENCE_S=str(self._pair.pace.silence_s),
-        ) as process:
-            yield process
+@contextmanager
+def starting_daemon(pair: DevicePair, model: Path, endpoint: str) -> Iterator[TalkingProcess]:
+    """One that will be listening soon."""
+    with waiting_daemon(pair, model, endpoint) as daemon:
+        daemon.begin()
+        yield daemon
 
-    @contextmanager
-    def listening(self) -> Iterator[TalkingProcess]:
-        """One that is there."""
-        with self.waiting() as process:
-            process.begin()
-            process.await_line("listening on")
-            yield process
+
+def await_listening(daemon: TalkingProcess) -> None:
+    """Until parents may connect."""
+    daemon.await_line("listening on")
 
 
 @dataclass
@@ -127,12 +126,18 @@ class Mailing:
 
 @contextmanager
 def mailing(
-    pair: DevicePair, model: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    pair: DevicePair,
+    model: Path,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    daemon: TalkingProcess,
 ) -> Iterator[Mailing]:
-    """A parent in this process that has replicas of all experts; nothing of it is left."""
-    pace = pair.pace
-    options = {"device": pair.devices[0], "context": pace.context}
-    with opened(model, **options) as engine:
+    """A parent in this process that has replicas of all experts; nothing of it is left. What it
+    computes without the daemon it does while that starts."""
+    pace, held_before = pair.pace, pair.held()
+    open_engine = partial(opened, model, device=pair.devices[0], context=pace.context)
+    with open_engine() as engine:
         expected = tokens(engine, pace.num_tokens)
     moe = experts_of(model)
     whole = OwnedExperts.from_lists(
@@ -141,13 +146,12 @@ def mailing(
     placement = make_placement(moe, {"link0": whole, LOCAL_OWNER: whole})
     rings = Rings(monkeypatch)
     settings = patient_settings(step_limit_ms=pace.limit_ms)
-    with opened(
-        model, connect=[endpoint], placement=placement, settings=settings, **options
-    ) as engine:
+    await_listening(daemon)
+    with open_engine(connect=[endpoint], placement=placement, settings=settings) as engine:
         mailed = Mailing(engine, pace, rings, expected)
         yield mailed
         assert rings.count >= pace.fault_at
-    wait_until(lambda: not any(pair.held().values()), "what a device has to be given back")
+    wait_until(lambda: pair.held() == held_before, "what a device has to be given back")
 
 
 @dataclass
@@ -225,9 +229,10 @@ def parents_die(
             arguments = [pair.name, pair.devices[0], str(model), endpoint, str(step)]
             return undo.enter_context(talking_process("support.dying_parent", arguments))
 
-        parent = new_parent(steps[0])
+        parent: TalkingProcess | None = new_parent(steps[0])
         for step, next_step in itertools.zip_longest(steps, steps[1:]):
             dying, parent = parent, None if next_step is None else new_parent(next_step)
+            assert dying is not None
             dying.begin()
             code = dying.await_end(2 * START_S)
             assert code == -signal.SIGKILL, dying.said

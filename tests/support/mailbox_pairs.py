@@ -26,7 +26,7 @@ from support.mailbox_rig import (
     install_mailing_gpus,
 )
 from support.processes import ROOT
-from support.random_gguf import write_model
+from support.random_gguf import RandomShape, write_model
 from support.random_qwen35moe import Qwen35MoeShape
 
 GPU = "gpu"
@@ -73,7 +73,7 @@ EMULATED_PACE = Pace(
 )
 GPU_PACE = Pace(
     limit_ms=Settings().step_limit_ms,
-    silence_s=3.0,
+    silence_s=5.0,
     num_tokens=200,
     context=256,
     fault_at=20,
@@ -136,7 +136,7 @@ class EmulatedPair:
 
     def model(self, name: str, folder: Path) -> Path:
         """As DevicePair.model: a random one."""
-        shape = {QWEN3MOE: TINY, RECURRENT: _TINY_RECURRENT}[name]
+        shape: RandomShape = TINY if name == QWEN3MOE else _TINY_RECURRENT
         return write_model(folder / f"{name}.gguf", shape, seed=4, tensor_type="Q8_0")
 
     @contextmanager

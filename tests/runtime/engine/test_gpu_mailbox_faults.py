@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,9 +23,9 @@ from dflash_runtime.compute.cupy.mailbox_layout import MailLayout, mail_layout
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN
 from support.gpu_devices import EMULATED
 from support.mailbox_faults import (
-    Daemons,
     Damage,
     Readings,
+    await_listening,
     damages,
     experts_of,
     held_by,
@@ -32,8 +33,10 @@ from support.mailbox_faults import (
     parents_die,
     remove_sockets,
     socket_of,
+    starting_daemon,
     wait_for_kept_memory,
     wait_for_silence,
+    waiting_daemon,
 )
 from support.mailbox_pairs import GPU, PAIRS, QWEN3MOE, RECURRENT, DevicePair
 
@@ -45,7 +48,7 @@ ROUNDS = 20
 DAMAGES = tuple(damages(MailLayout(1, 1, 1)))
 
 
-def cases(*names: str, fast: str | None = None) -> list[object]:
+def cases(*names: str, fast: str | None = None) -> list[Any]:
     """Of pairs and models; emulated ones are slow but for one."""
     marks = {name: [] if name == fast else [pytest.mark.slow] for name in names}
     emulated = [pytest.param(EMULATED, name, marks=marks[name]) for name in names]
@@ -73,23 +76,17 @@ def endpoint(pair: DevicePair, run_dir: Path) -> Iterator[str]:
         remove_sockets(endpoint)
 
 
-@pytest.fixture
-def daemons(pair: DevicePair, model: Path, endpoint: str) -> Daemons:
-    return Daemons(pair, model, endpoint)
-
-
 @on_pairs(argvalues=cases(QWEN3MOE, RECURRENT, fast=RECURRENT))
 def test_a_daemon_is_killed_within_a_token(
     pair: DevicePair,
     model: Path,
     endpoint: str,
-    daemons: Daemons,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A recurrent model's states are those before the step again when that is computed anew."""
     with (
-        daemons.listening() as daemon,
-        mailing(pair, model, endpoint, monkeypatch) as mailed,
+        starting_daemon(pair, model, endpoint) as daemon,
+        mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed,
     ):
         mailed.rings.within(pair.pace.fault_at, daemon.process.kill)
         mailed.check_text()
@@ -103,18 +100,16 @@ def test_a_daemon_stands_still_within_a_token_and_comes_back(
     pair: DevicePair,
     model: Path,
     endpoint: str,
-    daemons: Daemons,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
-        daemons.listening() as daemon,
-        mailing(pair, model, endpoint, monkeypatch) as mailed,
+        starting_daemon(pair, model, endpoint) as daemon,
+        mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed,
     ):
         stop = partial(daemon.process.send_signal, signal.SIGSTOP)
         mailed.rings.within(pair.pace.fault_at, stop)
         mailed.check_text()
         assert mailed.num_losses == 1
-        assert psutil.Process(daemon.pid).status() == psutil.STATUS_STOPPED
         daemon.process.send_signal(signal.SIGCONT)
         mailed.await_use()
         mailed.check_text()
@@ -126,13 +121,13 @@ def test_a_parent_that_dies_within_a_token_costs_its_daemon_nothing(
     pair: DevicePair,
     model: Path,
     endpoint: str,
-    daemons: Daemons,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with daemons.listening() as daemon:
+    with starting_daemon(pair, model, endpoint) as daemon:
+        await_listening(daemon)
         assert len(list(parents_die(pair, model, endpoint, pair.pace.dying_steps[-1:]))) == 1
         assert daemon.process.poll() is None
-        with mailing(pair, model, endpoint, monkeypatch) as mailed:
+        with mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed:
             mailed.check_text()
             assert not mailed.num_losses
         daemon.process.terminate()
@@ -155,7 +150,6 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
     pair: DevicePair,
     model: Path,
     endpoint: str,
-    daemons: Daemons,
     monkeypatch: pytest.MonkeyPatch,
     names: tuple[str, ...],
 ) -> None:
@@ -163,8 +157,8 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
     pair.hide_memory()
     pieces = damages(mail_layout(experts_of(model)))
     with (
-        daemons.listening() as daemon,
-        mailing(pair, model, endpoint, monkeypatch) as mailed,
+        starting_daemon(pair, model, endpoint) as daemon,
+        mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed,
     ):
         for num_before, name in enumerate(names):
             Damage(pieces[name]).do(mailed, monkeypatch)
@@ -176,10 +170,11 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
 @pytest.mark.timeout(900)
 @on_pairs(argvalues=cases(QWEN3MOE))
 def test_parents_that_die_leave_nothing_in_their_daemon(
-    pair: DevicePair, model: Path, endpoint: str, daemons: Daemons
+    pair: DevicePair, model: Path, endpoint: str
 ) -> None:
     steps = list(islice(cycle(pair.pace.dying_steps), WARM_UP + ROUNDS))
-    with daemons.listening() as daemon:
+    with starting_daemon(pair, model, endpoint) as daemon:
+        await_listening(daemon)
         watched = psutil.Process(daemon.pid)
         folder = socket_of(endpoint).parent
         readings = Readings(pair, watched, folder, partial(held_by, daemon))
@@ -197,7 +192,6 @@ def test_daemons_that_die_leave_nothing_in_their_parent(
     pair: DevicePair,
     model: Path,
     endpoint: str,
-    daemons: Daemons,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # It gives up after ten steps that failed, as a rule.
@@ -205,10 +199,10 @@ def test_daemons_that_die_leave_nothing_in_their_parent(
     folder = socket_of(endpoint).parent
     readings = Readings(pair, psutil.Process(), folder, pair.held)
     with ExitStack() as started:
-        daemon = started.enter_context(daemons.listening())
-        with mailing(pair, model, endpoint, monkeypatch) as mailed:
+        daemon = started.enter_context(starting_daemon(pair, model, endpoint))
+        with mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed:
             for number in range(1, WARM_UP + ROUNDS + 1):
-                following = started.enter_context(daemons.waiting())
+                following = started.enter_context(waiting_daemon(pair, model, endpoint))
                 mailed.rings.within(pair.pace.fault_at, daemon.process.kill)
                 mailed.check_text()
                 assert daemon.await_end() == -signal.SIGKILL
@@ -216,7 +210,7 @@ def test_daemons_that_die_leave_nothing_in_their_parent(
                 daemon.close()
                 remove_sockets(endpoint)
                 following.begin()
-                following.await_line("listening on")
+                await_listening(following)
                 mailed.await_use()
                 daemon = following
                 if number == WARM_UP:
