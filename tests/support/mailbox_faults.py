@@ -150,6 +150,7 @@ def mailing(
     with open_engine(connect=[endpoint], placement=placement, settings=settings) as engine:
         mailed = Mailing(engine, pace, rings, expected)
         yield mailed
+        print(f"longest gap between tokens: {1e3 * mailed.longest_gap_s:.0f} ms")
         assert rings.count >= pace.fault_at
     wait_until(lambda: pair.held() == held_before, "what a device has to be given back")
 
@@ -234,7 +235,7 @@ def parents_die(
             dying, parent = parent, None if next_step is None else new_parent(next_step)
             assert dying is not None
             dying.begin()
-            code = dying.await_end(2 * START_S)
+            code = dying.await_end(4 * START_S)
             assert code == -signal.SIGKILL, dying.said
             yield step
 

@@ -125,8 +125,8 @@ def test_a_parent_that_dies_within_a_token_costs_its_daemon_nothing(
 ) -> None:
     with starting_daemon(pair, model, endpoint) as daemon:
         await_listening(daemon)
-        assert len(list(parents_die(pair, model, endpoint, pair.pace.dying_steps[-1:]))) == 1
-        assert daemon.process.poll() is None
+        for _ in parents_die(pair, model, endpoint, pair.pace.dying_steps[:1]):
+            assert daemon.process.poll() is None
         with mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed:
             mailed.check_text()
             assert not mailed.num_losses
