@@ -41,7 +41,7 @@ from support.mailbox_pairs import DevicePair, Pace
 from support.mailbox_rig import PROMPT, Rings, opened, patient_settings, shared_things, tokens
 from support.processes import START_S, wait_until
 from support.talking_process import TalkingProcess, talking_process
-from support.watched_daemon import HOLDS
+from support.watched_daemon import HOLDS, RESIDENT, resident_bytes
 
 _PATIENCE_S = 60.0
 
@@ -250,7 +250,7 @@ class Readings:
         folder: Path,
         held: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`held` tells what the process has of its devices."""
+        """`held` tells what the process has of its devices, and its resident bytes."""
         self._pair, self._process, self._folder, self._held = pair, process, folder, held
         self._before: dict[str, int] = {}
         self._grown: dict[str, int] = {}
@@ -282,17 +282,21 @@ class Readings:
             **self._pair.used(),
             **shared_things(self._process),
             "files": sum(1 for _ in self._folder.iterdir()),
-            "resident bytes": self._process.memory_info().rss,
         }
 
 
 def held_by(daemon: TalkingProcess) -> dict[str, int]:
-    """What a daemon has of its device."""
+    """What a daemon has of its device, and its resident bytes."""
     num_before = daemon.num_lines
     daemon.process.send_signal(signal.SIGUSR1)
     line = daemon.await_line(HOLDS, since=num_before)
     found: dict[str, int] = json.loads(line.split(HOLDS)[1])
     return found
+
+
+def held_here(pair: DevicePair) -> dict[str, int]:
+    """The same of this process."""
+    return {**pair.held(), RESIDENT: resident_bytes()}
 
 
 def wait_for_silence(pace: Pace, process: psutil.Process) -> None:

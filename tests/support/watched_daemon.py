@@ -7,12 +7,16 @@ Example:
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from dflash_daemon import __main__ as daemon
@@ -20,14 +24,25 @@ from dflash_daemon import control
 from support.gpu_devices import held_of_gpus
 
 HOLDS = "holds: "
+RESIDENT = "resident bytes"
+
+
+def resident_bytes() -> int:
+    """Of this process, less what the C library has been given back and keeps, more of it with every
+    thread that there was."""
+    gc.collect()
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
 
 
 def serve(held: Callable[[], dict[str, int]]) -> int:
     """The daemon, until its end; `held` tells what it holds."""
 
     def tell(*_: object) -> None:
+        found = {**held(), RESIDENT: resident_bytes()}
         # Whoever is interrupted may be writing there too.
-        os.write(sys.stderr.fileno(), f"{HOLDS}{json.dumps(held())}\n".encode())
+        os.write(sys.stderr.fileno(), f"{HOLDS}{json.dumps(found)}\n".encode())
 
     with pytest.MonkeyPatch.context() as patched:
         signal.signal(signal.SIGUSR1, tell)

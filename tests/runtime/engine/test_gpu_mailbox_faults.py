@@ -29,6 +29,7 @@ from support.mailbox_faults import (
     damages,
     experts_of,
     held_by,
+    held_here,
     mailing,
     parents_die,
     remove_sockets,
@@ -197,7 +198,7 @@ def test_daemons_that_die_leave_nothing_in_their_parent(
     # It gives up after ten steps that failed, as a rule.
     monkeypatch.setattr(mailed_steps, "_MOST_FAILURES", 2 * (WARM_UP + ROUNDS))
     folder = socket_of(endpoint).parent
-    readings = Readings(pair, psutil.Process(), folder, pair.held)
+    readings = Readings(pair, psutil.Process(), folder, partial(held_here, pair))
     with ExitStack() as started:
         daemon = started.enter_context(starting_daemon(pair, model, endpoint))
         with mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed:
