@@ -13,8 +13,9 @@ from dflash_runtime.compute import ComputeBackend, devices, open_backend
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.devices import DeviceMemory
+from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
-from support.gpu_devices import first_gpu, held_of_gpus, used_bytes
+from support.gpu_devices import first_gpu, used_bytes
 from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
@@ -103,8 +104,9 @@ class RealGpu:
     kept_bytes = 2 << 20
     """A block, as the driver takes them for machine code and small things."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = device
+        self.held = DriverUse(monkeypatch).held
 
     def open(self, device: Device) -> CupyBackend:
         return CupyBackend(device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES)
@@ -112,10 +114,6 @@ class RealGpu:
     def used_bytes(self) -> int:
         """As the driver counts, whoever uses it."""
         return used_bytes(self.device)
-
-    def held(self) -> dict[str, int]:
-        """What is open."""
-        return held_of_gpus()
 
 
 def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
@@ -128,6 +126,6 @@ def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 def install_real_gpu(monkeypatch: pytest.MonkeyPatch) -> RealGpu:
     """Have `open_backend` open this one; skips the test if there is none."""
-    gpu = RealGpu(first_gpu())
+    gpu = RealGpu(first_gpu(), monkeypatch)
     monkeypatch.setitem(devices._LOADERS, gpu.device.kind, gpu.open)
     return gpu

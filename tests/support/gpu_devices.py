@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,18 +9,10 @@ import pytest
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DflashError
-from dflash_runtime.compute.cupy.cupy_device import (
-    CupyCopyStream,
-    CupyDevice,
-    CupyGraph,
-    CupyHostMapping,
-    CupyPeerMemory,
-    CupyQueue,
-)
+from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.devices import VENDORS, memory_of
 from dflash_runtime.compute.cupy.driver import open_driver
-from dflash_runtime.compute.cupy.side_stream import CupySideStream
 from support.emulated_device import EmulatedDevice
 
 EMULATED = "emulated"
@@ -58,27 +49,6 @@ def used_bytes(device: Device) -> int:
     """Of a GPU's memory, as the driver counts, whoever uses it."""
     memory = memory_of(open_driver(VENDORS[device.kind]), device.index)
     return memory.total_bytes - memory.free_bytes
-
-
-def held_of_gpus() -> dict[str, int]:
-    """What is open in this process, whichever of its GPUs it is of."""
-    gc.collect()
-    kinds = ("bytes of arrays", "devices", "graphs", "mapped memory", "shared memory", "streams")
-    found = dict.fromkeys(kinds, 0)
-    for each in gc.get_objects():
-        kind = type(each)  # not isinstance, which asks objects that only pretend to be there
-        if kind is CupyDevice:
-            found["devices"] += not getattr(each, "_is_closed", True)
-            found["bytes of arrays"] += each._pool.used_bytes() if hasattr(each, "_pool") else 0
-        elif kind is CupyGraph:
-            found["graphs"] += each._executable is not None
-        elif kind is CupyHostMapping:
-            found["mapped memory"] += getattr(each, "_array", None) is not None
-        elif kind is CupyPeerMemory:
-            found["shared memory"] += bool(getattr(each, "device_address", 0))
-        elif kind in (CupyCopyStream, CupyQueue, CupySideStream):
-            found["streams"] += getattr(each, "_stream", None) is not None
-    return found
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY, EmulatedGpus
-from support.gpu_devices import EMULATED, held_of_gpus, two_gpus, used_bytes
+from support.gpu_devices import EMULATED, two_gpus, used_bytes
 from support.mailbox_rig import (
     NUM_TOKENS,
     TRIED_STEPS,
@@ -46,6 +47,8 @@ _TINY_RECURRENT = Qwen35MoeShape(
     vocab_size=TINY.vocab_size,
 )
 _BLOCK_BYTES = 2 << 20
+_EVENTS = 8
+"""More than are recorded at once."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ class GpuPair:
         self._devices: tuple[Device, Device] = two_gpus()
         self.devices = str(self._devices[0]), str(self._devices[1])
         self._monkeypatch = monkeypatch
+        self.held = DriverUse(monkeypatch).held
 
     def model(self, name: str, folder: Path) -> Path:
         """As DevicePair.model: a trained one."""
@@ -195,10 +199,6 @@ class GpuPair:
         """As DevicePair.hide_memory."""
         self._monkeypatch.setattr(CupyDevice, "import_memory", _see_nothing)
 
-    def held(self) -> dict[str, int]:
-        """As DevicePair.held."""
-        return held_of_gpus()
-
     def used(self) -> dict[str, int]:
         """As DevicePair.used."""
         return {f"bytes used of {device}": used_bytes(device) for device in self._devices}
@@ -206,9 +206,9 @@ class GpuPair:
     def may_grow(self) -> dict[str, int]:
         """As DevicePair.may_grow. A driver takes memory in blocks that small allocations share, so
         that the same ones need a block more when they come in another order. What is less than that
-        a round, and ours, `held` finds."""
+        a round, and ours, `held` finds. Events are kept to be used again."""
         blocks = {f"bytes used of {device}": 2 * _BLOCK_BYTES for device in self._devices}
-        return _HOST_MAY_GROW | blocks
+        return _HOST_MAY_GROW | blocks | {"events": _EVENTS}
 
 
 def _see_nothing(*_: object) -> NoReturn:

@@ -21,7 +21,7 @@ import pytest
 
 from dflash_daemon import __main__ as daemon
 from dflash_daemon import control
-from support.gpu_devices import held_of_gpus
+from support.driver_use import DriverUse
 
 HOLDS = "holds: "
 RESIDENT = "resident bytes"
@@ -53,7 +53,8 @@ def serve(held: Callable[[], dict[str, int]]) -> int:
 
 
 def main() -> int:
-    return serve(held_of_gpus)
+    with pytest.MonkeyPatch.context() as patched:
+        return serve(DriverUse(patched).held)
 
 
 if __name__ == "__main__":
