@@ -187,8 +187,9 @@ class GpuPair:
 
     @contextmanager
     def shared_folder(self, run_dir: Path) -> Iterator[Path]:
-        """As DevicePair.shared_folder: devices see memory of a tmpfs alone."""
-        folder = Path(tempfile.mkdtemp(prefix="dflash-test-", dir="/dev/shm"))
+        """As DevicePair.shared_folder: devices see memory of a tmpfs alone. Its name is not one that
+        other sessions of tests look for."""
+        folder = Path(tempfile.mkdtemp(prefix="mailbox-test-", dir="/dev/shm"))
         self._monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR", str(folder))
         yield folder
         left = [path.name for path in folder.iterdir()]
