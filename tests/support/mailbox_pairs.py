@@ -187,8 +187,8 @@ class GpuPair:
 
     @contextmanager
     def shared_folder(self, run_dir: Path) -> Iterator[Path]:
-        """As DevicePair.shared_folder: devices see memory of a tmpfs alone. Its name is not one that
-        other sessions of tests look for."""
+        """As DevicePair.shared_folder: devices see memory of a tmpfs alone."""
+        # Not a name that other sessions of tests look for.
         folder = Path(tempfile.mkdtemp(prefix="mailbox-test-", dir="/dev/shm"))
         self._monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR", str(folder))
         yield folder
