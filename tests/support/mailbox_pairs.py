@@ -217,7 +217,7 @@ def _see_nothing(*_: object) -> NoReturn:
 
 
 _HOST_MAY_GROW = {RESIDENT: 8 << 20}
-"""Pages that are in use again in other places than before: 0.4 MB were seen after 20 parents."""
+"""Pages that are in use again in other places than before: 1 to 2 MB were seen after 20 rounds."""
 PAIRS: dict[str, Callable[[pytest.MonkeyPatch], DevicePair]] = {
     EMULATED: EmulatedPair,
     GPU: GpuPair,
