@@ -3,6 +3,8 @@ with little memory for work, where there is one."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from dflash_protocol.device import Device, DeviceKind
@@ -10,10 +12,10 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute import ComputeBackend, devices, open_backend
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.devices import VENDORS, DeviceMemory, memory_of
-from dflash_runtime.compute.cupy.driver import open_driver
+from dflash_runtime.compute.cupy.devices import DeviceMemory
+from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
-from support.gpu_devices import first_gpu
+from support.gpu_devices import first_gpu, used_bytes
 from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
@@ -55,6 +57,8 @@ class EmulatedGpus:
     device = Device(DeviceKind.CUDA, 0)
     kernel_device = EmulatedDevice
     """What such a device is, for tests that have some of it fail."""
+    kept_bytes = 0
+    """Most that it may keep of what it has taken once."""
 
     def __init__(self) -> None:
         self.free_bytes = 1 << 40
@@ -83,6 +87,12 @@ class EmulatedGpus:
         """Of all devices together."""
         return sum(each.num_bytes for each in self.opened)
 
+    def held(self) -> dict[str, int]:
+        """Bytes of all their arrays, and pieces of memory that their kernels see."""
+        gc.collect()
+        num_pieces = sum(device.num_ranges for device in self.opened)
+        return {"bytes of arrays": self.used_bytes(), "pieces of memory": num_pieces}
+
     def _memory(self) -> DeviceMemory:
         return DeviceMemory(self.free_bytes, 1 << 40, is_shared_with_host=False)
 
@@ -91,17 +101,19 @@ class RealGpu:
     """One device, for tests that have the same of EmulatedGpus."""
 
     kernel_device = CupyDevice
+    kept_bytes = 2 << 20
+    """A block, as the driver takes them for machine code and small things."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = device
+        self.held = DriverUse(monkeypatch).held
 
     def open(self, device: Device) -> CupyBackend:
         return CupyBackend(device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES)
 
     def used_bytes(self) -> int:
         """As the driver counts, whoever uses it."""
-        memory = memory_of(open_driver(VENDORS[self.device.kind]), self.device.index)
-        return memory.total_bytes - memory.free_bytes
+        return used_bytes(self.device)
 
 
 def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
@@ -114,6 +126,6 @@ def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 def install_real_gpu(monkeypatch: pytest.MonkeyPatch) -> RealGpu:
     """Have `open_backend` open this one; skips the test if there is none."""
-    gpu = RealGpu(first_gpu())
+    gpu = RealGpu(first_gpu(), monkeypatch)
     monkeypatch.setitem(devices._LOADERS, gpu.device.kind, gpu.open)
     return gpu

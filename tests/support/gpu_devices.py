@@ -11,6 +11,8 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DflashError
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.cupy.devices import VENDORS, memory_of
+from dflash_runtime.compute.cupy.driver import open_driver
 from support.emulated_device import EmulatedDevice
 
 EMULATED = "emulated"
@@ -30,6 +32,23 @@ def first_gpu() -> Device:
         else:
             return device
     pytest.skip("; ".join(reasons))
+
+
+def two_gpus() -> tuple[Device, Device]:
+    """Of one kind; skips the test if there are fewer."""
+    first = first_gpu()
+    second = Device(first.kind, first.index + 1)
+    try:
+        CupyDevice(second).close()
+    except DflashError as error:
+        pytest.skip(f"two GPUs are needed: {error}")
+    return first, second
+
+
+def used_bytes(device: Device) -> int:
+    """Of a GPU's memory, as the driver counts, whoever uses it."""
+    memory = memory_of(open_driver(VENDORS[device.kind]), device.index)
+    return memory.total_bytes - memory.free_bytes
 
 
 @contextmanager

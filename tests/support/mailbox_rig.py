@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,8 @@ from support.processes import START_S
 
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(0, TINY.vocab_size, 12)]
 NUM_TOKENS = 9
+_LONGEST_STEP_S = 0.5
+"""Between the last step of a text and the next one's first there is more."""
 TRIED_STEPS = 2
 """In each medium."""
 
@@ -35,9 +39,12 @@ class Rings:
         self.segment: Segment | None = None
         """With the mailbox that was rung last."""
         self.then: Callable[[], None] = lambda: None
+        self._rung_s = self._step_s = 0.0
         ring = ParentMail.ring
 
         def counted(mail: ParentMail, num_tokens: int = 1) -> None:
+            now_s = time.monotonic()
+            self._rung_s, self._step_s = now_s, now_s - (self._rung_s or now_s)
             self.count += 1
             self.segment = mail.routes[0].segment
             ring(mail, num_tokens)
@@ -55,6 +62,16 @@ class Rings:
 
         self.then = act
 
+    def within(self, count: int, action: Callable[[], None]) -> None:
+        """The same in the middle of that step, as long as the one before it has taken."""
+
+        def begin() -> None:
+            timer = threading.Timer(min(self._step_s, _LONGEST_STEP_S) / 2, action)
+            timer.daemon = True
+            timer.start()
+
+        self.at(count, begin)
+
 
 def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
@@ -69,14 +86,14 @@ def patient_settings(*, step_limit_ms: int = 20_000) -> Settings:
     return replace(load_settings(), step_limit_ms=step_limit_ms, deadline_ms=20_000)
 
 
-def opened(model: Path, **options: Any) -> Engine:
+def opened(model: Path, *, device: str = "cuda:0", context: int = 32, **options: Any) -> Engine:
     """An engine on the first GPU."""
-    return Engine.open(model, device="cuda:0", context=32, **options)
+    return Engine.open(model, device=device, context=context, **options)
 
 
-def tokens(engine: Engine) -> list[int]:
+def tokens(engine: Engine, count: int = NUM_TOKENS) -> list[int]:
     """The likeliest ones after the prompt."""
-    return [t.token_id for t in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True)]
+    return [t.token_id for t in engine.generate(PROMPT, count, ignore_eos=True)]
 
 
 def check_text(engine: Engine, found: list[int]) -> None:

@@ -51,7 +51,18 @@ class Loads:
         self._path = path
         self.tokens = self._generated()
         assert self._generated() == self.tokens
-        self._used_bytes = gpus.used_bytes()
+        self._held = gpus.held()
+        """By other tests too."""
+        self._used_bytes = self._most_bytes = self._seen_bytes = gpus.used_bytes()
+
+    def may_keep(self) -> None:
+        """A driver that has been left in ways that it has not been before may keep something of
+        what it took, once and for all of them."""
+        self._most_bytes = self._used_bytes + self._gpus.kept_bytes
+
+    def may_keep_no_more(self) -> None:
+        """However often it is left in those ways again."""
+        self._most_bytes = self._seen_bytes
 
     def succeeds(self) -> None:
         assert self._generated() == self.tokens
@@ -79,7 +90,10 @@ class Loads:
 
     def _check_used(self) -> None:
         gc.collect()  # of what an error's traceback holds
-        assert self._gpus.used_bytes() == self._used_bytes
+        assert self._gpus.held() == self._held
+        used_bytes = self._gpus.used_bytes()
+        assert used_bytes <= self._most_bytes
+        self._seen_bytes = max(self._seen_bytes, used_bytes)
 
 
 class FailingCall:
@@ -117,11 +131,13 @@ def test_loads_give_back_every_byte(gpus: EmulatedGpus | RealGpu, model: Path, c
         loads.succeeds()
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_failed_loads_give_back_every_byte(
     gpus: EmulatedGpus | RealGpu,
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    rounds: int,
 ) -> None:
     loads = Loads(gpus, model)
 
@@ -137,9 +153,13 @@ def test_failed_loads_give_back_every_byte(
     def check_kernel() -> None:
         assert loads.fails(KernelCompileError) == "a bracket is missing"
 
-    # While it is loaded, tried and recorded, and while it writes text.
-    FailingCall(monkeypatch, gpus, "empty").each((1, 5, 25, 50, 75), no_memory, check_memory)
-    FailingCall(monkeypatch, gpus, "module").each((1, 3, 9, 17), no_kernel, check_kernel)
+    loads.may_keep()
+    for number in range(rounds):
+        if number == 1:
+            loads.may_keep_no_more()
+        # While it is loaded, tried and recorded, and while it writes text.
+        FailingCall(monkeypatch, gpus, "empty").each((1, 5, 25, 50, 75), no_memory, check_memory)
+        FailingCall(monkeypatch, gpus, "module").each((1, 3, 9, 17), no_kernel, check_kernel)
     damaged = tmp_path / "damaged.gguf"
     for size in (100, 5000, model.stat().st_size - 100):
         damaged.write_bytes(model.read_bytes()[:size])

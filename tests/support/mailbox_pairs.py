@@ -1,0 +1,224 @@
+"""Two GPUs that ask each other through a mailbox, a parent's and a daemon's, each in a process of
+its own: emulated ones and real ones, by what tests of them must know to be the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import pytest
+
+from dflash_protocol.device import Device
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.settings import Settings
+from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from support.driver_use import DriverUse
+from support.emulated_device import EmulatedDevice
+from support.emulated_gpu import TINY, EmulatedGpus
+from support.gpu_devices import EMULATED, two_gpus, used_bytes
+from support.mailbox_rig import (
+    NUM_TOKENS,
+    TRIED_STEPS,
+    install_mailing_gpus,
+)
+from support.processes import ROOT
+from support.random_gguf import RandomShape, write_model
+from support.random_qwen35moe import Qwen35MoeShape
+from support.watched_daemon import RESIDENT
+
+GPU = "gpu"
+QWEN3MOE, RECURRENT = "qwen3moe", "qwen35moe"
+
+_TINY_RECURRENT = Qwen35MoeShape(
+    hidden_size=64,
+    num_experts=7,
+    num_experts_used=2,
+    ffn_size=32,
+    num_layers=2,
+    recurrent_layers=(True, False),
+    head_dim=16,
+    shared_ffn_size=32,
+    vocab_size=TINY.vocab_size,
+)
+_BLOCK_BYTES = 2 << 20
+_EVENTS = 8
+"""More than are recorded at once."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a pair is, and what is asked of it."""
+
+    limit_ms: int
+    """Of a step."""
+    silence_s: float
+    """After which a daemon forgets a parent."""
+    num_tokens: int
+    """Of a text."""
+    context: int
+    fault_at: int
+    """The step of a text in which something happens."""
+    dying_steps: tuple[int, ...]
+    """Steps in which parents die: some of a text first, so that daemons have done all they ever do;
+    then some that are tried before it."""
+
+
+EMULATED_PACE = Pace(
+    limit_ms=2000,
+    silence_s=5.0,
+    num_tokens=NUM_TOKENS,
+    context=32,
+    fault_at=3,
+    dying_steps=tuple(range(2 * TRIED_STEPS + 2, 0, -1)),
+)
+GPU_PACE = Pace(
+    limit_ms=Settings().step_limit_ms,
+    silence_s=5.0,
+    num_tokens=200,
+    context=256,
+    fault_at=20,
+    # 48 are tried in each medium.
+    dying_steps=(290, 200, 140, 110, 95, 80, 52, 47, 30, 1),
+)
+PACES = {EMULATED: EMULATED_PACE, GPU: GPU_PACE}
+
+
+class DevicePair(Protocol):
+    """A parent's device and a daemon's."""
+
+    @property
+    def name(self) -> str:
+        """EMULATED or GPU."""
+
+    @property
+    def pace(self) -> Pace:
+        """How fast both are."""
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Names of the parent's and the daemon's, each in its process."""
+
+    @property
+    def daemon_module(self) -> str:
+        """What a daemon's process runs."""
+
+    def model(self, name: str, folder: Path) -> Path:
+        """A file of QWEN3MOE or RECURRENT."""
+
+    def shared_folder(self, run_dir: Path) -> AbstractContextManager[Path]:
+        """One in which both can share memory, empty in the end: the session's, or another one."""
+
+    def hide_memory(self) -> None:
+        """This process's device does not see others' from now on: lines are in the host's."""
+
+    def held(self) -> dict[str, int]:
+        """What this process has of its devices, by kinds."""
+
+    def used(self) -> dict[str, int]:
+        """Bytes of each device that are in use, whoever's they are."""
+
+    def may_grow(self) -> dict[str, int]:
+        """By how much some of all that is counted may have grown when nothing leaks."""
+
+
+class EmulatedPair:
+    """Made by `emulated_gpu`: every step takes long, and everything is counted to the byte."""
+
+    name = EMULATED
+    pace = EMULATED_PACE
+    devices = "cuda:0", "cuda:0"
+    """Each process has devices of its own."""
+    daemon_module = "support.emulated_daemon"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._gpus: EmulatedGpus = install_mailing_gpus(monkeypatch)
+        self._monkeypatch = monkeypatch
+
+    def model(self, name: str, folder: Path) -> Path:
+        """As DevicePair.model: a random one."""
+        shape: RandomShape = TINY if name == QWEN3MOE else _TINY_RECURRENT
+        return write_model(folder / f"{name}.gguf", shape, seed=4, tensor_type="Q8_0")
+
+    @contextmanager
+    def shared_folder(self, run_dir: Path) -> Iterator[Path]:
+        """As DevicePair.shared_folder: any will do."""
+        yield run_dir
+
+    def hide_memory(self) -> None:
+        """As DevicePair.hide_memory."""
+        self._monkeypatch.setattr(EmulatedDevice, "import_memory", _see_nothing)
+
+    def held(self) -> dict[str, int]:
+        """As DevicePair.held."""
+        return self._gpus.held()
+
+    def used(self) -> dict[str, int]:
+        """As DevicePair.used: nobody else counts."""
+        return {}
+
+    def may_grow(self) -> dict[str, int]:
+        """As DevicePair.may_grow."""
+        return _HOST_MAY_GROW
+
+
+class GpuPair:
+    """The first two GPUs; skips the test if there are fewer."""
+
+    name = GPU
+    pace = GPU_PACE
+    daemon_module = "support.watched_daemon"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._devices: tuple[Device, Device] = two_gpus()
+        self.devices = str(self._devices[0]), str(self._devices[1])
+        self._monkeypatch = monkeypatch
+        self.held = DriverUse(monkeypatch).held
+
+    def model(self, name: str, folder: Path) -> Path:
+        """As DevicePair.model: a trained one."""
+        stem = {QWEN3MOE: "dflash-demo", RECURRENT: "dflash-demo-qwen35moe"}[name]
+        return ROOT / "demo" / f"{stem}.gguf"
+
+    @contextmanager
+    def shared_folder(self, run_dir: Path) -> Iterator[Path]:
+        """As DevicePair.shared_folder: devices see memory of a tmpfs alone."""
+        # Not a name that other sessions of tests look for.
+        folder = Path(tempfile.mkdtemp(prefix="mailbox-test-", dir="/dev/shm"))
+        self._monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR", str(folder))
+        yield folder
+        left = [path.name for path in folder.iterdir()]
+        shutil.rmtree(folder)
+        assert not left, f"left in {folder}: {left}"
+
+    def hide_memory(self) -> None:
+        """As DevicePair.hide_memory."""
+        self._monkeypatch.setattr(CupyDevice, "import_memory", _see_nothing)
+
+    def used(self) -> dict[str, int]:
+        """As DevicePair.used."""
+        return {f"bytes used of {device}": used_bytes(device) for device in self._devices}
+
+    def may_grow(self) -> dict[str, int]:
+        """As DevicePair.may_grow. A driver takes memory in blocks that small allocations share, so
+        that the same ones need a block more when they come in another order. What is less than that
+        a round, and ours, `held` finds. Events are kept to be used again."""
+        blocks = {f"bytes used of {device}": 2 * _BLOCK_BYTES for device in self._devices}
+        return _HOST_MAY_GROW | blocks | {"events": _EVENTS}
+
+
+def _see_nothing(*_: object) -> NoReturn:
+    raise DeviceUnavailable("lines are where the test damages them")
+
+
+_HOST_MAY_GROW = {RESIDENT: 8 << 20}
+"""Pages that are in use again in other places than before: 1 to 2 MB were seen after 20 rounds."""
+PAIRS: dict[str, Callable[[pytest.MonkeyPatch], DevicePair]] = {
+    EMULATED: EmulatedPair,
+    GPU: GpuPair,
+}

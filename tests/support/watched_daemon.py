@@ -1,0 +1,61 @@
+"""The real daemon, for tests that look into it: at SIGUSR1 it says what it holds of its devices.
+DFLASHTEST_LINK_SILENCE_S: when it forgets a parent that has vanished.
+
+Example:
+  python -m support.watched_daemon model.gguf --device cuda:1 --listen ipc:///tmp/x/gpu.sock
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from dflash_daemon import __main__ as daemon
+from dflash_daemon import control
+from support.driver_use import DriverUse
+
+HOLDS = "holds: "
+RESIDENT = "resident bytes"
+
+
+def resident_bytes() -> int:
+    """Of this process, less what the C library has been given back and keeps, more of it with every
+    thread that there was."""
+    gc.collect()
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def serve(held: Callable[[], dict[str, int]]) -> int:
+    """The daemon, until its end; `held` tells what it holds."""
+
+    def tell(*_: object) -> None:
+        found = {**held(), RESIDENT: resident_bytes()}
+        # Whoever is interrupted may be writing there too.
+        os.write(sys.stderr.fileno(), f"{HOLDS}{json.dumps(found)}\n".encode())
+
+    with pytest.MonkeyPatch.context() as patched:
+        signal.signal(signal.SIGUSR1, tell)
+        silence_s = os.environ.get("DFLASHTEST_LINK_SILENCE_S")
+        if silence_s is not None:
+            patched.setattr(control, "_LINK_SILENCE_S", float(silence_s))
+        return daemon.main(sys.argv[1:])
+
+
+def main() -> int:
+    with pytest.MonkeyPatch.context() as patched:
+        return serve(DriverUse(patched).held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
