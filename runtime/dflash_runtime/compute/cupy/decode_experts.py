@@ -31,7 +31,7 @@ from dflash_runtime.compute.cupy.decode_experts_shape import (
 )
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.layouts import row_bytes
-from dflash_runtime.compute.cupy.mailbox_args import MailReplies
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies, MailRequest
 
 
 class Projection(ctypes.Structure):
@@ -70,6 +70,7 @@ class GateUpArgs(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
+        ("request", MailRequest),
     )
 
 
@@ -214,17 +215,18 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        x: Rows,
+        x: Rows | MailRequest,
         hidden: Rows,
         *,
         overlaps_previous: bool = True,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for what is not resident.
 
+        With a mailbox's request in place of rows what it asks for is written to the choice.
         Shapes: x rows T of H; hidden `hidden_rows`.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
-        shape, tuning, arrays = self.shape, self.tuning, self._arrays
+        shape, tuning = self.shape, self.tuning
         args = GateUpArgs(
             gate=self._projection("gate", experts.gate, shape.gate_type),
             up=self._projection("up", experts.up, shape.up_type),
@@ -233,15 +235,12 @@ class DecodeExperts:
             alpha=experts.activation_alpha,
             up_offset=experts.up_offset,
         )
-        tokens, columns = shape.num_tokens, shape.hidden_size
-        if shape.x_as_bytes:
-            args.quants, args.meta = int8_rows(
-                arrays, "x.", quants=x.quants, meta=x.meta, rows=tokens, columns=columns
-            )
-        if shape.x_as_floats:
-            args.x = arrays.address(
-                "x.values", given("x.values", x.values), np.float32, T=tokens, H=columns
-            )
+        if isinstance(x, MailRequest) != shape.takes_request:
+            raise ValueError("rows or a request, for which this was not compiled")
+        if isinstance(x, MailRequest):
+            args.request = x
+        else:
+            self._set_rows(args, x)
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
         tile = tuning.gate_up_warps * (self._device.lanes // tuning.gate_up_team)
         num_tiles = ceil(shape.ffn_size / (tile * tuning.gate_up_rows))
@@ -253,6 +252,18 @@ class DecodeExperts:
             shared_bytes=self._gate_up_bytes,
             overlaps_previous=overlaps_previous,
         )
+
+    def _set_rows(self, args: GateUpArgs, x: Rows) -> None:
+        shape, arrays = self.shape, self._arrays
+        tokens, columns = shape.num_tokens, shape.hidden_size
+        if shape.x_as_bytes:
+            args.quants, args.meta = int8_rows(
+                arrays, "x.", quants=x.quants, meta=x.meta, rows=tokens, columns=columns
+            )
+        if shape.x_as_floats:
+            args.x = arrays.address(
+                "x.values", given("x.values", x.values), np.float32, T=tokens, H=columns
+            )
 
     def launch_down(
         self,
@@ -340,9 +351,9 @@ class DecodeExperts:
             selections=arrays.optional("selections", choice.selections, np.uint32, E=num_experts),
             num_slots=self._num_slots(experts, *names),
         )
+        if choice.slots is not None and (shape.rule or shape.takes_request):
+            raise ValueError("slots are given of what is not chosen yet")
         if shape.rule is not None:
-            if choice.slots is not None:
-                raise ValueError("slots are given of what is not chosen yet")
             logits = given("logits", choice.logits)
             choices.logits = arrays.address("logits", logits, np.float32, T=tokens, E=num_experts)
         return choices

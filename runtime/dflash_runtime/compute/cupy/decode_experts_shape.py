@@ -42,6 +42,8 @@ class ExpertsShape:
     """Down writes float64 sums instead of adding to a residual."""
     rule: RoutingRule | None = None
     """Experts are chosen from logits by it, or else before."""
+    takes_request: bool = False
+    """Gate and up take choice and rows from a mailbox's request by themselves."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -49,6 +51,8 @@ class ExpertsShape:
             raise ValueError(f"K={self.num_experts_used} of E={self.num_experts} experts")
         if self.rule and self.rule.num_experts_used != self.num_experts_used:
             raise ValueError(f"K={self.num_experts_used}, but the rule says otherwise: {self.rule}")
+        if self.takes_request and (self.rule or not self.gives_sums):
+            raise ValueError("what a mailbox asks for is chosen, and answered with sums")
         check_columns(self.hidden_size, (self.gate_type, self.up_type))
         check_columns(self.ffn_size, (self.down_type,))
 
@@ -78,6 +82,7 @@ def experts_shape(
     *,
     gives_sums: bool = False,
     rule: RoutingRule | None = None,
+    takes_request: bool = False,
 ) -> ExpertsShape:
     """The shape of a layer of a model."""
     vectors = (part for each in layer.projections for part in (each.bias, each.scale))
@@ -93,6 +98,7 @@ def experts_shape(
         has_vectors=any(part is not None for part in vectors),
         gives_sums=gives_sums,
         rule=rule,
+        takes_request=takes_request,
     )
 
 
@@ -174,6 +180,7 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
         "VECTORS": int(shape.has_vectors),
         "SUMS": int(shape.gives_sums),
         "ROUTE": int(rule is not None),
+        "MAIL": int(shape.takes_request),
         "NORMALISE": int(rule is not None and rule.normalise),
         "GATE": GATES[rule.gating] if rule else 0,
         "GATE_UP_WARPS": tuning.gate_up_warps,
@@ -212,6 +219,8 @@ def _variants() -> tuple[KernelVariant, ...]:
         ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6, rule=rule),
         ExpertsShape(3, 2, 8, 512, 96, q4, q6, q5, has_vectors=True, gives_sums=True),
         ExpertsShape(2, 2, 8, 64, 96, f16, f16, f16),
+        ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6, gives_sums=True, takes_request=True),
+        ExpertsShape(3, 2, 8, 160, 96, q5, f16, q5, gives_sums=True, takes_request=True),
     )
     return tuple(KernelVariant(EXPERTS_FILE, experts_defines(shape, small)) for shape in shapes)
 

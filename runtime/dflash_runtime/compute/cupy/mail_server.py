@@ -10,7 +10,7 @@ import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, 
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_probe import ProbePlan, new_faults, probe_args
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
+from dflash_runtime.compute.cupy.mailbox_args import MailRequest
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_ABORT_AT,
@@ -172,14 +173,14 @@ class MailServer:
             side = MailSide(self._device, (peer,), limit_ms + limit_ms // 2)
             self._kernels = MailKernels(side)
             self._kernels.prepare_probe(is_echo=True)
-            self._add_medium(host_lines(self._layout, self._base))
+            self._add_medium(host_lines(self._layout, self._base), are_ours=False)
             self._queue = self._device.new_queue()
             with suppress(DeviceUnavailable):  # the host's memory is there in any case
                 self._own_memory = self._device.export_memory(self._layout.requests_nbytes)
                 self._segment.write_mail(REQUEST_MEMORY_AT, self._own_memory.handle)
 
-    def _add_medium(self, lines: MailLines) -> None:
-        medium = _Medium(lines)
+    def _add_medium(self, lines: MailLines, *, are_ours: bool) -> None:
+        medium = _Medium(lines, are_ours)
         self._record(medium, 1)
         self._media.append(medium)
 
@@ -187,7 +188,9 @@ class MailServer:
         """A step of so many tokens, tried before. The parent begins anew after that."""
         assert self._kernels is not None
         side = self._kernels.side
-        step = _Step(self._device, self._kernels, medium.lines, num_tokens)
+        step = _Step(
+            self._device, self._kernels, medium.lines, num_tokens, are_ours=medium.are_ours
+        )
         layers = self._layers
         side.set_epoch(0, is_trial=True)
         step.launch(layers)
@@ -208,7 +211,7 @@ class MailServer:
             _LOG.info("our device does not see the parent's memory: %s", one_line(str(error)))
             return
         own, other = self._own_memory.device_address, self._peer_memory.device_address
-        self._add_medium(MailLines(self._layout, requests=own, replies=other))
+        self._add_medium(MailLines(self._layout, requests=own, replies=other), are_ours=True)
         self._words.write(STATE_AT, MailState.SEES_PEER)
 
     def _leave_peer(self) -> None:
@@ -298,13 +301,23 @@ class MailServer:
 
 
 class _Step:
-    """What is recorded: every layer of which there are experts here, one after the other."""
+    """What is recorded: every layer of which there are experts here, one after the other.
+
+    Requests that are in our device's memory are looked for by every block that needs them; over a
+    bus one does it, before the others begin.
+    """
 
     def __init__(
-        self, device: KernelDevice, kernels: MailKernels, lines: MailLines, num_tokens: int
+        self,
+        device: KernelDevice,
+        kernels: MailKernels,
+        lines: MailLines,
+        num_tokens: int,
+        *,
+        are_ours: bool,
     ) -> None:
         self._device, self._kernels, self._lines = device, kernels, lines
-        self._num_tokens = num_tokens
+        self._num_tokens, self._are_ours = num_tokens, are_ours
         # Others may compute at the same time, in another stream: nothing is shared with them.
         self._steps = Steps(device)
         self._choices: dict[int, Choice] = {}
@@ -329,6 +342,10 @@ class _Step:
                     empty(shape, np.int32), empty(shape, np.float32), slots=empty(shape, np.int32)
                 )
             request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
+            if self._are_ours:
+                asked = MailRequest(self._kernels.side.args, request)
+                self._steps.answer(resident, asked, replace(choice, slots=None), to=to)
+                continue
             table = resident.decode.slot_of_expert
             self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
             self._steps.answer(resident, rows, choice, to=to)
@@ -340,6 +357,8 @@ class _Medium:
     uses, and its graph."""
 
     lines: MailLines
+    are_ours: bool
+    """Requests lie in our device's memory."""
     steps: dict[int, tuple[_Step, Graph]] = field(default_factory=dict)
 
     def close(self) -> None:

@@ -32,3 +32,9 @@ class MailReplies(ctypes.Structure):
         ("peers", ctypes.c_int * MOST_PEERS),
         ("num_replies", ctypes.c_int),
     )
+
+
+class MailRequest(ctypes.Structure):
+    """What a parent asks for of a layer, in our device's memory; mirrors mailbox_request.cuh."""
+
+    _fields_ = (("mail", MailArgs), ("lines", ctypes.c_void_p))

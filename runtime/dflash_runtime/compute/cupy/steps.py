@@ -35,7 +35,7 @@ from dflash_runtime.compute.cupy.decode_tokens import QuantiseRows, RowChange, S
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.draw_tokens import ChooseTokens, DrawInputs
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES
-from dflash_runtime.compute.cupy.mailbox_args import MailReplies
+from dflash_runtime.compute.cupy.mailbox_args import MailReplies, MailRequest
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.row_kernels import ChooseExperts, is_plain
@@ -211,12 +211,19 @@ class Steps:
         return here
 
     def answer(
-        self, layer: ResidentLayer, rows: ExpertRows, choice: Choice, *, to: MailReply
+        self,
+        layer: ResidentLayer,
+        asked: ExpertRows | MailRequest,
+        choice: Choice,
+        *,
+        to: MailReply,
     ) -> None:
-        """Sums of the chosen experts of up to MOST_TOKENS into a mailbox."""
-        num_tokens = choice.topk_ids.shape[0]
-        experts, hidden = self._experts_of(experts_shape(layer.layer, num_tokens, gives_sums=True))
-        experts.launch_gate_up(layer.decode, choice, rows, hidden)
+        """Sums of the chosen experts of up to MOST_TOKENS into a mailbox; a request is waited for,
+        and says which those are."""
+        takes, num_tokens = isinstance(asked, MailRequest), choice.topk_ids.shape[0]
+        shape = experts_shape(layer.layer, num_tokens, gives_sums=True, takes_request=takes)
+        experts, hidden = self._experts_of(shape)
+        experts.launch_gate_up(layer.decode, choice, asked, hidden)
         experts.launch_down(layer.decode, choice, hidden, to)
 
     def begin_experts(self, layer: ResidentLayer, choice: Choice, rows: ExpertRows) -> None:

@@ -28,6 +28,11 @@ struct Choices {
     }
 };
 
+// Of one pair.
+struct ChosenPair {
+    int expert, slot;  // negative: none; not here
+};
+
 // One warp's choices, whose slots it asks for before it knows which it needs.
 struct Chooser {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;

@@ -6,13 +6,14 @@
 //
 // HIDDEN, FFN, EXPERTS; MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
 // SUMS: float64 sums are written, or else rounded ones are added to the residual. ROUTE: experts are
-// chosen from logits, NORMALISE and GATE as route.cuh has them.
+// chosen from logits, NORMALISE and GATE as route.cuh has them. MAIL: the choice and the rows are taken
+// from a mailbox's request, which lies in this device's memory.
 // GUESS: down begins with slots that it has no right to rely on (0 in tests).
 // Tuning of either kernel: WARPS, TEAM lanes a row, MOST_DEEP units a lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
 #include "activation.cuh"
 #include "choices.cuh"
-#include "mailbox.cuh"
+#include "mailbox_request.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
 
@@ -24,6 +25,7 @@ struct Projection {
 };
 
 constexpr int PAIRS = TOKENS * TOP_K;
+static_assert(!MAIL || (SUMS && !ROUTE), "what is asked for is chosen, and answered with sums");
 
 // Product of a row as the layer defines it.
 INLINE float projected(const Projection &of, int expert, int rows, int row, float product) {
@@ -48,6 +50,7 @@ struct GateUpArgs {
     float2 *h_meta;             // [P, padded / 16]
     float *h;                   // [P, FFN], if it is not
     Activation form;
+    MailRequest request;        // if MAIL, which says all that choices.slot_of_expert does not
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -80,16 +83,12 @@ INLINE void write_hidden(const GateUpArgs &a, int pair, int tile, const float *v
     }
 }
 
-// Grid: P * tiles; pairs that share an expert read the same rows at about the same time.
-KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
-    using Rows = Staged<1, HIDDEN, X_BYTES, X_FLOATS>;
-    using Gate = RowProducts<TYPE_GATE, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
-    using Up = RowProducts<TYPE_UP, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
-    using Sums = TeamSums<GATE_UP_ROWS, GATE_UP_TEAM>;
-    DYNAMIC_SHARED(shared);
+using GateUpRows = Staged<1, HIDDEN, X_BYTES, X_FLOATS>;
+
+// What a block needs for one tile of a pair: the row of its token, staged, and where its expert lies.
+// That of tile 0 writes down what it has found. All threads call; block_barrier() is not needed after.
+INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
     SHARED(int, chosen, 2);  // expert, slot
-    SHARED(float, hidden, GATE_UP_TILE);
-    const int pair = block_index_x() % PAIRS, tile = block_index_x() / PAIRS;
     const i64 token = pair / TOP_K;
     const bool chooses = warp_index() == 0;
     [[maybe_unused]] Chooser chooser;
@@ -127,19 +126,37 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         }
         let_next_begin();  // only now, so that down mostly finds the slots
     }
-    const Rows x(shared);
     if (GATE_UP_WARPS == 1 || !chooses) {  // the others meanwhile
         constexpr int First = GATE_UP_WARPS == 1 ? 0 : LANES;
         if constexpr (X_BYTES) {
-            stage_bytes<1, HIDDEN, GATE_UP_THREADS, First>(x, a.quants + token * Rows::PADDED,
-                                                           a.meta + token * Rows::GRANULES);
+            stage_bytes<1, HIDDEN, GATE_UP_THREADS, First>(x, a.quants + token * GateUpRows::PADDED,
+                                                           a.meta + token * GateUpRows::GRANULES);
         }
         if constexpr (X_FLOATS) {
             stage_floats<1, HIDDEN, GATE_UP_THREADS, First>(x, a.x + token * HIDDEN);
         }
     }
     block_barrier();
-    const int expert = chosen[0], slot = chosen[1];
+    return {chosen[0], chosen[1]};
+}
+
+// The same of what a mailbox asks for.
+INLINE ChosenPair take_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
+    using Row = RequestRow<GateUpRows, HIDDEN, X_BYTES, X_FLOATS>;
+    return take_request<Row, GATE_UP_THREADS>(a.request, a.choices, x, pair, tile);
+}
+
+// Grid: P * tiles; pairs that share an expert read the same rows at about the same time.
+KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
+    using Gate = RowProducts<TYPE_GATE, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
+    using Up = RowProducts<TYPE_UP, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
+    using Sums = TeamSums<GATE_UP_ROWS, GATE_UP_TEAM>;
+    DYNAMIC_SHARED(shared);
+    SHARED(float, hidden, GATE_UP_TILE);
+    const int pair = block_index_x() % PAIRS, tile = block_index_x() / PAIRS;
+    const GateUpRows x(shared);
+    const ChosenPair chosen = MAIL ? take_pair(a, x, pair, tile) : begin_pair(a, x, pair, tile);
+    const int expert = chosen.expert, slot = chosen.slot;
     if (slot < 0) {
         write_hidden(a, pair, tile, nullptr);
         return;

@@ -49,10 +49,11 @@ struct Mail {
     }
     // Waits for `num` lines, at most N, that peers send: those at line(0), line(1), …, of peer(0), ….
     // A look is at all that have not come, and each is asked for before the first is here: over a bus
-    // one costs as much as all. False: the step has failed.
+    // one costs as much as all. False: the step has failed. Who waits for what others wait for as well,
+    // who look at what peers say far away, need not do so.
     template <int N, typename LineOf, typename PeerOf>
     INLINE bool receive(uint4 (&found)[N], int num, LineOf line, PeerOf peer, u32 epoch, u64 deadline,
-                        bool is_rounded = false) const {
+                        bool is_rounded = false, bool looks_far = true) const {
         const u32 checked_by = is_rounded ? rounded_epoch(epoch) : epoch;
 #pragma unroll
         for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // of no epoch
@@ -68,7 +69,7 @@ struct Mail {
             }
             if (missing < 0) return true;
             if (look % LOOKS == 0 &&
-                is_over(peer(missing), epoch, deadline, look % FAR_LOOKS == 0)) {
+                is_over(peer(missing), epoch, deadline, looks_far && look % FAR_LOOKS == 0)) {
                 return false;
             }
             spin_pause();

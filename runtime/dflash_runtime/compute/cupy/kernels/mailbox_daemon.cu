@@ -1,4 +1,5 @@
-// The daemon's side of a mailbox: what a layer is asked. Its answer is written by experts_decode.cu.
+// The daemon's side of a mailbox: what a layer is asked, through the host's memory; experts_decode.cu
+// takes what comes through its device's by itself, and writes the answers to both.
 //
 // Defines: TOKENS of a step, TOP_K; EXPERTS; THREADS; MOST_PEERS.
 #include "mailbox.cuh"
@@ -15,13 +16,11 @@ struct MailTakeArgs {
     int *pair_slots;        // [PAIRS]: where each lies
 };
 
-INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, u32 expert, u32 weight) {
-    const bool rounds = asks_rounded(expert);
-    if (pair == 0) a.mail.state->rounds = rounds;
-    if (rounds) expert ^= ROUNDS;
-    a.topk_ids[pair] = (int)expert;
-    a.pair_slots[pair] = expert < (u32)EXPERTS ? slots[expert] : -1;
-    a.topk_weights[pair] = bits_to_float(weight);
+INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, const AskedPair &asked) {
+    if (pair == 0) a.mail.state->rounds = asked.rounds;
+    a.topk_ids[pair] = (int)asked.expert;
+    a.pair_slots[pair] = asked.expert < (u32)EXPERTS ? slots[asked.expert] : -1;
+    a.topk_weights[pair] = asked.weight;
 }
 
 // Grid: tokens, as many lines are looked for by each block.
@@ -49,7 +48,7 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
 #pragma unroll
         for (int j = 0; j < LINES_AT_ONCE; j++) {
             const int i = first + j * All;
-            if (i < PAIRS) take_pair(a, slots, i, found[j].x, found[j].z);
+            if (i < PAIRS) take_pair(a, slots, i, AskedPair(found[j]));
             else if (i < num_lines) a.parts.store(i - PAIRS, found[j].x, found[j].z);
         }
     }

@@ -35,6 +35,19 @@ INLINE u32 rounded_epoch(u32 epoch) { return ~epoch; }
 constexpr u32 ROUNDS = 1u << 30;
 INLINE bool asks_rounded(u32 id) { return (id >> 31) != (id >> 30 & 1); }
 
+// What a request's line says of a pair.
+struct AskedPair {
+    u32 expert;  // local; its highest bit: none
+    float weight;
+    bool rounds;
+
+    INLINE explicit AskedPair(uint4 line) {
+        rounds = asks_rounded(line.x);
+        expert = rounds ? line.x ^ ROUNDS : line.x;
+        weight = bits_to_float(line.z);
+    }
+};
+
 INLINE u8 *line_at(void *lines, i64 index) { return (u8 *)lines + LINE_BYTES * index; }
 INLINE const u8 *line_at(const void *lines, i64 index) {
     return (const u8 *)lines + LINE_BYTES * index;

@@ -1,0 +1,140 @@
+// A layer's request as each block takes it that needs it, with no kernel before that: for lines in our
+// own device's memory. Over a bus so many must not look, and mailbox_daemon.cu takes it for all.
+//
+// TOKENS, TOP_K, EXPERTS; MOST_PEERS.
+#pragma once
+#include "choices.cuh"
+#include "mailbox.cuh"
+#include "staging.cuh"
+
+struct MailRequest {
+    Mail mail;
+    const void *lines;
+};
+
+// The row of one token among the lines, which follow those of the pairs part by part, all tokens' words
+// of each: where its lines are, and what they say in `Rows`, a Staged of one row. Padding is not read.
+template <typename Rows, int Columns, bool AsBytes, bool AsFloats>
+struct RequestRow {
+    static_assert(Columns % (AsBytes ? 32 : 4) == 0, "rows of activations");
+    static constexpr int QUANTS = AsBytes ? Columns / 8 : 0, META = AsBytes ? Columns / 16 : 0;
+    static constexpr int FLOATS = AsFloats ? Columns / 2 : 0, LINES = QUANTS + META + FLOATS;
+    static constexpr int ALL_QUANTS = AsBytes ? Rows::PADDED / 8 : 0;
+    static constexpr int ALL_META = AsBytes ? Rows::GRANULES : 0;
+
+    // Among all lines of the request.
+    INLINE static int place(int token, int line) {
+        constexpr int Meta = TOKENS * (TOP_K + ALL_QUANTS), Floats = Meta + TOKENS * ALL_META;
+        if (line < QUANTS) return TOKENS * TOP_K + token * ALL_QUANTS + line;
+        if (line < QUANTS + META) return Meta + token * ALL_META + line - QUANTS;
+        return Floats + token * FLOATS + line - QUANTS - META;
+    }
+    INLINE static void store(const Rows &to, int line, uint2 words) {
+        void *at = to.values + 2 * (line - QUANTS - META);
+        if (line < QUANTS) at = to.granule(0, line / 2) + line % 2 * 8;
+        else if (line < QUANTS + META) at = to.meta + (line - QUANTS);
+        *(uint2 *)at = words;
+    }
+    INLINE static void clear_padding(const Rows &to, int thread, int num_threads) {
+        if constexpr (AsBytes) {
+            for (int i = Columns / 16 + thread; i < Rows::GRANULES; i += num_threads) {
+                *(uint4 *)to.granule(0, i) = make_uint4(0, 0, 0, 0);
+                to.meta[i] = make_float2(0.0f, 0.0f);
+            }
+        }
+        if constexpr (AsFloats) {
+            for (int i = Columns + thread; i < Rows::PADDED; i += num_threads) to.values[i] = 0.0f;
+        }
+    }
+};
+
+// By one of NumWarps warps, its share of a row. What is asked for all of it comes at about the same
+// time: until the last line of the share is there all lanes look at that alone, which is one access.
+template <typename Row, int NumWarps, typename Rows>
+INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int warp, bool looks_far,
+                        u32 epoch, u64 deadline) {
+    constexpr int Share = padded_to((Row::LINES + NumWarps - 1) / NumWarps, 8);
+    constexpr int Each = (Share + LANES - 1) / LANES;
+    constexpr int AtOnce = Each < LINES_AT_ONCE ? Each : LINES_AT_ONCE;
+    const int end = min_of((warp + 1) * Share, Row::LINES);
+    if (warp * Share >= end) return true;
+    auto parent = [](int) { return 0; };
+    auto last = [&](int) { return line_at(from.lines, Row::place(token, end - 1)); };
+    uint4 first_seen[1];
+    if (!from.mail.receive(first_seen, 1, last, parent, epoch, deadline, false, looks_far)) {
+        return false;
+    }
+    for (int first = warp * Share + lane_index(); first < end; first += AtOnce * LANES) {
+        uint4 found[AtOnce];
+        const int num = (end - first + LANES - 1) / LANES;
+        auto line = [&](int j) {
+            return line_at(from.lines, Row::place(token, first + j * LANES));
+        };
+        if (!from.mail.receive(found, num, line, parent, epoch, deadline, false, looks_far)) {
+            return false;
+        }
+#pragma unroll
+        for (int j = 0; j < AtOnce; j++) {
+            if (j < num) Row::store(to, first + j * LANES, make_uint2(found[j].x, found[j].z));
+        }
+    }
+    return true;
+}
+
+// What a block of Threads needs for one tile of a pair: the row of its token, staged, and where its
+// expert lies. That of tile 0 writes down the choice. All threads call; block_barrier() is not needed
+// after. Where anything does not come the step has failed, and other blocks end as soon as they see it.
+template <typename Row, int Threads, typename Rows>
+INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const Rows &x, int pair,
+                              int tile) {
+    SHARED(int, slots, EXPERTS);  // at hand when the pair comes
+    SHARED(int, taken, 3);        // expert, slot, whether something has not come
+    constexpr int NumWarps = Threads / LANES, First = NumWarps == 1 ? 0 : 1;
+    for (int i = thread_index(); i < EXPERTS; i += Threads) {
+        slots[i] = (int)load_weights4(to.slot_of_expert + i);
+    }
+    if (thread_index() == 0) taken[2] = 0;
+    Row::clear_padding(x, thread_index(), Threads);
+    wait_for_previous();
+    block_barrier();
+    const Mail &mail = from.mail;
+    const u32 epoch = mail.epoch();
+    const u64 deadline = mail.deadline();
+    // What others wait for one of these does too, so that they need not ask the host's memory.
+    const bool looks_far = tile == 0;
+    bool is_there = !mail.is_aborted();
+    const int warp = warp_index();
+    // Rows are sent before it is chosen who gets them, and are here when the pair is.
+    if (is_there && warp >= First) {
+        is_there = receive_row<Row, NumWarps - First>(from, x, pair / TOP_K, warp - First, looks_far,
+                                                      epoch, deadline);
+    }
+    if (warp == 0) {
+        uint4 found[1];
+        auto line = [&](int) { return line_at(from.lines, pair); };
+        auto parent = [](int) { return 0; };
+        if (is_there) {
+            is_there = mail.receive(found, 1, line, parent, epoch, deadline, false, looks_far);
+        }
+        if (is_there && lane_index() == 0) {
+            const AskedPair asked(found[0]);
+            taken[0] = (int)asked.expert;
+            taken[1] = asked.expert < (u32)EXPERTS ? to.within(slots[asked.expert]) : -1;
+            if (tile == 0) {
+                if (pair == 0) mail.state->rounds = asked.rounds;
+                to.topk_ids[pair] = taken[0], to.pair_slots[pair] = taken[1];
+                to.topk_weights[pair] = asked.weight;
+                to.count(taken[0]);
+            }
+        }
+        let_next_begin();  // only now, so that down mostly finds the slots
+    }
+    if (!is_there) taken[2] = 1;
+    block_barrier();
+    if (!taken[2]) return {taken[0], taken[1]};
+    if (tile == 0 && thread_index() == 0) {  // nothing is computed, nor answered
+        to.topk_ids[pair] = to.pair_slots[pair] = -1;
+        to.topk_weights[pair] = 0.0f;
+    }
+    return {-1, -1};
+}
