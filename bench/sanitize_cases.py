@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "exchange.cu": ("test_exchange.py::test_a_step_has_the_same_bits_however_many_tokens_it_has",),
     "experts_decode.cu": (
         "test_decode_experts.py::test_what_is_not_resident_is_left_out[(32, True)]",
+        "test_mailbox_request.py::test_what_is_asked_for_has_the_bits_of_rows_and_a_choice"
+        "[(32, True)-bytes and floats]",
     ),
     "gemm_dense.cu": (
         "test_prefill_dense.py::test_several_matrices_at_once[40-tensor]",
