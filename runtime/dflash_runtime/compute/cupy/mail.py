@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.ring import RingShape
@@ -13,9 +13,10 @@ from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.experts import CupyExpertBank
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_server import MailServer
-from dflash_runtime.compute.cupy.mailbox_layout import mail_layout
+from dflash_runtime.compute.cupy.mailbox_layout import MailLayout, mail_layout
 from dflash_runtime.compute.cupy.mailbox_trial import TRIAL_LAYOUT, TRIAL_SHAPE, MailboxTrial
 from dflash_runtime.compute.cupy.parent_mail import begin_mailbox
+from dflash_runtime.compute.cupy.resident import ResidentLayer
 
 
 class CupyMail:
@@ -27,6 +28,7 @@ class CupyMail:
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
         self._device, self._lock = device, lock
         self.keeper = MemoryKeeper(lock)
+        self._servers: list[MailServer] = []
 
     def num_bytes(self, moe: MoeSpec) -> int:
         """As DeviceMail.num_bytes."""
@@ -44,14 +46,7 @@ class CupyMail:
             if bank is not None and bank.num_experts:
                 assert isinstance(bank, CupyExpertBank)
                 layers.append((index, bank.by_local))
-        return MailServer(
-            self._device,
-            segment,
-            mail_layout(moe),
-            layers=layers,
-            lock=self._lock,
-            keeper=self.keeper,
-        )
+        return self._served(segment, mail_layout(moe), layers)
 
     @property
     def trial_shape(self) -> RingShape:
@@ -64,14 +59,26 @@ class CupyMail:
 
     def serve_trial(self, segment: Segment) -> MailServer:
         """As DeviceMail.serve_trial."""
-        return MailServer(
+        return self._served(segment, TRIAL_LAYOUT, ())
+
+    def _served(
+        self, segment: Segment, layout: MailLayout, layers: Sequence[tuple[int, ResidentLayer]]
+    ) -> MailServer:
+        server = MailServer(
             self._device,
             segment,
-            TRIAL_LAYOUT,
-            layers=(),
+            layout,
+            layers=layers,
             lock=self._lock,
             keeper=self.keeper,
+            is_alone=self._serves_one,
         )
+        self._servers = [*(each for each in self._servers if each.is_open), server]
+        return server
+
+    def _serves_one(self) -> bool:
+        """Whether no more than one parent is served. Any thread may ask."""
+        return sum(each.is_open for each in self._servers) <= 1
 
     def close(self) -> None:
         """Give back what is kept; nothing may be served any more."""

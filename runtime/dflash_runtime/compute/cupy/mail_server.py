@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class MailServer:
 
     The parent may ask as soon as `STATE_AT` says that it is ready. `layers`, with their places in
     the model, have experts of ours by their local ids; `lock` is held while the device's own stream
-    is used.
+    is used. `is_alone`: whether there is no other parent, whom waiting for one could hold up.
     Owns: the thread, the recorded step, and memory of the device; not the segment.
     """
 
@@ -85,11 +86,13 @@ class MailServer:
         layers: Sequence[tuple[int, ResidentLayer]],
         lock: threading.RLock,
         keeper: MemoryKeeper,
+        is_alone: Callable[[], bool],
     ) -> None:
         assert segment.window is not None
         self._device, self._segment, self._lock = device, segment, lock
         self._base = segment.window.device_address(segment.shape.mail_at)
         self._layout, self._layers, self._keeper = layout, layers, keeper
+        self._is_alone, self._was_alone = is_alone, True
         self._words = MailWords(segment)
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
         self._words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
@@ -104,6 +107,11 @@ class MailServer:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-mailbox", daemon=True)
         self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps may be under way."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread, having given up what runs. Twice does nothing."""
@@ -187,17 +195,16 @@ class MailServer:
     def _record(self, medium: _Medium, num_tokens: int) -> None:
         """A step of so many tokens, tried before. The parent begins anew after that."""
         assert self._kernels is not None
-        side = self._kernels.side
-        step = _Step(
-            self._device, self._kernels, medium.lines, num_tokens, are_ours=medium.are_ours
-        )
-        layers = self._layers
-        side.set_epoch(0, is_trial=True)
-        step.launch(layers)
-        self._device.synchronize()
-        self._words.write(DAEMON_ABORT_AT, 0)
-        side.set_epoch(0)
-        medium.steps[num_tokens] = step, self._device.capture(lambda: step.launch(layers))
+        side, layers = self._kernels.side, self._layers
+        for by_all in (False, True)[: 1 + medium.are_ours]:
+            step = _Step(self._device, self._kernels, medium.lines, num_tokens, by_all=by_all)
+            side.set_epoch(0, is_trial=True)
+            step.launch(layers)
+            self._device.synchronize()
+            self._words.write(DAEMON_ABORT_AT, 0)
+            side.set_epoch(0)
+            graph = self._device.capture(partial(step.launch, layers))
+            medium.steps[num_tokens, by_all] = step, graph
 
     def _see_peer(self) -> None:
         """Have a step that goes through the devices' memory."""
@@ -244,13 +251,11 @@ class MailServer:
             # Several may have been asked for since we looked.
             if (asked.number - self._num_done) % _MODULUS > _MOST_STEPS:
                 raise ProtocolError("a mailbox was asked for more steps than can be under way")
-            recorded = self._media[self._medium].steps.get(asked.argument)
-            if recorded is None:
-                raise ProtocolError("a mailbox was asked for a step that it is not ready for")
+            graph = self._graph_of(asked.argument)
             while self._num_done % _MODULUS != asked.number:
                 # A parent that has given up may want its memory back.
                 if not self._words.read(PARENT_ABORT_AT):
-                    self._queue.replay(recorded[1])
+                    self._queue.replay(graph)
                 self._num_done += 1
         else:
             self._queue.synchronize()  # which waits for the parent, and others must not
@@ -260,6 +265,17 @@ class MailServer:
                 self._do_other(asked)
             self._num_done = asked.number
         self._words.answer(self._num_done)
+
+    def _graph_of(self, num_tokens: int) -> Graph:
+        """Kernels that all look for their request have the device to themselves until it comes."""
+        medium, is_alone = self._media[self._medium], self._is_alone()
+        if is_alone != self._was_alone:
+            self._was_alone = is_alone
+            _LOG.info("the mailbox's parent is %s", "alone" if is_alone else "one of several")
+        recorded = medium.steps.get((num_tokens, is_alone and medium.are_ours))
+        if recorded is None:
+            raise ProtocolError("a mailbox was asked for a step that it is not ready for")
+        return recorded[1]
 
     def _do_other(self, asked: Asked) -> None:
         assert self._kernels is not None
@@ -275,7 +291,7 @@ class MailServer:
         if asked.ask is Ask.SIZE:
             if not 1 <= asked.argument <= MOST_TOKENS:
                 raise ProtocolError(f"a mailbox was asked for steps of {asked.argument} tokens")
-            if asked.argument not in self._media[self._medium].steps:
+            if (asked.argument, False) not in self._media[self._medium].steps:
                 self._record(self._media[self._medium], asked.argument)
             return
         wanted = int(asked.ask is Ask.PEER_EPOCH)
@@ -303,8 +319,8 @@ class MailServer:
 class _Step:
     """What is recorded: every layer of which there are experts here, one after the other.
 
-    Requests that are in our device's memory are looked for by every block that needs them; over a
-    bus one does it, before the others begin.
+    `by_all`: every block that needs a request looks for it, which must be in our device's memory;
+    or else one block a token does, before the others begin.
     """
 
     def __init__(
@@ -314,10 +330,10 @@ class _Step:
         lines: MailLines,
         num_tokens: int,
         *,
-        are_ours: bool,
+        by_all: bool,
     ) -> None:
         self._device, self._kernels, self._lines = device, kernels, lines
-        self._num_tokens, self._are_ours = num_tokens, are_ours
+        self._num_tokens, self._by_all = num_tokens, by_all
         # Others may compute at the same time, in another stream: nothing is shared with them.
         self._steps = Steps(device)
         self._choices: dict[int, Choice] = {}
@@ -342,7 +358,7 @@ class _Step:
                     empty(shape, np.int32), empty(shape, np.float32), slots=empty(shape, np.int32)
                 )
             request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
-            if self._are_ours:
+            if self._by_all:
                 asked = MailRequest(self._kernels.side.args, request)
                 self._steps.answer(resident, asked, replace(choice, slots=None), to=to)
                 continue
@@ -353,13 +369,13 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Medium:
-    """Memory that lines go through, and steps that were recorded for it, by their tokens: what each
-    uses, and its graph."""
+    """Memory that lines go through, and steps that were recorded for it, by their tokens and by who
+    looks for requests: what each uses, and its graph."""
 
     lines: MailLines
     are_ours: bool
     """Requests lie in our device's memory."""
-    steps: dict[int, tuple[_Step, Graph]] = field(default_factory=dict)
+    steps: dict[tuple[int, bool], tuple[_Step, Graph]] = field(default_factory=dict)
 
     def close(self) -> None:
         """No step may still run."""

@@ -61,6 +61,12 @@ Why this is right:
 * A line is written again only when it has been read: the parent asks a layer again in the next
   step, which it begins when it has all answers of this one; and the daemon answered when it had
   read the request. So one place a layer and direction is enough, and nobody counts them.
+* A request in the daemon's own memory is read by every block of gate and up that needs some of it,
+  each for itself (``mailbox_request.cuh``). The kernel that answers waits until all of them have
+  ended, so that whoever has an answer knows that all have read the request. None of these blocks
+  waits for another: those that find no room yet begin when others have ended, and find lines that
+  are there already. As they leave no room for what else the device has to do while they wait, one
+  block takes the request for all where there are other parents (``mail_server.py``).
 * That holds for steps that end. One that does not ends all that goes through this mailbox: whoever
   has waited too long says so (320, 384), every later wait and post of both sides returns at once,
   and nothing of the step is used. Steps begin anew with an epoch that none has had, once both hosts
