@@ -46,7 +46,7 @@ Why this is right:
 * Either half of a line, 8 bytes and aligned, is stored and loaded as one; two threads may send the
   two. A reader that finds the check which belongs to the word beside it and to the step has what
   was sent. Nothing is ordered among lines or halves, and nothing needs to be: a reader waits for
-  each.
+  each. An expert's id is sent before its weight is known, and taken before that has come.
 * An epoch is a step's. It grows by one with every step, on each side by itself, and is never 0,
   which new memory is. So no line of an earlier step can be taken for this one's: with the same word
   it has another check.

@@ -238,22 +238,25 @@ def test_a_parent_that_has_given_up_is_not_waited_for() -> None:
     assert list(daemon.state[EPOCH:ROUNDS]) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("is_backward", [False, True])
-def test_lines_may_come_in_any_order_while_they_are_waited_for(is_backward: bool) -> None:
+@pytest.mark.parametrize("order", ["any", "backward", "weights last"])
+def test_halves_may_come_in_any_order_while_they_are_waited_for(order: str) -> None:
     device = EmulatedDevice()
     shape = SHAPES["bytes and floats"]
     layer, step = random_case(9, shape)
     expected = expected_sums(device, layer, step)
     lines = request_lines(shape, step, epoch=1)
     uploaded = device.zeros(lines.shape, np.uint32)
-    order = np.random.default_rng(1).permutation(len(lines))
-    if is_backward:
-        order = np.arange(len(lines))[::-1]
+    halves = np.random.default_rng(1).permutation(2 * len(lines))
+    if order == "backward":
+        halves = np.sort(halves)[::-1]
+    if order == "weights last":
+        is_weight = (halves % 2 == 1) & (halves < 2 * shape.num_pairs)
+        halves = np.concatenate([halves[~is_weight], halves[is_weight]])
 
     def send() -> None:
-        for line in order:
-            for half in (slice(2, 4), slice(0, 2)):
-                uploaded[line, half] = lines[line, half]
+        for half in halves:
+            words = slice(half % 2 * 2, half % 2 * 2 + 2)
+            uploaded[half // 2, words] = lines[half // 2, words]
             time.sleep(20e-6)
 
     daemon = Daemon(device, layer)
@@ -264,6 +267,7 @@ def test_lines_may_come_in_any_order_while_they_are_waited_for(is_backward: bool
     finally:
         thread.join()
     np.testing.assert_array_equal(reply, checked(expected.view(np.uint32).ravel(), epoch=1))
+    np.testing.assert_array_equal(device.download(daemon.choice.topk_weights), step.topk_weights)
 
 
 def test_rows_are_not_taken_for_a_request() -> None:

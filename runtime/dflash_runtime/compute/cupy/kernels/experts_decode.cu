@@ -157,7 +157,9 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     const GateUpRows x(shared);
     const ChosenPair chosen = MAIL ? take_pair(a, x, pair, tile) : begin_pair(a, x, pair, tile);
     const int expert = chosen.expert, slot = chosen.slot;
+    const bool takes_weight = MAIL && tile == 0 && thread_index() == 0;
     if (slot < 0) {
+        if (takes_weight) await_weight(a.request, a.choices, pair);
         write_hidden(a, pair, tile, nullptr);
         return;
     }
@@ -174,6 +176,8 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     Up up;
     gate.load(gate_rows, place);
     up.load(up_rows, place);
+    uint4 asked = make_uint4(0, 0, 0, 0);
+    if (takes_weight) asked = load_line(line_at(a.request.lines, pair));  // is here when it is needed
     Sums gates, ups;
     gates.clear();
     ups.clear();
@@ -188,6 +192,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         u = projected(a.up, expert, FFN, row, u);
         hidden[row - tile * GATE_UP_TILE] = activate(a.form, g, u);
     }
+    if (takes_weight) take_weight(a.request, a.choices, pair, asked);
     block_barrier();
     write_hidden(a, pair, tile, hidden);
 }

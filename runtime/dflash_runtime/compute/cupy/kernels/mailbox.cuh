@@ -50,22 +50,26 @@ struct Mail {
     // Waits for `num` lines, at most N, that peers send: those at line(0), line(1), …, of peer(0), ….
     // A look is at all that have not come, and each is asked for before the first is here: over a bus
     // one costs as much as all. False: the step has failed. Who waits for what others wait for as well,
-    // who look at what peers say far away, need not do so.
-    template <int N, typename LineOf, typename PeerOf>
+    // who look at what peers say far away, need not do so. FirstHalves: the others may still be missing.
+    template <bool FirstHalves = false, int N, typename LineOf, typename PeerOf>
     INLINE bool receive(uint4 (&found)[N], int num, LineOf line, PeerOf peer, u32 epoch, u64 deadline,
                         bool is_rounded = false, bool looks_far = true) const {
         const u32 checked_by = is_rounded ? rounded_epoch(epoch) : epoch;
+        auto is_missing = [&](uint4 line) {
+            return !(FirstHalves ? is_of_epoch(line.x, line.y, checked_by)
+                                 : is_of_epoch(line, checked_by));
+        };
 #pragma unroll
         for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // of no epoch
         for (int look = 1;; look++) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                if (j < num && !is_of_epoch(found[j], checked_by)) found[j] = load_line(line(j));
+                if (j < num && is_missing(found[j])) found[j] = load_line(line(j));
             }
             int missing = -1;
 #pragma unroll
             for (int j = N - 1; j >= 0; j--) {
-                if (j < num && !is_of_epoch(found[j], checked_by)) missing = j;
+                if (j < num && is_missing(found[j])) missing = j;
             }
             if (missing < 0) return true;
             if (look % LOOKS == 0 &&

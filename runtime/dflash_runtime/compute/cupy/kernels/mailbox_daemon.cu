@@ -16,11 +16,12 @@ struct MailTakeArgs {
     int *pair_slots;        // [PAIRS]: where each lies
 };
 
-INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, const AskedPair &asked) {
+INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, uint4 line) {
+    const AskedExpert asked(line);
     if (pair == 0) a.mail.state->rounds = asked.rounds;
-    a.topk_ids[pair] = (int)asked.expert;
-    a.pair_slots[pair] = asked.expert < (u32)EXPERTS ? slots[asked.expert] : -1;
-    a.topk_weights[pair] = asked.weight;
+    a.topk_ids[pair] = (int)asked.id;
+    a.pair_slots[pair] = asked.id < (u32)EXPERTS ? slots[asked.id] : -1;
+    a.topk_weights[pair] = bits_to_float(line.z);
 }
 
 // Grid: tokens, as many lines are looked for by each block.
@@ -48,7 +49,7 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
 #pragma unroll
         for (int j = 0; j < LINES_AT_ONCE; j++) {
             const int i = first + j * All;
-            if (i < PAIRS) take_pair(a, slots, i, AskedPair(found[j]));
+            if (i < PAIRS) take_pair(a, slots, i, found[j]);
             else if (i < num_lines) a.parts.store(i - PAIRS, found[j].x, found[j].z);
         }
     }

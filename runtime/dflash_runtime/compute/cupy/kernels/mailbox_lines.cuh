@@ -21,8 +21,9 @@ INLINE u32 check_of(u32 epoch, u32 word) { return epoch ^ word * CHECK_FACTOR; }
 INLINE void send_line(void *line, u32 epoch, u32 first, u32 second) {
     store_line(line, make_uint4(first, check_of(epoch, first), second, check_of(epoch, second)));
 }
+INLINE bool is_of_epoch(u32 word, u32 check, u32 epoch) { return check == check_of(epoch, word); }
 INLINE bool is_of_epoch(uint4 line, u32 epoch) {
-    return line.y == check_of(epoch, line.x) && line.w == check_of(epoch, line.z);
+    return is_of_epoch(line.x, line.y, epoch) && is_of_epoch(line.z, line.w, epoch);
 }
 // A half by itself.
 INLINE void send_half(void *half, u32 epoch, u32 word) {
@@ -35,16 +36,14 @@ INLINE u32 rounded_epoch(u32 epoch) { return ~epoch; }
 constexpr u32 ROUNDS = 1u << 30;
 INLINE bool asks_rounded(u32 id) { return (id >> 31) != (id >> 30 & 1); }
 
-// What a request's line says of a pair.
-struct AskedPair {
-    u32 expert;  // local; its highest bit: none
-    float weight;
+// What the first half of a request's line says of a pair.
+struct AskedExpert {
+    u32 id;  // local; its highest bit: none
     bool rounds;
 
-    INLINE explicit AskedPair(uint4 line) {
+    INLINE explicit AskedExpert(uint4 line) {
         rounds = asks_rounded(line.x);
-        expert = rounds ? line.x ^ ROUNDS : line.x;
-        weight = bits_to_float(line.z);
+        id = rounds ? line.x ^ ROUNDS : line.x;
     }
 };
 

@@ -22,11 +22,11 @@ constexpr int POST_PAIRS = TOKENS * TOP_K;
 constexpr int MOST_CHOOSERS = THREADS / LANES / 2;
 constexpr int CHOOSERS = !ROUTE ? 0 : TOKENS < MOST_CHOOSERS ? TOKENS : MOST_CHOOSERS;
 
-// Grid: peers. Rows are on their way while the first warps choose.
+// Grid: peers. Rows are on their way while the first warps choose, and an expert's id is before the next
+// is chosen: who is asked loads its weights meanwhile.
 KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     SHARED(int, ids, POST_PAIRS);
-    SHARED(int, local_ids, POST_PAIRS);
     SHARED(float, weights, POST_PAIRS);
     const int peer = block_index_x();
     const bool is_first = peer == 0, chooses = warp_index() < CHOOSERS;
@@ -41,6 +41,7 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     wait_for_previous();
     const u32 epoch = a.mail.epoch();
     const bool posts = !a.mail.is_aborted();
+    const u32 rounds = a.rounds ? ROUNDS : 0;
     void *lines = a.requests[peer];
     if (chooses) {
         for (int token = warp_index(); token < TOKENS; token += MOST_CHOOSERS) {
@@ -48,11 +49,16 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             const float *logits = a.logits + (i64)token * EXPERTS;
             router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
             router.choose(TOP_K, [&](int k, int j) {
-                ids[token * TOP_K + k] = router.expert(j);
-                local_ids[token * TOP_K + k] = local_of[j];
+                const int pair = token * TOP_K + k;
+                if (posts) send_half(line_at(lines, pair), epoch, (u32)local_of[j] ^ rounds);
+                ids[pair] = router.expert(j);
             });
             const float weight = router.weight();
-            if (lane_index() < TOP_K) weights[token * TOP_K + lane_index()] = weight;
+            if (lane_index() < TOP_K) {
+                const int pair = token * TOP_K + lane_index();
+                if (posts) send_half(line_at(lines, pair) + HALF_BYTES, epoch, float_to_bits(weight));
+                weights[pair] = weight;
+            }
         }
     } else if (posts) {
         constexpr int First = CHOOSERS * LANES, Step = THREADS - First;
@@ -76,11 +82,10 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
         const int expert = ROUTE ? ids[pair] : (int)load_fresh4(a.topk_ids + pair);
         const u32 weight = ROUTE ? float_to_bits(weights[pair]) : load_fresh4(a.topk_weights + pair);
         const bool exists = (u32)expert < (u32)EXPERTS;
-        u32 local = ~0u;
-        if (exists) {
-            local = ROUTE ? (u32)local_ids[pair] : load_weights4(a.local_ids[peer] + expert);
+        if (!ROUTE && posts) {
+            const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
+            send_line(line_at(lines, pair), epoch, local ^ rounds, weight);
         }
-        if (posts) send_line(line_at(lines, pair), epoch, local ^ (a.rounds ? ROUNDS : 0), weight);
         if (!is_first) continue;
         if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
         if (a.selections && exists) atomic_add(a.selections + expert, 1);

@@ -82,8 +82,9 @@ INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int 
 }
 
 // What a block of Threads needs for one tile of a pair: the row of its token, staged, and where its
-// expert lies. That of tile 0 writes down the choice. All threads call; block_barrier() is not needed
-// after. Where anything does not come the step has failed, and other blocks end as soon as they see it.
+// expert lies. That of tile 0 writes down the choice, but for the weight, which may come later. All
+// threads call; block_barrier() is not needed after. Where anything does not come the step has failed,
+// and other blocks end as soon as they see it.
 template <typename Row, int Threads, typename Rows>
 INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const Rows &x, int pair,
                               int tile) {
@@ -104,7 +105,7 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
     const bool looks_far = tile == 0;
     bool is_there = !mail.is_aborted();
     const int warp = warp_index();
-    // Rows are sent before it is chosen who gets them, and are here when the pair is.
+    // Rows are sent before it is chosen who gets them, and are here when the expert's id is.
     if (is_there && warp >= First) {
         is_there = receive_row<Row, NumWarps - First>(from, x, pair / TOP_K, warp - First, looks_far,
                                                       epoch, deadline);
@@ -114,16 +115,15 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
         auto line = [&](int) { return line_at(from.lines, pair); };
         auto parent = [](int) { return 0; };
         if (is_there) {
-            is_there = mail.receive(found, 1, line, parent, epoch, deadline, false, looks_far);
+            is_there = mail.receive<true>(found, 1, line, parent, epoch, deadline, false, looks_far);
         }
         if (is_there && lane_index() == 0) {
-            const AskedPair asked(found[0]);
-            taken[0] = (int)asked.expert;
-            taken[1] = asked.expert < (u32)EXPERTS ? to.within(slots[asked.expert]) : -1;
+            const AskedExpert asked(found[0]);
+            taken[0] = (int)asked.id;
+            taken[1] = asked.id < (u32)EXPERTS ? to.within(slots[asked.id]) : -1;
             if (tile == 0) {
                 if (pair == 0) mail.state->rounds = asked.rounds;
                 to.topk_ids[pair] = taken[0], to.pair_slots[pair] = taken[1];
-                to.topk_weights[pair] = asked.weight;
                 to.count(taken[0]);
             }
         }
@@ -134,7 +134,23 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
     if (!taken[2]) return {taken[0], taken[1]};
     if (tile == 0 && thread_index() == 0) {  // nothing is computed, nor answered
         to.topk_ids[pair] = to.pair_slots[pair] = -1;
-        to.topk_weights[pair] = 0.0f;
     }
     return {-1, -1};
+}
+
+// The weight of a pair, which down needs, is written down by one thread, when it has come.
+INLINE void await_weight(const MailRequest &from, const Choices &to, int pair) {
+    const Mail &mail = from.mail;
+    uint4 found[1];
+    auto line = [&](int) { return line_at(from.lines, pair); };
+    auto parent = [](int) { return 0; };
+    const bool is_there =
+        !mail.is_aborted() && mail.receive(found, 1, line, parent, mail.epoch(), mail.deadline());
+    to.topk_weights[pair] = is_there ? bits_to_float(found[0].z) : 0.0f;
+}
+// The same when the line has been seen since the expert's id came; mostly all of it was there.
+INLINE void take_weight(const MailRequest &from, const Choices &to, int pair, uint4 seen) {
+    const u32 epoch = check_of(seen.y, seen.x);  // by which the id is right
+    if (is_of_epoch(seen.z, seen.w, epoch)) to.topk_weights[pair] = bits_to_float(seen.z);
+    else await_weight(from, to, pair);
 }
