@@ -10,8 +10,8 @@ from dflash_adapters.moe_spec import Activation
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.cupy.decode_experts import ProjectionArrays, ResidentExperts
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape
+from dflash_runtime.compute.cupy.device import KernelDevice
 from support.device_weights import Weights, random_weights
-from support.emulated_device import EmulatedDevice
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Layer:
     def limit(self) -> float:
         return float("inf") if self.activation is Activation.SWIGLU else 3.0
 
-    def resident(self, device: EmulatedDevice, slots: list[int]) -> ResidentExperts:
+    def resident(self, device: KernelDevice, slots: list[int]) -> ResidentExperts:
         """The experts that have a slot; bytes of slots without expert are poison."""
         sizes = self.shape.hidden_size, self.shape.ffn_size
         parts = []

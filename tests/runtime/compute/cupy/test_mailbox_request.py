@@ -14,7 +14,7 @@ from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.cupy.decode_experts import Choice, DecodeExperts, MailReply, Rows
 from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape
-from dflash_runtime.compute.cupy.device import DeviceArray, address
+from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.cupy.mailbox_args import MailRequest
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
 from support.decode_experts_rig import Layer, Step, random_layer, random_step
@@ -56,7 +56,7 @@ SLOTS = [-1 if expert % 7 == 3 else (expert * 11) % 70 for expert in range(70)]
 class Daemon:
     """The side of a mailbox that is asked, and what it has of a layer."""
 
-    device: EmulatedDevice
+    device: KernelDevice
     layer: Layer
     limit_ms: int = 20_000
 
@@ -130,7 +130,7 @@ def request_lines(shape: ExpertsShape, step: Step, epoch: int, *, rounds: bool =
     return checked(np.concatenate(parts), epoch)
 
 
-def expected_sums(device: EmulatedDevice, layer: Layer, step: Step) -> F64Array:
+def expected_sums(device: KernelDevice, layer: Layer, step: Step) -> F64Array:
     """Of the same kernels, given choice and rows. Shapes: result [T, H]."""
     experts = DecodeExperts(device, replace(layer.shape, takes_request=False))
     int8, resident = as_int8_rows(step.x), layer.resident(device, SLOTS)
@@ -157,6 +157,18 @@ def test_what_is_asked_for_has_the_bits_of_rows_and_a_choice(
     np.testing.assert_array_equal(device.download(daemon.choice.topk_ids), step.topk_ids)
     np.testing.assert_array_equal(device.download(daemon.choice.topk_weights), step.topk_weights)
     assert list(daemon.state[EPOCH:]) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_every_device_takes_what_it_is_asked_for(any_device: KernelDevice, num_tokens: int) -> None:
+    shape = replace(BASE, num_tokens=num_tokens, hidden_size=1024, ffn_size=512)
+    layer, step = random_case(11, shape)
+    expected = expected_sums(any_device, layer, step)
+    daemon = Daemon(any_device, layer)
+    for epoch in range(1, 4):
+        reply = daemon.step(any_device.upload(request_lines(shape, step, epoch)))
+        assert daemon.state[ABORTED] == 0
+        np.testing.assert_array_equal(reply, checked(expected.view(np.uint32).ravel(), epoch))
 
 
 def test_an_answer_may_be_rounded(device: EmulatedDevice) -> None:

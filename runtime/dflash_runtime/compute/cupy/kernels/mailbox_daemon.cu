@@ -1,5 +1,5 @@
-// The daemon's side of a mailbox: what a layer is asked, through the host's memory; experts_decode.cu
-// takes what comes through its device's by itself, and writes the answers to both.
+// The daemon's side of a mailbox: what a layer is asked, for all blocks of experts_decode.cu, unless they
+// take it by themselves (mailbox_request.cuh). These write the answer.
 //
 // Defines: TOKENS of a step, TOP_K; EXPERTS; THREADS; MOST_PEERS.
 #include "mailbox.cuh"

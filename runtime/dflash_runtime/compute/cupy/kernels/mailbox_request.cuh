@@ -1,5 +1,6 @@
 // A layer's request as each block takes it that needs it, with no kernel before that: for lines in our
-// own device's memory. Over a bus so many must not look, and mailbox_daemon.cu takes it for all.
+// own device's memory. Over a bus so many must not look, nor where others need the device meanwhile:
+// there mailbox_daemon.cu takes it for all.
 //
 // TOKENS, TOP_K, EXPERTS; MOST_PEERS.
 #pragma once
