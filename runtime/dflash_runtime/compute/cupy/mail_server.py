@@ -10,10 +10,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
-
-import numpy as np
 
 from dflash_protocol.errors import (
     DaemonUnavailable,
@@ -24,12 +21,11 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ring_segment import Segment, silence_bell
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.decode_experts import Choice, MailReply, Rows
-from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, Queue, address
+from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, Queue
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_probe import ProbePlan, new_faults, probe_args
+from dflash_runtime.compute.cupy.mail_step import MailStep, Medium
 from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
-from dflash_runtime.compute.cupy.mailbox_args import MailRequest
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.cupy.mailbox_layout import (
     DAEMON_ABORT_AT,
@@ -55,7 +51,6 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     host_lines,
 )
 from dflash_runtime.compute.cupy.resident import ResidentLayer
-from dflash_runtime.compute.cupy.steps import Steps
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,7 +91,7 @@ class MailServer:
         self._words = MailWords(segment)
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
         self._words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
-        self._media: list[_Medium] = []
+        self._media: list[Medium] = []
         """Lines in the host's memory; and those in devices', if that can be had."""
         self._medium = 0
         self._own_memory: PeerMemory | None = None
@@ -188,16 +183,16 @@ class MailServer:
                 self._segment.write_mail(REQUEST_MEMORY_AT, self._own_memory.handle)
 
     def _add_medium(self, lines: MailLines, *, are_ours: bool) -> None:
-        medium = _Medium(lines, are_ours)
+        medium = Medium(lines, are_ours)
         self._record(medium, 1)
         self._media.append(medium)
 
-    def _record(self, medium: _Medium, num_tokens: int) -> None:
+    def _record(self, medium: Medium, num_tokens: int) -> None:
         """A step of so many tokens, tried before. The parent begins anew after that."""
         assert self._kernels is not None
         side, layers = self._kernels.side, self._layers
         for by_all in (False, True)[: 1 + medium.are_ours]:
-            step = _Step(self._device, self._kernels, medium.lines, num_tokens, by_all=by_all)
+            step = MailStep(self._device, self._kernels, medium.lines, num_tokens, by_all=by_all)
             side.set_epoch(0, is_trial=True)
             step.launch(layers)
             self._device.synchronize()
@@ -314,71 +309,3 @@ class MailServer:
         faults = new_faults(device)
         self._kernels.probe(probe_args(device, lines, plan, faults=faults), is_echo=True)
         self._segment.write_mail(PROBE_FAULTS_AT, device.download(faults).tobytes())
-
-
-class _Step:
-    """What is recorded: every layer of which there are experts here, one after the other.
-
-    `by_all`: every block that needs a request looks for it, which must be in our device's memory;
-    or else one block a token does, before the others begin.
-    """
-
-    def __init__(
-        self,
-        device: KernelDevice,
-        kernels: MailKernels,
-        lines: MailLines,
-        num_tokens: int,
-        *,
-        by_all: bool,
-    ) -> None:
-        self._device, self._kernels, self._lines = device, kernels, lines
-        self._num_tokens, self._by_all = num_tokens, by_all
-        # Others may compute at the same time, in another stream: nothing is shared with them.
-        self._steps = Steps(device)
-        self._choices: dict[int, Choice] = {}
-        self._rows: dict[int, Rows] = {}
-
-    def launch(self, layers: Sequence[tuple[int, ResidentLayer]]) -> None:
-        """Shapes: layers by their place in the model."""
-        self._kernels.begin()
-        reply = address(self._kernels.side.state)
-        for index, resident in layers:
-            layer = resident.layer
-            rows = self._rows.get(layer.hidden_size)
-            choice = self._choices.get(layer.num_experts_used)
-            if rows is None:
-                rows = self._rows[layer.hidden_size] = self._steps.new_rows(
-                    self._num_tokens, layer.hidden_size
-                )
-            if choice is None:
-                shape = self._num_tokens, layer.num_experts_used
-                empty = self._device.empty
-                choice = self._choices[layer.num_experts_used] = Choice(
-                    empty(shape, np.int32), empty(shape, np.float32), slots=empty(shape, np.int32)
-                )
-            request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
-            if self._by_all:
-                asked = MailRequest(self._kernels.side.args, request)
-                self._steps.answer(resident, asked, replace(choice, slots=None), to=to)
-                continue
-            table = resident.decode.slot_of_expert
-            self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
-            self._steps.answer(resident, rows, choice, to=to)
-
-
-@dataclass(frozen=True, slots=True)
-class _Medium:
-    """Memory that lines go through, and steps that were recorded for it, by their tokens and by who
-    looks for requests: what each uses, and its graph."""
-
-    lines: MailLines
-    are_ours: bool
-    """Requests lie in our device's memory."""
-    steps: dict[tuple[int, bool], tuple[_Step, Graph]] = field(default_factory=dict)
-
-    def close(self) -> None:
-        """No step may still run."""
-        for _, graph in self.steps.values():
-            graph.close()
-        self.steps.clear()
