@@ -25,8 +25,9 @@ START_S = 30.0
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment with our sources importable."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(_SOURCE_ROOTS), **extra}
+    """This process's environment with our sources importable, before what already is."""
+    paths = [*_SOURCE_ROOTS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 def run_python(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -155,16 +155,18 @@ class MailLayout:
 
     num_layers: int
     request_lines: int
-    """Of the layer that has most."""
+    """For a token, of the layer that has most."""
     reply_lines: int
+    most_tokens: int = 1
+    """Of a step."""
 
     @property
     def request_bytes(self) -> int:
-        return _aligned(self.request_lines * LINE_BYTES)
+        return _aligned(self.most_tokens * self.request_lines * LINE_BYTES)
 
     @property
     def reply_bytes(self) -> int:
-        return _aligned(self.reply_lines * LINE_BYTES)
+        return _aligned(self.most_tokens * self.reply_lines * LINE_BYTES)
 
     @property
     def requests_nbytes(self) -> int:
@@ -212,11 +214,11 @@ def mail_layout(moe: MoeSpec) -> MailLayout:
     return MailLayout(
         num_layers=len(layers),
         request_lines=max(
-            MOST_TOKENS * layer.num_experts_used
-            + sum(-(-MOST_TOKENS * words // _LINE_WORDS) for words in part_words(layer))
+            layer.num_experts_used + sum(-(-words // _LINE_WORDS) for words in part_words(layer))
             for layer in layers
         ),
-        reply_lines=MOST_TOKENS * max(layer.hidden_size for layer in layers),
+        reply_lines=max(layer.hidden_size for layer in layers),
+        most_tokens=MOST_TOKENS,
     )
 
 
