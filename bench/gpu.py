@@ -11,6 +11,7 @@ order:
   kernels      each kernel of a decode step: time, bytes of weights, GB/s, share of the copy; the
                time of a token, put together
   mail-gpu     all routed experts in a daemon on a second GPU, which kernels ask
+  mail-host    the same, through the host's memory alone
   mail-half    half of them there
   mail-three   all of them in daemons on three more GPUs, each has a third of them; needs four GPUs
   idle         what parent, daemon and both GPUs use in six seconds without work after decode with
@@ -69,6 +70,7 @@ LIMITS_S = {
     "resident": 210.0,
     "kernels": 90.0,
     "mail-gpu": 80.0,
+    "mail-host": 70.0,
     "mail-half": 70.0,
     "mail-three": 80.0,
     "idle": 60.0,

@@ -33,14 +33,17 @@ class EngineSide:
         daemons: Sequence[str] = (),
         local_experts: int | None = None,
         ipc_transport: str | None = None,
+        mail_memory: str | None = None,
     ) -> None:
-        """`ipc_transport`: None = as settings have it.
+        """`ipc_transport`, `mail_memory`: None = as settings have it.
 
         Raises: DflashError if the engine cannot be opened.
         """
         settings = load_settings()
         if ipc_transport is not None:
             settings = replace(settings, ipc_transport=ipc_transport)
+        if mail_memory is not None:
+            settings = replace(settings, mail_memory=mail_memory)
         started_s = time.perf_counter()
         self._engine = Engine.open(
             path,

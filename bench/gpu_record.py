@@ -53,6 +53,8 @@ GOALS = (
     Goal("mail-gpu", DECODE, 600, 800),
     Goal("mail-gpu", DECODE, 0.86, is_ratio=True),
     Goal("mail-gpu", PREFILL, 14_000, 22_000),
+    Goal("mail-host", DECODE, 550, 700),
+    Goal("mail-host", DECODE, 0.80, is_ratio=True),
     Goal("mail-half", DECODE, 0.92, is_ratio=True),
     Goal("mail-three", DECODE, 0.75, is_ratio=True),
     Goal("idle", GPU_USE, 0, is_most=True),

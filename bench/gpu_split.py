@@ -27,13 +27,14 @@ _MARGIN = 64
 @dataclass(frozen=True, slots=True)
 class Split:
     """One set-up of ours: a daemon on each of `num_others` further GPUs, or one on the CPU if that
-    is 0; `share_here` of the experts of each layer stay with the parent; `transport` is the
-    setting."""
+    is 0; `share_here` of the experts of each layer stay with the parent; `transport` and
+    `mail_memory` are the settings."""
 
     title: str
     num_others: int
     share_here: float = 0.0
     transport: str = "shared"
+    mail_memory: str = "auto"
 
     @property
     def num_gpus(self) -> int:
@@ -59,6 +60,7 @@ class PeerSplit:
 
 SPLITS = {
     "mail-gpu": Split("all routed experts on a second GPU, mailbox", 1, 0.0, "device"),
+    "mail-host": Split("all of them there, mailbox in the host's memory", 1, 0.0, "device", "host"),
     "mail-half": Split("half of them there, mailbox", 1, 0.5, "device"),
     "mail-three": Split("all routed experts on three more GPUs, mailbox", 3, 0.0, "device"),
     "split-gpu": Split("all routed experts on a second GPU, asked by the host", 1),
@@ -122,6 +124,7 @@ def open_split(
         daemons=list(others[: split.num_others]) or ["cpu"],
         local_experts=int(split.share_here * spec_of(path).moe.layers[0].num_experts),
         ipc_transport=split.transport,
+        mail_memory=split.mail_memory,
         until_s=until_s,
     )
 

@@ -76,6 +76,8 @@ class Segment:
         """Has whoever uses the memory besides let go of it."""
         self.mail_limit_ms = 0
         """How long a step of ours through the mailbox may take, as we have told the other side."""
+        self.mail_in_host = False
+        """Nothing of a mailbox may lie in devices' memory."""
         self.peer_mails = False
         """The other side makes its end of the mailbox ready."""
         self._memory = memory

@@ -72,6 +72,7 @@ class Settings:
     deadline_ms: int = 250
     """Shortest time a daemon is given to answer one request."""
     step_limit_ms: int = 200
+    mail_memory: str = "auto"
     """Longest time of a decode step in which GPUs ask each other."""
     heartbeat_ms: int = 1000
     """Time between two pings on a link; five silent ones and the daemon counts as lost."""
@@ -253,6 +254,10 @@ KNOBS = (
     Knob(
         "IPC_STEP_LIMIT_MS", "step_limit_ms", Whole(1, 60_000), Reader.PARENT,
         "Longest time of a decode step in which GPUs ask each other; then the host asks again.",
+    ),
+    Knob(
+        "IPC_MAIL_MEMORY", "mail_memory", OneOf("auto", "host"), Reader.PARENT,
+        "Memory that GPUs ask each other through: whichever is faster, or the host's alone.",
     ),
     Knob(
         "HEARTBEAT_MS", "heartbeat_ms", Whole(10, 60_000), Reader.PARENT,

@@ -38,6 +38,7 @@ WORDS = [
     ("IPC_MODE", "ipc_mode", "auto", ("auto", "batched", "stream")),
     ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "device", "shared", "stream")),
     ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
+    ("IPC_MAIL_MEMORY", "mail_memory", "auto", ("auto", "host")),
     ("PREFILL_OFFLOAD", "prefill_offload", "auto", ("auto", "on", "off")),
     ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),
     ("YARN", "yarn", "file", ("file", "llama.cpp")),

@@ -194,8 +194,9 @@ class DeviceMail(Protocol):
     def num_bytes(self, moe: MoeSpec) -> int:
         """Of a model's mailbox in shared memory."""
 
-    def begin(self, segment: Segment, limit_ms: int) -> None:
-        """What a daemon is to know before it is told of a mailbox: how long a step may take."""
+    def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
+        """What a daemon is to know before it is told of a mailbox: how long a step may take; and,
+        for us, whether all of it is to stay in the host's memory."""
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailService:
         """Answer a parent, as the daemon whose experts these are.

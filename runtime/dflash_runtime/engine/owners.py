@@ -265,7 +265,11 @@ def _sharing_plan(
     return replace(
         plan,
         mail_bytes=backend.mail.num_bytes(spec.moe),
-        begin_mail=partial(backend.mail.begin, limit_ms=settings.step_limit_ms),
+        begin_mail=partial(
+            backend.mail.begin,
+            limit_ms=settings.step_limit_ms,
+            in_host=settings.mail_memory == "host",
+        ),
     )
 
 

@@ -246,6 +246,33 @@ def test_mailboxes_may_lie_in_the_devices_memory(
             assert rings.count >= NUM_TOKENS - 1
 
 
+def test_mailboxes_lie_in_the_hosts_memory_if_that_is_wanted(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_peer, shown = MailLink.open_peer, []
+
+    def noted(link: MailLink) -> None:
+        shown.append(link)
+        open_peer(link)
+
+    monkeypatch.setattr(MailLink, "open_peer", noted)
+    with opened(model) as engine:
+        expected = tokens(engine)
+    rings = Rings(monkeypatch)
+    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
+    for mail_memory, num_shown in (("host", 0), ("auto", 1)):
+        changed = replace(settings, mail_memory=mail_memory)
+        with opened(model, local_experts=0, settings=changed, **options) as engine:
+            rings.count = 0
+            assert tokens(engine) == expected
+            assert rings.count >= NUM_TOKENS - 1
+        assert len(shown) == num_shown
+
+
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
     model: Path,

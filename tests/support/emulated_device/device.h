@@ -169,6 +169,7 @@ INLINE void spin_pause() { emulated::spin_pause(); }
 
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() { emulated::current_fiber().has_waited = true; }
+INLINE void previous_has_waited() { wait_for_previous(); }
 INLINE u32 atomic_add(u32 *p, u32 value) {
     emulated::check_read(p, 4, 4);
     u32 before = *p;

@@ -34,8 +34,9 @@ class CupyMail:
         """As DeviceMail.num_bytes."""
         return mail_layout(moe).nbytes
 
-    def begin(self, segment: Segment, limit_ms: int) -> None:
+    def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
         """As DeviceMail.begin."""
+        segment.mail_in_host = in_host
         begin_mailbox(segment, self._device, limit_ms)
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailServer:

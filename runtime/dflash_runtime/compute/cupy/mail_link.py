@@ -84,6 +84,11 @@ class MailLink:
         self._exported: PeerMemory | None = None
         self._imported: PeerMemory | None = None
 
+    @property
+    def stays_in_host(self) -> bool:
+        """Devices' memory is not to be tried."""
+        return self._segment.mail_in_host
+
     def use_peers(self, uses_peers: bool) -> None:
         """Lines are those in the devices' memory, if there are any, from the next `restart` on."""
         self.lines = (self.peer_lines if uses_peers else None) or self._host_lines

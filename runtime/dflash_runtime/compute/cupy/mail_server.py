@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
+
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeviceUnavailable,
@@ -21,7 +23,14 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ring_segment import Segment, silence_bell
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.device import Graph, KernelDevice, PeerMemory, Queue
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    Graph,
+    KernelDevice,
+    PeerMemory,
+    Queue,
+    address,
+)
 from dflash_runtime.compute.cupy.kept_memory import MemoryKeeper
 from dflash_runtime.compute.cupy.mail_probe import ProbePlan, new_faults, probe_args
 from dflash_runtime.compute.cupy.mail_step import MailStep, Medium
@@ -176,14 +185,16 @@ class MailServer:
             side = MailSide(self._device, (peer,), limit_ms + limit_ms // 2)
             self._kernels = MailKernels(side)
             self._kernels.prepare_probe(is_echo=True)
-            self._add_medium(host_lines(self._layout, self._base), are_ours=False)
+            relay = self._device.zeros(self._layout.requests_nbytes, np.uint8)
+            to = MailLines(self._layout, requests=address(relay), replies=0)
+            self._add_medium(host_lines(self._layout, self._base), (relay, to))
             self._queue = self._device.new_queue()
             with suppress(DeviceUnavailable):  # the host's memory is there in any case
                 self._own_memory = self._device.export_memory(self._layout.requests_nbytes)
                 self._segment.write_mail(REQUEST_MEMORY_AT, self._own_memory.handle)
 
-    def _add_medium(self, lines: MailLines, *, are_ours: bool) -> None:
-        medium = Medium(lines, are_ours)
+    def _add_medium(self, lines: MailLines, relay: tuple[DeviceArray, MailLines] | None) -> None:
+        medium = Medium(lines, relay)
         self._record(medium, 1)
         self._media.append(medium)
 
@@ -191,8 +202,15 @@ class MailServer:
         """A step of so many tokens, tried before. The parent begins anew after that."""
         assert self._kernels is not None
         side, layers = self._kernels.side, self._layers
-        for by_all in (False, True)[: 1 + medium.are_ours]:
-            step = MailStep(self._device, self._kernels, medium.lines, num_tokens, by_all=by_all)
+        for by_all in (False, True):
+            step = MailStep(
+                self._device,
+                self._kernels,
+                medium.lines,
+                num_tokens=num_tokens,
+                by_all=by_all,
+                relay=None if medium.relay is None else medium.relay[1],
+            )
             side.set_epoch(0, is_trial=True)
             step.launch(layers)
             self._device.synchronize()
@@ -213,7 +231,7 @@ class MailServer:
             _LOG.info("our device does not see the parent's memory: %s", one_line(str(error)))
             return
         own, other = self._own_memory.device_address, self._peer_memory.device_address
-        self._add_medium(MailLines(self._layout, requests=own, replies=other), are_ours=True)
+        self._add_medium(MailLines(self._layout, requests=own, replies=other), None)
         self._words.write(STATE_AT, MailState.SEES_PEER)
 
     def _leave_peer(self) -> None:
@@ -267,7 +285,7 @@ class MailServer:
         if is_alone != self._was_alone:
             self._was_alone = is_alone
             _LOG.info("the mailbox's parent is %s", "alone" if is_alone else "one of several")
-        recorded = medium.steps.get((num_tokens, is_alone and medium.are_ours))
+        recorded = medium.steps.get((num_tokens, is_alone))
         if recorded is None:
             raise ProtocolError("a mailbox was asked for a step that it is not ready for")
         return recorded[1]

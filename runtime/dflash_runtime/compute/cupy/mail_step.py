@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dflash_runtime.compute.cupy.decode_experts import Choice, MailReply, Rows
-from dflash_runtime.compute.cupy.device import Graph, KernelDevice, address
+from dflash_runtime.compute.cupy.device import DeviceArray, Graph, KernelDevice, address
 from dflash_runtime.compute.cupy.mailbox_args import MailRequest
 from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels
 from dflash_runtime.compute.cupy.mailbox_layout import MailLines
@@ -19,8 +19,9 @@ from dflash_runtime.compute.cupy.steps import Steps
 class MailStep:
     """What is recorded: every layer of which there are experts here, one after the other.
 
-    `by_all`: every block that needs a request looks for it, which must be in our device's memory;
-    or else one block a token does, before the others begin.
+    `by_all`: every block that needs a request looks for it in our device's memory, where one block
+    a token brings it to `relay` if it does not lie there; or else such a block takes it, before the
+    others begin.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class MailStep:
         device: KernelDevice,
         kernels: MailKernels,
         lines: MailLines,
-        num_tokens: int,
         *,
+        num_tokens: int,
         by_all: bool,
+        relay: MailLines | None,
     ) -> None:
         self._device, self._kernels, self._lines = device, kernels, lines
+        self._relay = relay
         self._num_tokens, self._by_all = num_tokens, by_all
         # Others may compute at the same time, in another stream: nothing is shared with them.
         self._steps = Steps(device)
@@ -59,7 +62,10 @@ class MailStep:
                 )
             request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
             if self._by_all:
-                asked = MailRequest(self._kernels.side.args, request)
+                asked = MailRequest(self._kernels.side.args, request, is_relayed=0)
+                if self._relay is not None:
+                    asked.lines, asked.is_relayed = self._relay.request(index), 1
+                    self._kernels.relay(layer, self._num_tokens, request=request, to=asked.lines)
                 self._steps.answer(resident, asked, replace(choice, slots=None), to=to)
                 continue
             table = resident.decode.slot_of_expert
@@ -73,8 +79,8 @@ class Medium:
     looks for requests: what each uses, and its graph."""
 
     lines: MailLines
-    are_ours: bool
-    """Requests lie in our device's memory."""
+    relay: tuple[DeviceArray, MailLines] | None
+    """Memory of our device that requests are brought to, where they do not lie there."""
     steps: dict[tuple[int, bool], tuple[MailStep, Graph]] = field(default_factory=dict)
 
     def close(self) -> None:

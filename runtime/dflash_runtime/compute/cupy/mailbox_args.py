@@ -37,4 +37,4 @@ class MailReplies(ctypes.Structure):
 class MailRequest(ctypes.Structure):
     """What a parent asks for of a layer, in our device's memory; mirrors mailbox_request.cuh."""
 
-    _fields_ = (("mail", MailArgs), ("lines", ctypes.c_void_p))
+    _fields_ = (("mail", MailArgs), ("lines", ctypes.c_void_p), ("is_relayed", ctypes.c_int))

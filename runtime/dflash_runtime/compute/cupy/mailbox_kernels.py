@@ -69,6 +69,15 @@ class MailTakeArgs(ctypes.Structure):
     )
 
 
+class MailRelayArgs(ctypes.Structure):
+    _fields_ = (
+        ("mail", MailArgs),
+        ("request", ctypes.c_void_p),
+        ("lines", ctypes.c_void_p),
+        ("num_lines", ctypes.c_int),
+    )
+
+
 class MailProbeArgs(ctypes.Structure):
     """Mirrors mailbox_probe.cu."""
 
@@ -253,14 +262,23 @@ class MailKernels:
             ),
             pair_slots=self._arrays.address("slots", slots, np.int32, **sizes),
         )
-        defines = {
-            "TOKENS": num_tokens,
-            "TOP_K": layer.num_experts_used,
-            "EXPERTS": layer.num_experts,
-            "THREADS": _THREADS,
-            "MOST_PEERS": MOST_PEERS,
-        }
-        kernel = self._kernel("mailbox_daemon.cu", "mail_take", MailTakeArgs, defines)
+        kernel = self._daemon_kernel(layer, num_tokens, "mail_take", MailTakeArgs)
+        self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
+
+    def relay(self, layer: MoeLayer, num_tokens: int, *, request: int, to: int) -> None:
+        """Bring what the parent asks of a layer to where the kernel after this one looks for it.
+
+        Shapes: request, to: addresses of lines.
+        """
+        num_used = layer.num_experts_used
+        args = MailRelayArgs(
+            mail=self.side.args,
+            request=request,
+            lines=to,
+            num_lines=num_tokens * num_used
+            + sum(-(-num_tokens * words // 2) for words in part_words(layer)),
+        )
+        kernel = self._daemon_kernel(layer, num_tokens, "mail_relay", MailRelayArgs)
         self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
 
     def prepare_probe(self, *, is_echo: bool) -> Kernel:
@@ -273,6 +291,18 @@ class MailKernels:
         args.mail = self.side.args
         kernel = self.prepare_probe(is_echo=is_echo)
         self._device.launch(kernel, (1, 1, 1), _THREADS, args)
+
+    def _daemon_kernel(
+        self, layer: MoeLayer, num_tokens: int, name: str, args: type[ctypes.Structure]
+    ) -> Kernel:
+        defines: dict[str, int | str] = {
+            "TOKENS": num_tokens,
+            "TOP_K": layer.num_experts_used,
+            "EXPERTS": layer.num_experts,
+            "THREADS": _THREADS,
+            "MOST_PEERS": MOST_PEERS,
+        }
+        return self._kernel("mailbox_daemon.cu", name, args, defines)
 
     def _parent_kernel(
         self,

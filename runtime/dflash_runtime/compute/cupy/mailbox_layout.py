@@ -67,6 +67,9 @@ Why this is right:
   waits for another: those that find no room yet begin when others have ended, and find lines that
   are there already. As they leave no room for what else the device has to do while they wait, one
   block takes the request for all where there are other parents (``mail_server.py``).
+* A request in the host's memory is brought to such lines of the daemon's own first, by one block a
+  token: they are right by their checks too, whoever writes them, and each layer has its own. Gate
+  and up begin when that kernel has seen all before it end, and wait for nothing but lines.
 * That holds for steps that end. One that does not ends all that goes through this mailbox: whoever
   has waited too long says so (320, 384), every later wait and post of both sides returns at once,
   and nothing of the step is used. Steps begin anew with an epoch that none has had, once both hosts

@@ -220,7 +220,8 @@ class ParentMail:
     def _try_media(self, link: MailLink) -> None:
         """Raises: DaemonUnavailable."""
         trips_s = {"the host's memory": self._trip_s(link)}
-        link.open_peer()
+        if not link.stays_in_host:
+            link.open_peer()
         if link.peer_lines is not None:
             link.use_peers(True)
             trips_s["the devices' memory"] = self._trip_s(link)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,7 @@ SHAPES = {
     "bytes and floats": replace(BASE, num_tokens=3, hidden_size=288, gate_type=F16, up_type=Q8_0),
     "several lines a thread": replace(BASE, num_tokens=2, hidden_size=7168, num_experts_used=1),
 }
+MOST_LINES = 4096
 SLOTS = [-1 if expert % 7 == 3 else (expert * 11) % 70 for expert in range(70)]
 
 
@@ -58,10 +61,13 @@ class Daemon:
 
     device: KernelDevice
     layer: Layer
+    relays: bool = False
+    """Requests are far away, and brought here by a kernel before."""
     limit_ms: int = 20_000
 
     def __post_init__(self) -> None:
         device, shape = self.device, self.layer.shape
+        self.relayed = device.zeros((MOST_LINES, 4), np.uint32)
         self.words = device.zeros(2, np.uint32)
         peer = MailPeer(address(self.words), address(self.words, 4))
         self.side = MailSide(device, (peer,), self.limit_ms)
@@ -82,12 +88,24 @@ class Daemon:
         if begins:
             self.kernels.begin()
         args = self.side.args
-        self.experts.launch_gate_up(
-            self.resident, self.choice, MailRequest(args, address(lines)), self.hidden
-        )
+        request = MailRequest(args, address(lines), is_relayed=self.relays)
+        if self.relays:
+            shape, at = self.layer.shape, address(self.relayed)
+            self.kernels.relay(moe_layer(shape), shape.num_tokens, request=request.lines, to=at)
+            request.lines = at
+        self.experts.launch_gate_up(self.resident, self.choice, request, self.hidden)
         to = MailReply(address(self.reply), args.state)
         self.experts.launch_down(self.resident, self.choice, self.hidden, to)
         return self.device.download(self.reply)
+
+
+def moe_layer(shape: ExpertsShape) -> Any:
+    """What kernels of a mailbox must know of such a layer."""
+    gate, up = (SimpleNamespace(tensor_type=kind) for kind in (shape.gate_type, shape.up_type))
+    sizes = {
+        name: getattr(shape, name) for name in ("num_experts", "num_experts_used", "hidden_size")
+    }
+    return SimpleNamespace(gate=gate, up=up, **sizes)
 
 
 def random_case(seed: int, shape: ExpertsShape) -> tuple[Layer, Step]:
@@ -143,15 +161,21 @@ def expected_sums(device: KernelDevice, layer: Layer, step: Step) -> F64Array:
     return sums
 
 
+@pytest.fixture(params=[False, True], ids=["here", "relayed"])
+def relays(request: pytest.FixtureRequest) -> bool:
+    is_relayed: bool = request.param
+    return is_relayed
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_asked_for_has_the_bits_of_rows_and_a_choice(
-    device: EmulatedDevice, name: str
+    device: EmulatedDevice, name: str, relays: bool
 ) -> None:
     shape = SHAPES[name]
     layer, step = random_case(3, shape)
     expected = expected_sums(device, layer, step)
     assert expected.any(axis=1).all()
-    daemon = Daemon(device, layer)
+    daemon = Daemon(device, layer, relays)
     reply = daemon.step(device.upload(request_lines(shape, step, epoch=1)))
     np.testing.assert_array_equal(reply, checked(expected.view(np.uint32).ravel(), epoch=1))
     np.testing.assert_array_equal(device.download(daemon.choice.topk_ids), step.topk_ids)
@@ -160,11 +184,13 @@ def test_what_is_asked_for_has_the_bits_of_rows_and_a_choice(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_every_device_takes_what_it_is_asked_for(any_device: KernelDevice, num_tokens: int) -> None:
+def test_every_device_takes_what_it_is_asked_for(
+    any_device: KernelDevice, num_tokens: int, relays: bool
+) -> None:
     shape = replace(BASE, num_tokens=num_tokens, hidden_size=1024, ffn_size=512)
     layer, step = random_case(11, shape)
     expected = expected_sums(any_device, layer, step)
-    daemon = Daemon(any_device, layer)
+    daemon = Daemon(any_device, layer, relays)
     for epoch in range(1, 4):
         reply = daemon.step(any_device.upload(request_lines(shape, step, epoch)))
         assert daemon.state[ABORTED] == 0
@@ -205,7 +231,7 @@ MISSING = {"a pair": 1, "a quant": 8, "a scale": 3 + 64 + 7, "the last line": -1
 @pytest.mark.parametrize("what", MISSING)
 @pytest.mark.parametrize("damage", ["of the step before", "half", "a bit"])
 def test_what_does_not_come_whole_ends_the_step_unanswered(
-    backward_device: EmulatedDevice, what: str, damage: str
+    backward_device: EmulatedDevice, what: str, damage: str, relays: bool
 ) -> None:
     device = backward_device
     layer, step = random_case(6, BASE)
@@ -214,7 +240,7 @@ def test_what_does_not_come_whole_ends_the_step_unanswered(
         lines[line, 2] ^= 1 << 9
     else:
         lines[line, 2 * (damage == "half") :] = 0
-    daemon = Daemon(device, layer, limit_ms=100)
+    daemon = Daemon(device, layer, relays, limit_ms=100)
     uploaded = device.upload(lines)
     assert not daemon.step(uploaded).any()
     assert list(daemon.state[EPOCH:BLAMED]) == [1, 1]
@@ -229,9 +255,9 @@ def test_what_does_not_come_whole_ends_the_step_unanswered(
     assert not device.download(daemon.choice.topk_weights).any()
 
 
-def test_a_trial_waits_for_nothing(device: EmulatedDevice) -> None:
+def test_a_trial_waits_for_nothing(device: EmulatedDevice, relays: bool) -> None:
     layer, _ = random_case(7, BASE)
-    daemon = Daemon(device, layer, limit_ms=600_000)
+    daemon = Daemon(device, layer, relays, limit_ms=600_000)
     lines = device.zeros((MISSING["a scale"] * 2, 4), np.uint32)
     daemon.side.set_epoch(0, is_trial=True)
     assert not daemon.step(lines).any()
@@ -239,10 +265,10 @@ def test_a_trial_waits_for_nothing(device: EmulatedDevice) -> None:
     assert (device.download(daemon.choice.topk_ids) == -1).all()
 
 
-def test_a_parent_that_has_given_up_is_not_waited_for() -> None:
+def test_a_parent_that_has_given_up_is_not_waited_for(relays: bool) -> None:
     device = EmulatedDevice()
     layer, step = random_case(8, BASE)
-    daemon = Daemon(device, layer, limit_ms=600_000)
+    daemon = Daemon(device, layer, relays, limit_ms=600_000)
     device.write(daemon.words, np.array([0, 5], np.uint32))
     lines = request_lines(BASE, step, epoch=1)
     lines[-1] = 0
@@ -251,7 +277,7 @@ def test_a_parent_that_has_given_up_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("order", ["any", "backward", "weights last"])
-def test_halves_may_come_in_any_order_while_they_are_waited_for(order: str) -> None:
+def test_halves_may_come_in_any_order_while_they_are_waited_for(order: str, relays: bool) -> None:
     device = EmulatedDevice()
     shape = SHAPES["bytes and floats"]
     layer, step = random_case(9, shape)
@@ -271,7 +297,7 @@ def test_halves_may_come_in_any_order_while_they_are_waited_for(order: str) -> N
             uploaded[half // 2, words] = lines[half // 2, words]
             time.sleep(20e-6)
 
-    daemon = Daemon(device, layer)
+    daemon = Daemon(device, layer, relays)
     thread = threading.Thread(target=send)
     thread.start()
     try:

@@ -45,6 +45,8 @@ typedef unsigned long long u64;
 //   load_fresh16(pointer), load_fresh8, load_fresh4           what a kernel before this one wrote
 //   let_next_begin(), wait_for_previous()     a kernel may start while its predecessor still runs; it
 //                                             must not read what that wrote, nor write, before waiting
+//   previous_has_waited()                     that one has let us begin after its own wait: instead of
+//                                             ours, where only what came before it is read or written
 //   atomic_add(u32 *, u32) -> u32 before      integers only: sums of floats would depend on the order
 //   memory_fence()                            writes before it are seen by whoever sees writes after it
 //   memory_fence_of_system()                  the same, the host and other devices included

@@ -159,6 +159,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     const int expert = chosen.expert, slot = chosen.slot;
     const bool takes_weight = MAIL && tile == 0 && thread_index() == 0;
     if (slot < 0) {
+        if (MAIL) wait_for_previous();
         if (takes_weight) await_weight(a.request, a.choices, pair);
         write_hidden(a, pair, tile, nullptr);
         return;
@@ -192,6 +193,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         u = projected(a.up, expert, FFN, row, u);
         hidden[row - tile * GATE_UP_TILE] = activate(a.form, g, u);
     }
+    if (MAIL) wait_for_previous();  // what comes after this kernel comes after those before it
     if (takes_weight) take_weight(a.request, a.choices, pair, asked);
     block_barrier();
     write_hidden(a, pair, tile, hidden);

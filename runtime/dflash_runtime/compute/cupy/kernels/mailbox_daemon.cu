@@ -59,3 +59,50 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
         a.topk_weights[pair] = 0.0f;
     }
 }
+
+struct MailRelayArgs {
+    Mail mail;
+    const void *request;  // lines, far away
+    void *lines;          // in this device's memory: as soon as one is here it is there
+    int num_lines;
+};
+
+// Grid: tokens. A request comes over a bus, which few should ask, and is wanted by many blocks: those of
+// gate and up, which begin now and wait for it in memory of their own. A pair's weight follows its id.
+KERNEL(mail_relay, MailRelayArgs, THREADS, 1) {
+    static_assert(TOP_K <= LANES, "a warp has a token's pairs");
+    wait_for_previous();
+    let_next_begin();  // not before, as they write to what the layer before has read
+    const u32 epoch = a.mail.epoch();
+    const u64 deadline = a.mail.deadline();
+    if (a.mail.is_aborted()) return;
+    auto parent = [](int) { return 0; };
+    if (warp_index() == 0) {
+        const int pair = block_index_x() * TOP_K + lane_index();
+        if (lane_index() >= TOP_K) return;
+        uint4 found[1];
+        auto line = [&](int) { return line_at(a.request, pair); };
+        if (!a.mail.receive<true>(found, 1, line, parent, epoch, deadline)) return;
+        u8 *to = line_at(a.lines, pair);
+        store_half_line(to, found[0].x, found[0].y);
+        if (!is_of_epoch(found[0].z, found[0].w, epoch) &&
+            !a.mail.receive(found, 1, line, parent, epoch, deadline)) {
+            return;
+        }
+        store_half_line(to + HALF_BYTES, found[0].z, found[0].w);
+        return;
+    }
+    constexpr int Others = THREADS - LANES, All = TOKENS * Others, Step = LINES_AT_ONCE * All;
+    int first = PAIRS + block_index_x() * Others + thread_index() - LANES;
+    for (; first < a.num_lines; first += Step) {
+        uint4 found[LINES_AT_ONCE];
+        const int num = (a.num_lines - first + All - 1) / All;
+        auto line = [&](int j) { return line_at(a.request, first + j * All); };
+        if (!a.mail.receive(found, num, line, parent, epoch, deadline)) return;
+#pragma unroll
+        for (int j = 0; j < LINES_AT_ONCE; j++) {
+            const int i = first + j * All;
+            if (i < a.num_lines) store_line(line_at(a.lines, i), found[j]);
+        }
+    }
+}

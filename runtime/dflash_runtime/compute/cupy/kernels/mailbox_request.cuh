@@ -1,6 +1,6 @@
 // A layer's request as each block takes it that needs it, with no kernel before that: for lines in our
-// own device's memory. Over a bus so many must not look, nor where others need the device meanwhile:
-// there mailbox_daemon.cu takes it for all.
+// own device's memory. Over a bus so many must not look: mailbox_daemon.cu brings them here then. Nor
+// should they where others need the device meanwhile: there it takes the request for all.
 //
 // TOKENS, TOP_K, EXPERTS; MOST_PEERS.
 #pragma once
@@ -11,6 +11,7 @@
 struct MailRequest {
     Mail mail;
     const void *lines;
+    int is_relayed;  // the kernel before this one writes them, having waited for all before itself
 };
 
 // The row of one token among the lines, which follow those of the pairs part by part, all tokens' words
@@ -97,7 +98,8 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
     }
     if (thread_index() == 0) taken[2] = 0;
     Row::clear_padding(x, thread_index(), Threads);
-    wait_for_previous();
+    if (from.is_relayed) previous_has_waited();
+    else wait_for_previous();
     block_barrier();
     const Mail &mail = from.mail;
     const u32 epoch = mail.epoch();

@@ -126,3 +126,4 @@ INLINE void spin_pause() { __builtin_amdgcn_s_sleep(1); }
 // Kernels follow each other whole here.
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() {}
+INLINE void previous_has_waited() {}
