@@ -23,6 +23,7 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.device import DeviceArray
+from dflash_runtime.compute.cupy.recorded_step import RecordedStep
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import Qwen3MoeShape, write_qwen3moe
@@ -174,6 +175,8 @@ def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus
 def test_what_a_tree_needs_is_given_back(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where trees are not recorded, as others have experts; all are here, so that it is said."""
+    monkeypatch.setattr(RecordedStep, "verify", lambda *_: None)
     chain = list(range(-1, 8))
     with opened(model) as engine:
         engine.prefill(prompt_of(12))
@@ -208,6 +211,43 @@ def test_what_a_tree_needs_is_given_back(
         # What the context has no room for is refused as well.
         with pytest.raises(ContextExceeded):
             engine.verify([1] * 34, range(-1, 33))
+    assert gpus.used_bytes() == 0
+
+
+def test_what_recorded_trees_need_is_kept_for_some_kinds_of_them(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(model) as engine:
+        engine.prefill(prompt_of(12))
+        used = []
+        for size in [*range(1, 17), *range(1, 9)]:
+            for _ in range(2):
+                engine.verify(prompt_of(size), range(-1, size - 1))
+                engine.accept([])
+                used.append(gpus.used_bytes())
+            assert used[-1] == used[-2]
+        # As many kinds are kept as before, which are smaller.
+        assert used[-1] < used[31]
+        # One that fails halfway, for want of memory too, has changed nothing.
+        tree = [1, 2, 3, 4], [-1, 0, 0, 1]
+        expected = engine.verify(*tree, feature_layers=[1])
+        empty = gpus.opened[0].empty
+
+        def full(shape: Any, dtype: Any) -> DeviceArray:
+            raise DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=10)
+
+        monkeypatch.setattr(gpus.opened[0], "empty", full)
+        with pytest.raises(DeviceOutOfMemory):
+            engine.verify(*tree, feature_layers=[0])
+        with pytest.raises(SettingsError, match="nothing to accept"):
+            engine.accept([0])
+        found = engine.verify(*tree, feature_layers=[1])
+        assert (found.features[1] == expected.features[1]).all()
+        monkeypatch.setattr(gpus.opened[0], "empty", empty)
+        found = engine.verify(*tree, feature_layers=[0, 1])
+        assert (found.features[1] == expected.features[1]).all()
+        with pytest.raises(ContextExceeded):
+            engine.verify([1] * 40, range(-1, 39))
     assert gpus.used_bytes() == 0
 
 

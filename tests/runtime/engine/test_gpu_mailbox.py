@@ -15,7 +15,7 @@ import pytest
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.registry import adapter_for
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring import RingShape
@@ -39,6 +39,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 )
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
+from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.placement.split import make_placement
@@ -208,6 +209,32 @@ def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
         assert rings.count > 2
     for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
         left.unlink()
+
+
+def test_a_trial_that_fails_leaves_steps_as_they_were(
+    model: Path,
+    gpus: EmulatedGpus,
+    settings: Settings,
+    daemons: list[tuple[str, subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(model) as engine:
+        expected = tokens(engine)
+    rings = Rings(monkeypatch)
+
+    def fails(*_: Any) -> None:
+        raise DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=10)
+
+    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
+    with opened(model, local_experts=0, settings=settings, **options) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(RecordedTrees, "_launch", fails)
+            engine.prefill(PROMPT)
+            with pytest.raises(DeviceOutOfMemory):
+                engine.verify([1, 2], [-1, 0])
+        rings.count = 0
+        assert tokens(engine) == expected
+        assert rings.count >= NUM_TOKENS - 1
 
 
 def test_mailboxes_may_lie_in_the_devices_memory(

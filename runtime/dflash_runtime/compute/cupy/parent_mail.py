@@ -6,8 +6,8 @@ Knows nothing of models: `mail_moe` records what a step asks, and a recorded ste
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -165,15 +165,17 @@ class ParentMail:
             route.is_live() for route in self.routes
         )
 
-    def begin_trial(self) -> None:
-        """What is run now asks nobody and waits for nobody."""
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """What is run within asks nobody and waits for nobody; the next step is one again, even if
+        the trial fails."""
         self._side.set_epoch(self.epoch, is_trial=True)
-
-    def end_trial(self) -> None:
-        """The next step is one again."""
-        self._device.synchronize()
-        # A step before the trial may have failed, which nobody has noticed yet.
-        self._side.set_epoch(self.epoch, is_trial=self.failed_epoch() != 0)
+        try:
+            yield
+        finally:
+            self._device.synchronize()
+            # A step before the trial may have failed, which nobody has noticed yet.
+            self._side.set_epoch(self.epoch, is_trial=self.failed_epoch() != 0)
 
     def restart(self) -> None:
         """Steps begin anew, none of which is under way. Raises: DaemonUnavailable."""

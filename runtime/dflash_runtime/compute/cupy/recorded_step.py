@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -397,15 +397,11 @@ class RecordedStep:
         if mail is not None:
             shared = None
         before = [device.download(array) for array in (self._token_ids, self._positions)]
-        with buffers.noted() as noted:
+        with buffers.noted() as noted, nullcontext() if mail is None else mail.trial():
             if shared is not None:
                 shared.begin_trial()
-            if mail is not None:
-                mail.begin_trial()
             self._record(bucket)
         device.synchronize()
-        if mail is not None:
-            mail.end_trial()
         self._chosen[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)

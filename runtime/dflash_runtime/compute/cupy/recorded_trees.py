@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,14 +99,11 @@ class RecordedTrees:
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
-        with buffers.noted() as noted, self._ops.steps.uncounted():
-            if mail is not None:
-                mail.begin_trial()
+        trial = nullcontext() if mail is None else mail.trial()
+        with buffers.noted() as noted, self._ops.steps.uncounted(), trial:
             # Whatever layers want kept must be nobody else's until the pass is complete.
             kept = self._launch(key, recording, tree)
         device.synchronize()
-        if mail is not None:
-            mail.end_trial()
         kept.clear()
         with buffers.repeated(noted):
             recording.graph = device.capture(
