@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "experts_decode.cu": (
         "test_decode_experts.py::test_what_is_not_resident_is_left_out[(32, True)]",
         "test_mailbox_request.py::test_what_is_asked_for_has_the_bits_of_rows_and_a_choice"
-        "[(32, True)-bytes and floats]",
+        "[(32, True)-here-bytes and floats]",
     ),
     "gemm_dense.cu": (
         "test_prefill_dense.py::test_several_matrices_at_once[40-tensor]",
@@ -74,7 +74,11 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_decode_linear.py::test_int8_rows_and_a_residual[(32, False)-6-96-8]",
     ),
     "mailbox_begin.cu": ("test_mailbox.py::test_replies_are_added_in_order_and_rounded_once",),
-    "mailbox_daemon.cu": ("test_mailbox.py::test_what_is_posted_is_taken",),
+    "mailbox_daemon.cu": (
+        "test_mailbox.py::test_what_is_posted_is_taken",
+        "test_mailbox_request.py::test_what_is_asked_for_has_the_bits_of_rows_and_a_choice"
+        "[(32, True)-relayed-bytes and floats]",
+    ),
     "mailbox_parent.cu": (
         "test_mailbox.py::test_what_is_posted_is_taken",
         "test_mailbox.py::test_replies_are_added_in_order_and_rounded_once",
