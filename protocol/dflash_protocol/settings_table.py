@@ -72,8 +72,9 @@ class Settings:
     deadline_ms: int = 250
     """Shortest time a daemon is given to answer one request."""
     step_limit_ms: int = 200
-    mail_memory: str = "auto"
     """Longest time of a decode step in which GPUs ask each other."""
+    mail_memory: str = "auto"
+    """Memory that they do so through: ``host``, or ``auto``, whichever is faster."""
     heartbeat_ms: int = 1000
     """Time between two pings on a link; five silent ones and the daemon counts as lost."""
     connect_timeout_ms: int = 10_000

@@ -21,9 +21,11 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
+from dflash_runtime.compute.cupy import recorded_trees
 from dflash_runtime.compute.cupy.backend import CupyBackend
 from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import Qwen3MoeShape, write_qwen3moe
@@ -217,17 +219,24 @@ def test_what_a_tree_needs_is_given_back(
 def test_what_recorded_trees_need_is_kept_for_some_kinds_of_them(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(recorded_trees, "_MOST_TOKENS_KEPT", 40)
     with opened(model) as engine:
         engine.prefill(prompt_of(12))
+
+        def used_after(size: int) -> int:
+            engine.verify(prompt_of(size), range(-1, size - 1))
+            engine.accept([])
+            return gpus.used_bytes()
+
+        for size in (2, 6, 16, 20):
+            assert used_after(size) == used_after(size)
+        # What is kept of 20 tokens depends on no others, that were there and had to go.
         used = []
-        for size in [*range(1, 17), *range(1, 9)]:
-            for _ in range(2):
-                engine.verify(prompt_of(size), range(-1, size - 1))
-                engine.accept([])
-                used.append(gpus.used_bytes())
-            assert used[-1] == used[-2]
-        # As many kinds are kept as before, which are smaller.
-        assert used[-1] < used[31]
+        for sizes in ((30,), (25, 33, 34, 22, 30)):
+            for size in sizes:
+                used_after(size)
+            used.append(used_after(20))
+        assert used[0] == used[1]
         # One that fails halfway, for want of memory too, has changed nothing.
         tree = [1, 2, 3, 4], [-1, 0, 0, 1]
         expected = engine.verify(*tree, feature_layers=[1])
@@ -241,14 +250,30 @@ def test_what_recorded_trees_need_is_kept_for_some_kinds_of_them(
             engine.verify(*tree, feature_layers=[0])
         with pytest.raises(SettingsError, match="nothing to accept"):
             engine.accept([0])
-        found = engine.verify(*tree, feature_layers=[1])
-        assert (found.features[1] == expected.features[1]).all()
         monkeypatch.setattr(gpus.opened[0], "empty", empty)
-        found = engine.verify(*tree, feature_layers=[0, 1])
-        assert (found.features[1] == expected.features[1]).all()
+        for layers in ([1], [0, 1]):
+            found = engine.verify(*tree, feature_layers=layers)
+            assert (found.features[1] == expected.features[1]).all()
         with pytest.raises(ContextExceeded):
             engine.verify([1] * 40, range(-1, 39))
     assert gpus.used_bytes() == 0
+
+
+def test_a_tree_that_cannot_be_recorded_for_want_of_memory_is_computed(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=10)
+
+    with opened(model) as engine:
+        engine.prefill(prompt_of(12))
+        tree = [1, 2, 3, 4], [-1, 0, 0, 1]
+        expected = engine.verify(*tree, feature_layers=[1])
+        monkeypatch.setattr(RecordedTrees, "_recorded", fails)
+        for layers in ([0], [1]):
+            found = engine.verify(*tree, feature_layers=layers)
+            assert (found.next_token_ids == expected.next_token_ids).all()
+        assert (found.features[1] == expected.features[1]).all()
 
 
 def test_a_cached_prefix_does_not_show_in_the_bits(model: Path, gpus: EmulatedGpus) -> None:

@@ -50,6 +50,10 @@ class Place:
         return buffer
 
 
+Places: TypeAlias = dict[_Key, list[Place]]
+"""By what they are taken for."""
+
+
 class Buffers:
     """Arrays of one device by shape, each used by one Buffer at a time.
 
@@ -59,8 +63,9 @@ class Buffers:
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
-        self._known: dict[_Key, list[Place]] = {}
+        self._known: Places = {}
         self._noted: list[Place] | None = None
+        self._apart: Places = {}
         self._repeated: _Repetition | None = None
 
     @property
@@ -73,14 +78,17 @@ class Buffers:
         return self._noted is not None or self._repeated is not None
 
     @contextmanager
-    def noted(self) -> Iterator[list[Place]]:
-        """What is taken meanwhile, in order: for `repeated`."""
+    def noted(self, apart: Places | None = None) -> Iterator[list[Place]]:
+        """What is taken meanwhile, in order: for `repeated`. What is taken apart is put in `apart`,
+        whose owner keeps it."""
         noted: list[Place] = []
         self._noted = noted
+        if apart is not None:
+            self._apart = apart
         try:
             yield noted
         finally:
-            self._noted = None
+            self._noted, self._apart = None, {}
 
     @contextmanager
     def repeated(self, noted: Sequence[Place]) -> Iterator[list[Buffer]]:
@@ -95,15 +103,16 @@ class Buffers:
         finally:
             self._repeated = None
 
-    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        """The first array of this shape that is free, or a new one.
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike, *, apart: bool = False) -> Buffer:
+        """The first array of this shape that is free, or a new one; `apart`, of those that only
+        what is noted now has.
 
         Raises: DeviceOutOfMemory; RuntimeError as `repeated` says.
         """
         key = shape, np.dtype(dtype)
         if self._repeated is not None:
             return self._repeated.take(key)
-        known = self._known.setdefault(key, [])
+        known = (self._apart if apart else self._known).setdefault(key, [])
         place = next((each for each in known if each.is_free), None)
         if place is None:
             place = Place(key, self._device.empty(shape, dtype))

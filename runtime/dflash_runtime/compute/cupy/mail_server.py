@@ -78,7 +78,7 @@ class MailServer:
     The parent may ask as soon as `STATE_AT` says that it is ready. `layers`, with their places in
     the model, have experts of ours by their local ids; `lock` is held while the device's own stream
     is used. `is_alone`: whether there is no other parent, whom waiting for one could hold up.
-    Owns: the thread, the recorded step, and memory of the device; not the segment.
+    Owns: the thread, the recorded steps, and memory of the device; not the segment.
     """
 
     def __init__(

@@ -138,9 +138,10 @@ class MailSide:
             args.own_aborts[index], args.other_aborts[index] = peer.own_abort, peer.other_abort
         return args
 
-    def set_epoch(self, epoch: int, *, is_trial: bool = False) -> None:
-        """Of the last step that was; a trial's waits all return at once."""
-        words = np.array([0, 0, epoch, is_trial, 0, 0], np.uint32)
+    def set_epoch(self, epoch: int, *, is_trial: bool = False, blamed: int = 0) -> None:
+        """Of the last step that was; a trial's waits all return at once. Whose fault that is, is a
+        peer plus one, or 0."""
+        words = np.array([0, 0, epoch, is_trial, blamed, 0], np.uint32)
         self.device.write(self.state, words)
 
 

@@ -66,7 +66,7 @@ Why this is right:
   ended, so that whoever has an answer knows that all have read the request. None of these blocks
   waits for another: those that find no room yet begin when others have ended, and find lines that
   are there already. As they leave no room for what else the device has to do while they wait, one
-  block takes the request for all where there are other parents (``mail_server.py``).
+  block a token takes the request where there are other parents (``mail_server.py``).
 * A request in the host's memory is brought to such lines of the daemon's own first, by one block a
   token: they are right by their checks too, whoever writes them, and each layer has its own. Gate
   and up begin when that kernel has seen all before it end, and wait for nothing but lines.

@@ -169,13 +169,15 @@ class ParentMail:
     def trial(self) -> Iterator[None]:
         """What is run within asks nobody and waits for nobody; the next step is one again, even if
         the trial fails."""
+        # A step before may have failed, which nobody has noticed yet.
+        blamed = int(self._device.download(self._side.state)[_BLAMED])
         self._side.set_epoch(self.epoch, is_trial=True)
         try:
             yield
         finally:
             self._device.synchronize()
-            # A step before the trial may have failed, which nobody has noticed yet.
-            self._side.set_epoch(self.epoch, is_trial=self.failed_epoch() != 0)
+            is_over = self.failed_epoch() != 0
+            self._side.set_epoch(self.epoch, is_trial=is_over, blamed=blamed)
 
     def restart(self) -> None:
         """Steps begin anew, none of which is under way. Raises: DaemonUnavailable."""

@@ -278,15 +278,16 @@ class RecordedStep:
     def _verify_mailed(
         self, mail: MailMoe, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
-        """None: a daemon has not answered, and others are to be asked."""
+        """None: a daemon has not answered, and others are to be asked; or there is no memory."""
         assert self._mailed is not None
         self._ops.device.synchronize()  # steps that were started too much have another size
         try:
             if not mail.mail.failed_epoch():
                 mail.mail.prepare(token_ids.size)
                 result = self._trees.run(token_ids, tree, features, moe=mail)
-                if not mail.mail.failed_epoch():
+                if result is not None:
                     self._mailed.count_tree(token_ids.size)
+                if not mail.mail.failed_epoch():
                     return result
         except DaemonUnavailable as error:
             self._forget_mail()
@@ -400,7 +401,8 @@ class RecordedStep:
         with buffers.noted() as noted, nullcontext() if mail is None else mail.trial():
             if shared is not None:
                 shared.begin_trial()
-            self._record(bucket)
+            with self._ops.steps.uncounted():
+                self._record(bucket)
         device.synchronize()
         self._chosen[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):

@@ -1,5 +1,5 @@
 """Passes over trees of guessed tokens that were recorded once and are replayed for every tree of
-their kind: as many tokens, a context of the same bucket.
+their kind: as many tokens, a context of the same bucket, and as `Branch.kind_of` says.
 
 Everything that differs among such trees lies on the device, where it is written before a replay. A
 pass only reads what the sequence has left; what accepting a path needs stays beside it until the
@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.ops import Model, MoeBlock
+from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute.cupy.branch import Branch
+from dflash_runtime.compute.cupy.buffers import Places
 from dflash_runtime.compute.cupy.device import DeviceArray, Graph
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.mail_moe import MailMoe
@@ -26,8 +28,9 @@ from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.values import Product, StepTokens
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
-_MOST_RECORDINGS = 8
-"""Each keeps what layers want for accepting a path, and memory of its own."""
+_MOST_TOKENS_KEPT = 256
+"""Of all recordings together: each keeps what layers want for accepting a path, and memory of its
+own."""
 
 
 class RecordedTrees:
@@ -44,9 +47,10 @@ class RecordedTrees:
         features: Collection[int],
         *,
         moe: MoeBlock[Any] | MailMoe,
-    ) -> TreeResult:
+    ) -> TreeResult | None:
         """A tree's tokens through all layers. With a MailMoe every daemon must be ready for steps
-        of so many tokens, of which none is under way; whether the step has failed is to be asked.
+        of so many tokens, of which none is under way. None: that step has failed, or there is no
+        memory for a recording; the tree is as it was.
 
         Shapes: token_ids [W]. `features` are layers whose results are wanted.
         Raises: ContextExceeded, StateNotKept; ValueError for ids that there are not;
@@ -61,10 +65,13 @@ class RecordedTrees:
         key = _Key(kind, frozenset(features), moe)
         recording = self._recordings.get(key)
         if recording is None:
-            recording = self._recorded(key, token_ids, tree)
+            self._make_room(token_ids.size)
+            try:
+                recording = self._recorded(key, token_ids, tree)
+            except DeviceOutOfMemory:
+                self.forget()
+                return None
             self._recordings[key] = recording
-            if len(self._recordings) > _MOST_RECORDINGS:
-                self._recordings.popitem(last=False)[1].graph.close()
         else:
             self._recordings.move_to_end(key)
             recording.branch.aim(tree)
@@ -72,14 +79,23 @@ class RecordedTrees:
         if isinstance(moe, MailMoe):
             moe.mail.ring(token_ids.size)
         recording.graph.replay()
-        for on_accept in recording.on_accept:
-            tree.keep(on_accept)
         download = self._ops.device.download
         likeliest: I32Array = download(recording.likeliest)
+        if isinstance(moe, MailMoe) and moe.mail.failed_epoch():
+            return None
         by_layer: dict[int, F32Array] = {
             layer: download(array) for layer, array in recording.features.items()
         }
+        for on_accept in recording.on_accept:
+            tree.keep(on_accept)
         return TreeResult(likeliest, by_layer)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """For so many tokens more: those go that were not used for longest."""
+        sizes = [recording.branch.num_tokens for recording in self._recordings.values()]
+        while sizes and sum(sizes) + num_tokens > _MOST_TOKENS_KEPT:
+            del sizes[0]
+            self._recordings.popitem(last=False)[1].graph.close()
 
     def forget(self, *, mailed_only: bool = False) -> None:
         """None of them may run, and no path through one be accepted."""
@@ -100,7 +116,7 @@ class RecordedTrees:
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
         trial = nullcontext() if mail is None else mail.trial()
-        with buffers.noted() as noted, self._ops.steps.uncounted(), trial:
+        with buffers.noted(recording.apart) as noted, self._ops.steps.uncounted(), trial:
             # Whatever layers want kept must be nobody else's until the pass is complete.
             kept = self._launch(key, recording, tree)
         device.synchronize()
@@ -151,4 +167,6 @@ class _Recording:
     likeliest: DeviceArray
     features: dict[int, DeviceArray]
     on_accept: list[OnAccept] = field(default_factory=list)
+    apart: Places = field(default_factory=dict)
+    """Rows of large trees."""
     graph: Graph = field(init=False)

@@ -465,10 +465,12 @@ class Steps:
 
     def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
         """Of a step's tokens; those of a large tree are not kept for another of the same size,
-        unless it is recorded."""
-        if shape[0] > MOST_TOKENS and not self.buffers.is_recording:
-            return Buffer(self._device.empty(shape, dtype))
-        return self.buffers.take(shape, dtype)
+        but for whoever records it."""
+        if shape[0] <= MOST_TOKENS:
+            return self.buffers.take(shape, dtype)
+        if self.buffers.is_recording:
+            return self.buffers.take(shape, dtype, apart=True)
+        return Buffer(self._device.empty(shape, dtype))
 
     def _new_sides(self, num_tokens: int, columns: int, *, has_values: bool = True) -> Sides:
         take = self._take

@@ -22,7 +22,7 @@ from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedQueue
 from support.processes import START_S, wait_until
 
-HOST, PEERS, PEERS_ALONE = range(3)
+HOST, HOST_ALONE, PEERS, PEERS_ALONE = range(4)
 """Steps in the order in which they are recorded."""
 
 
@@ -99,4 +99,4 @@ def test_who_is_waited_for_holds_up_no_other_parent(
         first.step()
         second.close()
         first.step()
-    assert daemon.replayed == [HOST, PEERS_ALONE, PEERS, PEERS_ALONE]
+    assert daemon.replayed == [HOST_ALONE, PEERS_ALONE, PEERS, PEERS_ALONE]
