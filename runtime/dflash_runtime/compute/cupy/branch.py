@@ -36,7 +36,7 @@ class Branch:
     def __init__(self, device: KernelDevice, tree: Tree, *, stays: bool = False) -> None:
         self._device, self._stays = device, stays
         self._arrays: dict[_Key, tuple[DeviceArray, Callable[[Tree], I32Array]]] = {}
-        self._memory: dict[_Key, object] = {}
+        self._memory: dict[_Key, Any] = {}
         self._keep: Callable[[OnAccept], None] | None = None
         self.aim(tree)
 
@@ -88,8 +88,8 @@ class Branch:
             return make()
         if key not in self._memory:
             self._memory[key] = make()
-        kept: Any = self._memory[key]
-        return kept  # type: ignore[no-any-return]  # what this key's `make` has made
+        kept: _Thing = self._memory[key]
+        return kept
 
     @property
     def positions(self) -> StepPositions:

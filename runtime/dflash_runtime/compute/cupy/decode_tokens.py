@@ -8,6 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.decode_arrays import (
     ArrayChecker,
     check_columns,
@@ -68,6 +69,12 @@ class RepackArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("num_pieces", ctypes.c_uint64),
     )
+
+
+def check_token_ids(token_ids: I32Array, vocab_size: int) -> None:
+    """Raises: ValueError if one is not of the vocabulary. Shapes: token_ids [T]."""
+    if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        raise ValueError(f"token ids must lie within 0..{vocab_size - 1}")
 
 
 class Embed:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from dflash_adapters.moe_spec import MoeLayer
 from dflash_runtime.compute.cupy.decode_experts import Choice, MailReply, Rows
 from dflash_runtime.compute.cupy.device import DeviceArray, Graph, KernelDevice, address
 from dflash_runtime.compute.cupy.mailbox_args import MailRequest
@@ -47,30 +48,45 @@ class MailStep:
         self._kernels.begin()
         reply = address(self._kernels.side.state)
         for index, resident in layers:
-            layer = resident.layer
-            rows = self._rows.get(layer.hidden_size)
-            choice = self._choices.get(layer.num_experts_used)
-            if rows is None:
-                rows = self._rows[layer.hidden_size] = self._steps.new_rows(
-                    self._num_tokens, layer.hidden_size
-                )
-            if choice is None:
-                shape = self._num_tokens, layer.num_experts_used
-                empty = self._device.empty
-                choice = self._choices[layer.num_experts_used] = Choice(
-                    empty(shape, np.int32), empty(shape, np.float32), slots=empty(shape, np.int32)
-                )
-            request, to = self._lines.request(index), MailReply(self._lines.reply(index), reply)
+            choice = self._choice_of(resident.layer)
+            to = MailReply(self._lines.reply(index), reply)
             if self._by_all:
-                asked = MailRequest(self._kernels.side.args, request, is_relayed=0)
-                if self._relay is not None:
-                    asked.lines, asked.is_relayed = self._relay.request(index), 1
-                    self._kernels.relay(layer, self._num_tokens, request=request, to=asked.lines)
-                self._steps.answer(resident, asked, replace(choice, slots=None), to=to)
-                continue
-            table = resident.decode.slot_of_expert
-            self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
-            self._steps.answer(resident, rows, choice, to=to)
+                self._steps.answer(resident, self._awaited(index, resident.layer), choice, to=to)
+            else:
+                rows = self._taken(index, resident, choice)
+                self._steps.answer(resident, rows, choice, to=to)
+
+    def _awaited(self, index: int, layer: MoeLayer) -> MailRequest:
+        """What every block will look for, brought to where they do."""
+        request = self._lines.request(index)
+        asked = MailRequest(self._kernels.side.args, request, is_relayed=0)
+        if self._relay is not None:
+            asked.lines, asked.is_relayed = self._relay.request(index), 1
+            self._kernels.relay(layer, self._num_tokens, request=request, to=asked.lines)
+        return asked
+
+    def _taken(self, index: int, resident: ResidentLayer, choice: Choice) -> Rows:
+        """Rows that were asked for; `choice` is written."""
+        layer = resident.layer
+        if layer.hidden_size not in self._rows:
+            rows = self._steps.new_rows(self._num_tokens, layer.hidden_size)
+            self._rows[layer.hidden_size] = rows
+        rows, table = self._rows[layer.hidden_size], resident.decode.slot_of_expert
+        request = self._lines.request(index)
+        self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
+        return rows
+
+    def _choice_of(self, layer: MoeLayer) -> Choice:
+        """With slots where these are known before the experts are computed."""
+        num_used, empty = layer.num_experts_used, self._device.empty
+        if num_used not in self._choices:
+            shape = self._num_tokens, num_used
+            self._choices[num_used] = Choice(
+                empty(shape, np.int32),
+                empty(shape, np.float32),
+                slots=None if self._by_all else empty(shape, np.int32),
+            )
+        return self._choices[num_used]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice
 from dflash_runtime.compute.cupy.kernel_sources import Defines
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.mailbox_args import MOST_PEERS, MailArgs, MailReplies
-from dflash_runtime.compute.cupy.mailbox_layout import part_words
+from dflash_runtime.compute.cupy.mailbox_layout import num_request_lines, part_words
 
 _THREADS = 512
 _ADD_THREADS = 256
 _PARTS = 3
+_BLAMED = 4
+"""In the words of `MailSide.state`."""
 
 _Addresses = ctypes.c_void_p * MOST_PEERS
 
@@ -137,6 +139,11 @@ class MailSide:
         for index, peer in enumerate(self.peers):
             args.own_aborts[index], args.other_aborts[index] = peer.own_abort, peer.other_abort
         return args
+
+    @property
+    def blamed(self) -> int:
+        """The peer that did not answer in time, plus one, once all that runs has ended; 0: none."""
+        return int(self.device.download(self.state)[_BLAMED])
 
     def set_epoch(self, epoch: int, *, is_trial: bool = False, blamed: int = 0) -> None:
         """Of the last step that was; a trial's waits all return at once. Whose fault that is, is a
@@ -271,13 +278,11 @@ class MailKernels:
 
         Shapes: request, to: addresses of lines.
         """
-        num_used = layer.num_experts_used
         args = MailRelayArgs(
             mail=self.side.args,
             request=request,
             lines=to,
-            num_lines=num_tokens * num_used
-            + sum(-(-num_tokens * words // 2) for words in part_words(layer)),
+            num_lines=num_request_lines(layer, num_tokens),
         )
         kernel = self._daemon_kernel(layer, num_tokens, "mail_relay", MailRelayArgs)
         self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)

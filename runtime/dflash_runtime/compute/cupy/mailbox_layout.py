@@ -216,13 +216,16 @@ def mail_layout(moe: MoeSpec) -> MailLayout:
     layers = moe.layers
     return MailLayout(
         num_layers=len(layers),
-        request_lines=max(
-            layer.num_experts_used + sum(-(-words // _LINE_WORDS) for words in part_words(layer))
-            for layer in layers
-        ),
+        request_lines=max(num_request_lines(layer, 1) for layer in layers),
         reply_lines=max(layer.hidden_size for layer in layers),
         most_tokens=MOST_TOKENS,
     )
+
+
+def num_request_lines(layer: MoeLayer, num_tokens: int) -> int:
+    """Lines of a request for so many tokens."""
+    parts = (-(-num_tokens * words // _LINE_WORDS) for words in part_words(layer))
+    return num_tokens * layer.num_experts_used + sum(parts)
 
 
 def part_words(layer: MoeLayer) -> tuple[int, int, int]:

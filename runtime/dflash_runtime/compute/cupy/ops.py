@@ -30,7 +30,7 @@ from dflash_runtime.compute.cupy.branch import Branching
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.chunks import Chunks
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.decode_tokens import Embed
+from dflash_runtime.compute.cupy.decode_tokens import Embed, check_token_ids
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.gated_ops import GatedOps
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
@@ -133,8 +133,7 @@ class CupyOps(GatedOps):
         if isinstance(given, StepTokens):
             ids = given.array
         else:
-            if given.size and not 0 <= given.min() <= given.max() < table.rows:
-                raise ValueError(f"token ids must lie within 0..{table.rows - 1}")
+            check_token_ids(given, table.rows)
             ids = self.device.upload(given)
         rows = _rows(out) if out is not None else None
         if rows is None:

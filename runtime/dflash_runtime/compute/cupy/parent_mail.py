@@ -170,7 +170,7 @@ class ParentMail:
         """What is run within asks nobody and waits for nobody; the next step is one again, even if
         the trial fails."""
         # A step before may have failed, which nobody has noticed yet.
-        blamed = int(self._device.download(self._side.state)[_BLAMED])
+        blamed = self._side.blamed
         self._side.set_epoch(self.epoch, is_trial=True)
         try:
             yield
@@ -214,8 +214,7 @@ class ParentMail:
 
     def fail(self) -> None:
         """A step has failed: whoever is to blame is lost. Nothing may run any more."""
-        words = self._device.download(self._side.state)
-        blamed = int(words[_BLAMED])
+        blamed = self._side.blamed
         reason = f"the mailbox was not answered within {self._side.limit_ms} ms"
         for index, route in enumerate(self.routes):
             if not blamed or index + 1 == blamed:
@@ -244,7 +243,3 @@ class ParentMail:
         if num_wrong:
             raise DaemonUnavailable(f"{num_wrong} words of a probe did not arrive as sent")
         return float(np.median(found.trips_ns)) * 1e-9
-
-
-_BLAMED = 4
-"""In the words of MailSide.state: the peer that did not answer, plus one."""

@@ -21,6 +21,7 @@ from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute.cupy.branch import Branch
 from dflash_runtime.compute.cupy.buffers import Places
+from dflash_runtime.compute.cupy.decode_tokens import check_token_ids
 from dflash_runtime.compute.cupy.device import DeviceArray, Graph
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
 from dflash_runtime.compute.cupy.mail_moe import MailMoe
@@ -56,9 +57,7 @@ class RecordedTrees:
         Raises: ContextExceeded, StateNotKept; ValueError for ids that there are not;
         DaemonUnavailable if a mailbox is gone.
         """
-        vocab_size = self._model.spec.vocab_size
-        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
-            raise ValueError(f"token ids must lie within 0..{vocab_size - 1}")
+        check_token_ids(token_ids, self._model.spec.vocab_size)
         tree.check_size(token_ids.size)
         self._cache.check_tree(tree)
         kind = Branch.kind_of(tree, has_states=bool(self._cache.states.layers))
