@@ -17,6 +17,7 @@ from dflash_adapters.gguf_scanner import MAX_STRINGS, MAX_TENSORS, MAX_VALUES
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from support import gguf_builder as raw
+from support.descriptors import no_descriptor_left
 from support.gguf_builder import GgufBuilder, sound_file
 from support.random_models import write_sparse_30b
 from support.refusal import refusal
@@ -258,11 +259,10 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
 
 
 def test_refused_files_leave_no_descriptor(tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    for case, (builder, _, _) in MALFORMED.items():
-        refusal(builder.write(tmp_path / f"{case}.gguf"))
-    refusal(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_left():
+        for case, (builder, _, _) in MALFORMED.items():
+            refusal(builder.write(tmp_path / f"{case}.gguf"))
+        refusal(tmp_path)
 
 
 # What it costs. CPU time, so that other work on the machine fails no test; the peak of resident

@@ -15,6 +15,7 @@ from dflash_adapters.gguf_shards import MAX_SHARDS, FileChange
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw
+from support.descriptors import no_descriptor_left
 from support.gguf_builder import GgufBuilder, sound_file
 from support.refusal import refusal
 
@@ -154,12 +155,11 @@ def test_a_file_named_like_a_shard_that_says_it_is_whole_opens(tmp_path: Path) -
 
 
 def test_refused_shards_leave_no_descriptor(tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    paths = write_split(tmp_path, 3, {1: other_architecture()})
-    refusal(paths[2])
-    paths[2].unlink()
-    refusal(paths[0])
-    assert set(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_left():
+        paths = write_split(tmp_path, 3, {1: other_architecture()})
+        refusal(paths[2])
+        paths[2].unlink()
+        refusal(paths[0])
 
 
 def test_it_is_noticed_what_becomes_of_any_shard(tmp_path: Path) -> None:

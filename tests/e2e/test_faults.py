@@ -24,10 +24,10 @@ import pytest
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
+from support.descriptors import num_descriptors
 from support.faults import (
     greedy,
     no_more_descriptors,
-    num_descriptors,
     shared_memory_of,
     small_file_system,
     soft_limit,

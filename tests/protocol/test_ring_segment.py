@@ -27,6 +27,7 @@ from dflash_protocol.ring_segment import (
     silence_bell,
     sweep_segments,
 )
+from support.descriptors import no_descriptor_left
 from support.processes import environment
 
 SHAPE = RingShape(2, 3, 5, 7)
@@ -37,10 +38,6 @@ def segment(run_dir: Path) -> Iterator[Segment]:
     made = create_segment(run_dir, SHAPE, generation=4)
     yield made
     made.close()
-
-
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_two_mappings_are_one_memory_and_no_name_stays(run_dir: Path, segment: Segment) -> None:
@@ -74,17 +71,16 @@ def test_files_are_ours_alone_and_all_their_pages_are_reserved(
 
 
 def test_making_and_closing_leaves_nothing(run_dir: Path) -> None:
-    before = num_fds()
-    names = set()
-    for generation in range(3):
-        made = create_segment(run_dir, SHAPE, generation=generation)
-        other = open_segment(run_dir, made.name, SHAPE, generation=generation)
-        names.add(made.name)
-        made.close()
-        other.close()
-    assert len(names) == 3
-    assert list(run_dir.iterdir()) == []
-    assert num_fds() == before
+    with no_descriptor_left():
+        names = set()
+        for generation in range(3):
+            made = create_segment(run_dir, SHAPE, generation=generation)
+            other = open_segment(run_dir, made.name, SHAPE, generation=generation)
+            names.add(made.name)
+            made.close()
+            other.close()
+        assert len(names) == 3
+        assert list(run_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -100,10 +96,9 @@ def test_making_and_closing_leaves_nothing(run_dir: Path) -> None:
 def test_another_shape_or_generation_is_refused(
     run_dir: Path, segment: Segment, shape: RingShape, generation: int
 ) -> None:
-    before = num_fds()
-    with pytest.raises(ProtocolError, match=r"expected|another version, shape or generation"):
+    reason = r"expected|another version, shape or generation"
+    with no_descriptor_left(), pytest.raises(ProtocolError, match=reason):
         open_segment(run_dir, segment.name, shape, generation=generation)
-    assert num_fds() == before
     open_segment(run_dir, segment.name, SHAPE, generation=4).close()
 
 
@@ -140,10 +135,8 @@ def test_what_is_no_private_file_of_ours_is_refused(
     elif kind == "open to others":
         path.write_bytes((run_dir / segment.name).read_bytes())
         path.chmod(0o604)
-    before = num_fds()
-    with pytest.raises(DaemonUnavailable):
+    with no_descriptor_left(), pytest.raises(DaemonUnavailable):
         open_segment(run_dir, path.name, SHAPE, generation=4)
-    assert num_fds() == before
     if kind == "folder":
         path.rmdir()
     else:
@@ -158,25 +151,22 @@ def test_bells_that_are_none_are_refused(run_dir: Path, segment: Segment, kind: 
         bell.symlink_to(run_dir / f"{segment.name}.client")
     elif kind == "file":
         bell.touch(0o600)
-    before = num_fds()
-    with pytest.raises(DaemonUnavailable):
+    with no_descriptor_left(), pytest.raises(DaemonUnavailable):
         open_segment(run_dir, segment.name, SHAPE, generation=4)
-    assert num_fds() == before
 
 
 def test_a_folder_that_is_not_ours_alone_is_refused(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run_dir)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
-    before = num_fds()
-    for folder in (tmp_path / "link", tmp_path / "open", tmp_path / "none"):
-        with pytest.raises(DaemonUnavailable, match="cannot share memory in"):
-            create_segment(folder, SHAPE, generation=1)
-        with pytest.raises(DaemonUnavailable):
-            open_segment(folder, fresh_name(), SHAPE, generation=1)
-        with pytest.raises(DaemonUnavailable):
-            sweep_segments(folder)
-    assert num_fds() == before
+    with no_descriptor_left():
+        for folder in (tmp_path / "link", tmp_path / "open", tmp_path / "none"):
+            with pytest.raises(DaemonUnavailable, match="cannot share memory in"):
+                create_segment(folder, SHAPE, generation=1)
+            with pytest.raises(DaemonUnavailable):
+                open_segment(folder, fresh_name(), SHAPE, generation=1)
+            with pytest.raises(DaemonUnavailable):
+                sweep_segments(folder)
 
 
 def test_a_full_file_system_is_an_error_and_leaves_nothing(
@@ -188,10 +178,8 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    before = num_fds()
-    with pytest.raises(DaemonUnavailable, match="No space left"):
+    with no_descriptor_left(), pytest.raises(DaemonUnavailable, match="No space left"):
         create_segment(run_dir, SHAPE, generation=1)
-    assert num_fds() == before
     assert list(run_dir.iterdir()) == []
 
 

@@ -78,10 +78,6 @@ def small_file_system(folder: Path, num_bytes: int) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def num_descriptors(pid: int | str = "self") -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 def shared_memory_of(pid: int) -> list[str]:
     """Rings that a process has mapped, and their bells that it has open."""
     held = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "ring-" in line]

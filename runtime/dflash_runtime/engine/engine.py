@@ -317,7 +317,10 @@ class Engine:
         """Counters since opening."""
         runtime = self._owners.runtime
         return EngineStats(
-            runtime.stats(), self._owners.events(), runtime.selections(), replace(runtime.hits)
+            runtime.stats(),
+            self._owners.events.latest(),
+            runtime.selections(),
+            replace(runtime.hits),
         )
 
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:

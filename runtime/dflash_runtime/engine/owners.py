@@ -6,15 +6,11 @@ Knows nothing of tokens; it joins placement, supervisor and expert computes, and
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import shutil
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +27,7 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_runtime.compute import MEMORY_ADVICE, ComputeBackend, ExpertBank
+from dflash_runtime.engine.events import EventLog
 from dflash_runtime.engine.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
 from dflash_runtime.experts.link import DaemonLink, Launch
@@ -46,20 +43,6 @@ from dflash_runtime.experts.store import (
 )
 from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallback, Supervisor
 from dflash_runtime.placement.split import LOCAL_OWNER
-
-_LOG = logging.getLogger(__name__)
-
-_EVENTS_KEPT = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that went otherwise than planned. Times are seconds since the engine was opened."""
-
-    time_s: float
-    kind: str
-    owner: str
-    reason: str
 
 
 class Owners:
@@ -84,12 +67,10 @@ class Owners:
         tolerates_absent: bool,
         on_progress: ProgressCallback | None,
     ) -> None:
-        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self.events = EventLog()
         self.placement = placement
         self.local_banks: dict[int, ExpertBank] = {}
         """The experts of this process, by layer id."""
-        self._opened_s = time.monotonic()
-        self._events_lock = threading.Lock()
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             links = self._make_links(
@@ -153,7 +134,7 @@ class Owners:
                 fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks, pairs_per_s=pairs_per_s)
                 if fallback_backend.numeric_class != backend.numeric_class:
                     reason = f"fallback {fallback_backend.numeric_class}"
-                    self._add_event(
+                    self.events.add(
                         "numeric_class_differs",
                         "fallback",
                         f"{reason}, parent {backend.numeric_class}",
@@ -172,11 +153,6 @@ class Owners:
         """End daemons of our own, say goodbye to others, remove sockets."""
         self._undo.close()
 
-    def events(self) -> list[Event]:
-        """What happened so far, the latest thousand."""
-        with self._events_lock:
-            return list(self._events)
-
     def _load_local(
         self, backend: ComputeBackend, file: GgufFile, spec: ModelSpec, owned: OwnedExperts
     ) -> dict[int, ExpertBank]:
@@ -191,12 +167,6 @@ class Owners:
         if backend.is_host:
             measure_pairs_per_second(self.local_banks.values(), batches=backend.trial_batches)
         return self.local_banks
-
-    def _add_event(self, kind: str, owner: str, reason: str) -> None:
-        if kind in ("daemon_lost", "daemon_absent"):
-            _LOG.warning("daemon %s is not there: %s", owner, reason)
-        with self._events_lock:
-            self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
 
     def _make_links(
         self,
@@ -220,7 +190,7 @@ class Owners:
                 owned.get(name, OwnedExperts({})),
                 launch=launch,
                 numeric_class=backend.numeric_class,
-                on_event=self._add_event,
+                on_event=self.events.add,
                 secure=None if security is None else security.apply,
             )
             undo.callback(links[name].close)

@@ -99,7 +99,7 @@ class RemoteExpertCompute:
         self._warm_up_s_per_pair = 0.0
         self._measured_s_per_pair: dict[Phase, float] = {}
         self._pairs_in_flight = 0
-        self._breaker = CircuitBreaker(self._on_transition)
+        self._breaker = CircuitBreaker(partial(_note_transition, link))
         self._probe: Ticket | None = None
         self._num_doublings = 0
         self._is_troubled = False
@@ -440,11 +440,6 @@ class RemoteExpertCompute:
             self._probe = None
         self._breaker.note_failure(time.monotonic(), str(error), cost_s=cost_s, is_probe=is_probe)
 
-    def _on_transition(self, state: BreakerState, reason: str) -> None:
-        level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
-        _LOG.log(level, "daemon %s: circuit breaker is %s: %s", self._link.name, state, reason)
-        self._link.note(f"breaker_{state.name.lower()}", reason)
-
     def _client_of(self, session: Session) -> ClientTransport:
         """The end of the session's data path; a new session gets a new one, made by this thread.
 
@@ -482,3 +477,10 @@ class RemoteExpertCompute:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:
+    """A breaker tells the link: if it knew its compute, neither would end without the collector."""
+    level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
+    _LOG.log(level, "daemon %s: circuit breaker is %s: %s", link.name, state, reason)
+    link.note(f"breaker_{state.name.lower()}", reason)

@@ -16,7 +16,7 @@ from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol import __version__
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.engine.owners import Event
+from dflash_runtime.engine.events import Event
 from dflash_runtime.experts.breaker import BreakerState
 from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.serving.description import chat_template, model_id

@@ -21,6 +21,7 @@ from dflash_protocol.settings import child_environment
 from dflash_runtime.experts import child
 from dflash_runtime.experts.child import DaemonProcess
 from dflash_runtime.experts.link import Launch
+from support.descriptors import no_descriptor_left
 from support.processes import environment
 
 pytestmark = pytest.mark.asyncio
@@ -178,18 +179,17 @@ async def test_what_cannot_be_executed_is_unavailable_with_the_reason(
 ) -> None:
     script = tmp_path / "script"
     script.write_text("#!/nonexistent/interpreter\n")
-    before = len(os.listdir("/proc/self/fd"))
-    for path, mode, reason in (
-        (tmp_path / "nothing", None, "No such file or directory"),
-        (script, 0o600, "Permission denied"),
-        (script, 0o700, "No such file or directory"),
-        (tmp_path, None, "Permission denied"),
-    ):
-        if mode is not None:
-            path.chmod(mode)
-        with pytest.raises(DaemonUnavailable, match=f"cannot start {path}: {reason}"):
-            DaemonProcess(Launch((str(path),)), ENDPOINT)
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_left():
+        for path, mode, reason in (
+            (tmp_path / "nothing", None, "No such file or directory"),
+            (script, 0o600, "Permission denied"),
+            (script, 0o700, "No such file or directory"),
+            (tmp_path, None, "Permission denied"),
+        ):
+            if mode is not None:
+                path.chmod(mode)
+            with pytest.raises(DaemonUnavailable, match=f"cannot start {path}: {reason}"):
+                DaemonProcess(Launch((str(path),)), ENDPOINT)
     await assert_starts(nursery)
 
 
@@ -262,13 +262,12 @@ async def test_a_stop_that_is_cancelled_can_be_completed(
 
 async def test_children_leave_no_zombies_and_no_descriptors(nursery: Nursery) -> None:
     await assert_starts(nursery)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        process = nursery.start("raise SystemExit(0)")
-        await ended(process)
-        await process.stop()
-    assert psutil.Process().children() == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_left():
+        for _ in range(5):
+            process = nursery.start("raise SystemExit(0)")
+            await ended(process)
+            await process.stop()
+        assert psutil.Process().children() == []
 
 
 async def test_a_child_ends_when_we_are_killed(tmp_path: Path) -> None:

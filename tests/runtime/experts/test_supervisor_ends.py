@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -27,6 +26,7 @@ from dflash_protocol.messages import (
 from dflash_runtime.experts import supervisor as supervisor_module
 from dflash_runtime.experts.link import Launch
 from dflash_runtime.experts.supervisor import Patience
+from support.descriptors import no_descriptor_left
 from support.scripted_daemon import LINK_ID, PATIENCE_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, assert_starts, started, thread_names
 
@@ -40,21 +40,18 @@ def launch(code: str) -> Launch:
     return Launch((sys.executable, "-I", "-S", "-c", code))
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_closing_leaves_no_thread_and_no_descriptor(address: str) -> None:
-    counts = []
-    for _ in range(3):
+    def start_and_close() -> None:
         with ExitStack() as undo:
             daemon = undo.enter_context(ScriptedDaemon(address))
             parent = started(undo, daemon)
             assert "dflash-supervisor" in thread_names()
             parent.supervisor.close()
             assert "dflash-supervisor" not in thread_names()
-        counts.append(num_descriptors())
-    assert counts[1] == counts[2]
+
+    start_and_close()
+    with no_descriptor_left():
+        start_and_close()
 
 
 def test_closing_says_goodbye(undo: ExitStack, daemon: ScriptedDaemon) -> None:

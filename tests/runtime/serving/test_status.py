@@ -13,7 +13,7 @@ import pytest
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import Phase
-from dflash_runtime.engine.owners import Event
+from dflash_runtime.engine.events import Event
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.status import expert_types, owner_status
