@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import numpy as np
@@ -20,6 +21,12 @@ from dflash_runtime.compute.cpu.vector import address_of, atomics, i64, void
 NUM_ITEMS, ITEMS, CALLS, VALUE, ITEM_NS, NAP_US, AWAITED_WORKERS, ZERO, NUM_FIELDS = range(9)
 _MAX_THREADS = 64
 _PATIENCE_NS = 20 * 10**9
+
+
+def cpu_threads() -> set[threading.Thread]:
+    """Those of all pools, also of pools that other tests left to the collector of garbage: these
+    may end at any time."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("cpu-worker")}
 
 
 def _note(args: int, counter: int, worker_idx: int) -> None:

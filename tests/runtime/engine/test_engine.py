@@ -174,7 +174,7 @@ def test_a_dropped_engine_ends_its_daemons(
 ) -> None:
     engine = Engine.open(model, daemons=["cpu"])
     assert len(psutil.Process().children()) == 1
-    assert set(threading.enumerate()) > threads_before
+    assert set(threading.enumerate()) - threads_before
     del engine
     gc.collect()
     wait_until(lambda: not psutil.Process().children(), "the daemon to end")

@@ -6,7 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,25 @@ from support.trees import way_to
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpus]:
-    yield install_mailing_gpus(monkeypatch)
-    assert not EmulatedPeerMemory.freed_while_open
+@dataclass(frozen=True)
+class Mailing:
+    """A model, two daemons on GPUs that know it, and what is asked of them through mailboxes."""
+
+    model: Path
+    gpus: EmulatedGpus
+    daemons: list[tuple[str, subprocess.Popen[str]]]
+    rings: Rings
+    settings: Settings
+
+    def resident(self) -> Engine:
+        """All experts on the parent's GPU."""
+        return opened(self.model)
+
+    def opened(self, num_daemons: int = 1, **options: Any) -> Engine:
+        """An engine with the first daemons, which nobody is to stand in for."""
+        options = {"require_daemons": True, "settings": self.settings, **options}
+        connect = [endpoint for endpoint, _ in self.daemons[:num_daemons]]
+        return opened(self.model, connect=connect, **options)
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +94,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def settings() -> Settings:
-    return patient_settings()
-
-
-@pytest.fixture
-def daemons(model: Path, run_dir: Path) -> Iterator[list[tuple[str, subprocess.Popen[str]]]]:
+def mailing(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailing]:
+    gpus = install_mailing_gpus(monkeypatch)
     with ExitStack() as undo:
-        found = []
+        daemons = []
         for name in "ab":
             endpoint = f"ipc://{run_dir}/{name}.sock"
             arguments = ["--device", "cuda:0"]
             process = undo.enter_context(
                 running_daemon(model, endpoint, arguments, module="support.emulated_daemon")
             )
-            found.append((endpoint, process))
-        yield found
-        for _, process in found:
+            daemons.append((endpoint, process))
+        yield Mailing(model, gpus, daemons, Rings(monkeypatch), patient_settings())
+        for _, process in daemons:
             assert FREED_WHILE_OPEN not in ended(process)
+    assert not EmulatedPeerMemory.freed_while_open
 
 
 @pytest.mark.parametrize(
@@ -106,15 +118,11 @@ def daemons(model: Path, run_dir: Path) -> Iterator[list[tuple[str, subprocess.P
     indirect=True,
 )
 def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(model) as engine:
+    with mailing.resident() as engine:
         expected = tokens(engine)
-    rings = Rings(monkeypatch)
+    rings = mailing.rings
     add, rounded = MailKernels.add, set()
 
     def noted(kernels: MailKernels, *args: Any, **options: Any) -> None:
@@ -123,25 +131,16 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
 
     monkeypatch.setattr(MailKernels, "add", noted)
     # What one daemon has all of is answered as float32; of two there may be none here.
-    for endpoints, num_here, is_rounded in (
-        (daemons[:1], 0, {True}),
-        (daemons, 2, set()),
-        (daemons, 0, {False}),
-    ):
+    by_mail = replace(mailing.settings, ipc_transport="device")
+    for num_daemons, num_here, is_rounded in ((1, 0, {True}), (2, 2, set()), (2, 0, {False})):
         rounded.clear()
-        with opened(
-            model,
-            connect=[endpoint for endpoint, _ in endpoints],
-            local_experts=num_here,
-            require_daemons=True,
-            settings=replace(settings, ipc_transport="device"),
-        ) as engine:
+        with mailing.opened(num_daemons, local_experts=num_here, settings=by_mail) as engine:
             rings.count = 0
             assert tokens(engine) == expected
             assert tokens(engine) == expected
             assert rings.count >= 2 * (NUM_TOKENS - 1)
             assert rounded == is_rounded
-    assert all(not device.num_bytes for device in gpus.opened)
+    assert all(not device.num_bytes for device in mailing.gpus.opened)
 
 
 @pytest.mark.parametrize(
@@ -150,25 +149,14 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
     ids=lambda shape: shape.name,
     indirect=True,
 )
-def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(mailing: Mailing) -> None:
     """Up to as many tokens as a step may have; with more the host asks."""
-    with opened(model) as engine:
+    with mailing.resident() as engine:
         expected = verified(engine)
-    rings = Rings(monkeypatch)
-    for endpoints, num_here in ((daemons[:1], 0), (daemons, 2)):
-        with opened(
-            model,
-            connect=[endpoint for endpoint, _ in endpoints],
-            local_experts=num_here,
-            require_daemons=True,
-            settings=replace(settings, ipc_transport="device"),
-        ) as engine:
+    rings = mailing.rings
+    by_mail = replace(mailing.settings, ipc_transport="device")
+    for num_daemons, num_here in ((1, 0), (2, 2)):
+        with mailing.opened(num_daemons, local_experts=num_here, settings=by_mail) as engine:
             rings.count = 0
             found = verified(engine)
             assert rings.count == sum(len(parents) <= MOST_TOKENS for parents in TREES)
@@ -179,34 +167,28 @@ def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(
             engine.prefill(PROMPT)  # until then what devices have counted stays there
             counted = [owner.phases[Phase.VERIFY] for owner in engine.stats().owners.values()]
             assert sum(each.pairs for each in counted) == num_pairs
-    assert all(not device.num_bytes for device in gpus.opened)
+    assert all(not device.num_bytes for device in mailing.gpus.opened)
 
 
 @pytest.mark.parametrize(
     "model", [TINY, SHAPES["qwen35moe"]], ids=["attention", "states"], indirect=True
 )
 def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    run_dir: Path,
+    mailing: Mailing, run_dir: Path
 ) -> None:
     """The other one has what it had."""
-    with opened(model) as engine:
+    with mailing.resident() as engine:
         expected = verified(engine)
-    rings = Rings(monkeypatch)
-    settings = replace(settings, step_limit_ms=3000)
-    connect = [endpoint for endpoint, _ in daemons]
-    with GgufFile.open(model) as file:
+    rings = mailing.rings
+    settings = replace(mailing.settings, step_limit_ms=3000)
+    with GgufFile.open(mailing.model) as file:
         moe = adapter_for(file).read_spec(file).moe
     whole = OwnedExperts.from_lists(
         {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
     )
     placement = make_placement(moe, {"link0": whole, "link1": whole})
-    with opened(model, connect=connect, placement=placement, settings=settings) as engine:
-        rings.at(2, daemons[0][1].kill)
+    with mailing.opened(2, placement=placement, require_daemons=False, settings=settings) as engine:
+        rings.at(2, mailing.daemons[0][1].kill)
         check_same(verified(engine), expected)
         kinds = [event.kind for event in engine.stats().events]
         assert kinds.count("daemon_lost") == 1
@@ -216,21 +198,16 @@ def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
 
 
 def test_a_trial_that_fails_leaves_steps_as_they_were(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(model) as engine:
+    with mailing.resident() as engine:
         expected = tokens(engine)
-    rings = Rings(monkeypatch)
+    rings = mailing.rings
 
     def fails(*_: Any) -> None:
         raise DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=10)
 
-    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
-    with opened(model, local_experts=0, settings=settings, **options) as engine:
+    with mailing.opened(local_experts=0) as engine:
         with monkeypatch.context() as patched:
             patched.setattr(RecordedTrees, "_launch", fails)
             engine.prefill(PROMPT)
@@ -256,11 +233,7 @@ def test_a_trial_keeps_whose_fault_it_is_that_a_step_before_it_failed() -> None:
 
 
 def test_mailboxes_may_lie_in_the_devices_memory(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As whichever is the faster is taken, either is made to seem so."""
     choose_memory, use_peers = MailedSteps.choose_memory, ParentMail.use_peers
@@ -272,10 +245,9 @@ def test_mailboxes_may_lie_in_the_devices_memory(
         use_peers(mail, uses_peers)
 
     monkeypatch.setattr(ParentMail, "use_peers", used)
-    with opened(model) as engine:
+    with mailing.resident() as engine:
         expected = tokens(engine)
-    rings = Rings(monkeypatch)
-    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
+    rings = mailing.rings
     for num_here, times_s in ((2, [2.0, 1.0]), (2, [1.0, 2.0])):
         tried = iter(times_s)
 
@@ -284,7 +256,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
             choose_memory(mailed, tried.__next__)
 
         monkeypatch.setattr(MailedSteps, "choose_memory", seems)
-        with opened(model, local_experts=num_here, settings=settings, **options) as engine:
+        with mailing.opened(local_experts=num_here) as engine:
             assert chosen[-1] == (times_s[1] < times_s[0])
             rings.count = 0
             assert tokens(engine) == expected
@@ -292,11 +264,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
 
 
 def test_mailboxes_lie_in_the_hosts_memory_if_that_is_wanted(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_peer, shown = MailLink.open_peer, []
 
@@ -305,13 +273,12 @@ def test_mailboxes_lie_in_the_hosts_memory_if_that_is_wanted(
         open_peer(link)
 
     monkeypatch.setattr(MailLink, "open_peer", noted)
-    with opened(model) as engine:
+    with mailing.resident() as engine:
         expected = tokens(engine)
-    rings = Rings(monkeypatch)
-    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
+    rings = mailing.rings
     for mail_memory, num_shown in (("host", 0), ("auto", 1)):
-        changed = replace(settings, mail_memory=mail_memory)
-        with opened(model, local_experts=0, settings=changed, **options) as engine:
+        settings = replace(mailing.settings, mail_memory=mail_memory)
+        with mailing.opened(local_experts=0, settings=settings) as engine:
             rings.count = 0
             assert tokens(engine) == expected
             assert rings.count >= NUM_TOKENS - 1
@@ -320,18 +287,12 @@ def test_mailboxes_lie_in_the_hosts_memory_if_that_is_wanted(
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    run_dir: Path,
-    fault: str,
+    mailing: Mailing, run_dir: Path, fault: str
 ) -> None:
-    endpoint, process = daemons[0]
-    rings = Rings(monkeypatch)
-    settings = replace(settings, step_limit_ms=3000)
-    with opened(model, connect=[endpoint], local_experts=0, settings=settings) as engine:
+    process = mailing.daemons[0][1]
+    rings = mailing.rings
+    settings = replace(mailing.settings, step_limit_ms=3000)
+    with mailing.opened(local_experts=0, require_daemons=False, settings=settings) as engine:
         expected = tokens(engine)
         assert rings.count
         found = []
@@ -354,21 +315,9 @@ def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
             left.unlink()
 
 
-def test_where_epochs_end_the_host_asks(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rings = Rings(monkeypatch)
-    with opened(
-        model,
-        connect=[daemons[0][0]],
-        local_experts=0,
-        require_daemons=True,
-        settings=settings,
-    ) as engine:
+def test_where_epochs_end_the_host_asks(mailing: Mailing, monkeypatch: pytest.MonkeyPatch) -> None:
+    rings = mailing.rings
+    with mailing.opened(local_experts=0) as engine:
         expected = tokens(engine)
         assert (num_steps := rings.count) >= NUM_TOKENS - 1
         monkeypatch.setattr(mailbox_layout, "LAST_EPOCH", 1)
@@ -378,11 +327,7 @@ def test_where_epochs_end_the_host_asks(
 
 
 def test_where_a_probe_fails_the_host_asks(
-    model: Path,
-    gpus: EmulatedGpus,
-    settings: Settings,
-    daemons: list[tuple[str, subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_probes = 0
 
@@ -394,9 +339,8 @@ def test_where_a_probe_fails_the_host_asks(
         return TrialBatch(np.ones(1, np.int64), Faults({FaultKind.TORN: 1}, found), nothing)
 
     monkeypatch.setattr(MailLink, "probe", fails)
-    rings = Rings(monkeypatch)
-    options: dict[str, Any] = {"connect": [daemons[0][0]], "require_daemons": True}
-    with opened(model, local_experts=0, settings=settings, **options) as engine:
+    rings = mailing.rings
+    with mailing.opened(local_experts=0) as engine:
         assert tokens(engine) == tokens(engine)
         assert num_probes == 1
         assert not rings.count

@@ -21,7 +21,7 @@ from dflash_runtime.compute.cpu.parallel import new_pool, run_region, serve_kern
 from dflash_runtime.compute.cpu.untyped import ir, llvm
 from dflash_runtime.compute.cpu.vector import atomics, i64, void
 from dflash_runtime.compute.cpu.workers import Workers
-from support.cpu_regions import Region
+from support.cpu_regions import Region, cpu_threads
 
 
 @contextmanager
@@ -80,10 +80,11 @@ def test_workers_that_stop_for_a_while_are_waited_for(spin_us: int) -> None:
     """The caller spins, looks after them, and sleeps."""
     cores = os.sched_getaffinity(0)
     region = Region(2, nap_us=5_000, awaited_workers=1)
+    before = cpu_threads()
     with open_workers(2, spin_us=spin_us) as workers:
         for _ in range(10):
             region.run(workers.address)
-        (worker,) = (t for t in threading.enumerate() if t.name == "cpu-worker-1")
+        (worker,) = cpu_threads() - before
         assert os.sched_getaffinity(worker.native_id or 0) == cores
 
 
