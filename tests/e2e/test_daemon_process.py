@@ -192,7 +192,8 @@ def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:
     wait_for_ends(daemons)
 
 
-def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
+@pytest.mark.parametrize("is_impatient", [False, True])
+def test_interrupting_the_parent_ends_everything_quietly(model: Path, is_impatient: bool) -> None:
     command = [*cli_command(), "generate", str(model), "--token-ids", "1", "-n", "250"]
     with subprocess.Popen(
         [*command, *REFERENCE, "--daemon", "cpu", "--ignore-eos"],
@@ -207,11 +208,19 @@ def test_interrupting_the_parent_ends_everything_quietly(model: Path) -> None:
         wait_until(lambda: len(watched.children()) == 1, "the daemon", within_s=3 * START_S)
         daemons = watched.children()
         parent.send_signal(signal.SIGINT)
+        if is_impatient:
+            wait_until(lambda: presses_again(parent), "the parent to end")
         _, errors = parent.communicate(timeout=START_S)
     assert parent.returncode == 130
     assert errors.splitlines()[-1:] == ["dflash-moe: error: interrupted"]
     assert "Traceback" not in errors
     wait_for_ends(daemons)
+
+
+def presses_again(process: subprocess.Popen[str]) -> bool:
+    """Whether it has ended; else it is interrupted once more."""
+    process.send_signal(signal.SIGINT)  # to nobody, once it is known to have ended
+    return process.poll() is not None
 
 
 def test_a_launcher_may_be_another_program(model: Path, tmp_path: Path) -> None:

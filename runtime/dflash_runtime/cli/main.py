@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
 from dflash_runtime.cli.keygen import keygen
 from dflash_runtime.cli.serve import serve
+from dflash_runtime.interrupts import interrupt_once
 
 
 @click.group(
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A terminal that cannot show a character must not end the run.
             stream.reconfigure(errors="replace")
     logging.basicConfig(format="dflash-moe: %(message)s", level=logging.WARNING)
+    interrupt_once()
     sys.exit(_run(arguments))
 
 
@@ -82,6 +85,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except DflashError as error:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, click.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor while the interpreter ends
         return _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has seen enough.

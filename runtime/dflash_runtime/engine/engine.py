@@ -37,6 +37,7 @@ from dflash_runtime.engine.steps import Cancelled, Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import Profile
+from dflash_runtime.interrupts import uninterrupted
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
@@ -141,10 +142,14 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the daemons we spawned, leave the others, release the file. May be called twice."""
-        self._steps.end()
-        self._verifier = None  # it may hold parts of the cache
-        self._release()
+        """End the daemons we spawned, leave the others, release the file. May be called twice.
+
+        Ctrl-C is held back meanwhile.
+        """
+        with uninterrupted():
+            self._steps.end()
+            self._verifier = None  # it may hold parts of the cache
+            self._release()
 
     @property
     def model_path(self) -> Path:

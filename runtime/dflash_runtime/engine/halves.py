@@ -20,7 +20,6 @@ abandoned then.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,6 +32,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums
 from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.interrupts import uninterrupted
 
 _FIRST, _SECOND = 0, 1
 _LONGEST_TURN_S = 1800.0
@@ -144,7 +144,8 @@ class _Pair(Generic[T]):
     Whoever has the turn gives it away: `_holder` says who has it, and opening that one's gate wakes
     it up. A gate that was opened once too often only has it look once more. An interrupt, which
     comes to the caller's thread alone and at any moment, may find the turn with the other half; it
-    is waited for then, as what both use must not be left while somebody uses it.
+    is waited for then, as what both use must not be left while somebody uses it. Further ones are
+    held back meanwhile: `Thread.join`, interrupted, takes the thread to have ended (bpo-45274).
     """
 
     def __init__(self, second: Callable[[], T]) -> None:
@@ -222,21 +223,18 @@ class _Pair(Generic[T]):
     def _finish_second(self) -> None:
         """The first half has ended: the second one ends too, with its work done unless one failed.
 
-        Raises: KeyboardInterrupt if there was one meanwhile, when it has ended.
+        Raises: KeyboardInterrupt if there was one meanwhile, when it has ended; DeviceUnavailable
+        if it does not.
         """
-        self._first_has_ended = True
-        is_interrupted = False
-        self._give(_SECOND)
-        while self._thread.is_alive():
-            try:
+        with uninterrupted():
+            self._first_has_ended = True
+            self._give(_SECOND)
+            while self._thread.is_alive() and not self._second_has_ended:
+                if not self._gates[_FIRST].acquire(timeout=_LONGEST_TURN_S):
+                    raise DeviceUnavailable("half of a chunk has not come to an end")
+                self._give(_SECOND)  # if it was just giving its turn away
+            if self._thread.is_alive():
                 self._thread.join(_LONGEST_TURN_S)
-                break
-            except KeyboardInterrupt:
-                is_interrupted = self._has_failed = True
-        if self._thread.is_alive():
-            raise DeviceUnavailable("half of a chunk has not come to an end")
-        if is_interrupted:
-            raise KeyboardInterrupt
 
     def _give(self, half: int) -> None:
         self._holder = half
@@ -251,8 +249,7 @@ class _Pair(Generic[T]):
 
     def _regain(self, half: int) -> None:
         """Wait for the turn that was given away, whatever comes."""
-        end_s = time.monotonic() + _LONGEST_TURN_S
-        while self._holder != half and time.monotonic() < end_s:
-            with suppress(KeyboardInterrupt, DeviceUnavailable):  # one is on its way already
+        with uninterrupted(), suppress(DeviceUnavailable):  # something is on its way already
+            if self._holder != half:
                 self._give(1 - half)  # which may not have been done
                 self._await(half)

@@ -267,6 +267,26 @@ def test_an_interrupt_waits_for_the_half_that_runs() -> None:
     assert model.run() == ("A", "B")
 
 
+def test_an_interrupt_waits_for_the_half_that_ends_last() -> None:
+    """The caller's has ended and waits for the other one, which it must not leave at work."""
+    model = Model()
+    note, ended = model.asked.note, []
+
+    def interrupting(what: str) -> None:
+        note(what)
+        if what == "end B":
+            for _ in range(2):
+                time.sleep(0.02)
+                interrupt_main_thread()
+            time.sleep(0.05)
+            ended.append(what)
+
+    model.asked.note = interrupting  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        model.run()
+    assert ended
+
+
 def test_interrupts_at_any_time_leave_nothing_behind() -> None:
     """Several at once, wherever the two are; both are at an end when `run` is."""
     random = np.random.default_rng(0)

@@ -7,10 +7,7 @@ for one signature. Knows nothing of what they compute.
 from __future__ import annotations
 
 import platform
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +19,7 @@ from dflash_runtime.compute.cpu.kernel_cache import cache_for, release
 from dflash_runtime.compute.cpu.kernel_compiler import Helper, KernelCompiler
 from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.untyped import CFunc, cpu_target, llvm, njit
+from dflash_runtime.interrupts import uninterrupted
 
 # Part of the numeric class: raise it when a change to a kernel changes the bits of a result.
 KERNEL_VERSION = 2
@@ -35,7 +33,8 @@ def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
     """A function to be called from Python; it releases the GIL and refuses other argument types."""
     kernel = njit(**_OPTIONS, pipeline_class=KernelCompiler)(function)
     kernel._cache = cache_for(function)
-    with _uninterrupted():
+    # LLVM calls Python while it links: what is raised there is lost.
+    with uninterrupted():
         try:
             kernel.compile(argument_types)
         finally:
@@ -56,7 +55,7 @@ class RowFunction:
         signature = argument_types, result
         callback = CFunc(function, signature, {}, dict(_OPTIONS), pipeline_class=KernelCompiler)
         callback._cache = cache_for(function)
-        with _uninterrupted():
+        with uninterrupted():
             try:
                 callback.compile()
             finally:
@@ -64,28 +63,6 @@ class RowFunction:
         self._callback = callback
         self.address = int(callback.address)
         self.came_from_cache: bool = callback.cache_hits > 0
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back: LLVM calls Python while it links, and what is raised there is lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    was_pressed = False
-
-    def remember(number: int, frame: object) -> None:
-        nonlocal was_pressed
-        was_pressed = True
-
-    previous = signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        # None: not set from Python, and so not to be restored by it.
-        signal.signal(signal.SIGINT, signal.default_int_handler if previous is None else previous)
-        if was_pressed:
-            signal.raise_signal(signal.SIGINT)
 
 
 def variant(function: Kernel, name: str, **others: object) -> Kernel:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dflash_runtime.compute.cupy.device import Graph, KernelDevice
+from dflash_runtime.interrupts import uninterrupted
 
 Then: TypeAlias = Callable[[], None]
 """What the host does when it has started a piece."""
@@ -49,16 +50,18 @@ class _Stretches:
     def proceed(self) -> None:
         """Run until the next pause, or the end. Raises whatever `record` raises."""
         self.then = None
-        self._go.release()
-        self._stopped.acquire()
+        with uninterrupted():  # nobody else may use the device while the other thread does
+            self._go.release()
+            self._stopped.acquire()
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
         """End the thread."""
-        self._is_abandoned = True
-        self._go.release()
-        self._thread.join()
+        with uninterrupted():
+            self._is_abandoned = True
+            self._go.release()
+            self._thread.join()
         # Whoever still has the pause must not keep what was recorded with it.
         del self._record, self.then
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import threading
@@ -165,25 +164,6 @@ def test_a_cpu_that_cannot_run_the_kernels_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiling, "is_supported_cpu", lambda: False)
     with pytest.raises(SettingsError, match="F16C"):
         CpuBackend(num_threads=1)
-
-
-def test_an_interruption_waits_for_the_compiler() -> None:
-    """What is raised while LLVM has called Python would be lost."""
-    steps: list[str] = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def compile_something() -> None:
-        with compiling._uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            steps.append("went on")
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            compile_something()
-        assert steps == ["went on"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@ goes wrong leaves no thread behind."""
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +50,25 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
     assert seen[1:] == [2.0, 12.0, 224.0, 324.0]
     assert device.download(x)[0, 0] == 424.0
     assert [piece.then for piece in pieces] == [look, look_and_change, None]
+
+
+def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
+    """It comes to the main thread; what the other one launches must not run meanwhile."""
+    device = EmulatedDevice()
+    add, x = AddRows(device), device.upload(np.ones((1, 4), np.float32))
+
+    def record(pause: Pause) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.05)
+        add.launch(x, x, x)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            record_pieces(device, record)
+        np.testing.assert_array_equal(device.download(x), 1.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("num_pauses", [0, 1])
