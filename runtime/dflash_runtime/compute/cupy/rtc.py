@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,11 @@ _LOG = logging.getLogger(__name__)
 
 _MAX_BINARY_BYTES = 64 << 20
 _MAX_LOG_BYTES = 1 << 20
+
+_ONE_AT_A_TIME = threading.Lock()
+"""For hipRTC. LLVM's options are the process's own, and ROCm 5.2 lets several threads read them at
+once, of which one process in five died here; later ones have a lock of their own
+(ROCm-CompilerSupport issues 27, 57)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class Compiled:
 
 
 class RuntimeCompiler:
-    """One vendor's library. Its functions may be called by several threads at once."""
+    """One vendor's library. May be used by several threads at once; AMD's compiles for one."""
 
     def __init__(self, vendor: Vendor, library: ctypes.CDLL) -> None:
         """Raises: DeviceUnavailable if it is not the library it should be."""
@@ -107,6 +114,10 @@ class RuntimeCompiler:
 
         Raises: KernelCompileError whose message has the first error; the whole log is logged.
         """
+        with _ONE_AT_A_TIME if self.vendor is Vendor.HIP else nullcontext():
+            return self._compile(source, options)
+
+    def _compile(self, source: KernelSource, options: Sequence[str]) -> Compiled:
         program = ctypes.c_void_p()
         headers = source.headers
         texts = (ctypes.c_char_p * len(headers))(*(text.encode() for _, text in headers))

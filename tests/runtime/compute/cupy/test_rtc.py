@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -50,6 +53,27 @@ class CountingCompiler(RuntimeCompiler):
     def compile(self, source: kernel_sources.KernelSource, options: Sequence[str]) -> Compiled:
         self.num_compiled += 1
         return Compiled(" ".join((source.name, *options)).encode(), "")
+
+
+class HipRtc:
+    """A library of AMD's whose compiler notes how many are in it."""
+
+    _name = "libhiprtc.so"
+
+    def __init__(self) -> None:
+        self.num_within = self.most_within = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("hiprtc"):
+            raise AttributeError(name)
+        return self.compile if name == "hiprtcCompileProgram" else lambda *_: 0
+
+    def compile(self, *_: object) -> int:
+        self.num_within += 1
+        self.most_within = max(self.most_within, self.num_within)
+        time.sleep(0.01)
+        self.num_within -= 1
+        return 0
 
 
 def compiler_of(
@@ -186,3 +210,15 @@ def test_without_a_compiler_there_is_one_line_why(monkeypatch: pytest.MonkeyPatc
         runtime_compiler(Vendor.CUDA)
     assert len(str(caught.value).splitlines()) == 1
     runtime_compiler.cache_clear()
+
+
+def test_amds_compiler_is_entered_by_one_thread_at_a_time() -> None:
+    library = HipRtc()
+    compilers = [RuntimeCompiler(Vendor.HIP, cast("ctypes.CDLL", library)) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        under_way = [
+            pool.submit(compilers[index % 2].compile, kernel_source(str(CASES)), ())
+            for index in range(8)
+        ]
+    assert [each.result().binary for each in under_way] == [b""] * 8
+    assert library.most_within == 1
