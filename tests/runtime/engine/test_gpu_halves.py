@@ -4,7 +4,6 @@ computes their experts and whatever happens meanwhile."""
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_splits import Layers, Split
+from support.interrupts import interrupt_main_thread
 from support.processes import running_daemon
 from support.random_gguf import RandomShape, write_model
 from support.random_models import write_qwen3moe
@@ -242,7 +242,7 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
             if fault == "kill":
                 daemon.kill()
             else:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                interrupt_main_thread()
         return status
 
     monkeypatch.setattr(SharedClient, "_move_rows", sent)

@@ -22,6 +22,7 @@ from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.engine import halves
 from dflash_runtime.engine.halves import Turns
 from support.examples import examples
+from support.interrupts import interrupt_main_thread
 
 NUM_LAYERS = 4
 EMPTY = np.empty(0, np.float32)
@@ -233,10 +234,6 @@ def test_a_half_that_never_comes_to_an_end_is_not_waited_for_without_end(
             thread.join(30)
 
 
-def interrupt_main_thread() -> None:
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
 def only_within_halves(_: int, frame: FrameType | None) -> None:
     """What an interrupt does: it may come when a test has gone on already."""
     while frame is not None:
@@ -248,35 +245,26 @@ def only_within_halves(_: int, frame: FrameType | None) -> None:
 def test_an_interrupt_waits_for_the_half_that_runs() -> None:
     """It comes to the main thread, which waits for its turn, while the other one is at work."""
     model = Model()
-    note, ended = model.asked.note, []
-
-    def interrupting(what: str) -> None:
-        note(what)
-        if what == "mixer B1":
-            interrupt_main_thread()
-            time.sleep(0.05)
-            ended.append(what)
-
-    model.asked.note = interrupting  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        model.run()
-    assert ended
-    assert not model.asked.open
+    check_waits(model, "mixer B1", delays_s=[0.0])
     assert "mixer A2" not in model.asked.log
-    model.asked.note = note  # type: ignore[method-assign]
     assert model.run() == ("A", "B")
 
 
 def test_an_interrupt_waits_for_the_half_that_ends_last() -> None:
     """The caller's has ended and waits for the other one, which it must not leave at work."""
-    model = Model()
+    check_waits(Model(), "end B", delays_s=[0.02, 0.02])
+
+
+def check_waits(model: Model, at: str, *, delays_s: Sequence[float]) -> None:
+    """The main thread is interrupted while the second half is there, after each delay; that half
+    has gone on for a while before `run` raises."""
     note, ended = model.asked.note, []
 
     def interrupting(what: str) -> None:
         note(what)
-        if what == "end B":
-            for _ in range(2):
-                time.sleep(0.02)
+        if what == at:
+            for delay_s in delays_s:
+                time.sleep(delay_s)
                 interrupt_main_thread()
             time.sleep(0.05)
             ended.append(what)
@@ -285,6 +273,8 @@ def test_an_interrupt_waits_for_the_half_that_ends_last() -> None:
     with pytest.raises(KeyboardInterrupt):
         model.run()
     assert ended
+    assert not model.asked.open
+    model.asked.note = note  # type: ignore[method-assign]
 
 
 def test_interrupts_at_any_time_leave_nothing_behind() -> None:

@@ -14,6 +14,7 @@ from dflash_runtime.compute.cupy.device import DeviceArray
 from dflash_runtime.compute.cupy.recorded_pieces import Pause, record_pieces
 from dflash_runtime.compute.cupy.row_kernels import AddRows
 from support.emulated_device import EmulatedDevice
+from support.interrupts import interrupt_main_thread
 
 
 def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
@@ -58,7 +59,7 @@ def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
     add, x = AddRows(device), device.upload(np.ones((1, 4), np.float32))
 
     def record(pause: Pause) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupt_main_thread()
         time.sleep(0.05)
         add.launch(x, x, x)
 
