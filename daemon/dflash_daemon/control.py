@@ -197,7 +197,11 @@ class ControlServer:
         if mails:
             assert mail is not None
             assert held is not None
-            service = mail.serve(segment, self._host.spec.moe, held.banks)
+            try:
+                service = mail.serve(segment, self._host.spec.moe, held.banks)
+            except Exception as error:  # whatever a device's driver raises
+                segment.close()
+                raise ProtocolError(f"cannot serve a mailbox: {error}", code="transport") from error
             segment.before_close = service.close
         self._service.attach(attach.link_id, segment)
         await self._send(routing_id, Attached(attach.link_id, nonce.hex(), moves, mails))
@@ -244,7 +248,11 @@ class ControlServer:
             if owned.fingerprint != hello.placement_fingerprint:
                 raise ProtocolError("the placement does not match its fingerprint")
             held = await self._load(routing_id, owned)
-            free_memory_bytes = self._host.backend.free_memory_bytes()
+            try:
+                answer = self._link(hello, version, owned, held)
+            except BaseException:
+                self._host.release(held)
+                raise
         except ProtocolError as error:
             _LOG.warning("refused a parent: %s", error)
             await self._send(routing_id, Refused(error.code, str(error)[:1000]))
@@ -253,10 +261,17 @@ class ControlServer:
             _LOG.exception("loading failed")
             await self._send(routing_id, Refused("internal", f"loading failed: {error}"[:1000]))
             return
+        await self._send(routing_id, answer)
+
+    def _link(
+        self, hello: Hello, version: int, owned: OwnedExperts, held: HeldPlacement
+    ) -> Welcome:
+        """Make the link of a parent whose experts are loaded; it holds them from now on.
+
+        Raises: HandshakeRefused if there are too many; whatever the device raises. No link then.
+        """
         if self._service.num_links >= _MAX_LINKS:  # others may have come while we were loading
-            self._host.release(held)
-            await self._send(routing_id, Refused("busy", f"{_MAX_LINKS} parents are connected"))
-            return
+            raise HandshakeRefused(f"{_MAX_LINKS} parents are connected", code="busy")
         limits = LinkLimits(
             hidden_size=self._host.spec.hidden_size,
             max_tokens=min(self._max_tokens, max(1, hello.max_tokens)),
@@ -267,9 +282,6 @@ class ControlServer:
             local_ids=version1.local_ids_by_layer(owned, self._host.experts_per_layer),
         )
         link_id = secrets.token_hex(8)
-        self._service.add_link(link_id, limits, held.banks)
-        self._held[link_id] = held
-        self._last_seen_s[link_id] = time.monotonic()
         welcome = Welcome(
             version=version,
             link_id=link_id,
@@ -279,7 +291,7 @@ class ControlServer:
             device=self._device,
             data_port=self._data_port,
             max_tokens=limits.max_tokens,
-            free_memory_bytes=free_memory_bytes,
+            free_memory_bytes=self._host.backend.free_memory_bytes(),
             pairs_per_second=held.pairs_per_second,
             generation=limits.generation,
             payload=limits.payload.value,
@@ -287,7 +299,11 @@ class ControlServer:
             can_move=self._mover_of(limits) is not None,
             mail_bytes=self._mail_bytes(limits),
         )
-        await self._send(routing_id, welcome)
+        # Last: nothing of the above may fail while a link is there that the parent knows not of.
+        self._service.add_link(link_id, limits, held.banks)
+        self._held[link_id] = held
+        self._last_seen_s[link_id] = time.monotonic()
+        return welcome
 
     def _check(self, hello: Hello) -> int:
         """The protocol version to speak. Raises: HandshakeRefused with both sides' values."""
@@ -342,11 +358,19 @@ class ControlServer:
             state = (stage, num_done, num_total)
 
         loading = asyncio.ensure_future(asyncio.to_thread(self._host.load, owned, on_progress))
-        while not loading.done():
-            await asyncio.wait([loading], timeout=_PROGRESS_S)
-            if not loading.done():
-                await self._send(routing_id, Progress(*state))
-        return await loading
+        try:
+            while not loading.done():
+                await asyncio.wait([loading], timeout=_PROGRESS_S)
+                if not loading.done():
+                    await self._send(routing_id, Progress(*state))
+        except BaseException:
+            loading.add_done_callback(self._release_unasked)  # the thread goes on without us
+            raise
+        return loading.result()
+
+    def _release_unasked(self, loading: asyncio.Task[HeldPlacement]) -> None:
+        if not loading.cancelled() and loading.exception() is None:
+            self._host.release(loading.result())
 
     def _forget(self, link_id: str) -> None:
         self._service.drop_link(link_id)

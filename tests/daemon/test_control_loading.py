@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from dflash_protocol.messages import Bye, Progress, Refused, Welcome, encode_hea
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.transport import Reply
 from dflash_runtime.experts.store import every_expert
-from support.control_rig import OTHER, OWNED, SHAPE, Daemon
+from support.control_rig import OTHER, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend
 from support.random_models import write_qwen3moe
 
 pytestmark = pytest.mark.asyncio
@@ -95,6 +97,42 @@ async def test_a_link_that_was_not_to_be_holds_nothing(
         daemon.backend.gate.set()
         assert (await parent.expect(Refused, skipping=(Progress,))).code == "busy"
     await parent.hello(OTHER)
+    assert daemon.backend.dropped == [(0, [3])]
+
+
+@pytest.mark.parametrize("call", ["free_memory_bytes", "numeric_class"])
+async def test_a_welcome_that_cannot_be_made_holds_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whatever fails once the experts are loaded: the parent is told, and they are given back."""
+
+    def fail(self: GateBackend) -> NoReturn:
+        raise RuntimeError("the driver does not answer")
+
+    parent = daemon.parent()
+    with monkeypatch.context() as failing:
+        failing.setattr(GateBackend, call, fail if call == "free_memory_bytes" else property(fail))
+        refused = await parent.refused_hello()
+    assert refused.code == "internal"
+    assert "the driver does not answer" in refused.reason
+    assert daemon.service.num_links == 0
+    await parent.hello(OTHER)
+    assert daemon.backend.dropped == [(0, [3])]
+
+
+async def test_what_is_loaded_after_the_end_is_held_for_nobody(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, released = daemon.parent(), asyncio.Event()
+    release = daemon.host.release
+    monkeypatch.setattr(daemon.host, "release", lambda held: (release(held), released.set()))
+    daemon.backend.gate.clear()
+    await parent.say_hello()
+    await parent.expect(Progress)
+    await daemon.stop()
+    daemon.backend.gate.set()
+    await asyncio.wait_for(released.wait(), PATIENCE_S)
+    await asyncio.to_thread(daemon.host.load, OTHER)
     assert daemon.backend.dropped == [(0, [3])]
 
 
