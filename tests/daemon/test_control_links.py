@@ -6,11 +6,12 @@ import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.messages import Attached, Bye, Refused, Welcome, encode_header
@@ -173,6 +174,37 @@ async def test_nothing_is_moved_for_who_does_not_ask_or_rounds(
     assert not segment.peer_moves
     assert not mover.num_open
     segment.close()
+
+
+class BrokenMail:
+    """A device's mailbox that can be agreed on, and then not be served."""
+
+    def num_bytes(self, moe: MoeSpec) -> int:
+        del moe
+        return 4096
+
+    def serve(self, *_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+
+async def test_a_mailbox_that_cannot_be_served_is_refused_and_the_daemon_goes_on(
+    daemon: Daemon, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = HostMover()
+    monkeypatch.setattr(GateBackend, "mover", mover)
+    monkeypatch.setattr(GateBackend, "mail", BrokenMail())
+    parent = daemon.parent()
+    plan = replace(PLAN, moves=True, mail_bytes=4096)
+    offer = make_offer(run_dir, await parent.hello(), plan)
+    try:
+        await parent.say(encode_header(offer.message))
+        refused = await parent.expect(Refused)
+    finally:
+        offer.withdraw()
+    assert refused.code == "transport"
+    assert "can't start new thread" in refused.reason
+    assert not mover.num_open
+    await parent.assert_welcome()
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,11 @@ def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
     except DaemonUnavailable as error:
         raise OfferFailed(str(error)) from error
     if mail_bytes:
-        plan.begin_mail(segment)
+        try:
+            plan.begin_mail(segment)
+        except BaseException:
+            segment.close()
+            raise
     return Offer(segment, welcome.link_id, moves=moves)
 
 
