@@ -257,6 +257,9 @@ class ControlServer:
             _LOG.warning("refused a parent: %s", error)
             await self._send(routing_id, Refused(error.code, str(error)[:1000]))
             return
+        except DaemonUnavailable as error:  # we are told to stop; who starts us anew is asked again
+            await self._send(routing_id, Refused("stopping", f"loading failed: {error}"[:1000]))
+            return
         except Exception as error:
             _LOG.exception("loading failed")
             await self._send(routing_id, Refused("internal", f"loading failed: {error}"[:1000]))

@@ -105,7 +105,7 @@ def events() -> Iterator[str]:
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
-            if name not in ("_on_event", "note"):
+            if name not in ("_on_event", "note", "mark_absent"):
                 continue
             assert isinstance(node, ast.Call)
             kind = template_of(node.args[0])

@@ -151,6 +151,11 @@ def test_a_daemon_that_is_not_there_yet_is_used_once_it_comes(model: Path, run_d
             before = server.metric(requests)
             assert text_of(server, "a", 8) == expected
             assert server.metric(requests) > before
+            events = server.get("/props").json()["events"]
+            assert [event["kind"] for event in events] == ["daemon_absent", "daemon_back"]
+            assert events[1]["reason"].startswith("away for ")
+            line = f"daemon link0 is used again: {events[1]['reason']}"
+            wait_until(lambda: any(line in each for each in server.lines), "the line")
 
 
 @pytest.mark.parametrize("mode", ["stream", pytest.param("batched", marks=pytest.mark.slow)])

@@ -68,7 +68,7 @@ class Rig:
         undo.callback(IpcClaim(endpoint).close)
         self.context = undo.enter_context(zmq.Context())
         self.losses: list[str] = []
-        """Reasons of all events of the link, whatever their kinds."""
+        """Reasons of all events of the link but those of a new session, whatever their kinds."""
         self.kinds: list[str] = []
         self.link = DaemonLink(
             "cpu0",
@@ -91,6 +91,8 @@ class Rig:
 
     def _on_event(self, kind: str, name: str, reason: str) -> None:
         assert name == "cpu0"
+        if kind == "daemon_back":  # of every session but the first
+            return
         self.kinds.append(kind)
         self.losses.append(reason)
 

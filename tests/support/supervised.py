@@ -32,8 +32,10 @@ class Parent:
         patience: Patience = UNHURRIED,
         launch: Launch | None = None,
         tolerates_absent: bool = False,
+        tries_again: bool = False,
     ) -> None:
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.returns: queue.Queue[tuple[str, str]] = queue.Queue()
         self.may_report = threading.Event()
         self.may_report.set()
         self.progress: queue.Queue[tuple[str, str, int, int]] = queue.Queue()
@@ -58,12 +60,16 @@ class Parent:
             patience=patience,
             on_progress=lambda *report: self.progress.put(report),
             tolerates_absent=tolerates_absent,
+            tries_again=tries_again,
         )
         undo.callback(self.supervisor.close)
         self._pool = undo.enter_context(ThreadPoolExecutor(1))
         undo.callback(self.supervisor.close)  # before the pool waits for a start that hangs
 
     def _on_event(self, kind: str, name: str, reason: str) -> None:
+        if kind == "daemon_back":
+            self.returns.put((name, reason))
+            return
         self.losses.put((name, reason))
         assert self.may_report.wait(PATIENCE_S)
 

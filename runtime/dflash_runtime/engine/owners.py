@@ -98,6 +98,7 @@ class Owners:
                     ),
                     on_progress=on_progress,
                     tolerates_absent=tolerates_absent and not require_daemons,
+                    tries_again=tolerates_absent or not require_daemons,
                 )
                 undo.callback(supervisor.close)
                 supervisor.start()

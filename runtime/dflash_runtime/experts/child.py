@@ -81,6 +81,15 @@ class DaemonProcess:
             return f"was ended by {named.get(-code, f'signal {-code}')}"
         return f"ended with exit code {code}"
 
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether it did not end by itself: by a signal, or as it does when it is asked to stop.
+
+        A shell that has run it tells of a signal by an exit code from 129 on.
+        """
+        code = self._process.returncode
+        return code is not None and (code <= 0 or 128 < code <= 128 + max(signal.valid_signals()))
+
     async def stop(self) -> None:
         """Ask it to end, wait a little, then kill it. Returns when it is gone."""
         if self._lifeline_write >= 0:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -57,7 +58,8 @@ class DaemonLink:
     """One daemon as the parent sees it.
 
     `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
-    ``daemon_absent`` for a daemon that is not there when the parent starts, ``request_failed`` for
+    ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_back`` for the
+    session after either, with how long the daemon was away, ``request_failed`` for
     a request that failed without that, ``breaker_open`` and the like for every new state of the
     circuit breaker, and ``numeric_class_differs`` for a session in which bits are not promised to
     equal the parent's.
@@ -92,6 +94,7 @@ class DaemonLink:
         self._untaken: Segment | None = None
         self._num_sessions = 0
         self._reason = "not connected yet"
+        self._away_since_s: float | None = None
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
@@ -126,6 +129,9 @@ class DaemonLink:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.lost_fd)
             self._session = session
+            away_since_s, self._away_since_s = self._away_since_s, None
+        if away_since_s is not None:
+            self._on_event("daemon_back", self.name, f"away for {monotonic() - away_since_s:.1f} s")
         if welcome.numeric_class != self._numeric_class:
             reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
             self._on_event("numeric_class_differs", self.name, reason)
@@ -138,10 +144,18 @@ class DaemonLink:
                 return
             self._session = None
             self._reason = reason
+            self._away_since_s = monotonic()
             self._close_untaken()
             os.eventfd_write(self.lost_fd, 1)
         self._on_event("daemon_lost", self.name, reason)
         self._wake_supervisor(generation)
+
+    def mark_absent(self, kind: str, reason: str) -> None:
+        """Report that the daemon is not there, where there was no session that could be lost."""
+        with self._lock:
+            if self._away_since_s is None:
+                self._away_since_s = monotonic()
+        self._on_event(kind, self.name, reason)
 
     def take_segment(self, session: Session) -> Segment | None:
         """The session's shared memory, which the caller owns from now on.

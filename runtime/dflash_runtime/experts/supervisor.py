@@ -59,6 +59,10 @@ _SPAWN_SILENCE_S = 60.0
 _MISSED_HEARTBEATS = 5
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LAST_S = 5.0
+_MOST_EARLY_ENDS = 3
+"""A daemon that was ended so many times before it was ever ready is not tried again at start."""
+_END_S = 3.0
+"""Between a child's hanging up and its end, at most: a driver has to give a device back."""
 _STABLE_S = 10.0
 """A session that lasted this long was no accident: the pauses begin anew after it."""
 _GOODBYE_MS = 200
@@ -95,6 +99,10 @@ class Patience:
     heartbeat_s: float
 
 
+class _EndedEarly(DaemonUnavailable):
+    """A daemon was there and was ended before it was ready: its successor may do better."""
+
+
 class Supervisor:
     """Runs all links until closed.
 
@@ -110,12 +118,14 @@ class Supervisor:
         patience: Patience,
         on_progress: ProgressCallback | None = None,
         tolerates_absent: bool = False,
+        tries_again: bool = False,
     ) -> None:
         self.context = zmq.asyncio.Context.shadow(context.underlying)
         self._links = tuple(links)
         self.greeting = greeting
         self.patience = patience
         self.tolerates_absent = tolerates_absent
+        self.tries_again = tries_again
         self._on_progress = on_progress
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -126,7 +136,8 @@ class Supervisor:
         """Start and wait until every daemon is ready.
 
         With `tolerates_absent`, one that others start and that is not there yet is not waited for
-        any longer than our patience; it is used from when it comes.
+        any longer than our patience; it is used from when it comes. With `tries_again`, one that
+        is ended from outside before it is ready is waited for anew, a few times.
         Raises: the first daemon's DflashError if one cannot be had; everything is then closed.
         """
         self._thread.start()
@@ -165,6 +176,10 @@ class Supervisor:
             if isinstance(outcome, Exception):
                 _LOG.error("supervisor: %r", outcome)
 
+    def is_waited_for(self, name: str) -> bool:
+        """Whether `start` does not know yet how a link's first attempt ends."""
+        return not self._first[name].done()
+
     def report_first(self, name: str, error: DflashError | None) -> bool:
         """Tell `start` how a link's first attempt ended; False if it has been told already."""
         future = self._first[name]
@@ -190,6 +205,9 @@ class _LinkTask:
         self._process: DaemonProcess | None = None
         self._loss_reported = asyncio.Event()
         self._lost_generation = 0
+        self._num_early_ends = 0
+        self._was_heard = False
+        """Of the connection that there is: the daemon has answered over it."""
         loop = supervisor.loop
 
         def wake(lost_generation: int) -> None:
@@ -226,13 +244,19 @@ class _LinkTask:
         self._loss_reported.set()
 
     def _failed(self, error: DflashError) -> None:
-        link = self._link
+        link, supervisor = self._link, self._supervisor
         is_absent = link.launch is None and isinstance(error, DaemonUnavailable)
-        if is_absent and self._supervisor.tolerates_absent:
-            if self._supervisor.report_first(link.name, None):
-                link.note("daemon_absent", str(error))
-        else:
-            self._supervisor.report_first(link.name, error)
+        if is_absent and supervisor.tolerates_absent:
+            if supervisor.report_first(link.name, None):
+                link.mark_absent("daemon_absent", str(error))
+        elif supervisor.is_waited_for(link.name):
+            if isinstance(error, _EndedEarly) and supervisor.tries_again:
+                self._num_early_ends += 1
+                if self._num_early_ends < _MOST_EARLY_ENDS:
+                    link.mark_absent("daemon_lost", str(error))
+                    return
+                error = DaemonUnavailable(f"{error}, {self._num_early_ends} times")
+            supervisor.report_first(link.name, error)
         _LOG.info("daemon %s: %s", link.name, error)
 
     async def _one_session(self) -> None:
@@ -242,6 +266,7 @@ class _LinkTask:
             if self._process is not None:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
+        self._was_heard = False
         with self._supervisor.context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
@@ -291,10 +316,10 @@ class _LinkTask:
             if isinstance(message, Progress):
                 self._supervisor.report_progress(link.name, message)
             elif isinstance(message, Refused):
-                raise HandshakeRefused(
-                    f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}",
-                    code=message.code,
-                )
+                said = f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}"
+                if message.code == "stopping":
+                    raise _EndedEarly(said)
+                raise HandshakeRefused(said, code=message.code)
             elif isinstance(message, Welcome):
                 _check_welcome(message, hello, link)
                 return message
@@ -371,13 +396,18 @@ class _LinkTask:
             )
             if receive.done():
                 frames: list[bytes] = receive.result()
+                self._was_heard = True
                 return decode_header(frames[0])
+            if disconnected.done() and self._process is not None:
+                # It hangs up while it ends: how it does says more.
+                await asyncio.wait(waiting[1:], timeout=_END_S)
             if self._process is not None and self._process.has_ended:
-                raise DaemonUnavailable(
+                raise (_EndedEarly if self._process.was_told_to_end else DaemonUnavailable)(
                     f"daemon {link.name} {self._process.how_it_ended} before it was ready"
                 )
             if disconnected.done():
-                raise DaemonUnavailable(
+                # One that never said a word may not know our key, and never will.
+                raise (_EndedEarly if self._was_heard else DaemonUnavailable)(
                     f"daemon {link.name} at {link.endpoint.address} hung up before it was ready"
                 )
             raise DaemonUnavailable(

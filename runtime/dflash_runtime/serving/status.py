@@ -209,7 +209,9 @@ def _owner_state(owner: OwnerStats) -> str:
 
 
 def _last_reason(name: str, events: Sequence[Event]) -> str:
-    return next((event.reason for event in reversed(events) if event.owner == name), "")
+    """Of the last event that was no good news."""
+    of_owner = (each for each in reversed(events) if each.owner == name)
+    return next((each.reason for each in of_owner if each.kind != "daemon_back"), "")
 
 
 def _value(counter: prometheus_client.Counter) -> int:

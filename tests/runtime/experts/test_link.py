@@ -12,6 +12,7 @@ import pytest
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.messages import Welcome
 from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.experts import link as link_module
 from dflash_runtime.experts.link import DaemonLink
 
 WELCOME = Welcome(2, "00ff", "model", "placement", "class", "cpu", 40001, 16, 1 << 30, 1e3)
@@ -24,8 +25,11 @@ class Losses:
         self.reasons: list[str] = []
 
     def __call__(self, kind: str, name: str, reason: str) -> None:
-        assert (kind, name) == ("daemon_lost", "cpu0")
-        self.reasons.append(reason)
+        assert name == "cpu0"
+        if kind == "daemon_lost":
+            self.reasons.append(reason)
+        else:
+            assert kind == "daemon_back"
 
 
 def link_to(
@@ -143,6 +147,40 @@ def test_a_loss_may_be_handled_by_looking_at_the_link(losses: Losses) -> None:
     looked_at.mark_lost(looked_at.mark_ready(WELCOME).generation, "late")
     looked_at.close()
     assert losses.reasons == ["daemon cpu0: late"]
+
+
+def test_a_daemon_that_is_used_again_is_reported_once_with_how_long_it_was_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(link_module, "monotonic", lambda: now_s)
+    events: list[tuple[str, str, str]] = []
+    link = link_to("cpu0", lambda *event: events.append(event))
+    session = link.mark_ready(WELCOME)
+    assert events == [], "it was never away"
+    now_s = 200.0
+    link.mark_lost(session.generation, "late")
+    now_s = 203.25
+    link.mark_absent("daemon_absent", "nothing answers")
+    now_s = 265.5
+    link.mark_ready(WELCOME)
+    assert events == [
+        ("daemon_lost", "cpu0", "late"),
+        ("daemon_absent", "cpu0", "nothing answers"),
+        ("daemon_back", "cpu0", "away for 65.5 s"),
+    ]
+    link.mark_ready(WELCOME)
+    link.close()
+    assert len(events) == 3
+
+
+def test_one_that_was_not_there_at_first_is_reported_when_it_comes() -> None:
+    events: list[tuple[str, str, str]] = []
+    link = link_to("cpu0", lambda *event: events.append(event))
+    link.mark_absent("daemon_absent", "nothing answers")
+    link.mark_ready(WELCOME)
+    link.close()
+    assert [event[0] for event in events] == ["daemon_absent", "daemon_back"]
 
 
 def test_data_goes_beside_an_ipc_endpoint_or_to_the_port_that_was_told() -> None:

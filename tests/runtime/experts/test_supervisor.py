@@ -19,6 +19,7 @@ from dflash_protocol.errors import (
 from dflash_protocol.messages import (
     PROTOCOL_VERSIONS,
     Hello,
+    Message,
     Ping,
     Pong,
     Progress,
@@ -247,6 +248,52 @@ def test_a_daemon_that_hangs_up_while_loading_is_not_waited_for(
     daemon.say(Progress("load", 1, 48))
     daemon.close()
     with pytest.raises(DaemonUnavailable, match="hung up before it was ready"):
+        start.result(PATIENCE_S / 4)
+
+
+@pytest.mark.parametrize(
+    "last_words", [Progress("load", 1, 48), Refused("stopping", "told to stop while loading")]
+)
+def test_a_daemon_that_ended_while_loading_is_used_when_it_is_there_again(
+    undo: ExitStack, address: str, last_words: Message
+) -> None:
+    """Its service manager starts it again."""
+    parent = Parent(undo, address, tries_again=True)
+    start = parent.start()
+    with ScriptedDaemon(address) as first:
+        first.expect(Hello)
+        first.say(last_words)
+        if isinstance(last_words, Progress):
+            parent.progress.get(timeout=PATIENCE_S)
+        else:
+            assert "told to stop" in parent.next_loss()
+    if isinstance(last_words, Progress):
+        assert "hung up before it was ready" in parent.next_loss()
+    with ScriptedDaemon(address) as second:
+        second.let_in()
+        start.result(PATIENCE_S)
+    assert "away for 0." in parent.returns.get(timeout=PATIENCE_S)[1]
+
+
+def test_a_daemon_that_ended_while_loading_is_waited_for_as_long_as_any(
+    undo: ExitStack, address: str
+) -> None:
+    start = Parent(undo, address, patience=Patience(0.3, PATIENCE_S), tries_again=True).start()
+    with ScriptedDaemon(address) as daemon:
+        daemon.expect(Hello)
+        daemon.say(Progress("load", 1, 48))
+    with pytest.raises(DaemonUnavailable, match="nothing answers"):
+        start.result(PATIENCE_S)
+
+
+def test_one_that_hangs_up_without_a_word_is_not_tried_again(
+    undo: ExitStack, daemon: ScriptedDaemon, address: str
+) -> None:
+    """As one does that does not know our key."""
+    start = Parent(undo, address, tries_again=True).start()
+    daemon.expect(Hello)
+    daemon.close()
+    with pytest.raises(DaemonUnavailable, match=r"hung up before it was ready$"):
         start.result(PATIENCE_S / 4)
 
 

@@ -120,6 +120,72 @@ def test_a_child_that_ends_before_it_is_ready_is_reported_with_how_it_ended(
     assert_starts(address)
 
 
+def dies_at_first(marker: Path, num_deaths: int, death: str) -> Launch:
+    """A child that ends so many times as `death` says, then lives; someone else answers for it."""
+    script = (
+        f"n=$(cat {marker} 2>/dev/null || echo 0); echo $((n + 1)) >{marker}; "
+        f'[ "$n" -ge {num_deaths} ] || {{ {death}; }}; exec sleep 60'
+    )
+    return Launch(("/bin/sh", "-c", script))
+
+
+@pytest.mark.parametrize("death", ["kill -9 $$", "kill -11 $$", "exit 0", "exit 137"])
+def test_a_child_that_is_ended_while_another_one_loads_is_replaced(
+    undo: ExitStack, run_dir: Path, tmp_path: Path, death: str
+) -> None:
+    """By a signal, by SIGTERM that it obeys, or behind a script that tells of a signal."""
+    loading, address = (
+        undo.enter_context(ScriptedDaemon(f"ipc://{run_dir}/a")),
+        f"ipc://{run_dir}/b",
+    )
+    parent = Parent(
+        undo, address, loading.endpoint.address, tries_again=True,
+        launch=dies_at_first(tmp_path / "deaths", 1, death),
+    )  # fmt: skip
+    # Only the first link is a child's; the other's daemon takes its time.
+    parent.links[1].launch = None
+    start = parent.start()
+    hello = loading.expect(Hello)
+    assert "before it was ready" in parent.next_loss()
+    undo.enter_context(ScriptedDaemon(address)).let_in()
+    assert not start.done()
+    loading.say(welcome_to(hello))
+    start.result(PATIENCE_S)
+    assert parent.link.session is not None
+    assert parent.losses.empty()
+    assert parent.returns.get(timeout=PATIENCE_S)[0] == "cpu0"
+
+
+def test_a_child_that_is_ended_again_and_again_ends_the_start(
+    undo: ExitStack, address: str, tmp_path: Path
+) -> None:
+    deaths = tmp_path / "deaths"
+    parent = Parent(undo, address, tries_again=True, launch=dies_at_first(deaths, 99, "kill -9 $$"))
+    start = parent.start()
+    with pytest.raises(
+        DaemonUnavailable, match=r"cpu0 was ended by SIGKILL before it was ready, 3 times"
+    ):
+        start.result(PATIENCE_S)
+    assert deaths.read_text() == "3\n"
+    assert children() == []
+
+
+def test_a_child_that_is_required_is_not_tried_again(
+    undo: ExitStack, address: str, tmp_path: Path
+) -> None:
+    deaths = tmp_path / "deaths"
+    start = Parent(undo, address, launch=dies_at_first(deaths, 1, "kill -9 $$")).start()
+    with pytest.raises(DaemonUnavailable, match=r"ended by SIGKILL before it was ready$"):
+        start.result(PATIENCE_S)
+    assert deaths.read_text() == "1\n"
+
+
+def test_a_child_that_fails_by_itself_is_not_tried_again(undo: ExitStack, address: str) -> None:
+    start = Parent(undo, address, tries_again=True, launch=launch("raise SystemExit(3)")).start()
+    with pytest.raises(DaemonUnavailable, match=r"ended with exit code 3 before it was ready$"):
+        start.result(PATIENCE_S)
+
+
 def test_a_child_that_cannot_be_executed_is_reported_with_the_reason(
     undo: ExitStack, address: str, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ EVENTS = [
     Event(1.0, "daemon_lost", "cpu0", "no heartbeat"),
     Event(2.0, "breaker_open", "cpu1", "3 requests in a row failed"),
     Event(3.0, "daemon_lost", "cpu0", "the process has ended"),
+    Event(4.0, "daemon_back", "cpu0", "away for 1.0 s"),
 ]
 
 
