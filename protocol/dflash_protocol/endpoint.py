@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.private_path import is_there_privately
 from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
 
 _LOOPBACK = {4: ipaddress.ip_network("127.0.0.0/8"), 6: ipaddress.ip_network("::1/128")}
@@ -44,6 +45,14 @@ class Endpoint:
             address = ipaddress.ip_address(self.host.removeprefix("[").removesuffix("]"))
             return address in _LOOPBACK[address.version]
         return False
+
+    def is_folder_there(self) -> bool:
+        """Whether the folder of the sockets is there; true of tcp.
+
+        Raises: SettingsError if another account has a socket there, or could put one there.
+        """
+        what = f"endpoint {self.address}"
+        return all([is_there_privately(path, what) for path in self.socket_paths])
 
     @property
     def socket_paths(self) -> tuple[Path, ...]:
@@ -106,12 +115,15 @@ def _is_host(text: str) -> bool:
 class IpcClaim:
     """Holds an ipc path for this process until closed: lock taken, leftovers of the dead removed.
 
+    The last folder of the path is made, with mode 0700, if it is missing.
     Owns: the lock file, and the two socket files that ZeroMQ makes.
-    Raises: SettingsError if the folder cannot be used, DaemonUnavailable if the path is in use.
+    Raises: SettingsError if the folder cannot be used, or other accounts may use it as well;
+    DaemonUnavailable if the path is in use.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         assert endpoint.path is not None
+        _make_folder(endpoint, endpoint.path.parent)
         self._socket_paths = endpoint.socket_paths
         self._lock_path = Path(f"{endpoint.path}.lock")
         self._lock_fd = _locked_file(self._lock_path, endpoint.address)
@@ -141,6 +153,25 @@ class IpcClaim:
     def _let_go(self) -> None:
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock_fd)
+
+
+def _make_folder(endpoint: Endpoint, folder: Path) -> None:
+    """Raises: SettingsError if it cannot be made, or is not private; then it is not left behind."""
+    is_made = False
+    try:
+        folder.mkdir(mode=0o700)
+        is_made = True
+    except FileExistsError:
+        pass
+    except OSError as error:
+        reason = f"the folder {folder} cannot be made: {error.strerror}"
+        raise SettingsError(f"endpoint {endpoint.address}: {reason}") from error
+    try:
+        endpoint.is_folder_there()
+    except SettingsError:
+        if is_made:
+            folder.rmdir()
+        raise
 
 
 def _locked_file(path: Path, address: str) -> int:

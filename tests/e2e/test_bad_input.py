@@ -15,6 +15,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+from dflash_daemon.__main__ import main as daemon_main
 from dflash_runtime.cli.main import main
 from support.processes import cli_command, environment, run_cli, run_main, running_daemon
 from support.random_models import ODD_SHAPES, Qwen3MoeShape, write_qwen3moe
@@ -41,6 +42,22 @@ def check_failure(exit_code: int, message: str, done: subprocess.CompletedProces
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
     assert re.search(message, lines[0]), lines[0]
+
+
+@pytest.mark.parametrize("program", ["daemon", "generate"])
+def test_a_socket_in_a_folder_of_others_is_neither_made_nor_used(
+    model: Path, tmp_path: Path, program: str
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    endpoint = f"ipc://{shared}/d.sock"
+    message = f"error: endpoint {endpoint}: other accounts may write to the folder {shared}; use a"
+    if program == "daemon":
+        check_failure(2, message, run_main(daemon_main, model, "--listen", endpoint))
+    else:
+        check_fails(2, message, "generate", model, "-p", "a", "--connect", endpoint)
+    assert not list(shared.iterdir())
 
 
 def write_gguf(path: Path, architecture: str, **keys: int) -> Path:

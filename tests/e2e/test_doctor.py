@@ -125,9 +125,12 @@ def test_a_default_launcher_and_a_transport_are_asked_for_too(tmp_path: Path) ->
 def test_what_is_asked_for_and_cannot_be_had_is_a_problem(tmp_path: Path, run_dir: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o755)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
     code, found = diagnosis(
         "--connect", f"ipc://{run_dir}/nobody", "--connect", "tcp://127.0.0.1:1",
-        "--ipc-work-dir", closed, "--cpu-tier", "neondot",
+        "--connect", f"ipc://{shared}/d.sock", "--ipc-work-dir", closed, "--cpu-tier", "neondot",
     )  # fmt: skip
     assert code == 1
     problems = "\n".join(found["problems"])
@@ -135,7 +138,8 @@ def test_what_is_asked_for_and_cannot_be_had_is_a_problem(tmp_path: Path, run_di
     assert "tcp://127.0.0.1:1: nothing answers: Connection refused" in problems
     assert f"run directory {closed} is open to others; chmod 700 it" in problems
     assert "CPU tier neondot: this" in problems
-    assert len(found["problems"]) == 4
+    assert f"ipc://{shared}/d.sock: other accounts may write to the folder {shared};" in problems
+    assert len(found["problems"]) == 5
 
 
 def test_a_daemon_that_is_running_answers(tmp_path: Path, run_dir: Path) -> None:

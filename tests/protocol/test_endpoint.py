@@ -261,10 +261,34 @@ def test_a_lock_that_is_a_link_is_not_followed(endpoint: Endpoint, tmp_path: Pat
     assert_can_be_claimed(endpoint)
 
 
-def test_a_folder_that_is_not_there_is_named(endpoint: Endpoint, run_dir: Path) -> None:
-    with pytest.raises(SettingsError, match="nowhere/x: No such file or directory"):
-        IpcClaim(parse_endpoint(f"ipc://{run_dir}/nowhere/x"))
-    assert_can_be_claimed(endpoint)
+def test_the_last_folder_is_made_and_those_above_are_not(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="nowhere/deep cannot be made: No such file or dir"):
+        IpcClaim(parse_endpoint(f"ipc://{run_dir}/nowhere/deep/x"))
+    folder = run_dir / "made"
+    try:
+        IpcClaim(parse_endpoint(f"ipc://{folder}/x")).close()
+        assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        folder.rmdir()
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(SettingsError, match="other accounts may write to the folder"):
+        IpcClaim(parse_endpoint(f"ipc://{open_to_all}/made/x"))
+    assert not list(open_to_all.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_folder_that_others_may_write_to_is_not_listened_in(run_dir: Path, mode: int) -> None:
+    run_dir.chmod(mode)
+    try:
+        with pytest.raises(
+            SettingsError, match=f"other accounts may write to the folder {run_dir}"
+        ):
+            IpcClaim(parse_endpoint(f"ipc://{run_dir}/x"))
+    finally:
+        run_dir.chmod(0o700)
+    assert not list(run_dir.iterdir())
 
 
 def test_a_lock_that_its_owner_removed_meanwhile_is_no_lock(

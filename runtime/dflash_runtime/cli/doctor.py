@@ -229,6 +229,7 @@ def _look_at_connections(settings: Settings, found: Findings) -> None:
         endpoint = parse_endpoint(address)
         why_not: str | None = None
         try:
+            endpoint.is_folder_there()
             if endpoint.path is not None:
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.settimeout(_CONNECT_S)
@@ -236,6 +237,9 @@ def _look_at_connections(settings: Settings, found: Findings) -> None:
             else:
                 host = (endpoint.host or "").strip("[]")
                 socket.create_connection((host, endpoint.port), timeout=_CONNECT_S).close()
+        except SettingsError as error:
+            why_not = str(error)
+            found.problems.append(why_not)
         except OSError as error:
             why_not = f"nothing answers: {error.strerror or error}"
             found.problems.append(f"{address}: {why_not}")

@@ -65,6 +65,8 @@ _END_S = 3.0
 """Between a child's hanging up and its end, at most: a driver has to give a device back."""
 _STABLE_S = 10.0
 """A session that lasted this long was no accident: the pauses begin anew after it."""
+_FOLDER_LOOK_S = 0.05
+"""Between looks for a folder in which a daemon's socket is to be."""
 _GOODBYE_MS = 200
 """How long a goodbye may take to leave."""
 
@@ -206,6 +208,7 @@ class _LinkTask:
         self._loss_reported = asyncio.Event()
         self._lost_generation = 0
         self._num_early_ends = 0
+        self._last_refusal = ""
         self._was_heard = False
         """Of the connection that there is: the daemon has answered over it."""
         loop = supervisor.loop
@@ -246,6 +249,7 @@ class _LinkTask:
     def _failed(self, error: DflashError) -> None:
         link, supervisor = self._link, self._supervisor
         is_absent = link.launch is None and isinstance(error, DaemonUnavailable)
+        level = logging.INFO
         if is_absent and supervisor.tolerates_absent:
             if supervisor.report_first(link.name, None):
                 link.mark_absent("daemon_absent", str(error))
@@ -257,11 +261,15 @@ class _LinkTask:
                     return
                 error = DaemonUnavailable(f"{error}, {self._num_early_ends} times")
             supervisor.report_first(link.name, error)
-        _LOG.info("daemon %s: %s", link.name, error)
+        elif not isinstance(error, DaemonUnavailable) and str(error) != self._last_refusal:
+            # Trying again does not put this right: it is said aloud, once.
+            self._last_refusal, level = str(error), logging.WARNING
+        _LOG.log(level, "daemon %s: %s", link.name, error)
 
     async def _one_session(self) -> None:
         """From connecting to the session's end. Returns if a session was had, raises if not."""
         link = self._link
+        await self._folder_is_there()
         if link.launch is not None and (self._process is None or self._process.has_ended):
             if self._process is not None:
                 await self._process.stop()
@@ -295,6 +303,26 @@ class _LinkTask:
                 disconnected.cancel()
                 control.disable_monitor()
                 monitor.close(linger=0)
+
+    async def _folder_is_there(self) -> None:
+        """Wait for the folder of an ipc endpoint, since whoever makes it decides what is in it.
+
+        That of a child of ours is made for it.
+        Raises: SettingsError if that is another account; DaemonUnavailable if it never comes.
+        """
+        loop, silence_s = self._supervisor.loop, self._supervisor.patience.connect_silence_s
+        end_s = loop.time() + silence_s
+        while not self._link.endpoint.is_folder_there() and self._link.launch is None:
+            if loop.time() > end_s:
+                raise self._unanswered(silence_s)
+            await asyncio.sleep(_FOLDER_LOOK_S)
+
+    def _unanswered(self, silence_s: float) -> DaemonUnavailable:
+        link = self._link
+        return DaemonUnavailable(
+            f"daemon {link.name}: nothing answers at {link.endpoint.address} "
+            f"({silence_s:.0f} s); is it running?"
+        )
 
     async def _handshake(self, control: zmq.asyncio.Socket, disconnected: _Received) -> Welcome:
         greeting, link = self._supervisor.greeting, self._link
@@ -410,10 +438,7 @@ class _LinkTask:
                 raise (_EndedEarly if self._was_heard else DaemonUnavailable)(
                     f"daemon {link.name} at {link.endpoint.address} hung up before it was ready"
                 )
-            raise DaemonUnavailable(
-                f"daemon {link.name}: nothing answers at {link.endpoint.address} "
-                f"({silence_s:.0f} s); is it running?"
-            )
+            raise self._unanswered(silence_s)
         finally:
             for future in waiting:
                 future.cancel()

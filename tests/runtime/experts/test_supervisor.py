@@ -15,6 +15,7 @@ from dflash_protocol.errors import (
     DaemonUnavailable,
     HandshakeRefused,
     ProtocolError,
+    SettingsError,
 )
 from dflash_protocol.messages import (
     PROTOCOL_VERSIONS,
@@ -217,6 +218,38 @@ def test_a_refusal_is_not_tolerated(undo: ExitStack, daemon: ScriptedDaemon, add
     daemon.say(Refused("model_mismatch", "another model"))
     with pytest.raises(HandshakeRefused, match="another model"):
         start.result(PATIENCE_S)
+
+
+def test_a_socket_that_others_could_have_made_is_not_spoken_to(
+    undo: ExitStack, daemon: ScriptedDaemon, address: str, run_dir: Path
+) -> None:
+    """Not even where a daemon may be absent."""
+    run_dir.chmod(0o1777)
+    undo.callback(run_dir.chmod, 0o700)
+    start = Parent(undo, address, tolerates_absent=True).start()
+    with pytest.raises(SettingsError, match=f"{address}: other accounts may write to the folder"):
+        start.result(PATIENCE_S)
+    assert daemon.is_silent(0.1)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+def test_a_folder_that_comes_later_is_looked_at_before_its_daemon_is_spoken_to(
+    undo: ExitStack, run_dir: Path, mode: int
+) -> None:
+    folder, made = run_dir / "later", run_dir / "made"
+    start = Parent(undo, f"ipc://{folder}/cpu0").start()
+    made.mkdir()
+    made.chmod(mode)
+    assert not start.done()
+    made.rename(folder)
+    undo.callback(folder.rmdir)
+    if mode == 0o700:
+        with ScriptedDaemon(f"ipc://{folder}/cpu0") as daemon:
+            daemon.let_in()
+            start.result(PATIENCE_S)
+    else:
+        with pytest.raises(SettingsError, match="other accounts may write"):
+            start.result(PATIENCE_S)
 
 
 def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(

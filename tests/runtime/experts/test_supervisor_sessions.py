@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -117,6 +118,23 @@ def test_a_daemon_that_refuses_when_it_is_back_is_asked_again(
         revived.let_in()
         parent.wait_for_session(2)
         assert parent.losses.empty()
+
+
+def test_a_refusal_after_the_start_is_said_once_for_each_reason(
+    undo: ExitStack, daemon: ScriptedDaemon, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = started(undo, daemon)
+    daemon.close()
+    parent.next_loss()
+    with ScriptedDaemon(address) as revived:
+        for reason in ("another model", "another model", "busy"):
+            revived.expect(Hello)
+            revived.say(Refused("model", reason))
+        revived.let_in()
+        parent.wait_for_session(2)
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert [line.rpartition(": ")[2] for line in said] == ["another model", "busy"]
+    assert all(line.startswith("daemon cpu0: daemon cpu0 at ") for line in said)
 
 
 def test_a_reconnection_for_which_there_is_no_socket_is_tried_again(
