@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         "--placement",
         metavar="FILE",
         type=Path,
-        help="load these experts at once instead of waiting for the first parent",
+        help="load these experts at once, and keep them whatever parents ask for besides",
     )
     parser.add_argument("--cores", metavar="LIST", help="keep to these processors, as in 0-3,8")
     parser.add_argument("--lifeline-fd", metavar="FD", type=int, help=argparse.SUPPRESS)

@@ -27,6 +27,7 @@ from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import (
     DaemonUnavailable,
+    DeviceOutOfMemory,
     DeviceUnavailable,
     HandshakeRefused,
     ProtocolError,
@@ -253,9 +254,10 @@ class ControlServer:
             except BaseException:
                 self._host.release(held)
                 raise
-        except ProtocolError as error:
+        except (ProtocolError, DeviceOutOfMemory) as error:
             _LOG.warning("refused a parent: %s", error)
-            await self._send(routing_id, Refused(error.code, str(error)[:1000]))
+            code = error.code if isinstance(error, ProtocolError) else "memory"
+            await self._send(routing_id, Refused(code, str(error)[:1000]))
             return
         except DaemonUnavailable as error:  # we are told to stop; who starts us anew is asked again
             await self._send(routing_id, Refused("stopping", f"loading failed: {error}"[:1000]))

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from dflash_adapters.gguf_file import FileChange, GgufFile
 from dflash_adapters.registry import adapter_for
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
-from dflash_runtime.compute import ComputeBackend
+from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
 from dflash_runtime.experts.held_placements import ExpertStore, HeldPlacement
 from dflash_runtime.experts.store import (
     expert_tensor_types,
@@ -46,6 +46,7 @@ class ExpertHost:
             raise
         self.backend = backend
         self.store = ExpertStore(backend, self._file, self.spec.moe)
+        self._keeps = False
         self._is_compiled = False
         self._load_lock = threading.Lock()
         self._waiting: list[OnProgress] = []
@@ -94,6 +95,18 @@ class ExpertHost:
             for layer in moe.layers:
                 backend.drop_experts(self._file, layer, probe.by_layer[layer.layer_id])
 
+    def keep(
+        self,
+        owned: OwnedExperts,
+        on_progress: OnProgress = lambda stage, num_done, num_total: None,
+    ) -> None:
+        """Have these experts loaded until the host is closed, whatever parents ask for.
+
+        Raises: as `load`.
+        """
+        self.load(owned, on_progress)
+        self._keeps = True
+
     def load(
         self,
         owned: OwnedExperts,
@@ -104,7 +117,7 @@ class ExpertHost:
 
         Only what no other placement has loaded is, and what is used by none any more is dropped.
         Safe to call from several threads.
-        Raises: DaemonUnavailable if cancelled.
+        Raises: DaemonUnavailable if cancelled; DeviceOutOfMemory.
         """
 
         def on_layer(num_done: int, num_total: int) -> None:
@@ -114,7 +127,11 @@ class ExpertHost:
         with self._told(on_progress), self._load_lock:
             self._compile()
             is_there = self.store.holds(owned)
-            held = self.store.hold(owned, on_layer)
+            try:
+                held = self.store.hold(owned, on_layer)
+            except DeviceOutOfMemory as error:
+                kept = "; it keeps the experts of its --placement" if self._keeps else ""
+                raise error.with_advice(DAEMON_MEMORY_ADVICE + kept) from error
         if not is_there:
             _LOG.info(
                 "placement %s: %d experts kept, %d loaded, %d dropped",

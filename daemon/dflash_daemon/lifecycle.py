@@ -145,7 +145,7 @@ async def _serve(
     endpoint = options.endpoint
     stop = _stop_event(options.lifeline_fd, host)
     if owned is not None:
-        host.release(await asyncio.to_thread(host.load, owned, _Progress(manager)))
+        await asyncio.to_thread(host.keep, owned, _Progress(manager))
     max_frame_bytes = largest_frame_bytes(
         max_tokens=settings.batch_capacity,
         hidden_size=host.spec.hidden_size,

@@ -13,7 +13,7 @@ import pytest
 from dflash_adapters.gguf_file import GgufFile
 from dflash_daemon import control as control_module
 from dflash_daemon.service import ComputeService
-from dflash_protocol.errors import ProtocolError
+from dflash_protocol.errors import DeviceOutOfMemory, ProtocolError
 from dflash_protocol.messages import Bye, Progress, Refused, Welcome, encode_header
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.transport import Reply
@@ -134,6 +134,48 @@ async def test_what_is_loaded_after_the_end_is_held_for_nobody(
     await asyncio.wait_for(released.wait(), PATIENCE_S)
     await asyncio.to_thread(daemon.host.load, OTHER)
     assert daemon.backend.dropped == [(0, [3])]
+
+
+async def test_what_a_daemon_was_started_with_stays_whatever_parents_ask_for(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A parent is served from it; what others ask for besides comes and goes beside it."""
+    caplog.set_level(logging.INFO, logger="dflash_daemon")
+    parent, backend = daemon.parent(), daemon.backend
+    await asyncio.to_thread(daemon.host.keep, OWNED)
+    num_loaded = len(backend.loaded)
+    first = await parent.hello()
+    assert len(backend.loaded) == num_loaded
+    expected = await daemon.sums(first, OWNED.by_layer[0].tolist().index(1))
+    await parent.say(encode_header(Bye(first.link_id)))
+    for owned, others in ((OTHER, []), (OwnedExperts.from_lists({0: [1], 1: [4]}), [(0, [2])])):
+        welcome = await parent.hello(owned)
+        found = await daemon.sums(welcome, owned.by_layer[0].tolist().index(1))
+        np.testing.assert_array_equal(found, expected)
+        assert backend.dropped == others, "nothing of its own placement"
+        await parent.say(encode_header(Bye(welcome.link_id)))
+    assert daemon.host.store.holds(OWNED)
+    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+        "0 experts kept, 3 loaded, 0 dropped",
+        "2 experts kept, 1 loaded, 0 dropped",
+        "1 experts kept, 1 loaded, 1 dropped",
+    ]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_a_parent_for_whose_experts_there_is_no_room_is_told_what_helps(
+    daemon: Daemon, is_kept: bool
+) -> None:
+    if is_kept:
+        await asyncio.to_thread(daemon.host.keep, OWNED)
+    daemon.backend.failures.append(
+        DeviceOutOfMemory("cuda:0", num_bytes=2000, free_bytes=1000, total_bytes=9000)
+    )
+    refused = await daemon.parent().refused_hello(OTHER)
+    assert refused.code == "memory"
+    assert "cuda:0 has no 2,000 bytes: 1,000 of 9,000 bytes are free; give this" in refused.reason
+    assert ("keeps the experts of its --placement" in refused.reason) == is_kept
+    await daemon.parent().assert_welcome()
 
 
 async def test_two_placements_asked_for_at_once_are_loaded_one_after_the_other(

@@ -163,14 +163,22 @@ def test_misuse_that_a_daemon_finds_is_one_line(
 
 
 def test_a_placement_file_is_loaded_at_once(model: Path, run_dir: Path, tmp_path: Path) -> None:
-    path, _ = write_even_placement(tmp_path, model)
+    """And stays loaded, whatever parents ask for."""
+    path, placement = write_even_placement(tmp_path, model)
+    num_experts = placement.owners[placement.owner_names.index("link0")].num_experts
+    num_more = 2 * len(placement.experts_per_layer)
     endpoint = f"ipc://{run_dir}/d.sock"
-    with (
-        running_daemon(model, endpoint, [*REFERENCE, "--placement", str(path)]),
-        Engine.open(model, connect=[endpoint], local_experts=4, backend="reference") as engine,
-    ):
-        assert len(engine.logits([1, 2, 3])) == 3
-        assert engine.stats().owners["link0"].requests > 0
+    with running_daemon(model, endpoint, [*REFERENCE, "--placement", str(path)]) as daemon:
+        for local_experts in (4, 2, 4):
+            with Engine.open(
+                model, connect=[endpoint], local_experts=local_experts, backend="reference"
+            ) as engine:
+                assert len(engine.logits([1, 2, 3])) == 3
+                assert engine.stats().owners["link0"].requests > 0
+        daemon.terminate()
+        _, said = daemon.communicate(timeout=START_S)
+    lines = [line.rpartition(": ")[2] for line in said.splitlines() if ": placement " in line]
+    assert lines == [f"{num_experts} experts kept, {num_more} loaded, 0 dropped"]
 
 
 def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:

@@ -5,10 +5,17 @@ Knows nothing of placement, daemons or text.
 
 from __future__ import annotations
 
-from dflash_runtime.compute.backend import MEMORY_ADVICE, BackendName, ComputeBackend, ExpertBank
+from dflash_runtime.compute.backend import (
+    DAEMON_MEMORY_ADVICE,
+    MEMORY_ADVICE,
+    BackendName,
+    ComputeBackend,
+    ExpertBank,
+)
 from dflash_runtime.compute.devices import choose_device, make_backend, open_backend
 
 __all__ = [
+    "DAEMON_MEMORY_ADVICE",
     "MEMORY_ADVICE",
     "BackendName",
     "ComputeBackend",

@@ -27,9 +27,14 @@ from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 MEMORY_ADVICE = (
-    "keep fewer experts there (--local-experts, --placement), or ask for a smaller --context"
+    "keep fewer experts there (--local-experts, the others in a --daemon), "
+    "or ask for a smaller --context"
 )
-"""What to do where a device has too little memory."""
+"""What to do where a parent's device has too little memory."""
+DAEMON_MEMORY_ADVICE = (
+    "give this daemon fewer experts: the parent more (--local-experts), or another --daemon"
+)
+"""What to do where a daemon's device has too little memory for what a parent asks of it."""
 
 
 class ExpertBank(Protocol):

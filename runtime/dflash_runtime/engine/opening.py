@@ -144,14 +144,15 @@ def open_model(
         is_recurrent=bool(spec.recurrent_layers),
         on_progress=partial(report, "parent", "compile"),
     )
-    backend.require_room(
-        file,
-        _local_experts(spec, placement),
-        kv_layers=spec.kv_layers,
-        recurrent=spec.recurrent_layers,
-        num_positions=num_positions,
-        kv_type=kv_type,
-    )
+    with advice_if_out_of_memory():
+        backend.require_room(
+            file,
+            _local_experts(spec, placement),
+            kv_layers=spec.kv_layers,
+            recurrent=spec.recurrent_layers,
+            num_positions=num_positions,
+            kv_type=kv_type,
+        )
     fallback_backend = backend
     if not backend.is_host and (asked.choices or asked.endpoints) and not asked.require_daemons:
         # What the device has no room for is computed by the host where the file is mapped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings_table import KNOBS, SETTINGS_FILE
+from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.options import (
     SettingsCommand,
     server_options,
     settings_options,
     take_settings,
 )
+from dflash_runtime.cli.serve import serve
+from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, MEMORY_ADVICE
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 
@@ -106,3 +110,13 @@ def test_the_rest_of_the_program_agrees(tmp_path: Path, monkeypatch: pytest.Monk
     later = load_settings()
     assert (later.cache_dir, later.cpu_tier) == ("/of-the-flag", "avx2")
     assert later.run_dir == settings.run_dir == "/run/of-the-variable"
+
+
+@pytest.mark.parametrize("advice", [MEMORY_ADVICE, DAEMON_MEMORY_ADVICE])
+@pytest.mark.parametrize("command", [serve, generate])
+def test_what_is_advised_where_memory_is_short_can_be_done(
+    advice: str, command: click.Command
+) -> None:
+    named = set(re.findall(r"--[a-z-]+", advice))
+    assert named
+    assert named <= {flag for option in command.params for flag in option.opts}

@@ -13,7 +13,6 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import KvLayer, MoeLayer
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import DeviceOutOfMemory
-from dflash_runtime.compute.backend import MEMORY_ADVICE
 from dflash_runtime.compute.cupy.devices import DeviceMemory
 from dflash_runtime.compute.cupy.kv_cache import bytes_with_snapshots
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES, row_bytes
@@ -35,7 +34,7 @@ class Room:
         return self.experts + self.weights + self.cache + self.scratch + self.offload
 
     def require(self, device: str, memory: DeviceMemory) -> None:
-        """Raises: DeviceOutOfMemory with the amounts, and what to do, if it is not free."""
+        """Raises: DeviceOutOfMemory with the amounts if it is not free."""
         if self.total <= memory.free_bytes:
             return
         parts = {
@@ -52,7 +51,6 @@ class Room:
             free_bytes=memory.free_bytes,
             total_bytes=memory.total_bytes,
             what=named,
-            advice=MEMORY_ADVICE,
         )
 
 
