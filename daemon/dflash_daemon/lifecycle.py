@@ -33,6 +33,7 @@ from dflash_protocol.curve import ServerSecurity, server_security
 from dflash_protocol.device import Device
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.held_folder import remove_if_abandoned
 from dflash_protocol.notify import Notifier
 from dflash_protocol.parent import end_with_parent
 from dflash_protocol.placement import OwnedExperts
@@ -114,9 +115,8 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         host.close()
     if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
         # A parent that was killed cannot remove the folder it made for its daemons' sockets; the
-        # last of them does.
-        with contextlib.suppress(OSError):
-            options.endpoint.path.parent.rmdir()
+        # last of them does. One that lives holds it.
+        remove_if_abandoned(options.endpoint.path.parent, only_if_empty=True)
 
 
 def _has_ended(lifeline_fd: int | None) -> bool:

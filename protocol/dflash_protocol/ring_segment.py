@@ -43,6 +43,8 @@ _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 # Read and write, so that a bell never closes and can be opened before the other side has.
 _BELL_FLAGS = _FILE_FLAGS | os.O_NONBLOCK
 _DRAIN_BYTES = 1 << 12
+_MOST_TRIES = 100
+"""Each is lost only to a sweeper that comes between the making of a file and its locking."""
 
 
 class Segment:
@@ -165,16 +167,12 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
     Raises: DaemonUnavailable if the folder cannot be used, or there is no memory or descriptor
     left; nothing is left behind then.
     """
-    name = f"ring-{os.getpid()}-{_start_time(os.getpid()) or '0'}-{secrets.token_hex(16)}"
     with contextlib.ExitStack() as undo, _as_unavailable(f"cannot share memory in {folder}"):
         folder_fd = _open_folder(folder)
         undo.callback(os.close, folder_fd)
+        name, file = _new_locked_file(folder_fd)
         undo.callback(_unlink, folder_fd, name)
-        flags = _FILE_FLAGS | os.O_CREAT | os.O_EXCL
-        file = os.open(name, flags, 0o600, dir_fd=folder_fd)
         undo.callback(os.close, file)
-        # Held as long as there is a name: others tell by it that the owner lives, wherever it runs.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.fchmod(file, 0o600)
         os.posix_fallocate(file, 0, shape.segment_bytes)
         memory = mmap.mmap(file, shape.segment_bytes)
@@ -258,9 +256,7 @@ def sweep_segments(folder: Path) -> int:
             for entry in os.listdir(folder_fd)
         }
         for name in sorted(names):
-            match = _NAME.match(name)
-            if match and not _is_alive(int(match[1]), match[2]) and not _is_held(folder_fd, name):
-                _unlink(folder_fd, name)
+            if _NAME.match(name) and _is_swept(folder_fd, name):
                 num_removed += 1
     return num_removed
 
@@ -301,25 +297,41 @@ def _unlink(folder_fd: int, name: str) -> None:
             os.unlink(each, dir_fd=folder_fd)
 
 
-def _is_held(folder_fd: int, name: str) -> bool:
-    """Whether the owner still has its lock: it may live in another pid namespace."""
-    try:
-        fd = os.open(name, _FILE_FLAGS | os.O_NONBLOCK, dir_fd=folder_fd)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+def _new_locked_file(folder_fd: int) -> tuple[str, int]:
+    """Name and descriptor of a new file, locked as long as there is a name: others tell by it that
+    the owner lives, in whatever pid namespace it does. Raises: OSError."""
+    flags = _FILE_FLAGS | os.O_CREAT | os.O_EXCL
+    for _ in range(_MOST_TRIES):
+        name = f"ring-{os.getpid()}-{_start_time(os.getpid()) or '0'}-{secrets.token_hex(16)}"
+        file = os.open(name, flags, 0o600, dir_fd=folder_fd)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink:
+                return name, file
+        except BlockingIOError:
+            pass  # a sweeper has it, which removes it
+        except BaseException:
+            _unlink(folder_fd, name)
+            os.close(file)
+            raise
+        os.close(file)
+    raise OSError(errno.EBUSY, "other processes remove what is made there")
 
 
-def _is_alive(pid: int, start_time: str) -> bool:
-    return _start_time(pid) == start_time
+def _is_swept(folder_fd: int, name: str) -> bool:
+    """Remove a segment whose owner has its lock no more, holding the lock meanwhile: its maker,
+    who may just be about to take it, sees that. False if it has an owner."""
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = os.open(name, _FILE_FLAGS | os.O_NONBLOCK, dir_fd=folder_fd)
+            undo.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            pass  # its bells are there; they are made after it, and removed after it
+        except OSError:
+            return False
+        _unlink(folder_fd, name)
+    return True
 
 
 def _start_time(pid: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import signal
@@ -267,10 +268,49 @@ def test_who_holds_the_lock_lives_whatever_its_number_means_here(run_dir: Path) 
     made = create_segment(run_dir, SHAPE, generation=1)
     _, _, _, random = made.name.split("-")
     foreign = f"ring-4194305-1-{random}"
-    (run_dir / made.name).rename(run_dir / foreign)
+    for suffix in ("", ".client", ".server"):
+        (run_dir / (made.name + suffix)).rename(run_dir / (foreign + suffix))
     assert sweep_segments(run_dir) == 0
-    (run_dir / foreign).rename(run_dir / made.name)
+    assert len(list(run_dir.iterdir())) == 3
+    for suffix in ("", ".client", ".server"):
+        (run_dir / (foreign + suffix)).rename(run_dir / (made.name + suffix))
     made.close()
+
+
+def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process of another pid namespace, to which our number means nothing."""
+    real_flock = fcntl.flock
+    sweepers: list[int] = []
+    swept: set[str] = set()
+
+    def flock(fd: int, operation: int) -> None:
+        """The sweeper comes first: it has removed the file, then it is about to."""
+        monkeypatch.setattr(fcntl, "flock", real_flock)
+        [path] = run_dir.iterdir()
+        is_first = not swept
+        swept.add(path.name)
+        if is_first:
+            assert sweep_segments(run_dir) == 1
+            monkeypatch.setattr(fcntl, "flock", flock)
+            real_flock(fd, operation)
+        else:
+            sweepers.append(os.open(path, os.O_RDWR))
+            real_flock(sweepers[0], operation)
+            try:
+                real_flock(fd, operation)
+            finally:
+                path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = create_segment(run_dir, SHAPE, generation=1)
+    assert len({*swept, made.name}) == 3
+    open_segment(run_dir, made.name, SHAPE, generation=1).close()
+    assert sweep_segments(run_dir) == 0
+    made.close()
+    os.close(sweepers[0])
+    assert list(run_dir.iterdir()) == []
 
 
 def test_a_bell_that_is_full_or_silent_can_be_silenced_and_rung_again(segment: Segment) -> None:

@@ -6,15 +6,11 @@ Knows nothing of tokens; it joins placement, supervisor and expert computes, and
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
 import zmq
 
 from dflash_adapters.gguf_file import GgufFile
@@ -23,6 +19,7 @@ from dflash_protocol import ring_native
 from dflash_protocol.curve import client_security
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.held_folder import HeldFolder
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import Settings, keys_directory, run_directory
@@ -198,8 +195,8 @@ class Owners:
 
         names = daemon_names(choices, endpoints)
         if choices:
-            folder = _new_socket_folder(run_directory(settings))
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = HeldFolder(run_directory(settings))
+            undo.callback(folder.close)
         for index, choice in enumerate(choices):
             launch = launch_of(
                 choices,
@@ -208,7 +205,7 @@ class Owners:
                 backend_name=backend.name,
                 settings=settings,
             )
-            add(choice.name, parse_endpoint(f"ipc://{folder}/{choice.name}"), launch)
+            add(choice.name, parse_endpoint(f"ipc://{folder.path}/{choice.name}"), launch)
         for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
             add(name, endpoint, None)
         strangers = [n for n in placement.owner_names if n not in links and n != LOCAL_OWNER]
@@ -242,17 +239,3 @@ def _sharing_plan(
             in_host=settings.mail_memory == "host",
         ),
     )
-
-
-def _new_socket_folder(run_dir: Path) -> Path:
-    """A folder for the sockets of our daemons; those of parents that are gone are removed."""
-    for leftover in run_dir.glob("p*-*"):
-        pid = leftover.name[1:].partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    folder = run_dir / f"p{os.getpid()}-{secrets.token_hex(3)}"
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise SettingsError(f"run directory {run_dir}: {error.strerror}") from error
-    return folder

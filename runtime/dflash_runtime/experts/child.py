@@ -34,7 +34,7 @@ class DaemonProcess:
         if environment is None:
             environment = child_environment(())
         if endpoint.path is not None:
-            # The last daemon may have taken the empty folder for that of a parent that is gone.
+            # An older daemon takes the empty folder with it, and its successor does not make it.
             with contextlib.suppress(OSError):  # which the daemon will say better
                 endpoint.path.parent.mkdir(mode=0o700, exist_ok=True)
         lifeline_read, self._lifeline_write = os.pipe()

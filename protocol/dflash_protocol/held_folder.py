@@ -1,0 +1,90 @@
+"""Folders that one process holds while it lives, and that others remove once it is gone.
+
+Who holds a folder has a lock on it, which the kernel takes back when the process ends, however it
+does: that is seen in every pid namespace of the machine, where its number may mean another process
+or none. Children do not inherit it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from dflash_protocol.errors import SettingsError
+
+_PREFIX = "d"
+_MOST_TRIES = 100
+"""Each is lost only to a sweeper that comes between the making of a folder and its locking."""
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class HeldFolder:
+    """A new folder, mode 0700, beside those of other processes; theirs go if they have ended.
+
+    Owns: the folder with all that is in it, and the lock.
+    Raises: SettingsError if it cannot be made.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        for leftover in parent.glob(f"{_PREFIX}*-*"):
+            remove_if_abandoned(leftover)
+        for _ in range(_MOST_TRIES):
+            self.path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+            try:
+                self.path.mkdir(mode=0o700)
+                fd = _locked(self.path)
+            except OSError as error:
+                raise SettingsError(f"run directory {parent}: {error.strerror}") from error
+            if fd is not None:
+                self._lock_fd = fd
+                return
+        raise SettingsError(f"run directory {parent}: other processes remove what is made there")
+
+    def close(self) -> None:
+        """Remove the folder, then let go of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock_fd)
+
+
+def remove_if_abandoned(folder: Path, *, only_if_empty: bool = False) -> None:
+    """Remove a folder that nobody holds; what cannot be locked or removed stays.
+
+    It is locked meanwhile: who has just made it sees that, and makes another one.
+    """
+    with contextlib.suppress(OSError):
+        fd = _locked(folder)
+        if fd is None:
+            return
+        try:
+            if only_if_empty:
+                folder.rmdir()
+            else:
+                shutil.rmtree(folder)
+        finally:
+            os.close(fd)
+
+
+def _locked(folder: Path) -> int | None:
+    """Descriptor of a folder, which is locked until it is closed.
+
+    None if another process has the lock, or has removed the folder. Raises: OSError.
+    """
+    try:
+        fd = os.open(folder, _FLAGS)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), folder.lstat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
