@@ -17,6 +17,7 @@ from dflash_protocol.errors import DeviceOutOfMemory, ProtocolError
 from dflash_protocol.messages import Bye, Progress, Refused, Welcome, encode_header
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.transport import Reply
+from dflash_runtime.experts.held_placements import HeldPlacement
 from dflash_runtime.experts.store import every_expert
 from support.control_rig import OTHER, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend
 from support.random_models import write_qwen3moe
@@ -125,7 +126,12 @@ async def test_what_is_loaded_after_the_end_is_held_for_nobody(
 ) -> None:
     parent, released = daemon.parent(), asyncio.Event()
     release = daemon.host.release
-    monkeypatch.setattr(daemon.host, "release", lambda held: (release(held), released.set()))
+
+    def note(held: HeldPlacement) -> None:
+        release(held)
+        released.set()
+
+    monkeypatch.setattr(daemon.host, "release", note)
     daemon.backend.gate.clear()
     await parent.say_hello()
     await parent.expect(Progress)
