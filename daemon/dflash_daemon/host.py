@@ -104,7 +104,7 @@ class ExpertHost:
 
         Raises: as `load`.
         """
-        self.load(owned, on_progress)
+        self.store.keep(self.load(owned, on_progress))
         self._keeps = True
 
     def load(

@@ -16,6 +16,7 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute import ExpertBank
+from dflash_runtime.compute.cupy.experts import CupyExpertBank
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import write_qwen3moe
@@ -101,6 +102,40 @@ def test_placements_come_and_go_with_their_memory(host: ExpertHost, gpus: Emulat
     assert device.num_bytes < with_first  # what had to go for it has gone
     gpus.free_bytes = 1 << 40
     assert len(host.load(FIRST).banks) == 2
+
+
+def test_what_is_within_a_kept_placement_takes_no_memory_and_has_the_same_bits(
+    host: ExpertHost, gpus: EmulatedGpus
+) -> None:
+    host.keep(FIRST)
+    kept = host.load(FIRST)
+    host.release(kept)
+    gpus.free_bytes = 1000
+    within = OwnedExperts.from_lists({0: [2, 0], 1: [2]})
+    held = host.load(within)
+    assert (held.num_kept, held.num_loaded, held.num_dropped) == (3, 0, 0)
+    for layer_id, bank in held.banks.items():
+        whole = kept.banks[layer_id]
+        assert isinstance(bank, CupyExpertBank)
+        assert isinstance(whole, CupyExpertBank)
+        assert bank.by_local.weights == whole.by_local.weights == bank.by_global.weights
+    gpus.free_bytes = 1 << 40
+    alone = ExpertHost(host.model_path, gpus.open_first())
+    try:
+        loaded = alone.load(within)
+        for phase in Phase:
+            for num_tokens in (1, 3, 30):
+                for layer_id, bank in held.banks.items():
+                    batch = batch_of(bank, phase, num_tokens)
+                    expected = sums_of(loaded.banks[layer_id], batch)
+                    assert (sums_of(bank, batch) == expected).all()
+                    assert np.abs(expected).max() > 0
+    finally:
+        alone.close()
+    host.release(held)
+    gpus.free_bytes = 1000
+    with pytest.raises(DeviceOutOfMemory, match="it keeps the experts of its --placement"):
+        host.load(SECOND)
 
 
 @pytest.mark.parametrize("phase", [Phase.DECODE, Phase.VERIFY, Phase.PREFILL])

@@ -10,6 +10,7 @@ from dflash_runtime.compute.backend import (
     MEMORY_ADVICE,
     BackendName,
     ComputeBackend,
+    DivisibleBank,
     ExpertBank,
 )
 from dflash_runtime.compute.devices import choose_device, make_backend, open_backend
@@ -19,6 +20,7 @@ __all__ = [
     "MEMORY_ADVICE",
     "BackendName",
     "ComputeBackend",
+    "DivisibleBank",
     "ExpertBank",
     "choose_device",
     "make_backend",

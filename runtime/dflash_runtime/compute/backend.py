@@ -57,6 +57,17 @@ class ExpertBank(Protocol):
 
 
 @runtime_checkable
+class DivisibleBank(ExpertBank, Protocol):
+    """A bank for which memory was taken that a part of it can use as well."""
+
+    def part(self, file: GgufFile, local_expert_ids: I32Array) -> ExpertBank:
+        """Some of its experts, in this order, as a bank of their own, which keeps all in memory.
+
+        Raises: DeviceOutOfMemory.
+        """
+
+
+@runtime_checkable
 class DeviceBank(ExpertBank, Protocol):
     """A bank on a device, where rows may lie already."""
 

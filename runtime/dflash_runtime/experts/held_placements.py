@@ -15,7 +15,7 @@ import numpy as np
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
 from dflash_runtime.experts.store import (
     BankKind,
     LoadProgress,
@@ -55,6 +55,7 @@ class ExpertStore:
         self._file = file
         self._spec = spec
         self._placements: dict[str, HeldPlacement] = {}
+        self._kept: HeldPlacement | None = None
         self._lock = threading.Lock()
         """Of the placements and their users; never held while loading."""
         self._loaded: dict[int, set[int]] = {}
@@ -68,6 +69,10 @@ class ExpertStore:
     def holds(self, owned: OwnedExperts) -> bool:
         """Whether `hold` has nothing to load for this placement."""
         return owned.fingerprint in self._placements
+
+    def keep(self, held: HeldPlacement) -> None:
+        """Let a held placement be there for good; one that is within it takes no memory."""
+        self._kept = held
 
     def hold(
         self,
@@ -90,6 +95,7 @@ class ExpertStore:
                 name: each for name, each in self._placements.items() if each.num_users
             }
             in_use = [each.owned for each in self._placements.values()]
+        reused |= self._parts_of_kept(owned, reused)
         num_before = self.num_experts
         num_dropped = self._drop_all_but([*in_use, owned])
         num_kept = sum(
@@ -134,6 +140,23 @@ class ExpertStore:
             for layer_id, bank in held.banks.items()
             if np.array_equal(held.owned.by_layer[layer_id], owned.by_layer.get(layer_id, ()))
         }
+
+    def _parts_of_kept(
+        self, owned: OwnedExperts, reused: Mapping[int, ExpertBank]
+    ) -> dict[int, ExpertBank]:
+        """Banks of layers of which all that is wanted is kept anyway, by layer id."""
+        parts: dict[int, ExpertBank] = {}
+        for layer_id, ids in owned.by_layer.items():
+            bank = None if self._kept is None else self._kept.banks.get(layer_id)
+            if layer_id in reused or not isinstance(bank, DivisibleBank):
+                continue
+            assert self._kept is not None
+            kept_ids = self._kept.owned.by_layer[layer_id].tolist()
+            local_id_of = {each: local_id for local_id, each in enumerate(kept_ids)}
+            if all(each in local_id_of for each in ids.tolist()):
+                local_ids = np.array([local_id_of[each] for each in ids.tolist()], np.int32)
+                parts[layer_id] = bank.part(self._file, local_ids)
+        return parts
 
     def _load(
         self,

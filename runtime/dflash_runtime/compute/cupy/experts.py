@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 
+from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import DeviceBatch, RoutedBatch, Sums, add_sums, slice_tokens
@@ -19,7 +20,7 @@ from dflash_runtime.compute.cupy.exchange import StepBox
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.payload import PlacedSums
 from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts, too_many_pairs
-from dflash_runtime.compute.cupy.resident import ResidentLayer
+from dflash_runtime.compute.cupy.resident import ResidentLayer, named_layer
 
 
 class CupyExpertBank:
@@ -47,6 +48,29 @@ class CupyExpertBank:
         self.by_global = by_global
         self._ops = ops
         self.by_local = by_local
+
+    def part(self, file: GgufFile, local_expert_ids: I32Array) -> CupyExpertBank:
+        """As backend.DivisibleBank.part: only tables and vectors are made anew."""
+        places = self.by_local.slot_of_expert[local_expert_ids]
+        slots = self.by_global.slot_of_expert
+        global_of_slot = np.zeros(slots.max() + 1, np.int64)
+        global_of_slot[slots[slots >= 0]] = np.flatnonzero(slots >= 0)
+        global_ids = global_of_slot[places]
+        with self._lock:
+            by_global, by_local = (
+                named_layer(
+                    self._ops.device,
+                    file,
+                    self.layer,
+                    weights=self.by_local.weights,
+                    ids=(global_ids, names),
+                    places=places,
+                )
+                for names in (global_ids, np.arange(places.size))
+            )
+        return CupyExpertBank(
+            self._ops, by_global, by_local, recorded=self._recorded, lock=self._lock
+        )
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """See backend.ExpertBank; expert ids of the batch are local."""

@@ -35,6 +35,11 @@ class ResidentLayer:
         object.__setattr__(self, "num_resident", int((self.slot_of_expert >= 0).sum()))
 
     @property
+    def weights(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        """The matrices of gate, up and down, by slot. Shapes: [slots * expert_bytes] uint8."""
+        return self.decode.gate.weights, self.decode.up.weights, self.decode.down.weights
+
+    @property
     def is_whole(self) -> bool:
         """Whether every expert of the layer is here."""
         return self.num_resident == self.layer.num_experts
@@ -123,15 +128,17 @@ def named_layer(
     *,
     weights: Sequence[DeviceArray],
     ids: tuple[I64Array, I64Array],
+    places: I32Array | None = None,
 ) -> ResidentLayer:
-    """Experts whose matrices, of each projection, lie in these arrays one after another.
+    """Experts whose matrices, of each projection, lie in these arrays one after another, or in the
+    slots that `places` says.
 
-    `ids` are their global ids by slot, and what they are called. Shapes: weights each
-    [experts * expert_bytes] uint8; ids each [experts].
+    `ids` are their global ids, and what they are called. Shapes: weights each
+    [slots * expert_bytes] uint8; ids each [experts]; places [experts].
     """
     names = ids[1]
     slots = np.full(layer.num_experts, -1, np.int32)
-    slots[names] = np.arange(names.size, dtype=np.int32)
+    slots[names] = np.arange(names.size, dtype=np.int32) if places is None else places
     decode, prefill = [], []
     for projection, matrices in zip(layer.projections, weights, strict=True):
         bias, scale = (
