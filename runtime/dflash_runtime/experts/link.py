@@ -57,7 +57,9 @@ class DaemonLink:
     """One daemon as the parent sees it.
 
     `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
-    ``daemon_absent`` for a daemon that is not there when the parent starts, ``request_failed`` for
+    ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_refused`` for
+    one that came back as what cannot be used, ``weights_unchecked`` for one that speaks version 1,
+    ``request_failed`` for
     a request that failed without that, ``breaker_open`` and the like for every new state of the
     circuit breaker, and ``numeric_class_differs`` for a session in which bits are not promised to
     equal the parent's.
@@ -92,6 +94,7 @@ class DaemonLink:
         self._untaken: Segment | None = None
         self._num_sessions = 0
         self._reason = "not connected yet"
+        self._refused = ""
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
@@ -126,6 +129,7 @@ class DaemonLink:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.lost_fd)
             self._session = session
+            self._refused = ""
         if welcome.numeric_class != self._numeric_class:
             reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
             self._on_event("numeric_class_differs", self.name, reason)
@@ -162,6 +166,12 @@ class DaemonLink:
     def note(self, kind: str, reason: str) -> None:
         """Report something that does not end the session."""
         self._on_event(kind, self.name, reason)
+
+    def note_refused(self, reason: str) -> None:
+        """Report, once until there is a session again, why none can be had."""
+        if reason != self._refused:
+            self._refused = reason
+            self.note("daemon_refused", reason)
 
     def close(self) -> None:
         """Release the eventfd and what nobody took. The link must not be used afterwards."""
