@@ -60,7 +60,7 @@ def file_digests(
         known = None if kept is None else read_kept(kept)
         if known is None:
             with watch.reopened(shard) as descriptor:
-                while wait is not None and kept is not None and _is_read_by_others(descriptor):
+                while _is_read_by_others(descriptor) and wait is not None:
                     wait()
                 known = None if kept is None else read_kept(kept)
                 if known is None:
@@ -142,6 +142,7 @@ def _keep(path: Path, made: str, *, changed_ns: int) -> None:
     if time.time_ns() - changed_ns < _SETTLED_S * 1e9:
         return
     with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         draft = path.with_name(f".{secrets.token_hex(8)}")
         try:
             draft.write_bytes(made.encode() + b"\n")
