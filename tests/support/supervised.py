@@ -33,6 +33,7 @@ class Parent:
         patience: Patience = UNHURRIED,
         launch: Launch | None = None,
         tolerates_absent: bool = False,
+        greeting: Greeting = GREETING,
     ) -> None:
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
         self.may_report = threading.Event()
@@ -55,7 +56,7 @@ class Parent:
         self.supervisor = Supervisor(
             context,
             self.links,
-            GREETING,
+            greeting,
             patience=patience,
             on_progress=lambda *report: self.progress.put(report),
             tolerates_absent=tolerates_absent,
