@@ -37,8 +37,10 @@ _AT_ONCE_BYTES = 4 << 20
 """Blocks of so few bytes take some ms."""
 _DIGEST_AFTER_S = 10.0
 """Processes that end before read nothing for the full digest."""
-_SHARE_OF_CORE = 0.005
-"""Of each core of the machine: what making the full digest takes."""
+_SHARE_OF_CORE = 0.0025
+"""Of each core of the machine: what making the full digest takes. Its thread has the priority of
+all others: with a lower one it may be put off where it holds the interpreter's lock, which they
+then wait for."""
 _MOST_OF_A_CORE = 0.25
 _SHARE_OF_ONE = 0.1
 """Of one core: what hashing blocks in the background takes, for some seconds."""
@@ -100,7 +102,7 @@ class WeightCheck:
 
         Raises: ModelFileError; what `on_group` raises.
         """
-        blocks = expert_blocks(nonce, self._moe, owned, self._file.tensors.values())
+        blocks = expert_blocks(nonce, self._moe, owned, tensors=self._file.tensors.values())
         with self._answering:
             self._file.require_unwritten()
             made = blocks.digest(self._file.read, on_group)
@@ -122,7 +124,7 @@ class WeightCheck:
         if owned is None:
             blocks = model_blocks(nonce, self._moe, tensors)
         else:
-            blocks = expert_blocks(nonce, self._moe, owned, tensors)
+            blocks = expert_blocks(nonce, self._moe, owned, tensors=tensors)
         if blocks.num_bytes <= _AT_ONCE_BYTES:
             made = blocks.digest_alone(self._file.read, lambda num_done, num_total: None)
             watch.keep_record(name, blocks, made)
@@ -147,7 +149,6 @@ class WeightCheck:
             self._thread = None
 
     def _run(self) -> None:
-        _let_others_go_first()
         wake = self._file.watch.touched
         digest_from_s = time.monotonic() + _DIGEST_AFTER_S
         with contextlib.suppress(_Closed):
@@ -209,10 +210,3 @@ def _cache_folder() -> Path | None:
         return cache_directory_in_use()
     except SettingsError:
         return None  # said by those who keep kernels there
-
-
-def _let_others_go_first() -> None:
-    """Of this thread. Not to the point of SCHED_IDLE: it may be put off where it holds the
-    interpreter's lock, which all others then wait for."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -112,7 +112,7 @@ def test_every_matrix_in_use_has_a_block_and_every_block_lies_within_one(
     spec, tensors = spec_of(num_experts, rows, columns, is_separate=is_separate, has_bias=has_bias)
     ids = st.lists(st.integers(0, num_experts - 1), min_size=1, unique=True)
     owned = OwnedExperts.from_lists({layer_id: data.draw(ids) for layer_id in (0, 1)})
-    blocks = expert_blocks(nonce, spec, owned, tensors)
+    blocks = expert_blocks(nonce, spec, owned, tensors=tensors)
     left = Counter(blocks.places)
     for layer in spec.layers:
         for projection in layer.projections:
@@ -129,7 +129,7 @@ def test_every_matrix_in_use_has_a_block_and_every_block_lies_within_one(
     assert not +left, "blocks of what is not in use"
     # What an expert is asked about does not hang on who else is there.
     alone = OwnedExperts.from_lists({0: [owned.by_layer[0].tolist()[-1]]})
-    assert {*expert_blocks(nonce, spec, alone, ()).places} <= {*blocks.places}
+    assert {*expert_blocks(nonce, spec, alone, tensors=()).places} <= {*blocks.places}
 
 
 @given(NONCES, st.booleans())
@@ -155,8 +155,8 @@ def test_places_are_others_for_another_nonce_and_reach_every_part_of_a_matrix() 
     _, start = gate.place_of(1)
     seen = set()
     for number in range(200):
-        blocks = expert_blocks(number.to_bytes(16, "little"), spec, owned, tensors)
-        assert blocks.places == expert_blocks(blocks.nonce, spec, owned, tensors).places
+        blocks = expert_blocks(number.to_bytes(16, "little"), spec, owned, tensors=tensors)
+        assert blocks.places == expert_blocks(blocks.nonce, spec, owned, tensors=tensors).places
         seen.add(blocks.places[0][1] - start)
     assert len(seen) > 190
     assert min(seen) < 0.03 * gate.num_bytes
