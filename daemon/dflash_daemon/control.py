@@ -32,6 +32,7 @@ from dflash_protocol.errors import (
     HandshakeRefused,
     ModelFileError,
     ProtocolError,
+    one_line,
 )
 from dflash_protocol.messages import (
     COMPARING,
@@ -337,7 +338,7 @@ class ControlServer:
         if known and hello.file_digest not in ("", known):
             raise HandshakeRefused(
                 f"this daemon's file has other weights: the digest of all its bytes is "
-                f"{known[:16]}, the parent's {hello.file_digest[:16]}",
+                f"{known[:16]}, the parent's {one_line(hello.file_digest)[:16]}",
                 code="weights",
             )
         if hello.model_identity != self._host.identity:

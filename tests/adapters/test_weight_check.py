@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_adapters import file_watch, full_digest, weight_check
+from dflash_adapters import full_digest, weight_check
 from dflash_adapters.file_watch import FileWatch
 from dflash_adapters.full_digest import kept_path, whole_digest
 from dflash_adapters.gguf_file import GgufFile
@@ -184,7 +184,7 @@ def test_a_look_costs_something_only_every_tenth_of_a_second(
 ) -> None:
     looks: list[float] = []
     now_s = [100.0]
-    monkeypatch.setattr(file_watch.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(FileWatch, "require_unwritten", lambda watch: looks.append(now_s[0]))
     for _ in range(100):
         now_s[0] += 0.01

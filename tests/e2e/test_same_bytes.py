@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_adapters import file_watch
 from dflash_adapters.gguf_file import GgufFile, sample_places
 from dflash_adapters.moe_spec import ExpertProjection
 from dflash_adapters.qwen3moe import read_spec
@@ -133,3 +134,21 @@ def test_a_run_goes_on_when_its_file_is_only_made_read_only(model: Path, tmp_pat
         found += [each.token_id for each in tokens]
         assert found == undisturbed
         assert engine.stats().events == []
+
+
+def test_a_long_prompt_ends_between_two_layers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_watch, "LOOK_S", 0.0)
+    path = Path(shutil.copyfile(model, tmp_path / "m.gguf"))
+    layers = []
+
+    def before_layer() -> bool:
+        layers.append(1)
+        if len(layers) == 1:
+            zeroed_with_its_time_put_back(path)
+        return False
+
+    with Engine.open(path) as engine, pytest.raises(ModelFileError, match="was written to"):
+        list(engine.generate(PROMPT, 1, is_cancelled=before_layer))
+    assert len(layers) == 1

@@ -57,7 +57,9 @@ def _moe_spec() -> MoeSpec:
                 _COLUMNS,
                 _ROWS,
                 Activation.SWIGLU,
-                *(projection(3 * index + each) for each in range(3)),
+                projection(3 * index),
+                projection(3 * index + 1),
+                projection(3 * index + 2),
             )
             for index, (layer_id, num_experts) in enumerate(EXPERTS_PER_LAYER.items())
         )

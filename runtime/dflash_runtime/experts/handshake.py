@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 
 from dflash_adapters.weight_blocks import NONCE_BYTES, nonce_from
 from dflash_adapters.weight_check import WeightCheck
-from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused, ModelFileError
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    HandshakeRefused,
+    ModelFileError,
+    one_line,
+)
 from dflash_protocol.messages import PROTOCOL_VERSIONS, Hello, Welcome
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
@@ -166,7 +171,9 @@ def differ(ours: str, theirs: str) -> bool:
 
 def digests(weights: WeightCheck, theirs: str) -> str:
     """For people: what two full digests are."""
-    return f"the digest of all its bytes is {theirs[:16]}, ours {weights.full_digest[:16]}"
+    return (
+        f"the digest of all its bytes is {one_line(theirs)[:16]}, ours {weights.full_digest[:16]}"
+    )
 
 
 def check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:
