@@ -30,6 +30,8 @@ from dflash_runtime.experts.sharing import SharingPlan
 
 OTHER_WEIGHTS = "weights"
 """Code of a refusal."""
+LASTING = frozenset({OTHER_WEIGHTS, "model", "spec", "too_old", "version"})
+"""Codes of refusals that last until somebody does something about the daemon."""
 
 
 @dataclass(frozen=True, slots=True)

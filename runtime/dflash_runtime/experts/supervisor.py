@@ -42,6 +42,7 @@ from dflash_protocol.messages import (
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.experts.child import DaemonProcess
 from dflash_runtime.experts.handshake import (
+    LASTING,
     OTHER_WEIGHTS,
     Comparison,
     Greeting,
@@ -229,7 +230,7 @@ class _LinkTask:
                 link.note("daemon_absent", str(error))
         else:
             was_told = not self._supervisor.report_first(link.name, error)
-            if was_told and isinstance(error, HandshakeRefused):
+            if was_told and isinstance(error, HandshakeRefused) and error.code in LASTING:
                 link.note_refused(str(error))
         _LOG.info("daemon %s: %s", link.name, error)
 
