@@ -49,8 +49,9 @@ class FileWatch:
         self._records: dict[str, tuple[Blocks, str]] = {}
         self._awaited: set[str] = set()
         self._full_digest = self._digest_before = ""
-        self.touched = threading.Event()
-        """Set when only ctime has moved; whoever makes the full digest makes it again."""
+        self.wake = threading.Event()
+        """For the thread that hashes in the background: there is more to do. Set when only ctime has
+        moved, since the full digest is to be made again."""
         self._has_failed = False
 
     @property
@@ -168,7 +169,7 @@ class FileWatch:
                 self._records.pop(next(iter(self._records)))
 
     def keep_full_digest(self, digest: str) -> None:
-        """Keep the digest of all bytes, which were read since `touched` was cleared.
+        """Keep the digest of all bytes, which were read since `wake` was cleared.
 
         The watch fails if it was another one before.
         Raises: ModelFileError if the file has changed meanwhile.
@@ -198,7 +199,7 @@ class FileWatch:
                     raise _written(self._shards[0])
             self._ctimes = ctimes
             self._full_digest = ""
-            self.touched.set()
+            self.wake.set()
 
     def _require_untouched(self) -> None:
         for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):

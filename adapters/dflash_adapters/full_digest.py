@@ -57,12 +57,12 @@ def file_digests(
     found = []
     for shard, stamp in enumerate(stamps):
         kept = None if folder is None else kept_path(folder, stamp)
-        known = None if kept is None else read_kept(kept)
+        known = read_kept(kept)
         if known is None:
             with watch.reopened(shard) as descriptor:
-                while _is_read_by_others(descriptor) and wait is not None:
+                while known is None and _is_read_by_others(descriptor) and wait is not None:
                     wait()
-                known = None if kept is None else read_kept(kept)
+                    known = read_kept(kept)
                 if known is None:
                     known = _sha256(watch, shard, descriptor, on_chunk)
                     if watch.stamps()[shard] == stamp and kept is not None:
@@ -128,8 +128,10 @@ def kept_path(folder: Path, stamp: Stamp) -> Path:
     return folder / _FOLDER / hashlib.sha256(repr(stamp).encode()).hexdigest()[:32]
 
 
-def read_kept(path: Path) -> str | None:
+def read_kept(path: Path | None) -> str | None:
     """A digest that is kept, or None if there is none or the file is damaged."""
+    if path is None:
+        return None
     try:
         with path.open("rb") as file:
             content = file.read(128)

@@ -132,28 +132,29 @@ class WeightCheck:
         watch.expect_record(name)
         with self._lock:
             self._wanted.append((name, blocks))
-        self._file.watch.touched.set()
+        self._file.watch.wake.set()
 
     def start(self) -> None:
         """Hash in the background from now on."""
-        self._file.watch.touched.set()
+        self._file.watch.wake.set()
         self._thread = threading.Thread(target=self._run, name="dflash-digest", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread. Twice does nothing."""
         self._stop.set()
-        self._file.watch.touched.set()
+        self._file.watch.wake.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
-        wake = self._file.watch.touched
+        wake = self._file.watch.wake
         digest_from_s = time.monotonic() + _DIGEST_AFTER_S
         with contextlib.suppress(_Closed):
             while True:
                 wake.clear()
+                self._require_open()  # after that: `close` first says so, and then wakes us
                 try:
                     self._hash_wanted()
                     if time.monotonic() >= digest_from_s:
@@ -163,7 +164,6 @@ class WeightCheck:
                     _LOG.info("the digest of the model's file: %s", error)
                 left_s = digest_from_s - time.monotonic()
                 wake.wait(left_s if left_s > 0 else None)
-                self._require_open()
 
     def _hash_wanted(self) -> None:
         pace = self._pace(_SHARE_OF_ONE)

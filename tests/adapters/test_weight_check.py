@@ -251,3 +251,13 @@ def test_closing_ends_the_thread_promptly(
     check.close()
     assert time.monotonic() - started_s < 5.0
     assert check.full_digest == ""
+
+
+def test_closing_at_once_never_waits(file: GgufFile) -> None:
+    moe = read_spec(file).moe
+    started_s = time.monotonic()
+    for _ in range(50):
+        check = WeightCheck(file, moe)
+        check.start()
+        check.close()
+    assert time.monotonic() - started_s < 5.0
