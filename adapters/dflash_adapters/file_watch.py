@@ -50,8 +50,8 @@ class FileWatch:
         self._awaited: set[str] = set()
         self._full_digest = self._digest_before = ""
         self.wake = threading.Event()
-        """For the thread that hashes in the background: there is more to do. Set when only ctime has
-        moved, since the full digest is to be made again."""
+        """Tells the thread that hashes in the background that there is more to do: when only ctime
+        has moved, the full digest is to be made again."""
         self._has_failed = False
 
     @property
