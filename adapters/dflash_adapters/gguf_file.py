@@ -7,7 +7,7 @@ bytes becomes numbers; a weight stays on the disk until someone looks at its vie
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -15,10 +15,12 @@ from typing import Self
 
 import numpy as np
 
+from dflash_adapters.file_watch import FileWatch
 from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_metadata import Metadata
-from dflash_adapters.gguf_shards import FileChange, Shard, open_shards, shard_change
+from dflash_adapters.gguf_shards import FileChange, Shard, open_shards
 from dflash_adapters.gguf_types import TensorInfo
+from dflash_adapters.weight_blocks import Place
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import U8Array
@@ -49,6 +51,7 @@ class GgufFile(Metadata):
         self.architecture = self.get_str("general.architecture", max_bytes=64)
         # Last: a mapping that is looked at cannot be closed if something above fails.
         self._data = [np.frombuffer(shard.mapping, dtype=np.uint8) for shard in shards]
+        self.watch = FileWatch(shards)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -119,31 +122,31 @@ class GgufFile(Metadata):
         if end > start:
             shard.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
 
-    def change(self) -> FileChange | None:
-        """What happened since it was opened to the file, or the worst of what did to its shards."""
+    def read(self, places: Sequence[Place]) -> bytes:
+        """As FileWatch.read."""
         self._require_open()
-        changes = [shard_change(shard) for shard in self._shards]
-        for each in (FileChange.WRITTEN, FileChange.REPLACED):
-            if each in changes:
-                return each
-        return None
+        return self.watch.read(places)
+
+    def change(self) -> FileChange | None:
+        """As FileWatch.change."""
+        self._require_open()
+        return self.watch.change()
 
     def require_unwritten(self) -> None:
         """Raises: ModelFileError if the file was written to since it was opened: the bytes that are
         mapped may be other ones than those of `identity`."""
         self._require_open()
-        for shard in self._shards:
-            if shard_change(shard) is FileChange.WRITTEN:
-                raise ModelFileError(
-                    "was written to while it was in use; start again with the file as it is now",
-                    path=shard.path,
-                )
+        self.watch.require_unwritten()
+
+    def look(self) -> None:
+        """The same, at most every tenth of a second; costs next to nothing in between."""
+        self.watch.look()
 
     def identity(self) -> str:
         """SHA-256 of all metadata, the tensor table, the sizes, and samples of every tensor.
 
-        Sampling tells finetunes of one model apart, which share tables and sizes. Good as long as
-        `require_unwritten` is.
+        A name for the model, by which most finetunes differ, and all that peers of protocol version
+        1 compare. It does not say that the weights are the same: see `weight_check`.
         """
         if self._identity is None:
             self._require_open()

@@ -185,19 +185,6 @@ def _open_shard(path: Path, shard_index: int, on_error: ExitStack) -> Shard:
     )
 
 
-def shard_change(shard: Shard) -> FileChange | None:
-    """What happened to a file since it was opened, as far as device, inode, size and time say."""
-    now = os.fstat(shard.file.fileno())
-    if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
-        return FileChange.WRITTEN
-    try:
-        there = os.stat(shard.path)
-    except OSError:
-        return FileChange.REPLACED
-    is_same = os.path.samestat(there, shard.stamp)
-    return None if is_same else FileChange.REPLACED
-
-
 def _open_without_waiting(path: str, flags: int) -> int:
     # A FIFO in the file's place would otherwise hold us until someone writes to it.
     return os.open(path, flags | os.O_NONBLOCK)

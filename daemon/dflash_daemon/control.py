@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from dflash_adapters.gguf_file import FileChange
+from dflash_adapters.weight_blocks import nonce_from
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol import version1
@@ -30,9 +31,12 @@ from dflash_protocol.errors import (
     DeviceOutOfMemory,
     DeviceUnavailable,
     HandshakeRefused,
+    ModelFileError,
     ProtocolError,
+    one_line,
 )
 from dflash_protocol.messages import (
+    COMPARING,
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
     Attach,
@@ -154,6 +158,7 @@ class ControlServer:
                 num_late=service.num_late,
                 num_stale=service.counters.stale,
                 num_checksum_failures=service.counters.checksum_failures,
+                file_digest=self._host.weights.full_digest,
             )
         await self._send(routing_id, pong)
 
@@ -248,12 +253,23 @@ class ControlServer:
             owned = OwnedExperts.from_bytes(placement, self._host.experts_per_layer)
             if owned.fingerprint != hello.placement_fingerprint:
                 raise ProtocolError("the placement does not match its fingerprint")
-            held = await self._load(routing_id, owned)
+            file_stamp = await asyncio.to_thread(self._file_stamp)
+            nonce = _nonce_of(hello, version, file_stamp)
+            if nonce is not None:  # the parent can hash its blocks while we load
+                await self._send(routing_id, Progress(COMPARING, 0, 1))
+            held, blocks_digest = await self._load(routing_id, owned, nonce)
             try:
                 answer = self._link(hello, version, owned, held)
             except BaseException:
                 self._host.release(held)
                 raise
+            if version > 1:  # the first parents knew nothing of that
+                answer = replace(
+                    answer,
+                    file_stamp=file_stamp,
+                    blocks_digest=blocks_digest,
+                    file_digest=self._host.weights.full_digest,
+                )
         except (ProtocolError, DeviceOutOfMemory) as error:
             _LOG.warning("refused a parent: %s", error)
             code = error.code if isinstance(error, ProtocolError) else "memory"
@@ -338,9 +354,13 @@ class ControlServer:
         """Raises: HandshakeRefused if it is not ours, or ours is no longer what it was."""
         change = self._host.file_change()
         if change is FileChange.WRITTEN:
+            raise _written()
+        known = self._host.weights.full_digest
+        if known and hello.file_digest not in ("", known):
             raise HandshakeRefused(
-                "this daemon's file was written to while it was in use; start the daemon again",
-                code="file",
+                f"this daemon's file has other weights: the digest of all its bytes is "
+                f"{known[:16]}, the parent's {one_line(hello.file_digest)[:16]}",
+                code="weights",
             )
         if hello.model_identity != self._host.identity:
             hint = (
@@ -354,15 +374,39 @@ class ControlServer:
                 code="model",
             )
 
-    async def _load(self, routing_id: bytes, owned: OwnedExperts) -> HeldPlacement:
-        """Load off the loop, telling the parent every now and then that we are alive."""
+    def _file_stamp(self) -> str:
+        """Raises: HandshakeRefused if the file was written to."""
+        try:
+            return self._host.weights.stamp()
+        except ModelFileError as error:
+            raise _written() from error
+
+    async def _load(
+        self, routing_id: bytes, owned: OwnedExperts, nonce: bytes | None
+    ) -> tuple[HeldPlacement, str]:
+        """Load off the loop, and then hash what the nonce chooses, telling the parent every now and
+        then that we are alive.
+
+        Raises: as ExpertHost.load; HandshakeRefused if the file was written to.
+        """
         state = ("compile", 0, 1)
 
         def on_progress(stage: str, num_done: int, num_total: int) -> None:
             nonlocal state
             state = (stage, num_done, num_total)
 
-        loading = asyncio.ensure_future(asyncio.to_thread(self._host.load, owned, on_progress))
+        def work() -> tuple[HeldPlacement, str]:
+            held = self._host.load(owned, on_progress)
+            try:
+                return held, self._host.answer(owned, nonce, on_progress)
+            except ModelFileError as error:
+                self._host.release(held)
+                raise _written() from error
+            except BaseException:
+                self._host.release(held)
+                raise
+
+        loading = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             while not loading.done():
                 await asyncio.wait([loading], timeout=_PROGRESS_S)
@@ -373,9 +417,9 @@ class ControlServer:
             raise
         return loading.result()
 
-    def _release_unasked(self, loading: asyncio.Task[HeldPlacement]) -> None:
+    def _release_unasked(self, loading: asyncio.Task[tuple[HeldPlacement, str]]) -> None:
         if not loading.cancelled() and loading.exception() is None:
-            self._host.release(loading.result())
+            self._host.release(loading.result()[0])
 
     def _forget(self, link_id: str) -> None:
         self._service.drop_link(link_id)
@@ -404,3 +448,23 @@ def _granted(wished: str, version: int) -> PayloadType:
     """The payload type of a link: the wished one if we know it, else float32, which all do."""
     known = {payload.value: payload for payload in NEGOTIABLE}
     return known.get(wished, PayloadType.F32) if version > 1 else PayloadType.F32
+
+
+def _nonce_of(hello: Hello, version: int, file_stamp: str) -> bytes | None:
+    """What chooses the blocks that a parent wants to have compared; None if it has our very files,
+    or does not ask.
+
+    Raises: ProtocolError if it is no nonce.
+    """
+    if version == 1 or not hello.nonce:
+        _LOG.warning("a parent does not compare weights: it is an older version of this program")
+        return None
+    nonce = nonce_from(hello.nonce)
+    return None if hello.file_stamp == file_stamp else nonce
+
+
+def _written() -> HandshakeRefused:
+    return HandshakeRefused(
+        "this daemon's file was written to while it was in use; start the daemon again",
+        code="file",
+    )

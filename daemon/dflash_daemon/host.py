@@ -14,7 +14,9 @@ from typing import TypeAlias
 
 from dflash_adapters.gguf_file import FileChange, GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.weight_check import WeightCheck
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
+from dflash_protocol.messages import COMPARING
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
 from dflash_runtime.experts.held_placements import ExpertStore, HeldPlacement
@@ -33,7 +35,8 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 class ExpertHost:
     """One model, opened by its metadata; experts are loaded when a placement asks for them.
 
-    Owns: the file and the backend.
+    `weights` says what its file's bytes are.
+    Owns: the file, a thread that hashes it, and the backend.
     """
 
     def __init__(self, model_path: Path, backend: ComputeBackend) -> None:
@@ -41,6 +44,8 @@ class ExpertHost:
         try:
             self.spec = adapter_for(self._file).read_spec(self._file)
             self.identity = self._file.identity()
+            self.weights = WeightCheck(self._file, self.spec.moe)
+            self.weights.start()
         except BaseException:
             self._file.close()
             raise
@@ -70,8 +75,15 @@ class ExpertHost:
         return self._file.change()
 
     def require_unwritten(self) -> None:
-        """Raises: ModelFileError if the file's bytes may no longer be those of the identity."""
+        """Raises: ModelFileError if the file's bytes may no longer be those that were opened.
+
+        It may take as long as hashing some of them.
+        """
         self._file.require_unwritten()
+
+    def look(self) -> None:
+        """The same, at most every tenth of a second."""
+        self._file.look()
 
     def read_placement(self, path: Path) -> OwnedExperts:
         """Raises: SettingsError if the file is not a placement of this model."""
@@ -139,6 +151,27 @@ class ExpertHost:
             )
         return held
 
+    def answer(
+        self,
+        owned: OwnedExperts,
+        nonce: bytes | None,
+        on_progress: OnProgress = lambda stage, num_done, num_total: None,
+    ) -> str:
+        """Digest of the blocks of these experts that a nonce chooses; empty if that is None: the
+        parent has the same file, and blocks are only hashed to know them later.
+
+        Raises: ModelFileError if the file was written to; DaemonUnavailable if cancelled.
+        """
+
+        def on_group(num_done: int, num_total: int) -> None:
+            self._require_wanted()
+            on_progress(COMPARING, num_done, num_total)
+
+        if nonce is not None:
+            return self.weights.answer(owned, nonce, on_group)
+        self.weights.remember(owned)
+        return ""
+
     def _compile(self) -> None:
         """To be called with the lock. Raises: DaemonUnavailable if cancelled."""
 
@@ -175,5 +208,6 @@ class ExpertHost:
         self._is_cancelled = True
 
     def close(self) -> None:
+        self.weights.close()
         self.backend.close()
         self._file.close()

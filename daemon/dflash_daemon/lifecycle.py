@@ -169,6 +169,7 @@ async def _serve(
         shares_memory=shares_memory,
         spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
         before_sleep=host.backend.rest,
+        look=host.look,
         secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )
     try:
@@ -293,7 +294,7 @@ async def _watch_file(host: ExpertHost) -> None:
     was_replaced = False
     while True:
         await asyncio.sleep(_FILE_LOOK_S)
-        host.require_unwritten()
+        await asyncio.to_thread(host.require_unwritten)
         if not was_replaced and host.file_change() is FileChange.REPLACED:
             was_replaced = True
             _LOG.warning(

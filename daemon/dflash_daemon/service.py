@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import zmq
 
-from dflash_protocol.errors import ProtocolError
+from dflash_protocol.errors import ModelFileError, ProtocolError
 from dflash_protocol.ring_segment import Segment
 from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
 from dflash_protocol.transports.shared_server import SharedServer
@@ -39,6 +39,9 @@ class ComputeService:
 
     `on_failure` is called, from the compute thread, if that ends without being told to.
 
+    `look` is called before each answer; it raises ModelFileError if the model's file is no longer
+    what it was.
+
     `secure` puts keys on the data socket. With `shares_memory`, links may also have a ring; rings
     are looked at for `spin_s` after a request before the thread sleeps, which is when
     `before_sleep` is called.
@@ -56,6 +59,7 @@ class ComputeService:
         shares_memory: bool = False,
         spin_s: float = 0.0,
         before_sleep: Callable[[], object] = lambda: None,
+        look: Callable[[], object] = lambda: None,
         secure: Callable[[zmq.Socket[bytes]], object] | None = None,
     ) -> None:
         self.failure: Exception | None = None
@@ -71,6 +75,7 @@ class ComputeService:
         self._busy_since_s: float | None = None
         self._spin_s = spin_s
         self._before_sleep = before_sleep
+        self._look = look
         self._socket_turn = _Turn()
         self._socket_looked_at_s = self._socket_served_s = 0.0
         self._rings = SharedServer(counters=self.counters) if shares_memory else None
@@ -252,8 +257,12 @@ class ComputeService:
                 )
             request.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
             sums = sums_of(bank, batch)
+            self._look()
         except ProtocolError as error:
             server.fail(request.link_id, request.header.sequence, error)
+        except ModelFileError as error:  # which ends the daemon when its loop looks
+            failure = ProtocolError(str(error), code="file")
+            server.fail(request.link_id, request.header.sequence, failure)
         except Exception:
             # Whatever it is, the parent can compute this elsewhere and others can be served.
             _LOG.exception("computing layer %d failed", request.header.layer_id)

@@ -53,7 +53,10 @@ class Hello(Message):
     """Parent → daemon: what the parent runs and what it wants this daemon to hold.
 
     Frame 1: the owner's experts (OwnedExperts.canonical_bytes). `payload` is the type that the
-    parent would like rows and sums to travel in (`payloads.NEGOTIABLE`).
+    parent would like rows and sums to travel in (`payloads.NEGOTIABLE`). ``nonce`` chooses blocks
+    of the weights that both sides hash (`weight_blocks`); empty: nothing is asked. ``file_stamp``
+    is that of the parent's files (`weight_check`), ``file_digest`` that of all their bytes, empty
+    while it is not known; all three in hexadecimal digits.
     """
 
     TYPE: ClassVar[str] = "hello"
@@ -64,6 +67,13 @@ class Hello(Message):
     numeric_class: str
     max_tokens: int
     payload: str = "f32"
+    nonce: str = ""
+    file_stamp: str = ""
+    file_digest: str = ""
+
+
+COMPARING = "compare"
+"""Stage of a Progress: blocks of weights will be compared, and the parent can hash its own now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,8 @@ class Welcome(Message):
     ``generation``; no other link has it. ``payload`` is the wished type if the daemon knows it.
     ``can_share``: the parent may offer memory to share, see Attach. ``can_move``: a device here can
     read and write that by itself. ``mail_bytes``: what a mailbox of the model takes here; 0: none.
+    ``file_stamp`` and ``file_digest`` are those of the daemon's files, as in Hello;
+    ``blocks_digest`` is that of the blocks that the nonce has chosen; empty if stamps are equal.
     """
 
     TYPE: ClassVar[str] = "welcome"
@@ -103,6 +115,9 @@ class Welcome(Message):
     can_share: bool = False
     can_move: bool = False
     mail_bytes: int = 0
+    file_stamp: str = ""
+    blocks_digest: str = ""
+    file_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +179,7 @@ class Pong(Message):
     daemon's own counters, of all its links since it started: requests that it dropped since their
     deadline had passed before they were begun (``num_late``), messages of another link, repeated or
     out of order (``num_stale``), messages that were damaged (``num_checksum_failures``).
+    ``file_digest`` as in Welcome: it may become known later.
     """
 
     TYPE: ClassVar[str] = "pong"
@@ -173,6 +189,7 @@ class Pong(Message):
     num_late: int = 0
     num_stale: int = 0
     num_checksum_failures: int = 0
+    file_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_adapters.full_digest import read_kept
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.registry import adapter_for
@@ -133,6 +134,36 @@ class HotnessFiles(Target):
         with tempfile.TemporaryDirectory() as folder:
             write_hotness(Path(folder) / "hotness.csv", hotness)
             return (Path(folder) / "hotness.csv").read_bytes()
+
+
+class KeptDigests(Target):
+    """Digests of model files that are kept in the cache folder."""
+
+    refusals = (ModelFileError,)
+
+    def __init__(self) -> None:
+        self._file = FileInMemory()
+        self._sound = [f"{number:064x}\n".encode() for number in (0, 1 << 255, (1 << 256) - 1)]
+
+    def make(self, mutator: Mutator) -> list[bytes]:
+        sound = mutator.choose(self._sound)
+        if mutator.chance(0.2):
+            return [bytes(mutator.choose(b"0123456789abcdefABG\n\x00") for _ in range(65))]
+        return [mutator.damage(sound, mutator.choose(self._sound))]
+
+    def feed(self, frames: list[bytes]) -> None:
+        found = read_kept(self._file.put(frames[0]))
+        if found is None:
+            raise ModelFileError("no digest", path=self._file.path)
+        assert found.encode() + b"\n" == frames[0]
+        assert f"{int(found, 16):064x}" == found
+
+    def serve_good(self) -> None:
+        for each in self._sound:
+            assert read_kept(self._file.put(each)) == each[:-1].decode()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 _KEYS = ("general.architecture", "a.uint", "a.strings", "a.numbers", "n.10", "split.count")

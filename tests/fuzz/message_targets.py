@@ -1,4 +1,5 @@
-"""Fuzz target of the handshake: control messages, with the placement that comes with one."""
+"""Fuzz target of the handshake: control messages, with the placement and the nonce that come with
+one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any, get_type_hints
 
 import msgpack
 
+from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer, MoeSpec
+from dflash_adapters.quant import TensorType
+from dflash_adapters.weight_blocks import expert_blocks, nonce_from
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.messages import (
     Bye,
@@ -26,6 +30,42 @@ from fuzz.mutation import Mutator
 from fuzz.target import Target
 
 EXPERTS_PER_LAYER = {0: 8, 1: 8, 3: 5}
+_ROWS, _COLUMNS = 50, 60
+_MATRIX_BYTES = 4 * _ROWS * _COLUMNS
+
+
+def _moe_spec() -> MoeSpec:
+    """Layers with so many experts, one matrix after another."""
+
+    def projection(index: int) -> ExpertProjection:
+        return ExpertProjection(
+            f"t{index}",
+            TensorType.F32,
+            _ROWS,
+            _COLUMNS,
+            0,
+            8 * index * _MATRIX_BYTES,
+            _MATRIX_BYTES,
+        )
+
+    return MoeSpec(
+        tuple(
+            MoeLayer(
+                layer_id,
+                num_experts,
+                1,
+                _COLUMNS,
+                _ROWS,
+                Activation.SWIGLU,
+                projection(3 * index),
+                projection(3 * index + 1),
+                projection(3 * index + 2),
+            )
+            for index, (layer_id, num_experts) in enumerate(EXPERTS_PER_LAYER.items())
+        )
+    )
+
+
 _SAMPLES: dict[Any, object] = {
     int: 7,
     float: 1.5,
@@ -79,8 +119,10 @@ class Handshakes(Target):
         self._placements = [owned.canonical_bytes for owned in self._owned]
         self._good = [sample(record) for record in (Progress, Welcome, Refused, Ping, Pong, Bye)]
         self._hellos = [
-            sample(Hello, placement_fingerprint=owned.fingerprint) for owned in self._owned
+            sample(Hello, placement_fingerprint=owned.fingerprint, nonce="5e" * 16)
+            for owned in self._owned
         ]
+        self._moe = _moe_spec()
         self._headers = [encode_header(message) for message in (*self._hellos, *self._good)]
 
     def make(self, mutator: Mutator) -> list[bytes]:
@@ -106,6 +148,22 @@ class Handshakes(Target):
             for layer_id, ids in owned.by_layer.items():
                 assert len(set(ids.tolist())) == ids.size
                 assert 0 <= ids.min() <= ids.max() < EXPERTS_PER_LAYER[layer_id]
+            if message.nonce:
+                self._choose_blocks(message.nonce, owned)
+
+    def _choose_blocks(self, nonce: str, owned: OwnedExperts) -> None:
+        """Each matrix has a block that lies within it. Raises: ProtocolError."""
+        places = iter(expert_blocks(nonce_from(nonce), self._moe, owned, tensors=()).places)
+        for layer_id, ids in sorted(owned.by_layer.items()):
+            for projection in self._moe.by_layer_id[layer_id].projections:
+                for expert in ids.tolist():
+                    (shard, offset, num_bytes), (_, first) = (
+                        next(places),
+                        projection.place_of(expert),
+                    )
+                    assert (shard, num_bytes) == (0, 4096)
+                    assert first <= offset <= first + _MATRIX_BYTES - num_bytes
+        assert next(places, None) is None
 
     def serve_good(self) -> None:
         for message in self._good:

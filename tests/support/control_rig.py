@@ -168,6 +168,7 @@ class Daemon:
             shared_folder=run_dir,
         )
         self.serving = asyncio.create_task(self.control.run())
+        self.file_stamp = self.host.weights.stamp()
         self.is_stopped = False
         self.num_requests = 0
 
@@ -182,6 +183,8 @@ class Daemon:
             placement_fingerprint=owned.fingerprint,
             numeric_class="whatever",
             max_tokens=1024,
+            nonce="5e" * 16,
+            file_stamp=self.file_stamp,
         )
 
     async def sums(self, welcome: Welcome, local_expert_id: int) -> F64Array:

@@ -102,6 +102,17 @@ class ScriptedDaemon(ListeningSocket):
                 return message
             assert isinstance(message, (Bye, *skipping)), f"{message} came, expected {record.TYPE}"
 
+    def expect_bye(self) -> None:
+        """The parent says goodbye, which may come after late pings."""
+        end_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end_s:
+            if self._socket.poll(max(0, int((end_s - time.monotonic()) * 1e3))):
+                message = decode_header(self._socket.recv_multipart()[1])
+                if isinstance(message, Bye):
+                    return
+                assert isinstance(message, Ping), message
+        raise AssertionError("no goodbye came")
+
     def is_silent(self, within_s: float) -> bool:
         """Whether nothing but goodbyes comes for so long."""
         end_s = time.monotonic() + within_s

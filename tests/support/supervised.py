@@ -13,8 +13,9 @@ import zmq
 
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.experts.handshake import Greeting
 from dflash_runtime.experts.link import DaemonLink, Launch
-from dflash_runtime.experts.supervisor import Greeting, Patience, Supervisor
+from dflash_runtime.experts.supervisor import Patience, Supervisor
 from support.scripted_daemon import PATIENCE_S, ScriptedDaemon
 
 GREETING = Greeting("model-1f", "digest-2e", "class-3d", max_tokens=64)
@@ -33,6 +34,7 @@ class Parent:
         launch: Launch | None = None,
         tolerates_absent: bool = False,
         tries_again: bool = False,
+        greeting: Greeting = GREETING,
     ) -> None:
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
         self.returns: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -56,7 +58,7 @@ class Parent:
         self.supervisor = Supervisor(
             context,
             self.links,
-            GREETING,
+            greeting,
             patience=patience,
             on_progress=lambda *report: self.progress.put(report),
             tolerates_absent=tolerates_absent,

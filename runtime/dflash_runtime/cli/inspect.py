@@ -1,8 +1,9 @@
-"""``dflash-moe inspect``: what a model file holds, from its metadata alone."""
+"""``dflash-moe inspect``: what a model file holds, from its metadata alone, and its digest."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,13 +21,20 @@ Examples:
   dflash-moe inspect
   dflash-moe inspect model-00001-of-00003.gguf
   dflash-moe inspect model.gguf --json
+  dflash-moe inspect model.gguf --digest
 """
 
 
 @click.command(epilog=_EPILOG)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(model: Path | None, as_json: bool) -> None:
+@click.option(
+    "--digest",
+    "with_digest",
+    is_flag=True,
+    help="Read all of MODEL too, show its SHA-256, and keep that for daemons to be compared with.",
+)
+def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
     """Show architecture, dimensions, experts and tokenizer of MODEL, without reading weights."""
     from dflash_adapters.gguf_file import GgufFile
     from dflash_adapters.registry import adapter_for
@@ -34,18 +42,45 @@ def inspect(model: Path | None, as_json: bool) -> None:
 
     with GgufFile.open(demo_model_path() if model is None else model) as file:
         spec = adapter_for(file).read_spec(file)
+        digests = _digests(file) if with_digest else []
         if as_json:
-            click.echo(json.dumps(_record(file, spec)))
+            click.echo(json.dumps(_record(file, spec, digests)))
         else:
-            click.echo("\n".join(_lines(file, spec)))
+            click.echo("\n".join(_lines(file, spec, digests)))
 
 
-def _record(file: GgufFile, spec: ModelSpec) -> dict[str, object]:
+def _digests(file: GgufFile) -> list[str]:
+    """SHA-256 of each of the model's files; what is read of them is shown on a terminal."""
+    from dflash_adapters.full_digest import file_digests
+    from dflash_protocol.errors import SettingsError
+    from dflash_protocol.settings import cache_directory_in_use
+    from dflash_runtime.cli.progress import ProgressReporter
+
+    folder = None
+    try:
+        folder = cache_directory_in_use()
+    except SettingsError as error:
+        click.echo(f"dflash-moe: the digest is not kept: {error}", err=True)
+    num_read = 0
+    with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
+
+        def on_chunk(num_bytes: int) -> None:
+            nonlocal num_read
+            num_read += num_bytes
+            progress.update("digest", "read", num_read >> 20, file.size_bytes >> 20)
+
+        return file_digests(file.watch, folder, on_chunk)
+
+
+def _record(file: GgufFile, spec: ModelSpec, digests: list[str]) -> dict[str, object]:
+    from dflash_adapters.full_digest import whole_digest
+
     return {
         "path": str(file.path),
         "files": len(file.shard_paths),
         "bytes": file.size_bytes,
         "identity": file.identity(),
+        **({"digest": whole_digest(digests), "sha256": digests} if digests else {}),
         "name": spec.name,
         "arch": spec.architecture,
         "layers": spec.num_layers,
@@ -95,7 +130,7 @@ def _tokenizer(file: GgufFile) -> dict[str, object]:
     return facts
 
 
-def _lines(file: GgufFile, spec: ModelSpec) -> list[str]:
+def _lines(file: GgufFile, spec: ModelSpec, digests: list[str]) -> list[str]:
     moe = spec.moe
     tokenizer = ", ".join(f"{name} {value}" for name, value in _tokenizer(file).items())
     types = Counter(tensor.tensor_type.name for tensor in file.tensors.values())
@@ -105,6 +140,7 @@ def _lines(file: GgufFile, spec: ModelSpec) -> list[str]:
         f"architecture  {spec.architecture}",
         f"file          {file.path} ({len(file.shard_paths)} file(s), {_mib(file.size_bytes)})",
         f"identity      {file.identity()}",
+        *_digest_lines(file, digests),
         f"layers        {spec.num_layers}, of which {len(moe.layers)} with experts",
         f"attention     {_attention(spec)}",
         f"hidden        {spec.hidden_size}",
@@ -127,6 +163,22 @@ def _lines(file: GgufFile, spec: ModelSpec) -> list[str]:
             f"{_mib(layer.expert_bytes * layer.num_experts_used):>11s}"
         )
     return lines
+
+
+def _digest_lines(file: GgufFile, digests: list[str]) -> list[str]:
+    """The model's, which processes compare, and what sha256sum says of each file."""
+    from dflash_adapters.full_digest import whole_digest
+    from dflash_adapters.gguf_cursor import shown
+
+    if not digests:
+        return []
+    return [
+        f"digest        {whole_digest(digests)}",
+        *(
+            f"sha256        {each}  {shown(path.name)}"
+            for path, each in zip(file.shard_paths, digests, strict=True)
+        ),
+    ]
 
 
 def _attention(spec: ModelSpec) -> str:

@@ -209,6 +209,7 @@ class Engine:
         for first, last in self._steps.chunks(ids.size, chunk):
             hidden = self._steps.forward(run, ids[first:last], first)
             self._steps.all_logits(hidden, out[first:last])
+        self._steps.check_last()
         self._steps.settle()
         return out
 

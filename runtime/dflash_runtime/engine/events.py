@@ -36,7 +36,7 @@ class EventLog:
 
     def add(self, kind: str, owner: str, reason: str) -> None:
         """Note it now; the operator is told of a daemon that is not there, and that it is back."""
-        if kind in ("daemon_lost", "daemon_absent"):
+        if kind in ("daemon_lost", "daemon_absent", "daemon_refused"):
             _LOG.warning("daemon %s is not there: %s", owner, reason)
         elif kind == "daemon_back":
             _LOG.warning("daemon %s is used again: %s", owner, reason)

@@ -85,6 +85,8 @@ def generated_tokens(
             stats.finish_reason = "length"
         elif num_positions == steps.num_positions:
             stats.finish_reason = "context"
+        if stats.finish_reason:
+            steps.check_last()
         text = decoder.push(token_id) if decoder is not None else ""
         if decoder is not None and stats.finish_reason:
             text += decoder.flush()
@@ -103,4 +105,5 @@ def generated_tokens(
         token_id, logprobs = decoding.next(token_id, num_positions)
         num_positions += 1
         stats.decode_s += time.perf_counter() - started_s
+    steps.check_last()
     stats.finish_reason = "stop"

@@ -18,6 +18,7 @@ from dflash_adapters.keys import YARN_KEYS
 from dflash_adapters.moe_spec import ModelSpec, MoeLayer
 from dflash_adapters.ops import KvType, Model
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.weight_check import WeightCheck
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
@@ -163,10 +164,13 @@ def open_model(
         fallback_backend.warm_up(
             expert_tensor_types(spec.moe), on_progress=partial(report, "parent", "compile")
         )
+    weights = WeightCheck(file, spec.moe)
+    undo.callback(weights.close)
     owners = Owners(
         file,
         spec,
         backend,
+        weights=weights,
         fallback_backend=fallback_backend,
         placement=placement,
         choices=asked.choices,
@@ -179,6 +183,8 @@ def open_model(
     undo.callback(owners.close)
     with advice_if_out_of_memory():
         model = adapter.load(file, backend.ops)
+    weights.remember()
+    weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type)
 
 

@@ -15,6 +15,7 @@ import zmq
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.weight_check import WeightCheck
 from dflash_protocol import ring_native
 from dflash_protocol.curve import client_security
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
@@ -27,6 +28,7 @@ from dflash_runtime.compute import MEMORY_ADVICE, ComputeBackend, ExpertBank
 from dflash_runtime.engine.events import EventLog
 from dflash_runtime.engine.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.handshake import Greeting
 from dflash_runtime.experts.link import DaemonLink, Launch
 from dflash_runtime.experts.modes import ExecutionMode
 from dflash_runtime.experts.offload import OffloadMode
@@ -38,7 +40,7 @@ from dflash_runtime.experts.store import (
     load_banks,
     measure_pairs_per_second,
 )
-from dflash_runtime.experts.supervisor import Greeting, Patience, ProgressCallback, Supervisor
+from dflash_runtime.experts.supervisor import Patience, ProgressCallback, Supervisor
 from dflash_runtime.placement.split import LOCAL_OWNER
 
 
@@ -55,6 +57,7 @@ class Owners:
         spec: ModelSpec,
         backend: ComputeBackend,
         *,
+        weights: WeightCheck,
         fallback_backend: ComputeBackend,
         placement: Placement,
         choices: Sequence[DaemonChoice],
@@ -89,6 +92,7 @@ class Owners:
                         sharing=_sharing_plan(spec, settings, backend),
                         is_sharing_required=settings.ipc_transport in ("shared", "device"),
                         is_mail_required=settings.ipc_transport == "device",
+                        weights=weights,
                     ),
                     patience=Patience(
                         settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3

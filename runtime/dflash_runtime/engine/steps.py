@@ -196,7 +196,8 @@ class Steps:
 
         It goes on from `first_position`, if that is where the last one ended, or 0, or reusable.
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
-        Cancelled, before the first layer that nobody wants any more; StateNotKept.
+        Cancelled, before the first layer that nobody wants any more; StateNotKept; ModelFileError
+        if the file was written to.
         """
         self._require_current(run)
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
@@ -293,8 +294,16 @@ class Steps:
     def check(self, run: int) -> None:
         """Raises: as `forward`."""
         self._require_current(run)
+        self._file.look()
         if self._is_cancelled is not None and self._is_cancelled():
             raise Cancelled
+
+    def check_last(self) -> None:
+        """To be called before a result is final.
+
+        Raises: ModelFileError if the file was written to since the run began.
+        """
+        self._file.require_unwritten()
 
     def count(self) -> None:
         """A recorded step has brought forth a token that was wanted."""
@@ -356,14 +365,14 @@ class Steps:
         return moe
 
     def _cancellable(self, phase: Phase) -> MoeBlock[AnyArray]:
-        """The same, but the first layer that nobody wants any more raises Cancelled."""
-        compute = self._moe(phase)
-        if self._is_cancelled is None:
-            return compute
+        """The same, but the first layer that nobody wants any more raises Cancelled, and one that
+        finds the file written to ModelFileError."""
+        compute, look = self._moe(phase), self._file.look
 
         def moe(
             layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
         ) -> AnyArray:
+            look()
             if self._is_cancelled is not None and self._is_cancelled():
                 raise Cancelled
             return compute(layer_id, hidden, topk_ids, topk_weights)

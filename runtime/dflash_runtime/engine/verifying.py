@@ -57,6 +57,7 @@ class Verifier:
             )
         self.num_positions = self._prompt.size
         verified = Verified(self._steps.likeliest(hidden[-1:]), features.by_layer)
+        self._steps.check_last()
         self._steps.settle()
         return verified
 
@@ -86,12 +87,14 @@ class Verifier:
                 self._run, token_ids, tree, features=features.by_layer
             )
             if done is not None:
+                self._steps.check_last()
                 self._pending = token_ids, tree
                 return Verified(done.next_token_ids, done.features)
             hidden = self._steps.forward_tree(
                 self._run, token_ids, tree, on_layer=features.on_layer
             )
             next_token_ids = self._steps.likeliest(hidden)
+            self._steps.check_last()
         self._pending = token_ids, tree
         return Verified(next_token_ids, features.by_layer)
 

@@ -59,7 +59,9 @@ class DaemonLink:
 
     `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
     ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_back`` for the
-    session after either, with how long the daemon was away, ``request_failed`` for
+    session after either, with how long the daemon was away, ``daemon_refused`` for one that came
+    back as what cannot be used, ``weights_unchecked`` for one that speaks version 1,
+    ``request_failed`` for
     a request that failed without that, ``breaker_open`` and the like for every new state of the
     circuit breaker, and ``numeric_class_differs`` for a session in which bits are not promised to
     equal the parent's.
@@ -95,6 +97,7 @@ class DaemonLink:
         self._num_sessions = 0
         self._reason = "not connected yet"
         self._away_since_s: float | None = None
+        self._refused = ""
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
@@ -130,6 +133,7 @@ class DaemonLink:
                 os.eventfd_read(self.lost_fd)
             self._session = session
             away_since_s, self._away_since_s = self._away_since_s, None
+            self._refused = ""
         if away_since_s is not None:
             self._on_event("daemon_back", self.name, f"away for {monotonic() - away_since_s:.1f} s")
         if welcome.numeric_class != self._numeric_class:
@@ -176,6 +180,12 @@ class DaemonLink:
     def note(self, kind: str, reason: str) -> None:
         """Report something that does not end the session."""
         self._on_event(kind, self.name, reason)
+
+    def note_refused(self, reason: str) -> None:
+        """Report, once until there is a session again, why none can be had."""
+        if reason != self._refused:
+            self._refused = reason
+            self.note("daemon_refused", reason)
 
     def close(self) -> None:
         """Release the eventfd and what nobody took. The link must not be used afterwards."""

@@ -21,9 +21,6 @@ from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.host import ONE_TOKEN
 
-_LOOK_S = 0.1
-"""Time between looks at a file that is read when it is used: a look takes a few µs a shard."""
-
 LoadProgress = Callable[[int, int], None]
 """Called with layers done and layers in total."""
 
@@ -64,14 +61,13 @@ def load_banks(
     ModelFileError if the file was written to meanwhile.
     """
     banks: dict[int, ExpertBank] = {}
-    watch = _FileWatch(file)
     for num_done, (layer_id, global_expert_ids) in enumerate(sorted(owned.by_layer.items())):
         on_progress(num_done, len(owned.by_layer))
         layer = spec.by_layer_id[layer_id]
         if read_now:
             read_experts(file, layer, global_expert_ids)
         bank = backend.load_experts(file, layer, global_expert_ids)
-        banks[layer_id] = bank if read_now else _WatchedBank(bank, watch)
+        banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
     on_progress(len(owned.by_layer), len(owned.by_layer))
     return banks
 
@@ -98,32 +94,17 @@ def measure_pairs_per_second(
     return min((rates[kind] for kind in kinds), default=1e9)
 
 
-class _FileWatch:
-    """Looks now and then whether a file still has the bytes it had."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._looked_s = -_LOOK_S
-
-    def look(self) -> None:
-        """Raises: ModelFileError if it was written to."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s >= _LOOK_S:
-            self._file.require_unwritten()
-            self._looked_s = now_s
-
-
 class _WatchedBank:
     """Implements ExpertBank by another one, whose file may have changed by the time it is used."""
 
-    def __init__(self, bank: ExpertBank, watch: _FileWatch) -> None:
+    def __init__(self, bank: ExpertBank, file: GgufFile) -> None:
         self.layer = bank.layer
         self.num_experts = bank.num_experts
         self._bank = bank
-        self._watch = watch
+        self._file = file
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        self._watch.look()
+        self._file.look()
         self._bank.accumulate(batch, out)
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -26,8 +25,8 @@ import zmq.asyncio
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, ProtocolError
 from dflash_protocol.messages import (
+    COMPARING,
     HEADER_LIMIT_BYTES,
-    PROTOCOL_VERSIONS,
     Attached,
     Bye,
     Hello,
@@ -40,9 +39,17 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
-from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.experts.child import DaemonProcess
+from dflash_runtime.experts.handshake import (
+    OTHER_WEIGHTS,
+    Comparison,
+    Greeting,
+    check_welcome,
+    differ,
+    digests,
+    weights_compared,
+)
 from dflash_runtime.experts.link import DaemonCounters, DaemonLink, Session
 from dflash_runtime.experts.sharing import (
     Offer,
@@ -63,6 +70,9 @@ _MOST_EARLY_ENDS = 3
 """A daemon that was ended so many times before it was ever ready is not tried again at start."""
 _END_S = 3.0
 """Between a child's hanging up and its end, at most: a driver has to give a device back."""
+_OTHER_WEIGHTS_S = 30.0
+"""Pause after a daemon was found to have other weights: somebody must give it another file, and to
+find that again costs both sides some 0.1 s of a core."""
 _STABLE_S = 10.0
 """A session that lasted this long was no accident: the pauses begin anew after it."""
 _FOLDER_LOOK_S = 0.05
@@ -74,23 +84,6 @@ _Received: TypeAlias = "asyncio.Future[list[bytes]]"
 
 ProgressCallback = Callable[[str, str, int, int], None]
 """Called with owner name, stage, number done, number in total."""
-
-
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """What a parent tells every daemon about itself and its model."""
-
-    model_identity: str
-    moe_digest: str
-    numeric_class: str
-    max_tokens: int
-    payload: PayloadType = PayloadType.F32
-    """Type that rows and sums should travel in, where a daemon knows it."""
-    sharing: SharingPlan | None = None
-    """How to share memory with daemons of this machine; None = not to."""
-    is_sharing_required: bool = False
-    is_mail_required: bool = False
-    """Devices must be able to ask each other by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +201,6 @@ class _LinkTask:
         self._loss_reported = asyncio.Event()
         self._lost_generation = 0
         self._num_early_ends = 0
-        self._last_refusal = ""
         self._was_heard = False
         """Of the connection that there is: the daemon has answered over it."""
         loop = supervisor.loop
@@ -224,16 +216,19 @@ class _LinkTask:
         try:
             while True:
                 started_s = self._supervisor.loop.time()
+                pause_s = 0.0
                 try:
                     await self._one_session()
                 except DflashError as error:
                     self._failed(error)
+                    if isinstance(error, HandshakeRefused) and error.code == OTHER_WEIGHTS:
+                        pause_s = _OTHER_WEIGHTS_S
                 except (OSError, zmq.ZMQError) as error:  # no descriptors, no such address
                     self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error}"))
                 if self._supervisor.loop.time() - started_s > _STABLE_S:
                     backoff_s = 0.0
                 backoff_s = min(max(2 * backoff_s, _BACKOFF_FIRST_S), _BACKOFF_LAST_S)
-                await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+                await asyncio.sleep(max(pause_s, backoff_s) * random.uniform(0.75, 1.25))
         except Exception as error:
             _LOG.exception("daemon %s: the supervisor failed", self._link.name)
             self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error!r}"))
@@ -249,7 +244,6 @@ class _LinkTask:
     def _failed(self, error: DflashError) -> None:
         link, supervisor = self._link, self._supervisor
         is_absent = link.launch is None and isinstance(error, DaemonUnavailable)
-        level = logging.INFO
         if is_absent and supervisor.tolerates_absent:
             if supervisor.report_first(link.name, None):
                 link.mark_absent("daemon_absent", str(error))
@@ -261,10 +255,10 @@ class _LinkTask:
                     return
                 error = DaemonUnavailable(f"{error}, {self._num_early_ends} times")
             supervisor.report_first(link.name, error)
-        elif not isinstance(error, DaemonUnavailable) and str(error) != self._last_refusal:
+        elif not isinstance(error, DaemonUnavailable) and not _is_busy(error):
             # Trying again does not put this right: it is said aloud, once.
-            self._last_refusal, level = str(error), logging.WARNING
-        _LOG.log(level, "daemon %s: %s", link.name, error)
+            link.note_refused(str(error))
+        _LOG.info("daemon %s: %s", link.name, error)
 
     async def _one_session(self) -> None:
         """From connecting to the session's end. Returns if a session was had, raises if not."""
@@ -326,16 +320,20 @@ class _LinkTask:
 
     async def _handshake(self, control: zmq.asyncio.Socket, disconnected: _Received) -> Welcome:
         greeting, link = self._supervisor.greeting, self._link
-        hello = Hello(
-            versions=PROTOCOL_VERSIONS,
-            model_identity=greeting.model_identity,
-            moe_digest=greeting.moe_digest,
-            placement_fingerprint=link.owned.fingerprint,
-            numeric_class=greeting.numeric_class,
-            max_tokens=greeting.max_tokens,
-            payload=greeting.payload.value,
-        )
-        await control.send_multipart([encode_header(hello), link.owned.canonical_bytes])
+        hello = greeting.hello(link.owned)
+        async with weights_compared(greeting.weights, link) as comparison:
+            hello = await comparison.asked_in(hello)
+            await control.send_multipart([encode_header(hello), link.owned.canonical_bytes])
+            return await self._answer_to(hello, control, disconnected, comparison)
+
+    async def _answer_to(
+        self,
+        hello: Hello,
+        control: zmq.asyncio.Socket,
+        disconnected: _Received,
+        comparison: Comparison,
+    ) -> Welcome:
+        link = self._link
         silence_s = self._supervisor.patience.connect_silence_s
         if self._process is not None:
             silence_s = max(silence_s, _SPAWN_SILENCE_S)
@@ -343,16 +341,30 @@ class _LinkTask:
             message = await self._next_message(control, disconnected, silence_s)
             if isinstance(message, Progress):
                 self._supervisor.report_progress(link.name, message)
+                if message.stage == COMPARING:
+                    comparison.begin()
             elif isinstance(message, Refused):
                 said = f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}"
                 if message.code == "stopping":
                     raise _EndedEarly(said)
                 raise HandshakeRefused(said, code=message.code)
             elif isinstance(message, Welcome):
-                _check_welcome(message, hello, link)
+                check_welcome(message, hello, link)
+                await self._compare(comparison, message, control)
                 return message
             else:
                 raise ProtocolError(f"daemon {link.name} answered hello with {message.TYPE}")
+
+    async def _compare(
+        self, comparison: Comparison, welcome: Welcome, control: zmq.asyncio.Socket
+    ) -> None:
+        """Raises: HandshakeRefused if the daemon has other weights, which is told to leave us."""
+        try:
+            await comparison.finish(welcome)
+        except HandshakeRefused:
+            control.setsockopt(zmq.LINGER, _GOODBYE_MS)
+            await control.send(encode_header(Bye(welcome.link_id)))
+            raise
 
     async def _share(
         self, control: zmq.asyncio.Socket, disconnected: _Received, welcome: Welcome
@@ -494,6 +506,9 @@ class _LinkTask:
                 self._link.daemon_counters = DaemonCounters(
                     pong.num_late, pong.num_stale, pong.num_checksum_failures
                 )
+                weights = self._supervisor.greeting.weights
+                if weights is not None and differ(weights.full_digest, pong.file_digest):
+                    return f"its file has other weights: {digests(weights, pong.file_digest)}"
             num_missed = 0
             await asyncio.sleep(heartbeat_s)
         return f"no heartbeat for {num_missed * heartbeat_s:.1f} s"
@@ -514,6 +529,10 @@ class _LinkTask:
         return process.how_it_ended
 
 
+def _is_busy(error: DflashError) -> bool:
+    return isinstance(error, HandshakeRefused) and error.code == "busy"
+
+
 async def _made_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
     """Reserving the pages takes a while. Raises: OfferFailed."""
     making = asyncio.ensure_future(asyncio.to_thread(make_offer, folder, welcome, plan))
@@ -524,27 +543,3 @@ async def _made_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offe
         with contextlib.suppress(OfferFailed):
             (await making).withdraw()
         raise
-
-
-def _check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:
-    """Raises: HandshakeRefused, naming both sides, if the daemon is not what was asked for, or
-    offers what cannot be."""
-    name = link.name
-    for what, ours, theirs in (
-        ("model", hello.model_identity, welcome.model_identity),
-        ("placement", hello.placement_fingerprint, welcome.placement_fingerprint),
-    ):
-        if ours != theirs:
-            raise HandshakeRefused(f"daemon {name} has {what} {theirs[:16]}, ours is {ours[:16]}")
-    if welcome.version not in hello.versions:
-        raise HandshakeRefused(f"daemon {name} chose protocol version {welcome.version}")
-    data_ports = range(1) if link.endpoint.path is not None else range(1, 65536)
-    for what, is_sound in (
-        ("link_id", re.fullmatch("([0-9a-f]{2}){1,32}", welcome.link_id) is not None),
-        ("data_port", welcome.data_port in data_ports),
-        ("max_tokens", 1 <= welcome.max_tokens <= hello.max_tokens),
-        ("payload", welcome.payload in (hello.payload, PayloadType.F32.value)),
-        ("pairs_per_second", 1e-2 <= welcome.pairs_per_second <= 1e12),
-    ):
-        if not is_sound:
-            raise HandshakeRefused(f"daemon {name} offers an impossible {what}")

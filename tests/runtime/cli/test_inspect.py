@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from dflash_adapters import full_digest
 from dflash_adapters.registry import ARCHITECTURES
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.ids import F32Array
@@ -169,3 +171,31 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         {"layers": 2, "heads": 2, "key": 12, "value": 12, "window": 0, "chunk": 0},
         {"layers": 3, "heads": 2, "key": 12, "value": 12, "window": 16, "chunk": 0},
     ]
+
+
+def test_the_digest_is_that_of_sha256sum_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full_digest, "_SETTLED_S", 0.0)
+    monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(tmp_path / "cache"))
+    path = write_model(tmp_path / "m.gguf", OlmoeShape(), seed=1)
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert not any(line.startswith("sha256") for line in lines_of(path))
+    lines = lines_of(path, "--digest")
+    assert f"sha256        {expected}  m.gguf" in lines
+    record = json.loads(lines_of(path, "--digest", "--json")[0])
+    assert record["sha256"] == [expected]
+    assert f"digest        {record['digest']}" in lines
+    (kept,) = (tmp_path / "cache" / "digests").iterdir()
+    assert kept.read_text() == f"{expected}\n"
+
+
+def test_a_digest_that_cannot_be_kept_is_shown_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(tmp_path / "cache"))
+    path = write_model(tmp_path / "m.gguf", OlmoeShape(), seed=1)
+    lines = lines_of(path, "--digest")
+    assert f"sha256        {hashlib.sha256(path.read_bytes()).hexdigest()}  m.gguf" in lines
+    assert any("the digest is not kept" in line for line in lines)

@@ -16,10 +16,11 @@ from dflash_protocol.messages import PROTOCOL_VERSIONS
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.routed_batch import group_by_expert
+from dflash_runtime.experts.handshake import Greeting
 from dflash_runtime.experts.link import DaemonLink
 from dflash_runtime.experts.modes import ExecutionMode
 from dflash_runtime.experts.remote import RemoteExpertCompute
-from dflash_runtime.experts.supervisor import Greeting, Patience, Supervisor
+from dflash_runtime.experts.supervisor import Patience, Supervisor
 from support.routed_batches import HIDDEN_SIZE, expert_scale, numbered_rows
 from support.version1_peer import Version1Daemon
 
