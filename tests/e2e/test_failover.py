@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -96,11 +97,20 @@ def test_a_spawned_daemon_killed_in_mid_generation_costs_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_kills", "options", "reason"),
+    [
+        (1, {}, ""),
+        (2, {}, ""),
+        (3, {}, r"SIGKILL before it was ready, 3 times$"),
+        (1, {"require_daemons": True}, r"SIGKILL before it was ready$"),
+        (1, {"require_daemons": True, "tolerates_absent": True}, ""),  # a server's
+    ],
+)
 def test_a_daemon_killed_while_it_and_another_one_start_is_replaced(
-    model: Path, undisturbed: list[int], num_kills: int
+    model: Path, undisturbed: list[int], num_kills: int, options: dict[str, Any], reason: str
 ) -> None:
-    """Unless it is killed each time."""
+    """Unless it is killed each time, or a generation requires it."""
     ended = threading.Event()
 
     def kill() -> None:
@@ -116,11 +126,11 @@ def test_a_daemon_killed_while_it_and_another_one_start_is_replaced(
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill)
         try:
-            if num_kills == 3:
-                with pytest.raises(DaemonUnavailable, match="SIGKILL before it was ready, 3 times"):
-                    Engine.open(model, daemons=["cpu", "cpu"])
+            if reason:
+                with pytest.raises(DaemonUnavailable, match=reason):
+                    Engine.open(model, daemons=["cpu", "cpu"], **options)
                 return
-            with Engine.open(model, daemons=["cpu", "cpu"]) as engine:
+            with Engine.open(model, daemons=["cpu", "cpu"], **options) as engine:
                 events = [event.kind for event in engine.stats().events]
                 assert events == [*["daemon_lost"] * num_kills, "daemon_back"]
                 assert generate(engine) == undisturbed
