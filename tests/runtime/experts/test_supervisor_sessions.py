@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -121,7 +120,7 @@ def test_a_daemon_that_refuses_when_it_is_back_is_asked_again(
 
 
 def test_a_refusal_after_the_start_is_said_once_for_each_reason(
-    undo: ExitStack, daemon: ScriptedDaemon, address: str, caplog: pytest.LogCaptureFixture
+    undo: ExitStack, daemon: ScriptedDaemon, address: str
 ) -> None:
     parent = started(undo, daemon)
     daemon.close()
@@ -132,9 +131,10 @@ def test_a_refusal_after_the_start_is_said_once_for_each_reason(
             revived.say(Refused("model", reason))
         revived.let_in()
         parent.wait_for_session(2)
-    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    said = [parent.next_loss() for _ in range(2)]
     assert [line.rpartition(": ")[2] for line in said] == ["another model", "busy"]
-    assert all(line.startswith("daemon cpu0: daemon cpu0 at ") for line in said)
+    assert all(line.startswith("daemon cpu0 at ") for line in said)
+    assert parent.losses.empty()
 
 
 def test_a_reconnection_for_which_there_is_no_socket_is_tried_again(
