@@ -35,6 +35,8 @@ _LOG = logging.getLogger(__name__)
 
 _AT_ONCE_BYTES = 4 << 20
 """Blocks of so few bytes take some ms."""
+_ATTEMPTS = 3
+"""Answers that are begun if ctime moves before each is made."""
 _DIGEST_AFTER_S = 10.0
 """Processes that end before read nothing for the full digest."""
 _SHARE_OF_CORE = 0.0025
@@ -103,10 +105,16 @@ class WeightCheck:
         Raises: ModelFileError; what `on_group` raises.
         """
         blocks = expert_blocks(nonce, self._moe, owned, tensors=self._file.tensors.values())
-        with self._answering:
-            self._file.require_unwritten()
-            made = blocks.digest(self._file.read, on_group)
-        self._file.watch.keep_record(owned.fingerprint, blocks, made)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            with self._answering:
+                self._file.require_unwritten()
+                made = blocks.digest(self._file.read, on_group)
+            try:
+                self._file.watch.keep_record(owned.fingerprint, blocks, made)
+                break
+            except ModelFileError:  # its mode was changed meanwhile, perhaps
+                if not attempts_left:
+                    raise
         return made
 
     def remember(self, owned: OwnedExperts | None = None) -> None:

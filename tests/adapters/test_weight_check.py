@@ -120,6 +120,25 @@ def test_answers_are_of_the_weights_that_an_owner_uses(file: GgufFile, check: We
     assert answer_of_copy() != answer
 
 
+@pytest.mark.parametrize("num_touches", [1, 3])
+def test_an_answer_is_begun_again_when_the_file_is_touched_meanwhile(
+    file: GgufFile, check: WeightCheck, num_touches: int
+) -> None:
+    expected = check.answer(OWNED, NONCE)
+    modes = [0o400, 0o600, 0o400][:num_touches]
+
+    def touch(num_done: int, num_total: int) -> None:
+        if modes:
+            file.path.chmod(modes.pop())
+
+    if num_touches == 1:
+        assert check.answer(OWNED, NONCE, touch) == expected
+    else:
+        with pytest.raises(ModelFileError, match="changed while its bytes were read"):
+            check.answer(OWNED, NONCE, touch)
+    assert check.answer(OWNED, NONCE) == expected
+
+
 @pytest.mark.parametrize("knows_all", [True, False], ids=["model", "owner"])
 def test_only_ctime_moved_is_looked_into(
     file: GgufFile, check: WeightCheck, knows_all: bool

@@ -5,12 +5,15 @@ Knows nothing of text or sampling; hands every layer's routing to whoever comput
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from dflash_adapters.file_watch import LOOK_S
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.ops import KvCache, Model, MoeBlock, OnLayer, nobody_looks
 from dflash_protocol.errors import SettingsError
@@ -71,6 +74,8 @@ class Steps:
         self._pairs_of_token = sum(layer.num_experts_used for layer in layers)
         self._num_runs = 0
         self._is_cancelled: Callable[[], bool] | None = None
+        self._token_s = math.inf
+        """Of the last token that was computed alone."""
 
     def try_out(self) -> None:
         """Have every kernel compiled that the model needs, and all memory taken, on a device.
@@ -203,8 +208,14 @@ class Steps:
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
         self._cut(first_position)
         self._kept.take_up(first_position)
-        moe = self._cancellable(_phase_of(token_ids.size))
+        self._file.look()
+        phase, started_s = _phase_of(token_ids.size), time.monotonic()
+        # A token that is quick is over before it is time for the next look.
+        is_quick = phase is Phase.DECODE and self._token_s < LOOK_S / 4
+        moe = self._cancellable(phase, looks=not is_quick)
         hidden = self._through_layers(token_ids, positions, moe, on_layer)
+        if phase is Phase.DECODE:
+            self._token_s = time.monotonic() - started_s
         self._prefix.add(first_position, token_ids)
         return hidden
 
@@ -364,15 +375,18 @@ class Steps:
             self._moes[phase] = moe
         return moe
 
-    def _cancellable(self, phase: Phase) -> MoeBlock[AnyArray]:
-        """The same, but the first layer that nobody wants any more raises Cancelled, and one that
-        finds the file written to ModelFileError."""
+    def _cancellable(self, phase: Phase, *, looks: bool = True) -> MoeBlock[AnyArray]:
+        """The same, but the first layer that nobody wants any more raises Cancelled, and if it
+        `looks` one that finds the file written to ModelFileError."""
         compute, look = self._moe(phase), self._file.look
+        if self._is_cancelled is None and not looks:
+            return compute
 
         def moe(
             layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
         ) -> AnyArray:
-            look()
+            if looks:
+                look()
             if self._is_cancelled is not None and self._is_cancelled():
                 raise Cancelled
             return compute(layer_id, hidden, topk_ids, topk_weights)
