@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.setting_kinds import MOST_DAEMONS, DaemonSetting, checked
+from dflash_protocol.setting_kinds import MOST_DAEMONS, DaemonSetting, checked, unknown
 from dflash_protocol.settings_file import read_settings_file
 from dflash_protocol.settings_table import (
     AUTO_TIER,
     CPU_TIERS,
+    EXPERT_COMPUTE,
     KNOBS,
     MAX_THREADS,
     PREFIX,
@@ -118,8 +119,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
                 )
     for variable in environment:
         if variable.startswith(PREFIX) and variable not in VARIABLES:
-            known = ", ".join(VARIABLES)
-            raise SettingsError(f"unknown variable {variable}; known are {known}")
+            raise SettingsError(
+                unknown("variable", variable, VARIABLES, prefixes=(EXPERT_COMPUTE, PREFIX))
+            )
     return values
 
 

@@ -12,7 +12,6 @@ import click
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.cli.options import (
     SettingsCommand,
-    engine_options,
     settings_options,
     take_settings,
 )
@@ -34,7 +33,6 @@ Examples:
 
 
 @click.command(cls=SettingsCommand, epilog=_EPILOG)
-@click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt.")
 @click.option(
     "--prompt-file", metavar="FILE", type=click.Path(path_type=Path), help="Prompt, UTF-8."
@@ -64,10 +62,9 @@ Examples:
 @click.option("--min-p", metavar="P", type=float, default=0.0, show_default=True)
 @click.option("--seed", metavar="S", type=int, help="Same seed, same text.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
-@engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @settings_options
-def generate(model: Path | None, **options: Any) -> None:
+def generate(**options: Any) -> None:
     """Write text with MODEL, a GGUF file (default: the demo model)."""
     settings = take_settings(options)
     prompts = [options[name] for name in ("prompt", "prompt_file", "token_ids")]
@@ -86,15 +83,7 @@ def generate(model: Path | None, **options: Any) -> None:
 
     with (
         ProgressReporter(enabled=sys.stderr.isatty()) as progress,
-        Engine.open(
-            model,
-            local_experts=options["local_experts"],
-            backend=options["backend"],
-            kv_type=options["kv_type"],
-            context=options["context"],
-            settings=settings,
-            on_progress=progress.update,
-        ) as engine,
+        Engine.open(settings=settings, on_progress=progress.update) as engine,
     ):
         prompt = token_ids
         if text is not None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dflash_protocol.settings import load_settings
+
 if TYPE_CHECKING:
     from dflash_adapters.gguf_file import GgufFile
     from dflash_adapters.moe_spec import KvLayer, ModelSpec, MoeLayer
@@ -30,9 +32,10 @@ def inspect(model: Path | None, as_json: bool) -> None:
     """Show architecture, dimensions, experts and tokenizer of MODEL, without reading weights."""
     from dflash_adapters.gguf_file import GgufFile
     from dflash_adapters.registry import adapter_for
-    from dflash_runtime.engine.demo_model import demo_model_path
+    from dflash_runtime.engine.demo_model import chosen_model_path
 
-    with GgufFile.open(demo_model_path() if model is None else model) as file:
+    path = chosen_model_path(load_settings()) if model is None else model
+    with GgufFile.open(path) as file:
         spec = adapter_for(file).read_spec(file)
         if as_json:
             click.echo(json.dumps(_record(file, spec)))
