@@ -104,8 +104,8 @@ def _first_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="dflash-moe daemon",
-        description="Compute a model's experts for parents that connect. Reads the model's "
-        "metadata at start, and only its own experts when a placement is known.",
+        description="Compute a model's experts for parents that connect. Metadata are read at\n"
+        "start, and the daemon's own experts alone once a placement is known.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

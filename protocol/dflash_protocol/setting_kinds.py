@@ -6,7 +6,7 @@ Knows no setting by name; ``settings_table`` says which setting is of which kind
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_protocol.device import DEVICES_ALLOWED, Device, parse_device
@@ -268,24 +268,6 @@ def checked(where: str, value: object, read: Callable[..., object]) -> object:
     except ValueError as error:
         reason = str(error)
     raise SettingsError(f"{printable(where)}={shown(value)}: {reason}")
-
-
-def unknown(what: str, name: str, known: Iterable[str], *, prefixes: Sequence[str] = ()) -> str:
-    """What is said of a name that nothing has: the names that are nearest to it, at most three.
-
-    `prefixes` are what many names begin with; they say nothing of how near two names are.
-    """
-    from difflib import get_close_matches  # late: few programs are told a wrong name
-
-    def own_part(name: str) -> str:
-        for prefix in prefixes:
-            name = name.removeprefix(prefix)
-        return name.casefold()
-
-    by_part = {own_part(each): each for each in known}
-    near = [by_part[part] for part in get_close_matches(own_part(name), by_part)]
-    advice = f"did you mean {' or '.join(near)}?" if near else "docs/operations.md lists them all"
-    return f"unknown {what} {shown(name)}; {advice}"
 
 
 def shown(value: object) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.setting_kinds import MOST_DAEMONS, DaemonSetting, checked, unknown
+from dflash_protocol.setting_kinds import MOST_DAEMONS, DaemonSetting, checked
 from dflash_protocol.settings_file import read_settings_file
 from dflash_protocol.settings_table import (
     AUTO_TIER,
@@ -34,6 +34,7 @@ from dflash_protocol.settings_table import (
     Reader,
     Settings,
 )
+from dflash_protocol.wording import unknown
 
 __all__ = [
     "AUTO_TIER",

@@ -29,10 +29,10 @@ from dflash_protocol.setting_kinds import (
     checked,
     printable,
     shown,
-    unknown,
 )
 from dflash_protocol.settings_table import EXPERT_COMPUTE, KNOBS, MAX_THREADS, PREFIX, Reader
 from dflash_protocol.text_files import file_error, read_file
+from dflash_protocol.wording import unknown
 
 _LIMIT_BYTES = 1 << 20
 _WHAT = "settings file"

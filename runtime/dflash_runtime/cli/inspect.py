@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dflash_protocol.settings import load_settings
+from dflash_protocol.wording import noun
 
 if TYPE_CHECKING:
     from dflash_adapters.gguf_file import GgufFile
@@ -103,10 +104,12 @@ def _lines(file: GgufFile, spec: ModelSpec) -> list[str]:
     tokenizer = ", ".join(f"{name} {value}" for name, value in _tokenizer(file).items())
     types = Counter(tensor.tensor_type.name for tensor in file.tensors.values())
     share = moe.expert_bytes_total / file.size_bytes
+    num_files = len(file.shard_paths)
     lines = [
         f"name          {spec.name}",
         f"architecture  {spec.architecture}",
-        f"file          {file.path} ({len(file.shard_paths)} file(s), {_mib(file.size_bytes)})",
+        f"file          {file.path} ({num_files} {noun(num_files, 'file')}, "
+        f"{_mib(file.size_bytes)})",
         f"identity      {file.identity()}",
         f"layers        {spec.num_layers}, of which {len(moe.layers)} with experts",
         f"attention     {_attention(spec)}",

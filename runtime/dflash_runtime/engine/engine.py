@@ -127,6 +127,8 @@ class Engine:
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
                 engine._steps.try_out()
+            if on_progress is not None:
+                on_progress("parent", "ready", 1, 1)
             # An engine that is dropped without being closed must not leave its daemons running.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
             return engine

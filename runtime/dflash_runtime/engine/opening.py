@@ -162,6 +162,7 @@ def open_model(
         fallback_backend.warm_up(
             expert_tensor_types(spec.moe), on_progress=partial(report, "parent", "compile")
         )
+    report("parent", "load", 0, 1)
     owners = Owners(
         file,
         spec,

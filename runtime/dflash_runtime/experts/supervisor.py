@@ -242,6 +242,7 @@ class _LinkTask:
             if self._process is not None:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
+        self._supervisor.report_progress(link.name, Progress("connect", 0, 1))
         with self._supervisor.context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
@@ -264,6 +265,7 @@ class _LinkTask:
                     raise
                 segment = await self._share(control, disconnected, welcome)
                 session = link.mark_ready(welcome, segment)
+                self._supervisor.report_progress(link.name, Progress("ready", 1, 1))
                 self._supervisor.report_first(link.name, None)
                 await self._watch(control, disconnected, session)
             finally:
