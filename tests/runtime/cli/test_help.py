@@ -52,12 +52,12 @@ def test_the_list_of_commands_says_what_each_does_to_the_end(name: str) -> None:
 
 def test_every_flag_is_explained_by_whole_sentences() -> None:
     texts = {knob.variable: knob.help for knob in KNOBS} | {"settings": SETTINGS_HELP}
-    for name in COMMANDS:
-        for parameter in cli.commands[name].params:
-            is_own = isinstance(parameter, click.Option) and not isinstance(
-                parameter, SettingOption
-            )
-            if is_own:
-                texts[f"{name} {parameter.opts[-1]}"] = parameter.help or ""
+    own = [
+        (name, parameter)
+        for name in COMMANDS
+        for parameter in cli.commands[name].params
+        if isinstance(parameter, click.Option) and not isinstance(parameter, SettingOption)
+    ]
+    texts |= {f"{name} {option.opts[-1]}": option.help or "" for name, option in own}
     assert len(texts) > len(KNOBS)
     assert {what: text for what, text in texts.items() if not re.match(r"[A-Z].*\.$", text)} == {}
