@@ -110,6 +110,15 @@ def test_links_between_documents_lead_somewhere() -> None:
                 assert anchor in anchors, (path.name, target)
 
 
+def test_every_results_file_that_is_named_is_there() -> None:
+    kept = {path.name for path in (ROOT / "bench" / "results").iterdir()}
+    named = set()
+    for path in [ROOT / "README.md", ROOT / "bench/README.md", *(ROOT / "docs").glob("*.md")]:
+        named |= set(re.findall(r"`([a-z-]+-20\d{6}-\d{6})", path.read_text()))
+    assert len(named) > 20
+    assert {name for name in named if not any(each.startswith(name) for each in kept)} == set()
+
+
 def test_every_dependency_is_justified() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "docs" / "dependencies.md").read_text()

@@ -72,12 +72,14 @@ class Served:
 
     def end(self) -> int:
         """As Ctrl-C in its terminal does. Returns its exit code."""
-        os.killpg(self.process.pid, signal.SIGINT)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
         try:
             return self.process.wait(timeout=START_S)
         finally:
-            os.killpg(self.process.pid, signal.SIGKILL) if self.process.poll() is None else None
-            self.process.wait()
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
             if self.reader is not None:
                 self.reader.join()
 
