@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from support.processes import START_S
 
 SHELLS = ("sh", "bash", "console")
@@ -132,13 +134,13 @@ class Reader:
         served = Served(kind, process)
         served.reader = threading.Thread(target=self._read, args=(served,))
         served.reader.start()
-        self._served.append(served)
         end_s = time.monotonic() + 2 * START_S
         while not any(_STARTED[kind] in line for line in list(served.lines)):
-            said = "\n".join(served.lines)
-            assert process.poll() is None, f"{command}\n{text}\n{said}"
-            assert time.monotonic() < end_s, f"{command}\n{text}\n{said}"
+            if process.poll() is not None or time.monotonic() > end_s:
+                served.end()
+                pytest.fail("\n".join([str(command), text, *served.lines]))
             time.sleep(0.02)
+        self._served.append(served)
         return "\n".join(served.lines)
 
     @staticmethod
