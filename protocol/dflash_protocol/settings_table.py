@@ -345,7 +345,7 @@ KNOBS = (
     ),
     Knob(
         "PLACEMENT", "placement", PathText("FILE"), Reader.DAEMON,
-        "Experts that a daemon loads at once, instead of waiting for its first parent.",
+        "Experts that a daemon loads at once, and keeps whatever its parents ask for besides.",
     ),
     Knob(
         "CORES", "cores", Cores(), Reader.DAEMON,

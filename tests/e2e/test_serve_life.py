@@ -85,7 +85,7 @@ def test_a_signal_lets_running_requests_end_and_refuses_others(
         ended_s = time.monotonic()
         assert server.process.wait(START_S) == 0
         assert time.monotonic() - ended_s < 5
-    assert any("waiting for 2 requests to end" in line for line in server.lines)
+    assert any("ending once 2 requests" in line for line in server.lines)
     assert not any("Traceback" in line for line in server.lines), server.lines
 
 
@@ -96,7 +96,7 @@ def test_a_second_signal_waits_for_nobody(model: Path) -> None:
         ) as stream:
             next(stream)
             server.process.terminate()
-            wait_until(lambda: any("waiting for" in line for line in server.lines), "the first")
+            wait_until(lambda: any("ending once" in line for line in server.lines), "the first")
             server.process.terminate()
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)

@@ -69,7 +69,7 @@ class Bars:
 
         # The spinner is for stages of one step, whose bar has no middle.
         columns = (
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
         )  # fmt: skip
         self.progress = Progress(*columns, console=console, get_time=clock, transient=True)
         self._lines: dict[str, TaskID] = {}

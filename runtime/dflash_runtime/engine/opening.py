@@ -144,6 +144,7 @@ def open_model(
         is_recurrent=bool(spec.recurrent_layers),
         on_progress=partial(report, "parent", "compile"),
     )
+    report("parent", "load", 0, 1)
     backend.require_room(
         file,
         _local_experts(spec, placement),
@@ -162,7 +163,6 @@ def open_model(
         fallback_backend.warm_up(
             expert_tensor_types(spec.moe), on_progress=partial(report, "parent", "compile")
         )
-    report("parent", "load", 0, 1)
     owners = Owners(
         file,
         spec,

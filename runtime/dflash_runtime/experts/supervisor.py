@@ -238,11 +238,11 @@ class _LinkTask:
     async def _one_session(self) -> None:
         """From connecting to the session's end. Returns if a session was had, raises if not."""
         link = self._link
+        self._supervisor.report_progress(link.name, Progress("connect", 0, 1))
         if link.launch is not None and (self._process is None or self._process.has_ended):
             if self._process is not None:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
-        self._supervisor.report_progress(link.name, Progress("connect", 0, 1))
         with self._supervisor.context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)

@@ -20,7 +20,6 @@ import uvicorn
 
 from dflash_protocol.notify import Notifier
 from dflash_protocol.settings import Settings
-from dflash_protocol.wording import noun
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
@@ -125,8 +124,7 @@ class _Life:
             self._state.is_draining = True
             self._manager.stopping()
             if self._state.num_active:
-                num = self._state.num_active
-                self._say(f"waiting for {num} {noun(num, 'request')} to end")
+                self._say(f"ending once {self._state.num_active} requests have ended")
                 await self._drained()
         finally:
             self._state.is_draining = True
