@@ -69,8 +69,11 @@ class Bars:
 
         # The spinner is for stages of one step, whose bar has no middle.
         columns = (
-            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
         self.progress = Progress(*columns, console=console, get_time=clock, transient=True)
         self._lines: dict[str, TaskID] = {}
         self._shown: dict[str, tuple[str, int, int]] = {}

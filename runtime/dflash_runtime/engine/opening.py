@@ -144,7 +144,6 @@ def open_model(
         is_recurrent=bool(spec.recurrent_layers),
         on_progress=partial(report, "parent", "compile"),
     )
-    report("parent", "load", 0, 1)
     backend.require_room(
         file,
         _local_experts(spec, placement),
@@ -177,6 +176,7 @@ def open_model(
         on_progress=on_progress,
     )
     undo.callback(owners.close)
+    report("parent", "load", 0, 1)
     with advice_if_out_of_memory():
         model = adapter.load(file, backend.ops)
     return Opened(file, model, backend, owners, num_positions, kv_type)

@@ -238,7 +238,6 @@ class _LinkTask:
     async def _one_session(self) -> None:
         """From connecting to the session's end. Returns if a session was had, raises if not."""
         link = self._link
-        self._supervisor.report_progress(link.name, Progress("connect", 0, 1))
         if link.launch is not None and (self._process is None or self._process.has_ended):
             if self._process is not None:
                 await self._process.stop()
@@ -256,6 +255,7 @@ class _LinkTask:
             disconnected = asyncio.ensure_future(monitor.recv_multipart())
             try:
                 control.connect(link.endpoint.address)
+                self._supervisor.report_progress(link.name, Progress("connect", 0, 1))
                 try:
                     welcome = await self._handshake(control, disconnected)
                 except DaemonUnavailable:
