@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from support.examples import SHARE
+from support.interrupts import have_interrupts
 
 # How fast an example is drawn says how busy the machine is, nothing of the test.
 for _profile in ("all", SHARE):
@@ -29,6 +30,8 @@ hypothesis.settings.load_profile("all")
 # start. Set before the first test file is read.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+have_interrupts()
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"

@@ -31,23 +31,24 @@ def main(arguments: list[str] | None = None) -> int:
         flags = {knob.field: getattr(options, knob.field) for knob in knobs_of(daemon=True)}
         settings = load_settings(file=options.settings, flags=flags)
         share_settings(settings)
-        listen = options.listen and parse_endpoint(options.listen)
+        if not settings.model:
+            raise SettingsError("name a GGUF file: MODEL, or the setting of that name")
         # Imported late, so that --help and misuse answer at once.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
         from dflash_runtime.compute import BackendName, choose_device
         from dflash_runtime.compute.cores import parse_cores
 
         device = choose_device(settings.device)
-        default = f"ipc://{run_directory(settings)}/daemon-{device}.sock"
+        listen = settings.listen or f"ipc://{run_directory(settings)}/daemon-{device}.sock"
         run_daemon(
             DaemonOptions(
-                model_path=options.model,
-                endpoint=listen or parse_endpoint(default),
+                model_path=Path(settings.model),
+                endpoint=parse_endpoint(listen),
                 device=device,
-                backend=BackendName(options.backend),
+                backend=BackendName(settings.backend),
                 num_threads=None,  # the settings'
-                cores=parse_cores(options.cores) if options.cores is not None else None,
-                placement_path=options.placement,
+                cores=parse_cores(settings.cores) if settings.cores else None,
+                placement_path=Path(settings.placement) if settings.placement else None,
                 lifeline_fd=options.lifeline_fd,
             ),
             settings,
@@ -102,32 +103,12 @@ def _first_line(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="dflash-daemon",
-        description="Compute a model's experts for parents that connect. Reads the model's "
-        "metadata at start, and only its own experts when a placement is known.",
+        prog="dflash-moe daemon",
+        description="Compute a model's experts for parents that connect. Metadata are read at\n"
+        "start, and the daemon's own experts alone once a placement is known.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="GGUF file, the parent's own")
-    parser.add_argument(
-        "--listen",
-        metavar="ENDPOINT",
-        help="ipc:///path or tcp://host:port, beyond loopback with keys "
-        "(default: daemon-DEVICE.sock in the run directory)",
-    )
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        choices=("auto", "reference", "cpu"),
-        help="kernels to use (default: auto)",
-    )
-    parser.add_argument(
-        "--placement",
-        metavar="FILE",
-        type=Path,
-        help="load these experts at once, and keep them whatever parents ask for besides",
-    )
-    parser.add_argument("--cores", metavar="LIST", help="keep to these processors, as in 0-3,8")
     parser.add_argument("--lifeline-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--report", action=_Report, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("--echo", action=_Echo, nargs=3, help=argparse.SUPPRESS)
@@ -136,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     for knob in knobs_of(daemon=True):
         # Values are checked with those of variables and files, so that a wrong one reads the same.
         note = f" [{knob.default_text}]" if knob.default_text else ""
-        if isinstance(knob.kind, Switch):
+        if knob.is_argument:
+            parser.add_argument(knob.field, metavar=knob.flag, nargs="?", help=knob.help)
+        elif isinstance(knob.kind, Switch):
             action = argparse.BooleanOptionalAction
             settings.add_argument(knob.flag, dest=knob.field, action=action, help=knob.help + note)
         else:

@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from dflash_protocol.curve import KEY_BYTES, ZAP_DOMAIN, AuthorizedClients
+from dflash_protocol.wording import noun
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,9 +95,10 @@ class Authenticator:
         self._num_reported, self._reported_s = self.num_refused, now_s
         where = ascii(address.decode("ascii", "replace"))
         _LOG.warning(
-            "refused %d connection(s); the last from %s with key %s, which is not among the "
+            "refused %d %s; the last from %s with key %s, which is not among the "
             "authorized clients",
             num_refused,
+            noun(num_refused, "connection"),
             where,
             key.hex(),
         )

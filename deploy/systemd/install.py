@@ -5,6 +5,9 @@
     install.py install --daemon cuda:0@/opt/dflash-moe-cuda/bin/dflash-moe
     install.py uninstall [--purge]
 
+With --root DIR all of it is made below DIR, which is to become the root of a machine or container:
+paths in files are those that are seen from there, and no service is told anything.
+
 Running it again changes nothing that is as it should be, and never a file of /etc/dflash-moe that
 people edit. Knows nothing of models or devices.
 """
@@ -104,16 +107,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _install(options: argparse.Namespace) -> None:
     os.umask(0o022)
-    daemons = [_daemon(text) for text in options.daemon]
+    daemons = [_daemon(text, options.root) for text in options.daemon]
     names = [daemon.name for daemon in daemons]
     if len(set(names)) != len(names):
         raise Failed(f"two daemons have the same name: {', '.join(names)}")
     if options.wheel is not None:
-        _install_wheel(options.prefix, options.wheel, options.extra, options.pip_option)
+        _install_wheel(options)
     program = options.prefix / "bin" / "dflash-moe"
-    if not program.is_file():
-        raise Failed(f"{program} does not exist; give --wheel, or --prefix of an environment")
-    model = options.model or _demo_model(options.prefix)
+    if not _below(options.root, program).is_file():
+        missing = _below(options.root, program)
+        raise Failed(f"{missing} does not exist; give --wheel, or --prefix of an environment")
+    model = options.model or _demo_model(options.prefix, options.root)
     # First all that can be wrong, then the first change.
     ours = {UNIT_FOLDER / name: (HERE / name).read_text() for name in UNITS}
     ours[SYSUSERS] = (HERE / "dflash-moe.sysusers").read_text()
@@ -159,27 +163,32 @@ def _uninstall(options: argparse.Namespace) -> None:
         _remove(_below(options.root, SETTINGS_FOLDER))
         _remove(_below(options.root, CACHE_FOLDER))
         # Only what an earlier run has made.
-        if (options.prefix / _WHEEL_MARK).is_file():
-            _remove(options.prefix)
+        prefix = _below(options.root, options.prefix)
+        if (prefix / _WHEEL_MARK).is_file():
+            _remove(prefix)
     if options.root == Path("/"):
         _remove(RUN_FOLDER)
         _run("systemctl", "daemon-reload")
 
 
-def _daemon(text: str) -> Daemon:
-    """From NAME[=DEVICE][@PROGRAM]. Raises: Failed."""
+def _daemon(text: str, root: Path) -> Daemon:
+    """From NAME[=DEVICE][@PROGRAM], a program below the root. Raises: Failed."""
     left, _, program = text.partition("@")
     name, _, device = left.partition("=")
     for part in (name, device or name):
         if not _INSTANCE.fullmatch(part):
             raise Failed(f"--daemon {text!r}: must be NAME[=DEVICE][@PROGRAM], as in cuda:0")
-    if program and not (program.startswith("/") and os.access(program, os.X_OK)):
-        raise Failed(f"--daemon {text!r}: {program!r} is not the absolute path of a program")
+    is_absolute = program.startswith("/")
+    if program and not (is_absolute and os.access(_below(root, Path(program)), os.X_OK)):
+        below = "" if root == Path("/") else f" below {root}"
+        raise Failed(f"--daemon {text!r}: {program!r} is not the absolute path of a program{below}")
     return Daemon(name, device or name, program)
 
 
-def _install_wheel(prefix: Path, wheel: Path, extra: str, pip_options: list[str]) -> None:
+def _install_wheel(options: argparse.Namespace) -> None:
     """Make the environment, unless it is there, and have this very wheel in it."""
+    prefix = _below(options.root, options.prefix)
+    wheel, extra, pip_options = options.wheel, options.extra, options.pip_option
     digest = f"{hashlib.sha256(wheel.read_bytes()).hexdigest()} {extra} {' '.join(pip_options)}\n"
     mark = prefix / _WHEEL_MARK
     if mark.is_file() and mark.read_text() == digest:
@@ -193,18 +202,34 @@ def _install_wheel(prefix: Path, wheel: Path, extra: str, pip_options: list[str]
     _run(*pip, *pip_options, wanted)
     # One of the same version may be there, which pip takes for the same.
     _run(*pip, "--no-deps", "--force-reinstall", str(wheel.resolve()))
+    if options.root != Path("/"):
+        _name_interpreter(prefix, options.prefix)
     mark.write_text(digest)
     print(f"installed {prefix}")
 
 
-def _demo_model(prefix: Path) -> str:
-    """Path of the model that comes with the wheel."""
+def _name_interpreter(prefix: Path, seen: Path) -> None:
+    """Have the programs of an environment start its interpreter by the path that it is to have."""
+    for program in (prefix / "bin").iterdir():
+        first, newline, rest = program.read_bytes().partition(b"\n")
+        ours = b"#!" + os.fsencode(prefix / "bin") + b"/"
+        if not program.is_symlink() and first.startswith(ours):
+            first = b"#!" + os.fsencode(seen / "bin") + b"/" + first.removeprefix(ours)
+            program.write_bytes(first + newline + rest)
+
+
+def _demo_model(seen: Path, root: Path) -> str:
+    """Path of the model that comes with the wheel, as it is seen from the root."""
+    prefix = _below(root, seen)
     code = "from dflash_runtime.engine.demo_model import demo_model_path as p; print(p())"
     command = [str(prefix / "bin" / "python"), "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Failed(f"give --model; {prefix} has no demo model")
-    return done.stdout.strip()
+    path = Path(done.stdout.strip())
+    if not path.is_relative_to(root.resolve()):
+        raise Failed(f"give --model; {path}, that of {prefix}, does not lie below {root}")
+    return str("/" / path.relative_to(root.resolve()))
 
 
 def _quoted(value: object) -> str:
@@ -289,7 +314,7 @@ def _parser() -> argparse.ArgumentParser:
             "--root",
             type=_absolute,
             default=Path("/"),
-            help="write below this folder and start nothing",
+            help="make everything below this folder, a machine's root to be, and start nothing",
         )
     return parser
 

@@ -42,12 +42,22 @@ class SettingsError(DflashError):
 
 
 class ContextExceeded(SettingsError):
-    """A prompt needs more positions than the context has."""
+    """A prompt needs more positions than the context has.
 
-    def __init__(self, num_tokens: int, num_positions: int) -> None:
+    `model_positions` is the largest context that the model can have; None = not known here.
+    """
+
+    def __init__(
+        self, num_tokens: int, num_positions: int, *, model_positions: int | None = None
+    ) -> None:
+        advice = "shorten it"
+        if model_positions is None:
+            advice += " or raise the context"
+        elif model_positions > num_positions:
+            advice += f" or raise the context (--context), to at most {model_positions}"
         super().__init__(
             f"a prompt of {num_tokens} tokens does not fit the context of {num_positions} "
-            "positions; shorten it or raise the context"
+            f"positions; {advice}"
         )
         self.num_tokens = num_tokens
         self.num_positions = num_positions

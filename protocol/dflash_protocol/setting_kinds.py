@@ -5,6 +5,7 @@ Knows no setting by name; ``settings_table`` says which setting is of which kind
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -175,6 +176,29 @@ class _Items(Kind):
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ValueError(f"must be an array of strings, each {self.allowed}")
         return self.from_items(value)
+
+
+class EndpointText(Kind):
+    """One address; empty = the default."""
+
+    metavar = "ENDPOINT"
+    allowed = "ipc:///absolute/path or tcp://host:port"
+
+    def from_text(self, text: str) -> str:
+        return Endpoints().from_item(text) if text else ""
+
+
+class Cores(Kind):
+    """A list of processors, as it is written; empty = the default. Which there are is not known
+    here."""
+
+    metavar = "LIST"
+    allowed = "numbers and ranges with commas, as in 0-3,8"
+
+    def from_text(self, text: str) -> str:
+        if not re.fullmatch(r"[0-9,-]*", text):
+            raise self.refused()
+        return text
 
 
 class Endpoints(_Items):

@@ -24,6 +24,7 @@ from dflash_protocol.settings_file import read_settings_file
 from dflash_protocol.settings_table import (
     AUTO_TIER,
     CPU_TIERS,
+    EXPERT_COMPUTE,
     KNOBS,
     MAX_THREADS,
     PREFIX,
@@ -33,6 +34,7 @@ from dflash_protocol.settings_table import (
     Reader,
     Settings,
 )
+from dflash_protocol.wording import unknown
 
 __all__ = [
     "AUTO_TIER",
@@ -118,8 +120,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
                 )
     for variable in environment:
         if variable.startswith(PREFIX) and variable not in VARIABLES:
-            known = ", ".join(VARIABLES)
-            raise SettingsError(f"unknown variable {variable}; known are {known}")
+            raise SettingsError(
+                unknown("variable", variable, VARIABLES, prefixes=(EXPERT_COMPUTE, PREFIX))
+            )
     return values
 
 

@@ -30,8 +30,9 @@ from dflash_protocol.setting_kinds import (
     printable,
     shown,
 )
-from dflash_protocol.settings_table import KNOBS, MAX_THREADS, PREFIX, Reader
+from dflash_protocol.settings_table import EXPERT_COMPUTE, KNOBS, MAX_THREADS, PREFIX, Reader
 from dflash_protocol.text_files import file_error, read_file
+from dflash_protocol.wording import unknown
 
 _LIMIT_BYTES = 1 << 20
 _WHAT = "settings file"
@@ -57,8 +58,8 @@ def read_settings_file(path: Path) -> dict[str, object]:
             continue
         knob = next((each for each in KNOBS if each.key == key), None)
         if knob is None:
-            known = ", ".join(sorted(each.key for each in KNOBS))
-            raise file_error(_WHAT, path, f"unknown key {shown(key)}; known are {known}")
+            known = [each.key for each in KNOBS]
+            raise file_error(_WHAT, path, unknown("key", key, known))
         values[knob.field] = checked(where, value, knob.kind.from_file)
     return values
 
@@ -127,8 +128,8 @@ def _environment(value: object) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"the value of {name} must be text, at most {_LONGEST_VALUE} long")
         if name.startswith(PREFIX):
             if name not in _PASSED_ON:
-                known = ", ".join(sorted(_PASSED_ON))
-                raise ValueError(f"{name} is none that a spawned daemon reads; those are {known}")
+                wrong = unknown("variable", name, _PASSED_ON, prefixes=(EXPERT_COMPUTE, PREFIX))
+                raise ValueError(f"a spawned daemon does not read it: {wrong}")
             _PASSED_ON[name].from_text(text)
     return tuple(value.items())
 

@@ -11,10 +11,12 @@ from enum import StrEnum
 
 from dflash_protocol.device import MAX_DEVICE_INDEX, Device
 from dflash_protocol.setting_kinds import (
+    Cores,
     Daemons,
     DaemonSetting,
     DeviceOrAuto,
     Endpoints,
+    EndpointText,
     Kind,
     OneOf,
     PathText,
@@ -42,6 +44,16 @@ CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "gene
 class Settings:
     """Settings that are not arguments of one run. Times in the unit of their name."""
 
+    model: str = ""
+    """GGUF file; empty = the demo model."""
+    context: int | None = None
+    """Positions that a sequence may have; None = the model's, up to 32,768."""
+    local_experts: int | None = None
+    """Experts a layer that a parent with daemons keeps; None = an even share."""
+    backend: str = "auto"
+    """Kernels of a process that computes on the CPU, one of BACKENDS."""
+    kv_type: str = "auto"
+    """Type of the keys and values that are kept, one of KV_TYPES."""
     daemons: tuple[DaemonSetting, ...] = ()
     """Daemons to spawn."""
     connect: tuple[str, ...] = ()
@@ -89,6 +101,12 @@ class Settings:
     """Compute threads of a process; 0 = one for each physical core it may use."""
     data_port: int = 0
     """Port of a tcp daemon's data socket; 0 = one that is free."""
+    listen: str = ""
+    """Endpoint of a daemon; empty = one in the run directory, named by its device."""
+    placement: str = ""
+    """Placement file of a daemon; empty = it waits for what its first parent asks for."""
+    cores: str = ""
+    """Processors that a daemon keeps to, as in ``0-3,8``; empty = all that it may use."""
     pin_daemons: bool = False
     """Daemons that a parent starts on this machine keep to cores of their own."""
     cpu_tier: str = AUTO_TIER
@@ -109,6 +127,8 @@ class Settings:
     """Its port; 0 = one that is free."""
     api_key_file: str = ""
     """File with the keys that the server asks for; empty = it asks for none."""
+    chat_template_file: str = ""
+    """Jinja template of the server in place of the model's own; empty = the model's."""
     queue_capacity: int = 64
     """Most requests that wait for the server's model."""
     max_body_bytes: int = 4 << 20
@@ -144,7 +164,8 @@ class HostName(Kind):
 class Knob:
     """One setting as people meet it. `name` is its variable without the prefix.
 
-    TOML key and flag are made of the name unless they are given.
+    TOML key and flag are made of the name unless they are given. A flag without dashes is an
+    argument of the command line.
     """
 
     name: str
@@ -163,6 +184,11 @@ class Knob:
     @property
     def flag(self) -> str:
         return self.special_flag or "--" + self.name.lower().replace("_", "-")
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it stands on the command line without a flag."""
+        return not self.flag.startswith("--")
 
     @property
     def key(self) -> str:
@@ -187,12 +213,35 @@ SETTINGS_FILE = PREFIX + "SETTINGS_FILE"
 SETTINGS_FLAG = "--settings"
 SETTINGS_HELP = f"Settings file, TOML; else the one that {SETTINGS_FILE} names."
 
+BACKENDS = ("auto", "reference", "cpu")
+KV_TYPES = ("auto", "f32", "f16", "q8_0")
 _MODES = ("auto", "batched", "stream")
 _TRANSPORTS = ("auto", "device", "shared", "stream")
 _DTYPES = ("f32", "f16", "bf16")
 _OFFLOADS = ("auto", "on", "off")
 
 KNOBS = (
+    Knob(
+        "MODEL", "model", PathText("MODEL"), Reader.EACH,
+        "GGUF file; default: the demo model. A daemon's must be named.",
+        special_flag="MODEL",
+    ),
+    Knob(
+        "CONTEXT", "context", WholeOrAuto(1, 1 << 30), Reader.PARENT,
+        "Positions that a sequence may have; auto is the model's, up to 32768.",
+    ),
+    Knob(
+        "LOCAL_EXPERTS", "local_experts", WholeOrAuto(0, 65_536), Reader.PARENT,
+        "Experts of each layer that a parent with daemons keeps; auto is an even share.",
+    ),
+    Knob(
+        "BACKEND", "backend", OneOf(*BACKENDS), Reader.EACH,
+        "Kernels on the CPU: compiled ones, or the slow reference; auto is cpu where it runs.",
+    ),
+    Knob(
+        "KV_TYPE", "kv_type", OneOf(*KV_TYPES), Reader.PARENT,
+        "Type of the keys and values that are kept; auto is f32 for a file of F32, else f16.",
+    ),
     Knob(
         "DAEMONS", "daemons", Daemons(), Reader.PARENT,
         "Daemons to spawn. LAUNCHER: a Python or another executable.",
@@ -290,6 +339,19 @@ KNOBS = (
         "Port of the data socket beside that of a tcp endpoint, for firewalls; 0 = a free one.",
     ),
     Knob(
+        "LISTEN", "listen", EndpointText(), Reader.DAEMON,
+        "Where a daemon listens, beyond loopback with keys; "
+        "default: daemon-DEVICE.sock in the run directory.",
+    ),
+    Knob(
+        "PLACEMENT", "placement", PathText("FILE"), Reader.DAEMON,
+        "Experts that a daemon loads at once, and keeps whatever its parents ask for besides.",
+    ),
+    Knob(
+        "CORES", "cores", Cores(), Reader.DAEMON,
+        "Processors that a daemon keeps to; default: all that it may use.",
+    ),
+    Knob(
         "PIN_DAEMONS", "pin_daemons", Switch(), Reader.PARENT,
         "Every daemon that is spawned keeps to its own share of the cores.",
     ),
@@ -326,6 +388,10 @@ KNOBS = (
     Knob(
         "API_KEY_FILE", "api_key_file", PathText("FILE"), Reader.SERVER,
         "File of mode 0600 with the keys that clients must have, one on a line.",
+    ),
+    Knob(
+        "CHAT_TEMPLATE_FILE", "chat_template_file", PathText("FILE"), Reader.SERVER,
+        "Jinja template in place of the model's own.",
     ),
     Knob(
         "QUEUE_CAPACITY", "queue_capacity", Whole(1, 10_000), Reader.SERVER,

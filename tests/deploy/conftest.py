@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from dflash_protocol.settings import Settings, cache_directory
-from support.processes import ROOT, START_S
+from support.environments import build_wheel
+from support.processes import START_S
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.service_manager import ServiceManager, service_manager
-from support.unit_files import UNITS, Service, Unit, write_program
+from support.unit_files import UNITS, Service, Unit, link_into, write_program
 
 
 @pytest.fixture(scope="session")
@@ -31,16 +32,7 @@ def cache() -> Path:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real wheel of this tree; building it takes a minute on a busy machine."""
-    folder = tmp_path_factory.mktemp("wheel")
-    built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
-         "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    if built.returncode != 0:
-        pytest.skip(f"the wheel cannot be built here: {built.stderr.strip()[-200:]}")
-    (path,) = folder.glob("*.whl")
-    return path
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +139,15 @@ Install = Callable[[Sequence[str]], Machine]
 @pytest.fixture
 def install(tmp_path: Path, run_dir: Path, cache: Path, model: Path) -> Iterator[Install]:
     """Runs the install script with these arguments, for the module's model."""
-    program = write_program(tmp_path / "opt/bin/dflash-moe", sys.executable)
+    prefix = tmp_path / "opt"
+    write_program(link_into(tmp_path / "root", prefix) / "bin/dflash-moe", sys.executable)
     runtime = run_dir / "run"
     runtime.mkdir()
 
     def run(arguments: Sequence[str]) -> Machine:
         subprocess.run(
             [sys.executable, "-I", str(UNITS / "install.py"), "install", "--root",
-             str(tmp_path / "root"), "--prefix", str(program.parents[1]), "--model", str(model),
+             str(tmp_path / "root"), "--prefix", str(prefix), "--model", str(model),
              *arguments],
             stdout=subprocess.DEVNULL, timeout=60, check=True,
         )  # fmt: skip

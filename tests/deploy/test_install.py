@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -20,9 +21,20 @@ INSTALL = UNITS / "install.py"
 UNIT_NAMES = ("dflash-moe.target", "dflash-moe.service", "dflash-moe-daemon@.service")
 
 
+SEEN = "/opt/dflash-moe"
+"""Where the environment lies unless it is said otherwise, as the machine sees it."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """What is to become a machine's root: an environment with our program lies there already."""
+    write_program(tmp_path / f"root{SEEN}/bin/dflash-moe", sys.executable)
+    return tmp_path / "root"
+
+
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    """An environment with our program in it."""
+    """An environment of the machine that the tests run on, with our program in it."""
     folder = tmp_path / "opt"
     write_program(folder / "bin" / "dflash-moe", sys.executable)
     return folder
@@ -39,14 +51,16 @@ def run_install(*arguments: str | Path, code: int = 0) -> str:
 
 
 def contents(root: Path) -> dict[str, str]:
-    return {str(p.relative_to(root)): p.read_text() for p in root.rglob("*") if p.is_file()}
+    """Text of all files below a root but those of the environment."""
+    files = [path for path in root.rglob("*") if path.is_file()]
+    named = {f"/{path.relative_to(root)}": path for path in files}
+    return {n[1:]: path.read_text() for n, path in named.items() if not n.startswith(SEEN)}
 
 
-def test_it_writes_units_account_and_settings(tmp_path: Path, prefix: Path) -> None:
-    root = tmp_path / "root"
+def test_it_writes_units_account_and_settings(root: Path) -> None:
     run_install(
-        "install", "--root", root, "--prefix", prefix, "--model", "/srv/my models/m$1.gguf",
-        "--daemon", "cpu", "--daemon", f"gpu=cuda:0@{prefix}/bin/dflash-moe",
+        "install", "--root", root, "--model", "/srv/my models/m$1.gguf",
+        "--daemon", "cpu", "--daemon", f"gpu=cuda:0@{SEEN}/bin/dflash-moe",
     )  # fmt: skip
     for name in UNIT_NAMES:
         written = root / "etc/systemd/system" / name
@@ -55,7 +69,7 @@ def test_it_writes_units_account_and_settings(tmp_path: Path, prefix: Path) -> N
     assert (root / "etc/sysusers.d/dflash-moe.conf").read_text().count("\nm dflash-moe ") == 2
     settings = root / "etc/dflash-moe"
     assert read_environment_file(settings / "common.env") == {
-        "DFLASH_PROGRAM": f"{prefix}/bin/dflash-moe",
+        "DFLASH_PROGRAM": f"{SEEN}/bin/dflash-moe",
         "DFLASH_MODEL": "/srv/my models/m$1.gguf",
     }
     assert read_environment_file(settings / "daemons.env") == {
@@ -69,18 +83,13 @@ def test_it_writes_units_account_and_settings(tmp_path: Path, prefix: Path) -> N
     }
     assert read_environment_file(settings / "daemon@gpu.env") == {
         "DFLASH_DEVICE": "cuda:0",
-        "DFLASH_PROGRAM": f"{prefix}/bin/dflash-moe",
+        "DFLASH_PROGRAM": f"{SEEN}/bin/dflash-moe",
         "DFLASH_ARGUMENTS": "",
     }
 
 
-def test_running_it_again_changes_nothing_and_keeps_what_people_wrote(
-    tmp_path: Path, prefix: Path
-) -> None:
-    root = tmp_path / "root"
-    arguments = (
-        "install", "--root", root, "--prefix", prefix, "--model", "/m.gguf", "--daemon", "cpu",
-    )  # fmt: skip
+def test_running_it_again_changes_nothing_and_keeps_what_people_wrote(root: Path) -> None:
+    arguments = ("install", "--root", root, "--model", "/m.gguf", "--daemon", "cpu")
     run_install(*arguments)
     before = contents(root)
     said = run_install(*arguments)
@@ -90,19 +99,18 @@ def test_running_it_again_changes_nothing_and_keeps_what_people_wrote(
     edited.write_text("DFLASH_ARGUMENTS=--port 9\n")
     stale = root / "etc/systemd/system/dflash-moe.service"
     stale.write_text("of an older version")
-    run_install("install", "--root", root, "--prefix", prefix, "--model", "/other.gguf")
+    run_install("install", "--root", root, "--model", "/other.gguf")
     after = contents(root)
     assert after.pop("etc/dflash-moe/parent.env") == "DFLASH_ARGUMENTS=--port 9\n"
     before.pop("etc/dflash-moe/parent.env")
     assert after == before
 
 
-def test_it_takes_away_what_it_wrote(tmp_path: Path, prefix: Path) -> None:
-    root = tmp_path / "root"
+def test_it_takes_away_what_it_wrote(root: Path) -> None:
     foreign = root / "etc/systemd/system/other.service"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("not ours")
-    place = ("--root", root, "--prefix", prefix)
+    place = ("--root", root)
     run_install("install", *place, "--model", "/m.gguf", "--daemon", "cpu")
     run_install("uninstall", *place)
     assert sorted(contents(root)) == [
@@ -114,20 +122,8 @@ def test_it_takes_away_what_it_wrote(tmp_path: Path, prefix: Path) -> None:
     run_install("uninstall", *place, "--purge")
     assert sorted(contents(root)) == ["etc/systemd/system/other.service"]
     assert run_install("uninstall", *place, "--purge") == ""
-    assert (prefix / "bin/dflash-moe").exists(), "an environment that we did not make is not ours"
-
-
-def test_without_a_model_it_takes_the_demo_model(tmp_path: Path, prefix: Path) -> None:
-    python = prefix / "bin/python"
-    python.write_text(
-        f"#!/bin/sh\nexport PYTHONPATH={ROOT / 'runtime'}:{ROOT / 'protocol'}:{ROOT / 'adapters'}\n"
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    run_install("install", "--root", tmp_path / "root", "--prefix", prefix)
-    model = read_environment_file(tmp_path / "root/etc/dflash-moe/common.env")["DFLASH_MODEL"]
-    assert Path(model).name == "dflash-demo.gguf"
-    assert Path(model).is_file()
+    program = root / "opt/dflash-moe/bin/dflash-moe"
+    assert program.exists(), "an environment that we did not make is not ours"
 
 
 @pytest.mark.parametrize(
@@ -140,20 +136,20 @@ def test_without_a_model_it_takes_the_demo_model(tmp_path: Path, prefix: Path) -
         (["--daemon", "cpu@/no/such/program"], "'/no/such/program' is not the absolute path"),
         (["--daemon", "cpu@bin/true"], "is not the absolute path"),
         (["--model", "a\nDFLASH_PROGRAM=/evil"], "cannot be written down"),
-        (["--prefix", "/no/such"], "/no/such/bin/dflash-moe does not exist"),
+        (["--prefix", "/no/such"], "/root/no/such/bin/dflash-moe does not exist"),
+        (["--daemon", "cpu@/bin/sh"], "'/bin/sh' is not the absolute path of a program below /"),
         (["--wheel", "/no/such.whl"], "/no/such.whl: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_written(
-    arguments: list[str], message: str, tmp_path: Path, prefix: Path
+    arguments: list[str], message: str, root: Path
 ) -> None:
-    root = tmp_path / "root"
     model = [] if "--model" in arguments else ["--model", "/m.gguf"]
-    line = run_install("install", "--root", root, "--prefix", prefix, *model, *arguments, code=1)
+    line = run_install("install", "--root", root, *model, *arguments, code=1)
     assert message in line
     assert len(line.splitlines()) == 1
-    assert not root.exists()
+    assert contents(root) == {}
 
 
 @pytest.fixture
@@ -177,16 +173,23 @@ def test_who_is_not_root_is_told_so(
         assert "run this as root, or with --root" in capsys.readouterr().err
 
 
-def test_on_a_machine_systemd_is_told_what_there_is(
-    script: ModuleType, tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The machine's folders are temporary ones, and what would be run is written down."""
+def on_this_machine(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The machine's folders are temporary ones; gives what would be run, as it comes."""
     ran: list[str] = []
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(script, "_run", lambda *command: ran.append(" ".join(command)))
     for name in ("UNIT_FOLDER", "SETTINGS_FOLDER", "CACHE_FOLDER", "RUN_FOLDER"):
         monkeypatch.setattr(script, name, tmp_path / name)
     monkeypatch.setattr(script, "SYSUSERS", tmp_path / "sysusers.conf")
+    return ran
+
+
+def test_on_a_machine_systemd_is_told_what_there_is(
+    script: ModuleType, tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = on_this_machine(script, tmp_path, monkeypatch)
     place = ["--prefix", str(prefix)]
     arguments = ["install", *place, "--model", "/m.gguf", "--daemon", "cpu", "--daemon", "gpu=cpu"]
     assert script.main([*arguments, "--now"]) == 0
@@ -213,6 +216,27 @@ def test_on_a_machine_systemd_is_told_what_there_is(
     assert ran == ["systemctl daemon-reload"]
 
 
+def test_without_a_model_it_takes_the_demo_model(
+    script: ModuleType, tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = prefix / "bin/python"
+    python.write_text(
+        f"#!/bin/sh\nexport PYTHONPATH={ROOT / 'runtime'}:{ROOT / 'protocol'}:{ROOT / 'adapters'}\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    on_this_machine(script, tmp_path, monkeypatch)
+    assert script.main(["install", "--prefix", str(prefix)]) == 0
+    settings = read_environment_file(tmp_path / "SETTINGS_FOLDER" / "common.env")
+    assert Path(settings["DFLASH_MODEL"]).name == "dflash-demo.gguf"
+    assert Path(settings["DFLASH_MODEL"]).is_file()
+    # One that the machine to be will not have is none.
+    below = tmp_path / "root" / prefix.relative_to("/")
+    shutil.copytree(prefix, below)
+    line = run_install("install", "--root", tmp_path / "root", "--prefix", prefix, code=1)
+    assert "error: give --model; " in line
+
+
 def test_a_command_that_fails_is_named(
     script: ModuleType,
     tmp_path: Path,
@@ -231,21 +255,65 @@ def test_a_command_that_fails_is_named(
     assert "exit code 3: systemctl disable --now" in capsys.readouterr().err
 
 
+MACHINE = ("/opt", "/etc", "/usr/local", "/var/cache", "/run/dflash-moe")
+
+
+def state_of_the_machine() -> dict[str, int]:
+    """Every file of the folders that an installation writes to, with when it was changed."""
+    found = {}
+    for top in MACHINE:
+        for folder, _, names in os.walk(top):
+            if "__pycache__" not in folder and not folder.startswith("/var/cache/apt"):
+                for path in (os.path.join(folder, name) for name in names):
+                    with contextlib.suppress(OSError):
+                        found[path] = os.lstat(path).st_mtime_ns
+    return found
+
+
+def test_everything_goes_below_the_root(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pip and venv would be told; the slow test has them do it."""
+    wheel, root = tmp_path / "some.whl", tmp_path / "root"
+    wheel.write_bytes(b"a wheel")
+    before, ran = state_of_the_machine(), []
+
+    def instead(*command: str) -> None:
+        ran.append(command)
+        if "venv" in command:
+            write_program(Path(command[-1]) / "bin/dflash-moe", sys.executable)
+            (Path(command[-1]) / "bin/python").symlink_to(sys.executable)
+
+    monkeypatch.setattr(script, "_run", instead)
+    arguments = ["--root", str(root), "--wheel", str(wheel), "--model", "/m.gguf"]
+    assert script.main(["install", *arguments, "--daemon", "cpu"]) == 0
+    assert ran[0][-1] == f"{root}{SEEN}"
+    assert [command[0] for command in ran[1:]] == [f"{root}{SEEN}/bin/python"] * 2
+    assert read_environment_file(root / "etc/dflash-moe/common.env")["DFLASH_PROGRAM"] == (
+        f"{SEEN}/bin/dflash-moe"
+    )
+    assert script.main(["uninstall", "--root", str(root), "--purge"]) == 0
+    assert [path for path in root.rglob("*") if not path.is_dir()] == []
+    assert state_of_the_machine() == before
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_it_installs_the_wheel_and_a_newer_one(tmp_path: Path, wheel: Path) -> None:
     """The real wheel, without its dependencies: they are this environment's."""
     wheel = Path(shutil.copy(wheel, tmp_path))
-    prefix, root = tmp_path / "opt", tmp_path / "root"
-    arguments = (
-        "install", "--root", root, "--prefix", prefix, "--wheel", wheel, "--pip-option=--no-deps",
-    )  # fmt: skip
-    assert f"installed {prefix}" in run_install(*arguments)
+    root, before = tmp_path / "root", state_of_the_machine()
+    arguments = ("install", "--root", root, "--wheel", wheel, "--pip-option=--no-deps")
+    assert f"installed {root}{SEEN}" in run_install(*arguments)
     model = read_environment_file(root / "etc/dflash-moe/common.env")["DFLASH_MODEL"]
-    assert model.startswith(str(prefix))
-    assert f"unchanged {prefix}" in run_install(*arguments)
+    assert model.startswith(f"{SEEN}/lib/")
+    assert (root / model[1:]).is_file()
+    program = (root / SEEN[1:] / "bin/dflash-moe").read_text()
+    assert program.startswith(f"#!{SEEN}/bin/python"), "it is started by the machine to be"
+    assert f"unchanged {root}{SEEN}" in run_install(*arguments)
     with zipfile.ZipFile(wheel, "a") as changed:
         changed.comment = b"another build of the same version"
-    assert f"installed {prefix}" in run_install(*arguments)
-    run_install("uninstall", "--root", root, "--prefix", prefix, "--purge")
-    assert not prefix.exists()
+    assert f"installed {root}{SEEN}" in run_install(*arguments)
+    run_install("uninstall", "--root", root, "--purge")
+    assert not (root / SEEN[1:]).exists()
+    assert state_of_the_machine() == before

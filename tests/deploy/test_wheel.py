@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.service_manager import service_manager
-from support.unit_files import UNITS, read_environment_file
+from support.unit_files import UNITS, link_into, read_environment_file
 
 from .conftest import Machine
 
@@ -45,6 +45,7 @@ def test_the_wheel_is_all_that_services_need(
     script = tmp_path / "unpacked" / _SCRIPT
     root, prefix, runtime = tmp_path / "root", tmp_path / "opt", run_dir / "run"
     place = ("--root", root, "--prefix", prefix)
+    link_into(root, prefix)
     arguments = (
         "install", *place, "--wheel", wheel, "--pip-option=--no-deps", "--daemon", "cpu"
     )  # fmt: skip
@@ -53,7 +54,7 @@ def test_the_wheel_is_all_that_services_need(
     (site_packages,) = prefix.glob("lib/python3*/site-packages")
     # The dependencies are those of this environment; our own packages are found before them.
     (site_packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    before = files_below(root)
+    before = files_below(root / "etc")
     model = read_environment_file(root / "etc/dflash-moe/common.env")["DFLASH_MODEL"]
     assert Path(model).is_relative_to(site_packages), "the wheel brings a model"
     assert all(line.startswith("unchanged ") for line in said_by(script, *arguments))
@@ -62,7 +63,7 @@ def test_the_wheel_is_all_that_services_need(
     again = said_by(installed, "install", *place, "--daemon", "cpu")
     assert again
     assert all(line.startswith("unchanged ") for line in again)
-    assert files_below(root) == before
+    assert files_below(root / "etc") == before
 
     runtime.mkdir()
     with service_manager(tmp_path) as manager:

@@ -13,6 +13,7 @@ from dflash_protocol.settings import VARIABLES
 from dflash_runtime import Engine
 from dflash_runtime.engine.demo_model import demo_model_path
 from support.processes import ROOT, run_cli
+from support.serving import CHAT_TEMPLATE, running_server
 
 README = (ROOT / "README.md").read_text()
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -32,7 +33,7 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 
 def test_the_folder_tree_of_the_readme_is_the_real_one() -> None:
-    tree = README.partition("## What is where")[2].split("```")[1]
+    tree = README.partition("## What is where")[2].split("```")[1].removeprefix("text")
     for line in tree.strip().splitlines():
         folder = line.split()[0]
         if "to come" not in line:
@@ -45,7 +46,7 @@ def test_every_command_and_flag_that_is_shown_exists(path: str) -> None:
     assert commands
     helps = {name: run_cli(name, "--help").stdout for name in {name for name, _ in commands}}
     for name, arguments in commands:
-        assert f"Usage: dflash-moe {name}" in helps[name] or "usage: dflash-daemon" in helps[name]
+        assert f"usage: dflash-moe {name} " in helps[name].lower()
         for flag in re.findall(r"(?<=\s)(--?[a-z][a-z-]*)", arguments):
             assert re.search(rf"(?<=[\s,]){flag}(?=[\s,])", helps[name]), (name, flag)
 
@@ -66,6 +67,34 @@ def test_the_example_of_verifying_writes_what_generate_writes(
     assert num_new > 1 + 12, "no guess was right"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_example_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").symlink_to(demo_model_path())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(README.partition("```python\n")[2].partition("```")[0], names)
+    assert names["logits"].shape[0] == 3
+    written = capsys.readouterr().out
+    assert names["token"].text in written
+    assert "cpu1" in written
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_example_of_the_server_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    example = text.partition("```python\n")[2].partition("```")[0]
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    with running_server(demo_model_path(), "--chat-template-file", str(template)) as server:
+        assert "http://127.0.0.1:8080/v1" in example
+        exec(example.replace("http://127.0.0.1:8080", server.url), {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
@@ -79,6 +108,15 @@ def test_links_between_documents_lead_somewhere() -> None:
                     re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
                 }
                 assert anchor in anchors, (path.name, target)
+
+
+def test_every_results_file_that_is_named_is_there() -> None:
+    kept = {path.name for path in (ROOT / "bench" / "results").iterdir()}
+    named = set()
+    for path in [ROOT / "README.md", ROOT / "bench/README.md", *(ROOT / "docs").glob("*.md")]:
+        named |= set(re.findall(r"`([a-z-]+-20\d{6}-\d{6})", path.read_text()))
+    assert len(named) > 20
+    assert {name for name in named if not any(each.startswith(name) for each in kept)} == set()
 
 
 def test_every_dependency_is_justified() -> None:

@@ -15,6 +15,7 @@ from dflash_protocol.settings_table import (
     Knob,
     knobs_of,
 )
+from dflash_runtime.cli.main import cli
 from support.processes import ROOT, run_cli
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -23,6 +24,7 @@ HEAD = "| variable | flag | key | default | must be | meaning |"
 
 def row(knob: Knob) -> str:
     flag = f"{knob.flag}`, `--no-{knob.flag[2:]}" if isinstance(knob.kind, Switch) else knob.flag
+    assert knob.is_argument == (knob.field == "model")
     default = f"`{knob.default_text}`" if knob.default_text else "none"
     cells = [f"`{knob.variable}`", f"`{flag}`", f"`{knob.key}`", default, knob.kind.allowed]
     return "| " + " | ".join([*cells, knob.help]) + " |"
@@ -43,7 +45,8 @@ def test_the_file_of_the_document_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "moe.toml"
     file.write_text(example)
     values = read_settings_file(file)
-    assert {"ipc_mode", "ipc_required", "connect", "daemons"} == set(values)
+    expected = {"model", "context", "ipc_mode", "ipc_required", "connect", "daemons"}
+    assert expected == set(values)
     for key in DAEMON_KEYS:
         assert f"\n{key} = " in example
 
@@ -70,12 +73,45 @@ def test_every_setting_is_an_option_of_the_programs_that_read_it() -> None:
     daemon = run_cli("daemon", "--help").stdout
     of_parents = {knob.flag for knob in knobs_of(daemon=False)}
     of_daemons = {knob.flag for knob in knobs_of(daemon=True)}
-    for flag in [SETTINGS_FLAG, *(knob.flag for knob in KNOBS)]:
+    for text in (generate, doctor, daemon):
+        assert "[MODEL]" in text
+    for flag in [SETTINGS_FLAG, *(knob.flag for knob in KNOBS if not knob.is_argument)]:
         for text in (generate, doctor):
             assert (f"  {flag} " in text) == (flag in {SETTINGS_FLAG, *of_parents}), flag
         is_listed = f"  {flag} " in daemon or f"  {flag}, " in daemon
         assert is_listed == (flag in {SETTINGS_FLAG, *of_daemons}), flag
     assert "--data-port" in of_daemons - of_parents
+
+
+def options_of_commands() -> dict[str, set[str]]:
+    """Names of all that can be given to each command of `dflash-moe` but its daemon."""
+    return {
+        name: {parameter.name or "" for parameter in command.params}
+        for name, command in cli.commands.items()
+    }
+
+
+OF_ONE_RUN = {
+    # What is asked for this time, and how it is shown.
+    "prompt", "prompt_file", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p",
+    "min_p", "seed", "ignore_eos", "as_json",
+    # Of one trial: see docs/operations.md.
+    "mailbox", "rounds",
+    # Names the file that has the others.
+    "settings_file",
+    # Of `keygen`, which makes files.
+    "folder", "force", "comment",
+    # Handed on to the daemon.
+    "arguments",
+}  # fmt: skip
+
+
+def test_every_option_is_a_setting_but_those_of_one_run() -> None:
+    fields = {knob.field for knob in KNOBS}
+    options = options_of_commands()
+    for name in ("generate", "serve", "inspect"):
+        assert "model" in options[name]
+    assert set().union(*options.values()) - fields == OF_ONE_RUN
 
 
 def test_names_are_used_once() -> None:

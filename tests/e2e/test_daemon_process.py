@@ -209,8 +209,6 @@ def test_interrupting_the_parent_ends_everything_quietly(model: Path, is_impatie
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A suite that runs in the background has it ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:
         watched = psutil.Process(parent.pid)
         wait_until(lambda: len(watched.children()) == 1, "the daemon", within_s=3 * START_S)

@@ -14,6 +14,7 @@ GOOD = [
     ("HOST", "host", "127.0.0.1", ("0.0.0.0", "::1", "fe80::1%eth0", "box.example", "a_b")),
     ("PORT", "port", 8080, (0, 65_535)),
     ("API_KEY_FILE", "api_key_file", "", ("/run/keys",)),
+    ("CHAT_TEMPLATE_FILE", "chat_template_file", "", ("/srv/chat.jinja",)),
     ("QUEUE_CAPACITY", "queue_capacity", 64, (1, 10_000)),
     ("MAX_BODY_BYTES", "max_body_bytes", 4 << 20, (1024, 1 << 30)),
 ]

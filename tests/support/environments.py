@@ -11,6 +11,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from support.processes import ROOT
 
 _OUR_PATHS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime")]
@@ -37,6 +39,19 @@ def make_environment(folder: Path, *, linked: Sequence[str] = (), with_ours: boo
     if with_ours:
         (site_packages / "ours.pth").write_text("\n".join(_OUR_PATHS) + "\n")
     return python
+
+
+def build_wheel(folder: Path) -> Path:
+    """The real wheel of this tree. Skips the test where it cannot be built."""
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
+         "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    if built.returncode != 0:
+        pytest.skip(f"the wheel cannot be built here: {built.stderr.strip()[-200:]}")
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 def write_launcher(

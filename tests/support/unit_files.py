@@ -118,6 +118,17 @@ def expand_words(line: str, variables: Mapping[str, str]) -> list[str]:
     return words
 
 
+def link_into(root: Path, prefix: Path) -> Path:
+    """The folder below a root that is seen from there as `prefix`, which leads to it here too.
+
+    It is for who makes it to make. Units that are run without a root find programs by the link.
+    """
+    folder = root / prefix.relative_to("/")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix.symlink_to(folder)
+    return folder
+
+
 def write_program(path: Path, python: str) -> Path:
     """What pip makes of our console script, for packages that are not installed."""
     lines = (

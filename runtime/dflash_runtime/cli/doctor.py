@@ -1,6 +1,6 @@
 """``dflash-moe doctor``: what every launcher, this machine and its folders offer, and what not.
 
-Looks at what the settings ask for as well; knows nothing of models.
+Looks at what the settings ask for as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import click
 
 from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, run_directory
 from dflash_runtime.cli.findings import Findings, shown
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
@@ -89,6 +89,7 @@ def doctor(
         click.echo(found_mailbox.as_json() if as_json else found_mailbox.as_text())
         context.exit(1 if found_mailbox.problems else 0)
     found = Findings()
+    _look_at_model(settings, found)
     _look_at_launchers(settings, found)
     _look_at_connections(settings, found)
     _look_at_machine(settings, found)
@@ -98,6 +99,20 @@ def doctor(
     else:
         click.echo("\n".join(shown(found)))
     context.exit(1 if found.problems else 0)
+
+
+def _look_at_model(settings: Settings, found: Findings) -> None:
+    """Only one that is named: its metadata, no weights."""
+    if not settings.model:
+        return
+    from dflash_adapters.gguf_file import GgufFile
+    from dflash_adapters.registry import adapter_for
+
+    try:
+        with GgufFile.open(settings.model) as file:
+            adapter_for(file).read_spec(file)
+    except DflashError as error:
+        found.problems.append(f"model: {error}")
 
 
 def _look_at_launchers(settings: Settings, found: Findings) -> None:

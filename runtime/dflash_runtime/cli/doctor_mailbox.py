@@ -20,6 +20,7 @@ from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
 from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.setting_kinds import Daemons, DaemonSetting, checked
 from dflash_protocol.settings import Settings, run_directory
+from dflash_protocol.wording import noun
 from dflash_runtime.cli.mailbox_findings import MailboxFindings, MediumFindings
 from dflash_runtime.cli.progress import ProgressReporter
 from dflash_runtime.compute.mail_trial import TRIAL_GENERATION, FaultKind, MailTrial, Medium
@@ -104,7 +105,8 @@ def _tried(
         found.add(batch, size, is_timed=not has_pauses)
         if found.has(FaultKind.MISSING):
             break  # nobody knows what is still under way
-        stage = f"{found.num_rounds:,} of {num_rounds:,} round trips, {found.num_faults} faults"
+        stage = f"{found.num_rounds:,} of {num_rounds:,} round trips, "
+        stage += f"{found.num_faults} {noun(found.num_faults, 'fault')}"
         progress.update(medium, stage, found.num_rounds, num_rounds)
         if elapsed_s < _BATCH_S:
             size = min(2 * size, _LARGEST_BATCH)

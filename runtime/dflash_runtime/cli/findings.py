@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_protocol.wording import noun
+
 
 @dataclass(slots=True)
 class Findings:
@@ -61,7 +63,8 @@ def _launcher_lines(report: dict[str, Any]) -> list[str]:
         f"  version      {report['version'] or 'none: dflash-moe is not installed'}",
         f"  python       {report['python']}",
         f"  packages     {packages or 'none of ours'}",
-        f"  cpu          {cpu['name']}, {cpu['processors']} processors{tier}",
+        f"  cpu          {cpu['name']}, {cpu['processors']} "
+        f"{noun(cpu['processors'], 'processor')}{tier}",
         f"  memory       {_space_text(memory) if memory else 'unknown'}",
     ]
     for kind, driver in report.get("drivers", {}).items():

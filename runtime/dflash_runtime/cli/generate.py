@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.wording import noun
 from dflash_runtime.cli.options import (
     SettingsCommand,
-    engine_options,
     settings_options,
     take_settings,
 )
@@ -34,12 +34,14 @@ Examples:
 
 
 @click.command(cls=SettingsCommand, epilog=_EPILOG)
-@click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("-p", "--prompt", metavar="TEXT", help="Prompt.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
 @click.option(
-    "--prompt-file", metavar="FILE", type=click.Path(path_type=Path), help="Prompt, UTF-8."
+    "--prompt-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A file with the prompt, in UTF-8.",
 )
-@click.option("--token-ids", metavar="1,2,3", help="Prompt as token ids.")
+@click.option("--token-ids", metavar="1,2,3", help="The prompt as token ids.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @click.option(
     "-n",
@@ -57,17 +59,37 @@ Examples:
     type=float,
     default=0.0,
     show_default=True,
-    help="0 = always the most likely token.",
+    help="Temperature; 0 always takes the likeliest token.",
 )
-@click.option("--top-k", metavar="K", type=int, default=0, show_default=True, help="0 = all.")
-@click.option("--top-p", metavar="P", type=float, default=1.0, show_default=True)
-@click.option("--min-p", metavar="P", type=float, default=0.0, show_default=True)
-@click.option("--seed", metavar="S", type=int, help="Same seed, same text.")
+@click.option(
+    "--top-k",
+    metavar="K",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Draw from the K likeliest tokens; 0 draws from all.",
+)
+@click.option(
+    "--top-p",
+    metavar="P",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Draw from the likeliest tokens that together have the probability P.",
+)
+@click.option(
+    "--min-p",
+    metavar="P",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Leave out tokens that are less than P times as likely as the likeliest.",
+)
+@click.option("--seed", metavar="S", type=int, help="The same seed gives the same text.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
-@engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @settings_options
-def generate(model: Path | None, **options: Any) -> None:
+def generate(**options: Any) -> None:
     """Write text with MODEL, a GGUF file (default: the demo model)."""
     settings = take_settings(options)
     prompts = [options[name] for name in ("prompt", "prompt_file", "token_ids")]
@@ -86,15 +108,7 @@ def generate(model: Path | None, **options: Any) -> None:
 
     with (
         ProgressReporter(enabled=sys.stderr.isatty()) as progress,
-        Engine.open(
-            model,
-            local_experts=options["local_experts"],
-            backend=options["backend"],
-            kv_type=options["kv_type"],
-            context=options["context"],
-            settings=settings,
-            on_progress=progress.update,
-        ) as engine,
+        Engine.open(settings=settings, on_progress=progress.update) as engine,
     ):
         prompt = token_ids
         if text is not None:
@@ -178,14 +192,21 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
     }
 
 
+def _rate(phase: str, num_tokens: int, tokens_per_s: float) -> str:
+    """A line of the summary. Where nothing was timed, as with the first token, which comes with the
+    prompt, there is no rate."""
+    rate = f"{tokens_per_s:9.1f} tokens/s" if tokens_per_s else ""
+    return f"{phase:8s} {num_tokens:6d} {noun(num_tokens, 'token'):6s}  {rate}".rstrip()
+
+
 def _print_summary(engine: Engine) -> None:
     """Rates and owners, to stderr."""
     last, stats = engine.last_generation, engine.stats()
     lines = [
         "",
-        f"prefill  {last.num_prompt_tokens:6d} tokens  {last.prefill_tokens_per_s:9.1f} tokens/s",
-        f"decode   {last.num_generated_tokens:6d} tokens  {last.decode_tokens_per_s:9.1f} tokens/s"
-        f"  (ended: {last.finish_reason})",
+        _rate("prefill", last.num_prompt_tokens, last.prefill_tokens_per_s),
+        _rate("decode", last.num_generated_tokens, last.decode_tokens_per_s)
+        + f"  (ended: {last.finish_reason})",
         f"{'owner':10s} {'kind':8s} {'experts':>8s} {'requests':>9s} {'sent':>10s} "
         f"{'received':>10s} {'wait':>8s} {'restarts':>8s}",
     ]

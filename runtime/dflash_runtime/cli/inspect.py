@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dflash_protocol.settings import load_settings
+from dflash_protocol.wording import noun
+
 if TYPE_CHECKING:
     from dflash_adapters.gguf_file import GgufFile
     from dflash_adapters.moe_spec import KvLayer, ModelSpec, MoeLayer
@@ -38,9 +41,10 @@ def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
     """Show architecture, dimensions, experts and tokenizer of MODEL, without reading weights."""
     from dflash_adapters.gguf_file import GgufFile
     from dflash_adapters.registry import adapter_for
-    from dflash_runtime.engine.demo_model import demo_model_path
+    from dflash_runtime.engine.demo_model import chosen_model_path
 
-    with GgufFile.open(demo_model_path() if model is None else model) as file:
+    path = chosen_model_path(load_settings()) if model is None else model
+    with GgufFile.open(path) as file:
         spec = adapter_for(file).read_spec(file)
         digests = _digests(file) if with_digest else []
         if as_json:
@@ -135,10 +139,12 @@ def _lines(file: GgufFile, spec: ModelSpec, digests: list[str]) -> list[str]:
     tokenizer = ", ".join(f"{name} {value}" for name, value in _tokenizer(file).items())
     types = Counter(tensor.tensor_type.name for tensor in file.tensors.values())
     share = moe.expert_bytes_total / file.size_bytes
+    num_files = len(file.shard_paths)
     lines = [
         f"name          {spec.name}",
         f"architecture  {spec.architecture}",
-        f"file          {file.path} ({len(file.shard_paths)} file(s), {_mib(file.size_bytes)})",
+        f"file          {file.path} ({num_files} {noun(num_files, 'file')}, "
+        f"{_mib(file.size_bytes)})",
         f"identity      {file.identity()}",
         *_digest_lines(file, digests),
         f"layers        {spec.num_layers}, of which {len(moe.layers)} with experts",

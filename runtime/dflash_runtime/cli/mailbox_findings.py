@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_protocol.wording import noun
 from dflash_runtime.compute.mail_trial import (
     NO_FAULTS,
     FaultKind,
@@ -151,7 +152,11 @@ def _medium_json(found: MediumFindings) -> dict[str, Any]:
 
 
 def _medium_lines(found: MediumFindings) -> list[str]:
-    verdict = f"{found.num_faults:,} faults" if found.num_faults else "nothing wrong"
+    verdict = (
+        f"{found.num_faults:,} {noun(found.num_faults, 'fault')}"
+        if found.num_faults
+        else "nothing wrong"
+    )
     lines = [
         f"{found.medium:14s} {found.num_rounds:,} round trips, {verdict}; "
         f"{found.times.num_trips:,} of them without pauses, in µs:"

@@ -38,23 +38,23 @@ def cli() -> None:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def daemon(arguments: tuple[str, ...]) -> None:
-    """Compute experts for parents that connect (see `dflash-moe daemon --help`)."""
+    """Compute experts for parents that connect."""
     # -P: what lies in the folder we were started in is not ours to import.
     command = [sys.executable, "-P", "-m", "dflash_daemon", *arguments]
     os.execv(command[0], command)
 
 
-@cli.command()
+@cli.command(epilog="\b\nExamples:\n  dflash-moe version\n")
 def version() -> None:
     """Print the version."""
     click.echo(f"dflash-moe {__version__}")
 
 
-cli.add_command(doctor)
-cli.add_command(generate)
-cli.add_command(inspect)
-cli.add_command(keygen)
-cli.add_command(serve)
+for _command in (doctor, generate, inspect, keygen, serve):
+    cli.add_command(_command)
+for _command in cli.commands.values():
+    # Else the list of commands cuts it off in mid-sentence.
+    _command.short_help = " ".join((_command.help or "").partition("\n\n")[0].split())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,7 +25,10 @@ from dflash_protocol.settings_table import (
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FILE = "settings_file"
-_COMMON = ("--device", "--daemon", "--connect", "--require-daemons", "--threads")
+_COMMON = (
+    "--device", "--daemon", "--connect", "--require-daemons", "--local-experts", "--context",
+    "--threads",
+)  # fmt: skip
 """Flags that stand among a command's own ones; the others have a heading to themselves."""
 
 
@@ -51,43 +54,16 @@ class SettingsCommand(click.Command):
             formatter.write_dl(settings)
 
 
-_ENGINE_OPTIONS = (
-    click.option(
-        "--local-experts", metavar="N", type=int, help="Keep N experts a layer in this process."
-    ),
-    click.option(
-        "--backend",
-        type=click.Choice(["auto", "reference", "cpu"]),
-        default="auto",
-        show_default=True,
-    ),
-    click.option(
-        "--kv-type",
-        type=click.Choice(["auto", "f32", "f16", "q8_0"]),
-        default="auto",
-        show_default=True,
-        help="Key/value cache.",
-    ),
-    click.option(
-        "--context", metavar="N", type=int, help="Positions; default: the model's, up to 32768."
-    ),
-)
-
-
-def engine_options(function: F) -> F:
-    """Decorator: give a command what an engine is opened with besides its settings."""
-    for option in reversed(_ENGINE_OPTIONS):
-        function = option(function)
-    return function
-
-
 def server_options(function: F) -> F:
     """Decorator: give a command that has `settings_options` those of a server too."""
     return _with_options(server_knobs(), function)
 
 
 def settings_options(function: F) -> F:
-    """Decorator: give a command a parent's settings as options; `take_settings` reads them."""
+    """Decorator: give a command a parent's settings as options; `take_settings` reads them.
+
+    What a parent has as an argument, the model, is among them.
+    """
     function = _with_options(knobs_of(daemon=False), function)
     return click.option(
         SETTINGS_FLAG,
@@ -119,6 +95,8 @@ def _with_options(knobs: Sequence[Knob], function: F) -> F:
 
 def _option_of(knob: Knob) -> Callable[[F], F]:
     # Values are checked with those of variables and files, so that a wrong one reads the same.
+    if knob.is_argument:
+        return click.argument(knob.field, metavar=f"[{knob.flag}]", required=False, type=str)
     if isinstance(knob.kind, Switch):
         flags = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
         return click.option(flags, knob.field, default=None, cls=SettingOption, help=_help_of(knob))

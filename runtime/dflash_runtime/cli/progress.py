@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
 
 _DELAY_S = 1.0
 
@@ -46,22 +53,49 @@ class ProgressReporter:
         if self._done.wait(_DELAY_S):
             return
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-            tasks = {}
+        with Bars(console=Console(stderr=True)) as bars:
             while not self._done.wait(0.1):
                 with self._lock:
                     states = dict(self._states)
-                for owner, (stage, num_done, num_total) in states.items():
-                    if owner not in tasks:
-                        tasks[owner] = bars.add_task(owner)
-                    # A stage of one step has no middle: show that something moves.
-                    total = None if num_total <= 1 and num_done == 0 else num_total
-                    bars.update(
-                        tasks[owner],
-                        description=f"{owner}: {stage}",
-                        completed=num_done,
-                        total=total,
-                    )
+                bars.show(states)
+
+
+class Bars:
+    """A line for each owner: what it is at, how much of that is done, and for how long."""
+
+    def __init__(self, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        # The spinner is for stages of one step, whose bar has no middle.
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
+        self.progress = Progress(*columns, console=console, get_time=clock, transient=True)
+        self._lines: dict[str, TaskID] = {}
+        self._shown: dict[str, tuple[str, int, int]] = {}
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def show(self, states: Mapping[str, tuple[str, int, int]]) -> None:
+        """Show stage, steps that are done, and steps in all, of each owner. The clock of a stage
+        stops when all its steps are done; that of the next one begins at 0."""
+        for owner, state in states.items():
+            stage, num_done, num_total = state
+            what = f"{owner}: {stage}"
+            if owner not in self._lines:
+                self._lines[owner] = self.progress.add_task(what, total=num_total)
+            elif state != self._shown[owner]:
+                _, done_before, total_before = self._shown[owner]
+                if num_done < done_before or num_total != total_before:
+                    self.progress.reset(self._lines[owner], total=num_total)
+            self.progress.update(self._lines[owner], description=what, completed=num_done)
+            self._shown[owner] = state

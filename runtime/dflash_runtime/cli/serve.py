@@ -12,7 +12,6 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.text_files import read_file
 from dflash_runtime.cli.options import (
     SettingsCommand,
-    engine_options,
     server_options,
     settings_options,
     take_settings,
@@ -37,20 +36,12 @@ SIGTERM and Ctrl-C let running requests end; a second one does not.
 
 
 @click.command(cls=SettingsCommand, epilog=_EPILOG)
-@click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--chat-template-file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Jinja template in place of the model's own.",
-)
-@engine_options
 @server_options
 @settings_options
-def serve(model: Path | None, **options: Any) -> None:
+def serve(**options: Any) -> None:
     """Answer HTTP requests with MODEL, a GGUF file (default: the demo model)."""
     settings = take_settings(options)
-    template = _template(options["chat_template_file"])
+    template = _template(settings.chat_template_file)
 
     # Late: --help and misuse must not wait for numpy and the rest.
     from dflash_protocol.notify import Notifier
@@ -66,16 +57,7 @@ def serve(model: Path | None, **options: Any) -> None:
                 progress.update(owner, stage, num_done, num_total)
                 report(owner, stage, num_done, num_total)
 
-            engine = Engine.open(
-                model,
-                local_experts=options["local_experts"],
-                backend=options["backend"],
-                kv_type=options["kv_type"],
-                context=options["context"],
-                settings=settings,
-                on_progress=on_progress,
-                tolerates_absent=True,
-            )
+            engine = Engine.open(settings=settings, on_progress=on_progress, tolerates_absent=True)
             progress.finish()
             return engine
 
@@ -86,11 +68,11 @@ def _say(line: str) -> None:
     click.echo(f"dflash-moe: {line}", err=True)
 
 
-def _template(path: Path | None) -> str | None:
-    """Raises: SettingsError if it cannot be read."""
-    if path is None:
+def _template(path: str) -> str | None:
+    """None if no file is named. Raises: SettingsError if it cannot be read."""
+    if not path:
         return None
     try:
-        return read_file("chat template", path, limit_bytes=_TEMPLATE_LIMIT_BYTES).decode()
+        return read_file("chat template", Path(path), limit_bytes=_TEMPLATE_LIMIT_BYTES).decode()
     except UnicodeDecodeError:
         raise SettingsError(f"chat template {path}: not UTF-8 text") from None

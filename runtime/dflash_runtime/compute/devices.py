@@ -22,7 +22,12 @@ _LOG = logging.getLogger(__name__)
 
 _GPU_MODULE = "dflash_runtime.compute.cupy.backend"
 """Has ``CupyBackend(device)``, for the vendor that the installed CuPy was built for."""
-_GPU_EXTRAS = {DeviceKind.CUDA: ("cuda12", "cuda13"), DeviceKind.HIP: ("rocm7",)}
+_CUPY = {
+    DeviceKind.CUDA: {"CUDA 12": "cupy-cuda12x>=13,<15", "CUDA 13": "cupy-cuda13x>=13.6,<15"},
+    DeviceKind.HIP: {"ROCm 7": "cupy-rocm-7-0>=14,<15"},
+}
+"""What pip installs for each, as our extras do. By this name it can be had wherever we came from:
+an extra of ours can be named only where pip finds us, which is not so in a clone."""
 
 
 def choose_device(device: Device | None) -> Device:
@@ -65,8 +70,9 @@ def why_unusable(kind: DeviceKind) -> str | None:
         importlib.import_module("cupy")
     except ImportError as error:
         first_line, *_ = str(error).splitlines() or [""]
-        extras = " or ".join(f"dflash-moe[{extra}]" for extra in _GPU_EXTRAS[kind])
-        return f"{sys.executable} has no CuPy ({first_line}); install {extras} there"
+        choices = " or ".join(f"'{what}' ({version})" for version, what in _CUPY[kind].items())
+        advice = f"{sys.executable} -m pip install {choices}"
+        return f"{sys.executable} has no CuPy ({first_line}); install it with {advice}"
     if find_spec(_GPU_MODULE) is None:
         return "this version of dflash-moe has no kernels for it; install a newer one"
     return None

@@ -39,13 +39,16 @@ def choice(kind: type[C], name: str, value: str) -> C:
         raise SettingsError(f"{name}={value!r}: must be one of {allowed}") from None
 
 
-def token_id_array(token_ids: Sequence[int], *, vocab_size: int, num_positions: int) -> I32Array:
-    """Token ids as an array. Shapes: result [T] int32.
+def token_id_array(
+    token_ids: Sequence[int], *, vocab_size: int, num_positions: int, model_positions: int
+) -> I32Array:
+    """Token ids as an array, no more than the context's `num_positions`, which could be raised to
+    `model_positions`. Shapes: result [T] int32.
 
     Raises: SettingsError for the first that is not an id of the vocabulary; ContextExceeded.
     """
     if hasattr(token_ids, "__len__") and len(token_ids) > num_positions:
-        raise ContextExceeded(len(token_ids), num_positions)
+        raise ContextExceeded(len(token_ids), num_positions, model_positions=model_positions)
     return index_array("token id", token_ids, smallest=0, largest=vocab_size - 1)
 
 

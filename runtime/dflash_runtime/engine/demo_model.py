@@ -1,12 +1,19 @@
-"""Where the demo model lies: in the wheel, or in the demo folder of a clone."""
+"""Which model is opened if none is named, and where the demo model lies: in the wheel, or in the
+demo folder of a clone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import Settings
 
 _FILE_NAME = "dflash-demo.gguf"
+
+
+def chosen_model_path(settings: Settings) -> Path:
+    """The file that the settings name, else the demo model's. Raises: as `demo_model_path`."""
+    return Path(settings.model) if settings.model else demo_model_path()
 
 
 def demo_model_path() -> Path:

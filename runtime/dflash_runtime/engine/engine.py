@@ -86,17 +86,18 @@ class Engine:
         require_daemons: bool | None = None,
         tolerates_absent: bool = False,
         device: Device | str | None = None,
-        backend: str = "auto",
-        kv_type: str = "auto",
+        backend: str | None = None,
+        kv_type: str | None = None,
         context: int | None = None,
         threads: int | None = None,
         settings: Settings | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> Engine:
-        """Open a GGUF file (None = the demo model) and make its experts ready wherever they go.
+        """Open a GGUF file and make its experts ready wherever they go.
 
         `daemons` are spawned (``DEVICE[@LAUNCHER]``), `connect` are endpoints of running ones; what
-        is None is taken from the `settings`, which are by default those of `load_settings`.
+        is None is taken from the `settings`, which are by default those of `load_settings`; if they
+        name no model either, it is the demo model.
         `local_experts` a layer stay in this process; `placement` says it all and excludes it.
         With `tolerates_absent`, unless daemons are required, those of `connect` may come later.
         `device` is what this process computes on: ``auto``, ``cpu``, ``cuda:N`` or ``hip:N``.
@@ -126,6 +127,8 @@ class Engine:
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
                 engine._steps.try_out()
+            if on_progress is not None:
+                on_progress("parent", "ready", 1, 1)
             # An engine that is dropped without being closed must not leave its daemons running.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
             return engine
@@ -357,5 +360,8 @@ class Engine:
 
     def _checked(self, token_ids: Sequence[int]) -> I32Array:
         return token_id_array(
-            token_ids, vocab_size=self.spec.vocab_size, num_positions=self.num_positions
+            token_ids,
+            vocab_size=self.spec.vocab_size,
+            num_positions=self.num_positions,
+            model_positions=self.spec.context_length,
         )

@@ -36,7 +36,7 @@ from dflash_runtime.compute import (
 )
 from dflash_runtime.compute.rings import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
-from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
 from dflash_runtime.engine.owners import Owners
 from dflash_runtime.experts.store import expert_tensor_types
@@ -60,8 +60,8 @@ class OpenOptions:
     require_daemons: bool | None
     tolerates_absent: bool
     device: Device | str | None
-    backend: str
-    kv_type: str
+    backend: str | None
+    kv_type: str | None
     context: int | None
     threads: int | None
 
@@ -102,13 +102,13 @@ def open_model(
     settings: Settings,
     on_progress: ProgressCallback | None,
 ) -> Opened:
-    """Open a GGUF file (None = the demo model) as `Engine.open` says; `undo` closes all of it.
+    """Open a GGUF file as `Engine.open` says; `undo` closes all of it.
 
     Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable, HandshakeRefused.
     """
     asked = _checked(options, settings)
     undo.enter_context(cache_of(settings))
-    file = undo.enter_context(GgufFile.open(demo_model_path() if path is None else path))
+    file = undo.enter_context(GgufFile.open(chosen_model_path(settings) if path is None else path))
     adapter = adapter_for(file)
     if settings.yarn == "llama.cpp":
         file.ignore(f"{file.architecture}.{key}" for key in YARN_KEYS)
@@ -181,6 +181,7 @@ def open_model(
         on_progress=on_progress,
     )
     undo.callback(owners.close)
+    report("parent", "load", 0, 1)
     with advice_if_out_of_memory():
         model = adapter.load(file, backend.ops)
     weights.remember()
@@ -190,8 +191,11 @@ def open_model(
 
 def _checked(options: OpenOptions, settings: Settings) -> _Checked:
     """Raises: SettingsError for the first that is wrong."""
-    backend = choice(BackendName, "backend", options.backend)
-    kv_type = None if options.kv_type == "auto" else choice(KvType, "kv_type", options.kv_type)
+    backend = choice(
+        BackendName, "backend", settings.backend if options.backend is None else options.backend
+    )
+    kept = settings.kv_type if options.kv_type is None else options.kv_type
+    kv_type = None if kept == "auto" else choice(KvType, "kv_type", kept)
     device: object = settings.device if options.device is None else options.device
     if isinstance(device, str):
         device = checked("device", device, DeviceOrAuto().from_text)
@@ -202,7 +206,11 @@ def _checked(options: OpenOptions, settings: Settings) -> _Checked:
     endpoints = [parse_endpoint(each) for each in connect]
     if options.placement is not None and options.local_experts is not None:
         raise SettingsError("placement and local_experts exclude each other")
-    threads, context, local_experts = options.threads, options.context, options.local_experts
+    threads = options.threads
+    context = settings.context if options.context is None else options.context
+    local_experts = options.local_experts
+    if local_experts is None and options.placement is None:
+        local_experts = settings.local_experts
     if threads is not None:
         threads = whole_number("threads", threads, smallest=1, largest=MAX_THREADS)
     if context is not None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.routed_batch import RoutedBatch, Sums
+from dflash_protocol.wording import noun
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.backend import MailRoute, sums_of
 from dflash_runtime.experts.telemetry import PhaseStats
@@ -85,7 +86,8 @@ class OwnerStats:
         """What is not as it should be, for people; empty if nothing is known."""
         parts = []
         if self.breaker_opened:
-            parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} times")
+            times = noun(self.breaker_opened, "time")
+            parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} {times}")
         for count, what in (
             (self.daemon_late, "late"),
             (self.daemon_stale, "stale"),

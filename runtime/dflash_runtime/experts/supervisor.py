@@ -282,6 +282,7 @@ class _LinkTask:
             disconnected = asyncio.ensure_future(monitor.recv_multipart())
             try:
                 control.connect(link.endpoint.address)
+                self._supervisor.report_progress(link.name, Progress("connect", 0, 1))
                 try:
                     welcome = await self._handshake(control, disconnected)
                 except DaemonUnavailable:
@@ -291,6 +292,7 @@ class _LinkTask:
                     raise
                 segment = await self._share(control, disconnected, welcome)
                 session = link.mark_ready(welcome, segment)
+                self._supervisor.report_progress(link.name, Progress("ready", 1, 1))
                 self._supervisor.report_first(link.name, None)
                 await self._watch(control, disconnected, session)
             finally:

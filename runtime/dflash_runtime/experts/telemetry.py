@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from dflash_protocol.ids import Phase
+from dflash_protocol.wording import noun
 
 _LOG = logging.getLogger(__name__)
 
@@ -139,9 +140,10 @@ def _profile_part(label: str, new: Mapping[str, float], now: Mapping[str, float]
     times = ", ".join(
         f"{name[:-2]} {new[name] * 1e3:.1f} ms" for name in _NUMBERS if name.endswith("_s")
     )
+    counts = ((round(new[f"{name}s"]), name) for name in ("request", "token", "pair"))
     return (
-        f"{label}: {new['requests']:.0f} requests, {new['tokens']:.0f} tokens, "
-        f"{new['pairs']:.0f} pairs, {new['bytes_sent'] / 2**20:.2f} MiB sent, "
+        f"{label}: {', '.join(f'{count} {noun(count, name)}' for count, name in counts)}, "
+        f"{new['bytes_sent'] / 2**20:.2f} MiB sent, "
         f"{new['bytes_received'] / 2**20:.2f} MiB received, {times}, "
         f"p50 {now['p50_s'] * 1e6:.0f} us, p99 {now['p99_s'] * 1e6:.0f} us"
     )

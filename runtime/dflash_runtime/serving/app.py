@@ -200,7 +200,10 @@ def _job(
     field = "prompt" if isinstance(body, CompletionBody) else "messages"
     try:
         token_id_array(
-            token_ids, vocab_size=engine.spec.vocab_size, num_positions=engine.num_positions
+            token_ids,
+            vocab_size=engine.spec.vocab_size,
+            num_positions=engine.num_positions,
+            model_positions=engine.spec.context_length,
         )
     except ContextExceeded as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error

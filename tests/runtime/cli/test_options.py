@@ -71,6 +71,25 @@ def test_flags_of_every_kind(tmp_path: Path) -> None:
     assert taken("--device", "hip:1").device == Device(DeviceKind.HIP, 1)
 
 
+def test_the_model_and_what_it_is_opened_with_are_settings_as_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "moe.toml"
+    file.write_text(
+        'model = "of-the-file.gguf"\ncontext = 20\nlocal_experts = 3\nkv_type = "f16"\n'
+        'backend = "reference"\n'
+    )
+    of_file = taken("--settings", str(file))
+    assert (of_file.model, of_file.context, of_file.local_experts) == ("of-the-file.gguf", 20, 3)
+    assert (of_file.kv_type, of_file.backend) == ("f16", "reference")
+    monkeypatch.setenv(PREFIX + "CONTEXT", "30")
+    monkeypatch.setenv(PREFIX + "MODEL", "of-the-variable.gguf")
+    assert taken("--settings", str(file)).context == 30
+    assert taken("--settings", str(file)).model == "of-the-variable.gguf"
+    given = taken("--settings", str(file), "given.gguf", "--context", "auto")
+    assert (given.model, given.context, given.local_experts) == ("given.gguf", None, 3)
+
+
 def test_a_server_takes_its_own_settings_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dflash_adapters.ops import KvType
 from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
 from dflash_protocol.settings import Settings, cache_directory_in_use, given_cache_dir
@@ -90,6 +92,20 @@ def test_a_wrong_option_of_open_is_refused(model: Path, options: dict[str, Any])
         Engine.open(model, **{"backend": "reference", **options})
 
 
+def test_settings_say_what_the_caller_does_not(model: Path) -> None:
+    settings = Settings(
+        model=str(model), backend="reference", kv_type="f16", context=20, daemons=(),
+        local_experts=None,
+    )  # fmt: skip
+    with Engine.open(settings=settings) as engine:
+        assert (engine.model_path, engine.backend_name) == (model, "reference")
+        assert (engine.kv_type, engine.num_positions) == (KvType.F16, 20)
+    with Engine.open(model, settings=settings, kv_type="auto", context=30) as engine:
+        assert (engine.kv_type, engine.num_positions) == (KvType.F32, 30)
+    with pytest.raises(SettingsError, match="add a daemon"):
+        Engine.open(settings=replace(settings, local_experts=1))
+
+
 def test_a_device_is_opened_or_refused_with_what_to_do(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +117,7 @@ def test_a_device_is_opened_or_refused_with_what_to_do(
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(SettingsError, match=r"^device='gpu': must be auto, cpu, cuda:N or hip:N$"):
         Engine.open(model, device="gpu")
-    with pytest.raises(SettingsError, match=r"^device hip:1: .*install dflash-moe\[rocm7\] there"):
+    with pytest.raises(SettingsError, match=r"^device hip:1: .* -m pip install 'cupy-rocm"):
         Engine.open(model, settings=Settings(device=parse_device("hip:1")))
     with Engine.open(
         model, device="cpu", backend="reference", settings=Settings(device=parse_device("hip:1"))
@@ -124,8 +140,14 @@ def test_a_prompt_may_fill_the_context_and_no_more(model: Path) -> None:
     with Engine.open(model, backend="reference", context=10) as engine:
         assert len(list(engine.generate(list(range(10)), 5, ignore_eos=True))) == 1
         assert engine.last_generation.finish_reason == "context"
-        with pytest.raises(ContextExceeded, match=r"11 tokens .* 10 positions"):
+        with pytest.raises(ContextExceeded, match=r"11 tokens .* 10 positions") as caught:
             engine.generate(list(range(11)), 5)
+        caught.match(r"; shorten it or raise the context \(--context\), to at most 256$")
+
+
+def test_a_context_that_is_the_largest_is_not_to_be_raised(engine: Engine) -> None:
+    with pytest.raises(ContextExceeded, match=r"of 256 positions; shorten it$"):
+        engine.generate([1] * 257, 5)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_yielded(model: Path) -> None:

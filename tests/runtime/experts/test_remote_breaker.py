@@ -99,7 +99,7 @@ def test_after_three_failures_in_a_row_nothing_is_sent_although_the_session_live
     assert (stats.breaker, stats.breaker_opened, stats.breaker_refused) == ("open", 1, 20)
     record = json.loads(json.dumps(stats.as_record()))
     assert (record["breaker"], record["breaker_refused"]) == ("open", 20)
-    assert stats.troubles == "breaker open, opened 1 times"
+    assert stats.troubles == "breaker open, opened 1 time"
 
 
 def test_after_the_pause_one_request_is_let_through_and_its_success_closes_it(

@@ -336,12 +336,14 @@ def test_progress_extends_the_patience_and_is_passed_on(
     parent = Parent(undo, address, patience=Patience(1.5, PATIENCE_S))
     start = parent.start()
     hello = daemon.expect(Hello)
+    assert parent.progress.get(timeout=PATIENCE_S) == ("cpu0", "connect", 0, 1)
     for num_done in range(4):
         assert daemon.is_silent(0.5)
         daemon.say(Progress("load", num_done, 48))
         assert parent.progress.get(timeout=PATIENCE_S) == ("cpu0", "load", num_done, 48)
     daemon.say(welcome_to(hello))
     start.result(PATIENCE_S)
+    assert parent.progress.get(timeout=PATIENCE_S) == ("cpu0", "ready", 1, 1)
     daemon.say(Progress("load", 48, 48))
     daemon.say(Pong(daemon.expect(Ping).sequence, True, 0.0))
     assert parent.progress.empty(), "nobody waits for progress any more"

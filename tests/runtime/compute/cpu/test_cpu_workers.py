@@ -175,8 +175,6 @@ def test_a_process_ends_without_close() -> None:
 
 def test_ctrl_c_ends_a_process_that_computes() -> None:
     code = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 print("computing", flush=True)
 while True:
     Region(100, item_us=10).run(workers.address)
