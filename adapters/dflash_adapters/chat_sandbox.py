@@ -248,7 +248,7 @@ class Meter(Extension):
     def concat(self, *parts: Any) -> str:
         """The ``~`` operator."""
         self._budget.check(sum(self._budget.measure(part) for part in parts))
-        return "".join(str(part) for part in parts)
+        return self._budget.admit("".join(str(part) for part in parts))
 
     def made(self, value: Any) -> Any:
         """A literal list, tuple or dict, or a slice."""
