@@ -1,6 +1,7 @@
 """Renders a conversation with the chat template a model file brings.
 
-The template is a program by a stranger: it runs in a sandbox, within bounds of time and memory.
+The template is a program by a stranger: it runs in a sandbox, within bounds of time and memory,
+and programs have it run in a process of its own (``chat_child``).
 Knows nothing of tokens; the text it gives already has the file's markers in it.
 """
 
@@ -143,6 +144,8 @@ def _reason(error: Exception) -> str:
         return f"line {error.lineno}: {_one_line(error.message or '')}"
     if isinstance(error, TemplateError):
         return _one_line(error)
+    if isinstance(error, MemoryError):
+        return "the template takes too much memory"
     return f"{type(error).__name__}: {_one_line(error)}"
 
 

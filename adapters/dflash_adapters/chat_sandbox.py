@@ -232,7 +232,7 @@ class GenerationBlock(Extension):
 
 
 class Meter(Extension):
-    """Charges loops, macros, comparisons, literals, slices and ``~``, which no other hook of Jinja's
+    """Charges loops, macros, comparisons, literals, slices and ``~``, which no hook of Jinja's
     sees."""
 
     def turn(self, static_text: int) -> bool:

@@ -13,6 +13,7 @@
     ├── DeviceUnavailable       a GPU, its driver or its compiler fails: use another device
     │   ├── DeviceOutOfMemory   its memory is too small: keep less on it
     │   └── KernelCompileError  a kernel cannot be compiled for it
+    ├── RenderingUnavailable    no process can be had that renders chat templates: retry
     └── DaemonUnavailable       a daemon is gone or late: retry, or compute elsewhere
         └── DeadlineExceeded    nothing came within the time that was allowed
 
@@ -153,6 +154,10 @@ class DeviceOutOfMemory(DeviceUnavailable):
 
 class KernelCompileError(DeviceUnavailable):
     """A kernel cannot be compiled for a device; the compiler's own words are in the message."""
+
+
+class RenderingUnavailable(DflashError):
+    """No process can be had that renders chat templates: none starts, or all are at work."""
 
 
 class DaemonUnavailable(DflashError):

@@ -337,10 +337,14 @@ HOSTILE = {
     "sum of lists": "{{ ([['a'] * 999] * 999) | sum(start=[]) | length }}",
     "sums of short lists": "{{ ([['a']] * 40000) | sum(start=[]) | length }}" * 9,
     "conditions of loops": _TWINS
-    + "{% for i in range(99999) if s == t" + " or s == t" * 9 + " %}{% endfor %}",
+    + "{% for i in range(99999) if s == t"
+    + " or s == t" * 9
+    + " %}{% endfor %}",
     "searches in conditions": _TWINS + "{% for i in range(99999) if t in s %}{% endfor %}",
     "tests in conditions": _TWINS
-    + "{% for i in range(99999) if s is eq t" + " or s is eq t" * 9 + " %}{% endfor %}",
+    + "{% for i in range(99999) if s is eq t"
+    + " or s is eq t" * 9
+    + " %}{% endfor %}",
     "lazy rejects": "{% set l = range(99999) | list %}{{ range(99999) | reject('in', l) | list }}",
     "long paths": "{% set n = namespace() %}{% set n.a = n %}{{ ([n] * 9000) | map(attribute='"
     + ".".join("a" * 9000)

@@ -156,7 +156,8 @@ def create_app(state: ServerState) -> ASGIApp:
                 messages, template=state.chat_template, extra=body.chat_template_kwargs
             )
 
-        token_ids = await _aside(state, len(data), encode)
+        async with state.chats:
+            token_ids = await _aside(state, len(data), encode)
         answer = ChatAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),
