@@ -20,6 +20,7 @@ from dflash_protocol.errors import ProtocolError, SettingsError
 LENGTH = Struct("<I")
 """What goes before each message: its bytes."""
 MAX_REQUEST_BYTES = 128 << 20
+_LONGEST_S = 3600.0
 _LARGE_INT = 1
 """Code of msgpack's extension for whole numbers beyond 64 bits, which JSON may hold."""
 
@@ -85,6 +86,8 @@ def decode_request(body: bytes | bytearray) -> ChatRequest:
             raise ProtocolError(f"a request to render: field {name} has a wrong type")
     if not all(type(name) is str for name in values["extra"]):
         raise ProtocolError("a request to render: a variable's name is no text")
+    if not 0 < values["deadline_s"] <= _LONGEST_S:
+        raise ProtocolError("a request to render: its deadline is none")
     try:
         values["now"] = datetime.fromisoformat(values["now"])
     except ValueError:

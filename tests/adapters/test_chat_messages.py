@@ -85,6 +85,9 @@ def test_what_cannot_be_sent_is_the_callers_to_change(monkeypatch: pytest.Monkey
         ("now", "yesterday"),
         ("now", 5),
         ("deadline_s", 5),
+        ("deadline_s", 0.0),
+        ("deadline_s", float("inf")),
+        ("deadline_s", float("nan")),
         ("another", 1),
     ],
 )

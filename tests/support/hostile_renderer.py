@@ -5,6 +5,7 @@ All that bounds the process itself is in place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from dflash_runtime.engine.chat_process import rendering_command
@@ -33,3 +34,16 @@ STUCK = "while True: pass"
 STUCK_IN_C = "10 ** 10 ** 9"
 """Holds the interpreter's lock."""
 ASLEEP = "time.sleep(1000)"
+
+
+def cli_with_escaped_templates() -> list[str]:
+    """Our command line, with `escaped_command` for chat templates."""
+    return [
+        sys.executable,
+        "-c",
+        "from dflash_runtime.cli import main\n"
+        "from dflash_runtime.engine import chat_renderer\n"
+        "from support.hostile_renderer import escaped_command\n"
+        "chat_renderer.rendering_command = escaped_command\n"
+        "main()",
+    ]

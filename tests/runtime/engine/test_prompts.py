@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dflash_protocol.errors import ContextExceeded, SettingsError, UnsupportedModel
@@ -94,6 +95,16 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_computed(engine: Eng
         engine.chat([{"role": "user", "content": "a" * 300}], 4, template=TEMPLATE)
     with pytest.raises(SettingsError, match="max_tokens"):
         engine.chat(ASKED, 0, template=TEMPLATE)
+
+
+def test_processes_for_chats_are_started_by_the_first_chat(model: Path) -> None:
+    before = set(psutil.Process().children())
+    with Engine.open(model, backend="reference", context=64) as engine:
+        list(engine.generate("Hi", 1))
+        assert set(psutil.Process().children()) == before
+        list(engine.chat(ASKED, 1, template=TEMPLATE))
+        assert len(set(psutil.Process().children()) - before) == 2
+    assert set(psutil.Process().children()) == before
 
 
 def test_without_a_tokenizer_there_are_no_texts() -> None:
