@@ -22,8 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from dflash_adapters.chat_budget import Budget
 from dflash_adapters.chat_sandbox import Meter, SandboxEnvironment
-from dflash_adapters.gguf_cursor import shown
-from dflash_protocol.errors import SettingsError, UnsupportedModel
+from dflash_protocol.errors import SettingsError, UnsupportedModel, one_line
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki
 MAX_TEMPLATE_TOKENS = 16 << 10  # Jinja's tokens, whose number decides how long compiling takes
@@ -150,4 +149,4 @@ def _reason(error: Exception) -> str:
 
 
 def _one_line(error: object) -> str:
-    return shown(" ".join(str(error).split())[:200])
+    return one_line(" ".join(str(error).split()), 200)

@@ -27,7 +27,6 @@ from dflash_protocol.errors import (
     SettingsError,
     UnsupportedModel,
 )
-from dflash_protocol.printable import printable
 from dflash_runtime.engine.chat_process import (
     RenderingEnded,
     RenderingProcess,
@@ -96,9 +95,9 @@ class ChatRenderer:
         finally:
             self._give_back(process, is_sound=is_sound)
         if kind is ReplyKind.REFUSED:
-            raise SettingsError(printable(text))
+            raise SettingsError(text)
         if kind is ReplyKind.FAILED:
-            raise _unsupported(printable(text), path)
+            raise _unsupported(text, path)
         return text
 
     def close(self) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.responses import JSONResponse
-
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DflashError,
@@ -17,6 +15,7 @@ from dflash_protocol.errors import (
     SettingsError,
     UnsupportedModel,
 )
+from dflash_runtime.serving.ascii_json import JSONResponse
 
 
 class ApiError(Exception):

@@ -196,7 +196,7 @@ def test_it_imports_what_jinja_needs_and_no_more(escaped: ChatRenderer) -> None:
     assert "jinja2" in modules
     ours = {name for name in modules if name.startswith("dflash_")}
     assert ours == {
-        *("dflash_protocol", "dflash_protocol.errors", "dflash_protocol.printable"),
+        *("dflash_protocol", "dflash_protocol.errors"),
         *("dflash_adapters", "dflash_adapters.chat", "dflash_adapters.chat_budget"),
         *("dflash_adapters.chat_child", "dflash_adapters.chat_messages"),
         "dflash_adapters.chat_sandbox",
