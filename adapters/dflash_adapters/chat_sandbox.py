@@ -78,7 +78,8 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         self.budget = budget
         allowed = {name: self.filters[name] for name in _FILTERS} | dict(filters)
         self.filters = {name: self._guarded(name, function) for name, function in allowed.items()}
-        self.tests = {name: self._metered_test(function) for name, function in self.tests.items()}
+        tests: Mapping[str, Any] = self.tests
+        self.tests = {name: self._metered_test(function) for name, function in tests.items()}
         self.globals = {name: self.globals[name] for name in _GLOBALS}
         self.globals |= {"namespace": _QuietNamespace, "range": self._range}
 
@@ -248,7 +249,9 @@ class Meter(Extension):
     def concat(self, *parts: Any) -> str:
         """The ``~`` operator."""
         self._budget.check(sum(self._budget.measure(part) for part in parts))
-        return self._budget.admit("".join(str(part) for part in parts))
+        text = "".join(str(part) for part in parts)
+        self._budget.admit(text)
+        return text
 
     def made(self, value: Any) -> Any:
         """A literal list, tuple or dict, or a slice."""
@@ -293,7 +296,8 @@ class Meter(Extension):
             case nodes.Getitem(arg=nodes.Slice()):
                 return self._call("made", [node])
             case nodes.Compare():
-                for side in (node, *node.ops):
+                sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+                for side in sides:
                     if not isinstance(side.expr, nodes.Const):
                         side.expr = self._call("compared", [side.expr])
         return node

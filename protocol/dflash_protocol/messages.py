@@ -29,7 +29,7 @@ from typing import Any, ClassVar, TypeAlias, get_type_hints
 
 import msgpack
 
-from dflash_protocol.errors import ProtocolError, one_line
+from dflash_protocol.errors import ProtocolError
 
 PROTOCOL_VERSIONS = (1, 2)
 """Versions this build speaks, best last. Version 1 is the older shape with global ids."""
@@ -309,7 +309,4 @@ def decode_header(frame: bytes | memoryview) -> Message:
             raise ProtocolError(f"{record.TYPE}: field {name} has a wrong type or value")
         if isinstance(values[name], list):
             values[name] = tuple(values[name])
-        elif isinstance(values[name], str):
-            # All of them are shown somewhere. What is compared or opened has no such characters.
-            values[name] = one_line(values[name], _TEXT_LIMIT)
     return record(**values)

@@ -26,6 +26,7 @@ from dflash_protocol.errors import (
     RenderingUnavailable,
     SettingsError,
     UnsupportedModel,
+    one_line,
 )
 from dflash_runtime.engine.chat_process import (
     RenderingEnded,
@@ -95,9 +96,9 @@ class ChatRenderer:
         finally:
             self._give_back(process, is_sound=is_sound)
         if kind is ReplyKind.REFUSED:
-            raise SettingsError(text)
+            raise SettingsError(one_line(text))
         if kind is ReplyKind.FAILED:
-            raise _unsupported(text, path)
+            raise _unsupported(one_line(text), path)
         return text
 
     def close(self) -> None:

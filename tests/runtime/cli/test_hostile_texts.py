@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import rich.console
 
 from dflash_daemon.__main__ import main as daemon_main
-from dflash_protocol.messages import Refused, decode_header, encode_header
+from dflash_protocol.messages import Hello, Progress, Refused
 from dflash_protocol.notify import Notifier
 from dflash_runtime.cli import progress
 from dflash_runtime.cli.main import main
@@ -27,6 +28,7 @@ from support.hostile_texts import FORGED, HOSTILE, HOSTILE_LONG, assert_harmless
 from support.processes import run_main, wait_until
 from support.random_gguf import write_model
 from support.random_models import Qwen3MoeShape
+from support.scripted_daemon import ScriptedDaemon
 
 SHAPE = Qwen3MoeShape(num_layers=1, num_experts=4, num_experts_used=2, vocab_size=300)
 REFERENCE = ["--backend", "reference"]
@@ -142,7 +144,7 @@ def test_misuse_quotes_its_arguments_on_one_line(tmp_path: Path) -> None:
 
 
 def test_doctor_shows_what_a_launcher_says_on_one_line(tmp_path: Path) -> None:
-    report = {
+    report: dict[str, Any] = {
         "version": HOSTILE,
         "python": HOSTILE,
         "packages": {HOSTILE: HOSTILE},
@@ -171,12 +173,26 @@ def test_doctor_shows_what_a_launcher_says_on_one_line(tmp_path: Path) -> None:
     assert done.stdout.isascii()
 
 
-def test_what_a_peer_says_is_escaped_as_it_is_read() -> None:
-    read = decode_header(encode_header(Refused(code=HOSTILE, reason=HOSTILE)))
-    assert isinstance(read, Refused)
-    assert_harmless(read.reason)
-    assert_harmless(read.code)
-    assert read.reason.startswith("A\\x1b[2J")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_generate_shows_a_daemons_refusal_on_one_line(
+    model: Path, run_dir: Path, as_json: bool
+) -> None:
+    address = f"ipc://{run_dir}/hostile.sock"
+    with ScriptedDaemon(address) as daemon:
+
+        def refuse() -> None:
+            daemon.expect(Hello)
+            daemon.say(Progress(HOSTILE, 1, 2))
+            daemon.say(Refused(HOSTILE, HOSTILE))
+
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        options = ["-p", "x", "-n", "1", "--connect", address, *REFERENCE]
+        done = run_main(main, "generate", model, *options, *(["--json"] if as_json else []))
+        refusing.join()
+    assert done.returncode == 1
+    assert "refused: A\\x1b[2J" in done.stderr
+    assert_harmless(done.stdout + done.stderr)
 
 
 def test_events_and_stages_are_escaped(
