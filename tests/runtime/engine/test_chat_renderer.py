@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from dflash_adapters.chat import render_chat
-from dflash_adapters.chat_child import LATE_S
 from dflash_adapters.chat_messages import ChatRequest, encode_request
 from dflash_protocol.errors import (
     DflashError,
@@ -27,7 +26,7 @@ from dflash_protocol.errors import (
     SettingsError,
     UnsupportedModel,
 )
-from dflash_runtime.engine import chat_renderer
+from dflash_runtime.engine import chat_process, chat_renderer
 from dflash_runtime.engine.chat_process import RenderingEnded, RenderingProcess
 from dflash_runtime.engine.chat_renderer import ChatRenderer
 from support import chat_templates
@@ -104,16 +103,19 @@ def test_messages_nested_too_deeply_are_the_callers_to_change(
 # What bounds the process.
 
 
-@pytest.mark.parametrize("program", [STUCK, STUCK_IN_C, ASLEEP])
+@pytest.mark.parametrize(
+    "program", [pytest.param(STUCK, marks=pytest.mark.slow), STUCK_IN_C, ASLEEP]
+)
 def test_one_that_hangs_is_killed_and_the_next_waits_for_nothing(
-    escaped: ChatRenderer, program: str
+    escaped: ChatRenderer, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
+    monkeypatch.setattr(chat_process, "LATE_S", 0.1)
     first, second = (run(escaped, "result = os.getpid()") for _ in range(2))
     assert first != second  # one is to spare, and has worked
     started_s = time.monotonic()
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.chat_template: .*takes too long"):
         run(escaped, program)
-    assert time.monotonic() - started_s < DEADLINE_S + LATE_S + 1.0
+    assert time.monotonic() - started_s < DEADLINE_S + 0.1 + 1.0
     assert run(escaped, "result = os.getpid()") == second
     assert not psutil.pid_exists(int(first))
 
@@ -126,6 +128,7 @@ def test_memory_is_bounded_by_what_was_asked(escaped: ChatRenderer) -> None:
     assert run(escaped, take.format(300), ["a" * (4 << 20)]) == str(300 << 20)
 
 
+@pytest.mark.slow
 def test_the_kernel_ends_one_whose_parent_does_not_look() -> None:
     process = RenderingProcess(escaped_command())
     try:
