@@ -17,7 +17,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
 from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
 
 _LOOPBACK = {4: ipaddress.ip_network("127.0.0.0/8"), 6: ipaddress.ip_network("::1/128")}
