@@ -87,8 +87,8 @@ def parse_endpoint(text: str) -> Endpoint:
         if _is_host(host) and is_number and 0 < int(port) < 65536:
             return Endpoint(text, None, host, int(port))
     raise SettingsError(
-        f"endpoint {one_line(repr(text), 200)} is neither ipc:///absolute/path nor tcp://host:port, "
-        "where an IPv6 host stands in brackets"
+        f"endpoint {one_line(repr(text), 200)} is neither ipc:///absolute/path nor "
+        "tcp://host:port, where an IPv6 host stands in brackets"
     )
 
 

@@ -111,6 +111,8 @@ class ChatRenderer:
                 self._idle.pop().end()
             self._state.notify_all()
             self._state.wait_for(lambda: not self._busy, _CLOSING_S)
+            while self._busy:  # of a thread that Ctrl-C has ended, or that is itself stopped
+                self._busy.pop().end()
 
     def _take(self) -> RenderingProcess:
         """One that takes requests, and no other thread's until it is given back.
