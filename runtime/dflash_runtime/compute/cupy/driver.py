@@ -402,7 +402,7 @@ class Driver:
             describe.restype = ctypes.c_char_p
             words = describe(ctypes.c_int(status))
         known = words.decode(errors="replace") if words else "an error it does not know"
-        return one_line(f"{known} (error {status})")
+        return one_line(f"{known.strip()} (error {status})")
 
 
 @cache
