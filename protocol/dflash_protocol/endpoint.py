@@ -17,7 +17,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
 from dflash_protocol.private_path import is_there_privately
 from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
 
@@ -96,8 +96,8 @@ def parse_endpoint(text: str) -> Endpoint:
         if _is_host(host) and is_number and 0 < int(port) < 65536:
             return Endpoint(text, None, host, int(port))
     raise SettingsError(
-        f"endpoint {text!r} is neither ipc:///absolute/path nor tcp://host:port, "
-        "where an IPv6 host stands in brackets"
+        f"endpoint {one_line(repr(text), 200)} is neither ipc:///absolute/path nor "
+        "tcp://host:port, where an IPv6 host stands in brackets"
     )
 
 

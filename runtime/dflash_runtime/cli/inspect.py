@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dflash_protocol.for_people import ascii_json
 from dflash_protocol.settings import load_settings
 from dflash_protocol.wording import noun
+from dflash_runtime.cli.output import write_lines
 
 if TYPE_CHECKING:
     from dflash_adapters.gguf_file import GgufFile
@@ -48,9 +49,9 @@ def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
         spec = adapter_for(file).read_spec(file)
         digests = _digests(file) if with_digest else []
         if as_json:
-            click.echo(json.dumps(_record(file, spec, digests)))
+            click.echo(ascii_json(_record(file, spec, digests)))
         else:
-            click.echo("\n".join(_lines(file, spec, digests)))
+            write_lines(_lines(file, spec, digests))
 
 
 def _digests(file: GgufFile) -> list[str]:

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+from dflash_protocol.errors import one_line
+
 _DELAY_S = 1.0
+_STAGE_LIMIT = 60
 
 
 class ProgressReporter:
@@ -41,7 +44,7 @@ class ProgressReporter:
     def update(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
         """Say where a piece of work stands. May be called from any thread."""
         with self._lock:
-            self._states[owner] = (stage, num_done, num_total)
+            self._states[owner] = (one_line(stage, _STAGE_LIMIT), num_done, num_total)
 
     def finish(self) -> None:
         """Take the bars away. Further calls do nothing."""

@@ -23,7 +23,13 @@ import zmq
 import zmq.asyncio
 
 from dflash_protocol.endpoint import is_ipv6
-from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, ProtocolError
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DflashError,
+    HandshakeRefused,
+    ProtocolError,
+    one_line,
+)
 from dflash_protocol.messages import (
     COMPARING,
     HEADER_LIMIT_BYTES,
@@ -349,7 +355,7 @@ class _LinkTask:
                 said = f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}"
                 if message.code == "stopping":
                     raise _EndedEarly(said)
-                raise HandshakeRefused(said, code=message.code)
+                raise HandshakeRefused(said, code=one_line(message.code))
             elif isinstance(message, Welcome):
                 check_welcome(message, hello, link)
                 await self._compare(comparison, message, control)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
@@ -21,6 +20,7 @@ from dflash_protocol import __version__
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.ascii_json import JSONResponse
 from dflash_runtime.serving.description import describe, model_id
 from dflash_runtime.serving.errors import ApiError, api_error
 from dflash_runtime.serving.gate import CLIENT, Gate
@@ -156,7 +156,8 @@ def create_app(state: ServerState) -> ASGIApp:
                 messages, template=state.chat_template, extra=body.chat_template_kwargs
             )
 
-        token_ids = await _aside(state, len(data), encode)
+        async with state.chats:
+            token_ids = await _aside(state, len(data), encode)
         answer = ChatAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),

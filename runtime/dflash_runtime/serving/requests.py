@@ -201,5 +201,5 @@ def parse_body(kind: type[B], data: bytes) -> B:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"]]
         where = f"{place[0]}: " if place else ""
-        message = one_line(f"{where}{first['msg']}")[:300]
+        message = one_line(f"{where}{first['msg']}", 300)
         raise ApiError(400, message, param=place[0] if place else None) from None

@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from dflash_protocol.settings import Settings
+from dflash_runtime.engine.chat_renderer import MOST_AT_ONCE
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.errors import unavailable
@@ -38,6 +39,8 @@ class ServerState:
     """Of bodies that are being received."""
     large_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """To be held while a large text is made into tokens."""
+    chats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
+    """To be held while a conversation is rendered: however long that takes, threads are left."""
 
     @property
     def max_body_bytes_at_once(self) -> int:
