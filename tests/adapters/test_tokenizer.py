@@ -117,6 +117,9 @@ _words = st.sampled_from([*SPECIAL, *"\n\r\t  '", "'s", "'LL", " the", "don't", 
 @given(st.lists(_words | _any | st.text(_any, max_size=8), max_size=30).map("".join))
 def test_ids_are_llama_cpps_for_any_text(trained: Compared, text: str) -> None:
     trained.check(text)
+    ids = trained.ours.encode(text)
+    assert trained.ours.fewest_tokens(text) <= len(ids)
+    assert "".join(trained.ours.decoded(ids)) == trained.ours.decode(ids)
 
 
 def test_what_every_token_stands_for_is_llama_cpps(trained: Compared) -> None:

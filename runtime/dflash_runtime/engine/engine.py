@@ -30,7 +30,7 @@ from dflash_runtime.engine.opening import (
     advice_if_out_of_memory,
     open_model,
 )
-from dflash_runtime.engine.prompts import chat_ids, text_ids
+from dflash_runtime.engine.prompts import chat_ids, chat_text, prompt_parts, text_ids
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
@@ -194,6 +194,27 @@ class Engine:
         return chat_ids(
             self.tokenizer, messages, template=template, extra=extra, path=self._file.path
         )
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text whose tokens `encode_chat` gives. May be called as that, and raises the same."""
+        return chat_text(
+            self.tokenizer, messages, template=template, extra=extra, path=self._file.path
+        )
+
+    def prompt_parts(self, text: str, *, is_chat: bool = False) -> Iterator[list[int]]:
+        """The ids that `encode_prompt` gives for a text or, if it `is_chat`, `encode_chat` for what
+        `chat_text` gave: in parts that are made one by one, by any thread.
+
+        Raises: SettingsError if there is no tokenizer, or, before any is made, ContextExceeded if
+        there would be more than the context holds even of the longest tokens.
+        """
+        return prompt_parts(self.tokenizer, text, is_chat=is_chat, num_positions=self.num_positions)
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None

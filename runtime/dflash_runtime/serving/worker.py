@@ -115,7 +115,9 @@ class EngineWorker:
             self.opened.set_exception(error)
             return
         with engine:
-            _ = engine.tokenizer  # loaded here: it may be read by others from now on
+            # Loaded here: it may be used by others from now on.
+            if (tokenizer := engine.tokenizer) is not None:
+                tokenizer.fewest_tokens("")  # looks at the whole vocabulary, once
             self._metrics.watch_engine(engine.stats)
             self.opened.set_result(engine)
             while (job := self._queue.take()) is not None:

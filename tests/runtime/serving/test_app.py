@@ -14,7 +14,7 @@ import pytest
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.serving import app, generation
+from dflash_runtime.serving import bodies, generation
 from dflash_runtime.serving.access import ApiKeys
 
 pytestmark = pytest.mark.asyncio
@@ -185,13 +185,13 @@ async def test_bodies_are_bounded_before_they_are_there(serve: Serve) -> None:
         response = await served.client.post("/tokenize", content=endless())
         assert (response.status_code, num_sent) == (413, 3000)
         assert response.headers["connection"] == "close"
-        assert served.state.num_body_bytes == 0
+        assert served.state.bodies.num_bytes == 0
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.05)
+    monkeypatch.setattr(bodies, "BODY_S", 0.05)
 
     async def slow() -> Any:
         yield b"{"
