@@ -246,6 +246,7 @@ class Engine:
         ignore_eos: bool = False,
         top_logprobs: int | None = None,
         reuse_prefix: bool = False,
+        prefix_scope: str = "",
         is_cancelled: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, int], None] = lambda num_done, num_total: None,
     ) -> Iterator[GeneratedToken]:
@@ -256,7 +257,8 @@ class Engine:
         is told how many prompt tokens are done. With `top_logprobs` (0 or more) a token comes with
         its log-probability and those of so many most likely ones. With `reuse_prefix` the first
         tokens that this prompt and the run before have in common are not computed again, which
-        does not show in the bits. Once `is_cancelled`, asked before every layer, says so, the
+        does not show in the bits; but nothing of a run of another `prefix_scope`, since how many
+        tokens they were tells whoever asks what another's prompt was. Once `is_cancelled`, asked before every layer, says so, the
         generation ends.
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
@@ -277,6 +279,7 @@ class Engine:
                 top_logprobs=top_logprobs,
                 ignore_eos=ignore_eos,
                 reuse_prefix=reuse_prefix,
+                prefix_scope=prefix_scope,
                 is_cancelled=is_cancelled,
                 on_prefill=on_prefill,
             )
@@ -352,7 +355,7 @@ class Engine:
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         """A generation, and a line about it in the log at its end, if that is wanted."""
         try:
-            run = self._steps.begin(request.is_cancelled)
+            run = self._steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             stats = GenerationStats(num_prompt_tokens=request.prompt.size)
             self.last_generation = stats
             yield from generated_tokens(

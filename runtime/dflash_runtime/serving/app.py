@@ -26,7 +26,7 @@ from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.description import describe, model_id
 from dflash_runtime.serving.errors import ApiError, api_error
-from dflash_runtime.serving.gate import CLIENT, Gate
+from dflash_runtime.serving.gate import CLIENT, KEY, Gate
 from dflash_runtime.serving.generation import GenerationResponse
 from dflash_runtime.serving.jobs import Channel, Job
 from dflash_runtime.serving.requests import (
@@ -216,6 +216,7 @@ def _job(
         stops=body.stops,
         top_logprobs=body.top_logprobs_wanted,
         ignore_eos=bool(body.ignore_eos),
+        key=request.scope[KEY],
     )
 
 

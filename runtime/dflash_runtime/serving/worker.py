@@ -162,6 +162,7 @@ class EngineWorker:
             ignore_eos=job.ignore_eos,
             top_logprobs=job.top_logprobs,
             reuse_prefix=True,
+            prefix_scope=job.key,
             is_cancelled=is_cancelled,
         )
         is_first = True
