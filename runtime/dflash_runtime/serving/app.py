@@ -124,7 +124,6 @@ def create_app(state: ServerState) -> ASGIApp:
         engine = state.ready_engine()
         with _body(state, request) as received:
             body = parse_body(CompletionBody, await received.receive())
-            body.refuse_what_is_missing()
             prompt = body.one_prompt
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, lambda: prompt, "prompt")
@@ -142,7 +141,6 @@ def create_app(state: ServerState) -> ASGIApp:
         engine = state.ready_engine()
         with _body(state, request) as received:
             body = parse_body(ChatBody, await received.receive())
-            body.refuse_what_is_missing()
             messages = [message.for_template() for message in body.messages]
 
             def text() -> str:

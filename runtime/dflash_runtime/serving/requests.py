@@ -1,7 +1,7 @@
 """What clients may ask for: bodies checked field by field, and what follows from them.
 
-What OpenAI's interface has and we do not is refused by name, never ignored in silence; fields that
-nobody knows are ignored. Knows nothing of HTTP.
+What is not taken is refused by name, unless it changes nothing: see ``fields``. Knows nothing of
+HTTP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from dflash_protocol.errors import one_line
 from dflash_runtime.engine.sampling import SamplingOptions
 from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.fields import refuse_unsupported
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
@@ -23,20 +24,29 @@ _SEEDS = 1 << 63
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
-B = TypeVar("B", bound=BaseModel)
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
+class _Request(_Body):
+    """A whole body. What is not among its fields is kept until it is refused or passed over."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def refuse_what_is_missing(self) -> None:
+        """Raises: ApiError for the first thing asked for that we cannot do."""
+        refuse_unsupported(self.model_extra or {})
+
+
 class StreamOptions(_Body):
-    """Of a stream."""
+    """Of a stream; what else there is says how chunks look, not what text is in them."""
 
     include_usage: bool | None = None
 
 
-class _Generation(_Body):
+class _Generation(_Request):
     """What both ways to ask for text have."""
 
     model: str | None = None
@@ -50,11 +60,6 @@ class _Generation(_Body):
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
-    # Known, and only to be had in the one way that changes nothing.
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -76,22 +81,12 @@ class _Generation(_Body):
             seed=None if self.seed is None else self.seed % _SEEDS,
         )
 
-    def refuse_what_is_missing(self) -> None:
-        """Raises: ApiError for the first thing asked for that we cannot do."""
-        refuse_unless("n", self.n in (None, 1), "only 1 is supported")
-        refuse_unless("presence_penalty", not self.presence_penalty, "is not supported")
-        refuse_unless("frequency_penalty", not self.frequency_penalty, "is not supported")
-        refuse_unless("logit_bias", not self.logit_bias, "is not supported")
-
 
 class CompletionBody(_Generation):
     """``/v1/completions``."""
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
     @property
     def one_prompt(self) -> str | list[int]:
@@ -110,12 +105,6 @@ class CompletionBody(_Generation):
     @property
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
-
-    def refuse_what_is_missing(self) -> None:
-        super().refuse_what_is_missing()
-        refuse_unless("echo", not self.echo, "is not supported")
-        refuse_unless("suffix", not self.suffix, "is not supported")
-        refuse_unless("best_of", self.best_of in (None, 1), "only 1 is supported")
 
 
 class TextPart(_Body):
@@ -139,12 +128,6 @@ class Message(_Body):
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
-class ResponseFormat(_Body):
-    """How the answer is to be formed."""
-
-    type: str
-
-
 class ChatBody(_Generation):
     """``/v1/chat/completions``."""
 
@@ -152,8 +135,6 @@ class ChatBody(_Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[JsonValue] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
     @property
@@ -167,13 +148,16 @@ class ChatBody(_Generation):
 
     def refuse_what_is_missing(self) -> None:
         super().refuse_what_is_missing()
-        refuse_unless("tools", not self.tools, "are not supported")
-        kind = self.response_format.type if self.response_format is not None else "text"
-        refuse_unless("response_format", kind == "text", "only text is supported")
-        refuse_unless("top_logprobs", not self.top_logprobs or self.logprobs, "needs logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                400,
+                "top_logprobs: needs logprobs",
+                param="top_logprobs",
+                code="unsupported_value",
+            )
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(_Request):
     """``/tokenize``."""
 
     content: str
@@ -181,25 +165,24 @@ class TokenizeBody(_Body):
     parse_special: bool = True
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(_Request):
     """``/detokenize``."""
 
     tokens: Tokens
 
 
-def refuse_unless(name: str, is_good: object, reason: str) -> None:
-    """Raises: ApiError that names the field."""
-    if not is_good:
-        raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_value")
+B = TypeVar("B", bound=_Request)
 
 
 def parse_body(kind: type[B], data: bytes) -> B:
-    """Raises: ApiError that says which field is wrong, and why."""
+    """Raises: ApiError that says which field is wrong or cannot be had, and why."""
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"]]
         where = f"{place[0]}: " if place else ""
         message = one_line(f"{where}{first['msg']}")[:300]
         raise ApiError(400, message, param=place[0] if place else None) from None
+    body.refuse_what_is_missing()
+    return body
