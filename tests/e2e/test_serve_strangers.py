@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from support.faults import soft_limit
+from support.faults import soft_limit, spawned_by
 from support.processes import wait_until
 from support.serving import NO_TLS, RunningServer, running_server, wire_request
 
@@ -59,9 +59,7 @@ def test_silent_connections_keep_neither_clients_nor_daemons_out(server: Running
         for _ in range(10):
             assert get(server, "/health").status_code == 200
         assert process.num_fds() < 3 * MOST_FILES / 4
-        [daemon] = [
-            child for child in process.children() if "dflash_daemon" in " ".join(child.cmdline())
-        ]
+        [daemon] = spawned_by(process.pid)
         daemon.kill()
         restarts = 'dflash_moe_owner_restarts_total{kind="daemon",owner="cpu0"}'
 

@@ -257,9 +257,9 @@ class Engine:
         is told how many prompt tokens are done. With `top_logprobs` (0 or more) a token comes with
         its log-probability and those of so many most likely ones. With `reuse_prefix` the first
         tokens that this prompt and the run before have in common are not computed again, which
-        does not show in the bits; but nothing of a run of another `prefix_scope`, since their number
-        tells who asks what another's prompt was. Once `is_cancelled`, asked before every layer,
-        says so, the generation ends.
+        does not show in the bits; but nothing of a run of another `prefix_scope`: their number
+        would tell who asks what another's prompt was. Once `is_cancelled`, asked before every
+        layer, says so, the generation ends.
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
         """
