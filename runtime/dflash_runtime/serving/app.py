@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -126,7 +127,7 @@ def create_app(state: ServerState) -> ASGIApp:
             body = parse_body(CompletionBody, await received.receive())
             prompt = body.one_prompt
             if isinstance(prompt, str):
-                prompt = await _prompt(engine, received, lambda: prompt, "prompt")
+                prompt = await _prompt(engine, received, partial(str, prompt), "prompt")
         answer = CompletionAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),
