@@ -41,9 +41,9 @@ def first_reserved_file() -> int:
 class Acceptor:
     """Takes connections from a listening socket, one in each turn of the event loop.
 
-    Where there is no room, the connection that has waited longest for the head of a request makes
-    it: of all, or of the address that has half of all. If every one has a request, the new
-    connection is closed at once. `connections` are those that there are, kept by who makes them.
+    Where there is no room, the connection makes it whose client has been waited for longest: of
+    all, or of the address that has half of all. If every one has a whole request, the new one is
+    closed at once. `connections` are those that there are, kept by who makes them.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Acceptor:
         return len(own) + num_starting < most or self._close_silent(own, f"{host} had too many")
 
     def _close_silent(self, connections: Collection[BoundedProtocol], why: str) -> bool:
-        """Close the one that waits longest for the head of a request; False if none does."""
+        """Close the one whose client is waited for longest; False if there is none."""
         waiting = [each for each in connections if each.silent_since_s is not None]
         if not waiting:
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
@@ -26,10 +27,11 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def silent_since_s(self) -> float | None:
-        """Since when, by the loop's clock, the head of a request is waited for; None while there is
-        a request, or something of its answer is not yet sent."""
-        is_used = self.transport.is_closing() or self.transport.get_write_buffer_size()
-        return None if is_used else self._waits_since_s
+        """Since when, by the loop's clock, this client is waited for: for the head of a request, or
+        for more of its body. None while there is a whole one, or what was sent is not yet read, by
+        either side."""
+        is_ours = self.flow.read_paused or self.transport.get_write_buffer_size()
+        return None if is_ours or self.transport.is_closing() else self._waits_since_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,7 +42,9 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         # `cycle` is the last request's until the next one's head is whole.
         if self._has_request():
-            self._head_timer, self._waits_since_s = _stopped(self._head_timer), None
+            self._head_timer = _stopped(self._head_timer)
+            is_whole = self.conn.their_state is not h11.SEND_BODY
+            self._waits_since_s = None if is_whole else self.loop.time()
         elif self._head_timer is None and self.timeout_keep_alive_task is None:
             self._head_timer = self.loop.call_later(HEAD_S, self.abort)
 

@@ -33,6 +33,8 @@ class App:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_asked += 1
+        while (await receive()).get("more_body"):
+            pass
         await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"well", "more_body": False})
@@ -125,6 +127,17 @@ async def test_silent_ones_make_room_the_longest_first() -> None:
             await served.connect(f"127.0.0.{2 + index}")
             assert served.num_connections <= MOST
         assert b"200 OK" in await answer(await served.connect("127.0.0.1", REQUEST))
+
+
+async def test_bodies_that_do_not_go_on_make_room() -> None:
+    async with serving() as served:
+        head = REQUEST.replace(b"GET", b"POST")[:-2] + b"content-length: 9\r\n\r\n"
+        stuck = [await served.connect("127.0.0.1", head + b"x") for _ in range(MOST // 2)]
+        whole = await served.connect("127.0.0.1", head + b"x" * 9)
+        served.app.may_answer.set()
+        assert b"200 OK" in await answer(whole)
+        assert not await answer(stuck[0])
+        assert not stuck[1].at_eof()
 
 
 async def test_where_all_have_requests_a_new_one_is_closed_at_once() -> None:
