@@ -141,8 +141,10 @@ class _Life:
             self._manager.stopping()
             if self._state.num_active:
                 num_left = self._state.num_active
-                have_ended = "request has ended" if num_left == 1 else "requests have ended"
-                self._say(f"ending once {num_left} {have_ended}")
+                if num_left == 1:
+                    self._say("ending once 1 request has ended")
+                else:
+                    self._say(f"ending once {num_left} requests have ended")
                 await self._drained()
         finally:
             self._state.is_draining = True
