@@ -31,6 +31,8 @@ from dflash_runtime.serving.gate import CLIENT, KEY, Gate
 from dflash_runtime.serving.generation import GenerationResponse
 from dflash_runtime.serving.jobs import Channel, Job
 from dflash_runtime.serving.requests import (
+    FEW_VALUES,
+    B,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -98,9 +100,10 @@ def create_app(state: ServerState) -> ASGIApp:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        tokenizer = _tokenizer(state.ready_engine())
+        engine = state.ready_engine()
+        tokenizer = _tokenizer(engine)
         with _body(state, request) as received:
-            body = parse_body(TokenizeBody, await received.receive())
+            body = await _parsed(TokenizeBody, received, engine)
             ids = tokenizer.encoded(
                 body.content, add_special=body.add_special, parse_special=body.parse_special
             )
@@ -110,9 +113,10 @@ def create_app(state: ServerState) -> ASGIApp:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        tokenizer = _tokenizer(state.ready_engine())
+        engine = state.ready_engine()
+        tokenizer = _tokenizer(engine)
         with _body(state, request) as received:
-            body = parse_body(DetokenizeBody, await received.receive())
+            body = await _parsed(DetokenizeBody, received, engine)
             if (largest := max(body.tokens, default=0)) >= tokenizer.vocab_size:
                 raise ApiError(400, f"tokens: {largest} is no token", param="tokens")
             texts = tokenizer.decoded(body.tokens)
@@ -124,7 +128,7 @@ def create_app(state: ServerState) -> ASGIApp:
     async def completions(request: Request) -> Response:
         engine = state.ready_engine()
         with _body(state, request) as received:
-            body = parse_body(CompletionBody, await received.receive())
+            body = await _parsed(CompletionBody, received, engine)
             prompt = body.one_prompt
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, partial(str, prompt), "prompt")
@@ -141,7 +145,7 @@ def create_app(state: ServerState) -> ASGIApp:
     async def chat(request: Request) -> Response:
         engine = state.ready_engine()
         with _body(state, request) as received:
-            body = parse_body(ChatBody, await received.receive())
+            body = await _parsed(ChatBody, received, engine)
             messages = [message.for_template() for message in body.messages]
 
             def text() -> str:
@@ -232,6 +236,12 @@ def _tokenizer_bytes(engine: Engine) -> Callable[[int], bytes]:
 
 def _body(state: ServerState, request: Request) -> AbstractContextManager[Body]:
     return state.bodies.body_of(request, request.scope[CLIENT])
+
+
+async def _parsed(kind: type[B], received: Body, engine: Engine) -> B:
+    """Raises: ApiError. A prompt of token ids has as many values as the context may hold."""
+    most_values = FEW_VALUES + engine.num_positions
+    return parse_body(kind, await received.receive(), most_values=most_values)
 
 
 async def _prompt(

@@ -21,9 +21,12 @@ MOST_TOP_LOGPROBS = 20
 _MOST_MESSAGES = 4096
 _OPENAI_COMPLETION_TOKENS = 16
 _SEEDS = 1 << 63
+FEW_VALUES = 1 << 16
+_BEFORE_VALUES = (b",", b"[", b"{")
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+# A list is left at its first wrong item: errors cost more than items.
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -58,7 +61,7 @@ class _Generation(_Request):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
 
     @property
@@ -85,7 +88,7 @@ class _Generation(_Request):
 class CompletionBody(_Generation):
     """``/v1/completions``."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1)]
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @property
@@ -119,7 +122,7 @@ class Message(_Body):
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         content = self.content
@@ -131,7 +134,9 @@ class Message(_Body):
 class ChatBody(_Generation):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES), Field(fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
@@ -174,8 +179,13 @@ class DetokenizeBody(_Request):
 B = TypeVar("B", bound=_Request)
 
 
-def parse_body(kind: type[B], data: bytes) -> B:
-    """Raises: ApiError that says which field is wrong or cannot be had, and why."""
+def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> B:
+    """A body of JSON with up to so many values, all lists and objects in it counted through.
+
+    Raises: ApiError that says which field is wrong or cannot be had, and why.
+    """
+    if _has_more_values(data, most_values):
+        raise ApiError(400, f"the body has more than {most_values} values")
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -186,3 +196,15 @@ def parse_body(kind: type[B], data: bytes) -> B:
         raise ApiError(400, message, param=place[0] if place else None) from None
     body.refuse_what_is_missing()
     return body
+
+
+def _has_more_values(data: bytes, most: int) -> bool:
+    """Whether JSON has more values than that, which would keep all threads waiting while they are
+    made: a text is one value, however long it is."""
+    if sum(map(data.count, _BEFORE_VALUES)) <= most:
+        return False
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 4 * most:  # two for a name, two for its value
+        return True
+    beside_texts = b"".join(plain.split(b'"')[::2])
+    return sum(map(beside_texts.count, _BEFORE_VALUES)) > most

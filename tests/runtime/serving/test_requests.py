@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
+from dflash_runtime.serving import requests
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.fields import NEUTRAL, PASSED_OVER
 from dflash_runtime.serving.requests import (
@@ -235,6 +236,47 @@ def test_what_is_no_sound_json_is_refused(body: bytes) -> None:
         parse_body(CompletionBody, body)
     assert caught.value.status == 400
     assert len(str(caught.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * 70_000},
+        {"prompt": ["a"] * 70_000},
+        {"prompt": "x", "stop": [["a"]] * 70_000},
+        {"prompt": "x", "odd": [[[1]]] * 30_000},
+        {"prompt": "x", **{f"a{number}": {} for number in range(40_000)}},
+    ],
+    ids=["ids", "texts", "lists", "unknown", "names"],
+)
+def test_a_body_has_only_so_many_values(body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="more than 65536 values"):
+        parse_body(CompletionBody, json.dumps(body).encode())
+
+
+def test_a_text_is_one_value_whatever_is_in_it() -> None:
+    text = '[{"a": 1}, \\, "\\"] ' * 50_000
+    assert completion(prompt=text).prompt == text
+    ids = [1] * 70_000
+    data = json.dumps({"prompt": ids}).encode()
+    assert parse_body(CompletionBody, data, most_values=80_000).one_prompt == ids
+
+
+@given(st.recursive(st.text() | st.none() | st.integers(), lambda inner: (
+    st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+), max_leaves=20))  # fmt: skip
+def test_values_are_counted_as_json_has_them(value: Any) -> None:
+    def num_marks(value: Any) -> int:
+        """A comma between two, and a bracket around all."""
+        if not isinstance(value, list | dict):
+            return 0
+        inner = list(value.values()) if isinstance(value, dict) else value
+        return 1 + max(0, len(inner) - 1) + sum(map(num_marks, inner))
+
+    data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    num = num_marks(value)
+    assert not requests._has_more_values(data, num)
+    assert num == 0 or requests._has_more_values(data, num - 1)
 
 
 def test_messages_keep_what_templates_may_read() -> None:
