@@ -36,6 +36,7 @@ from dflash_adapters.vocabulary_markers import correct_markers, is_answer_tag
 MAX_TEMPLATE_BYTES = 1 << 20  # published: < 64 KiB
 MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; each is looked for in every text
 _DECODED_AT_ONCE = 1 << 14  # tokens
+_LOOKED_THROUGH_AT_ONCE = 1 << 16  # characters
 _CUT_OUT = (*CONTROL_TYPES, TokenType.USER_DEFINED)
 
 
@@ -156,13 +157,15 @@ class Tokenizer:
     def encoded(
         self, text: str, *, parse_special: bool = True, add_special: bool = False
     ) -> Iterator[list[int]]:
-        """What `encode` gives, in parts: those of a long text are made one by one, so that others
-        can have their turn meanwhile, and the rest can be left."""
+        """What `encode` gives, in parts: those of a long text, some of them empty, are made one by
+        one, so that others can have their turn meanwhile, and the rest can be left."""
         if add_special and self.adds_bos and self.bos_id is not None:
             yield [self.bos_id]
         space = " " if self.adds_space else ""
         for piece in self._cut(_well_formed(text), parse_special):
-            if isinstance(piece, int):
+            if piece is None:
+                yield []
+            elif isinstance(piece, int):
                 yield [piece]
                 space = " " if self.adds_space else ""
             else:
@@ -240,13 +243,16 @@ class Tokenizer:
             return default
         return token_id
 
-    def _cut(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """Cut special tokens out of a text, longest spelling first over the whole of it."""
+    def _cut(self, text: str, parse_special: bool) -> Iterator[str | int | None]:
+        """Cut special tokens out of a text, longest spelling first over the whole of it; None while
+        a long one is looked through."""
         taken = bytearray(len(text))
         found = []
         for spelling, token_id, is_control in self._special:
             if is_control and not parse_special:
                 continue
+            if len(text) > _LOOKED_THROUGH_AT_ONCE:
+                yield None
             begin = text.find(spelling)
             while begin >= 0:
                 end = begin + len(spelling)

@@ -253,6 +253,12 @@ def test_a_vocabulary_of_152k_loads_in_a_few_seconds(tmp_path: Path) -> None:
         assert tokenizer.vocab_size == 151_936
 
 
+def test_a_long_text_can_be_left_while_special_tokens_are_looked_for(trained: Compared) -> None:
+    parts = trained.ours.encoded("a b<|im_end|>" * 10_000)
+    assert [next(parts) for _ in range(len(SPECIAL) - 2)] == [[]] * (len(SPECIAL) - 2)
+    assert sum(map(len, parts)) == len(trained.ours.encode("a b<|im_end|>")) * 10_000
+
+
 def test_long_texts_without_a_break_take_linear_time(trained: Compared) -> None:
     start = time.process_time()
     for text in ("a" * 100_000, " " * 100_000, "\n" * 100_000, "!" * 100_000, " \n" * 50_000):
