@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -43,6 +42,7 @@ from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import expert_map, status
 from dflash_runtime.serving.status_page import page_routes
+from dflash_runtime.serving.turns import Turns
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def create_app(state: ServerState) -> ASGIApp:
             body = await _parsed(CompletionBody, received, engine)
             prompt = body.one_prompt
             if isinstance(prompt, str):
-                prompt = await _prompt(engine, received, partial(str, prompt), "prompt")
+                prompt = await _prompt(engine, received, prompt, "prompt")
         answer = CompletionAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),
@@ -148,12 +148,13 @@ def create_app(state: ServerState) -> ASGIApp:
             body = await _parsed(ChatBody, received, engine)
             messages = [message.for_template() for message in body.messages]
 
-            def text() -> str:
-                return engine.chat_text(
+            def text() -> Iterator[str]:
+                yield engine.chat_text(
                     messages, template=state.chat_template, extra=body.chat_template_kwargs
                 )
 
-            prompt = await _prompt(engine, received, text, "messages", is_chat=True)
+            [rendered] = await _made(received, text(), "messages", turns=state.bodies.rendering)
+            prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
         answer = ChatAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),
@@ -245,13 +246,13 @@ async def _parsed(kind: type[B], received: Body, engine: Engine) -> B:
 
 
 async def _prompt(
-    engine: Engine, received: Body, text: Callable[[], str], field: str, *, is_chat: bool = False
+    engine: Engine, received: Body, text: str, field: str, *, is_chat: bool = False
 ) -> list[int]:
-    """The tokens of a text that is made where they are. Raises: ApiError."""
+    """The tokens of a text. Raises: ApiError."""
 
     def parts() -> Iterator[list[int]]:
         num_tokens = 0
-        for part in engine.prompt_parts(text(), is_chat=is_chat):
+        for part in engine.prompt_parts(text, is_chat=is_chat):
             num_tokens += len(part)
             if num_tokens > engine.num_positions:
                 raise ContextExceeded(num_tokens, engine.num_positions)
@@ -260,10 +261,12 @@ async def _prompt(
     return list(chain.from_iterable(await _made(received, parts(), field)))
 
 
-async def _made(received: Body, parts: Iterator[T], field: str) -> list[T]:
+async def _made(
+    received: Body, parts: Iterator[T], field: str, *, turns: Turns | None = None
+) -> list[T]:
     """What is made of a body's `field`. Raises: ApiError."""
     try:
-        return await received.made(parts)
+        return await received.made(parts, turns=turns)
     except ContextExceeded as error:
         raise _too_long(field, f"at least {error.num_tokens}", error.num_positions) from error
     except Exception as error:

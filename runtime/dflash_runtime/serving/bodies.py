@@ -27,6 +27,7 @@ answer before they have sent all."""
 _BODIES_AT_ONCE = 8
 _LARGE_BYTES = 64 << 10
 _SMALL_AT_ONCE = 2
+_RENDERED_AT_ONCE = 2
 _TURN_S = 0.02
 """So long a turn lasts, and until a part is made: a word of a million letters takes longer."""
 _MOST_WAITING = 4096
@@ -46,6 +47,8 @@ class Bodies:
         self._bytes_of: Counter[str] = Counter()
         self._small = Turns(_SMALL_AT_ONCE, _MOST_WAITING)
         self._large = Turns(1, _MOST_WAITING)
+        self.rendering = Turns(_RENDERED_AT_ONCE, _MOST_WAITING)
+        """At having a chat template at work, which may take seconds: other texts do not wait."""
 
     @contextmanager
     def body_of(self, request: Request, client: str) -> Iterator[Body]:
@@ -115,12 +118,14 @@ class Body:
                 headers={"Connection": "close"},
             ) from None
 
-    async def made(self, parts: Iterator[T]) -> list[T]:
-        """The parts of what is made of it, each made in a thread when it is this client's turn.
+    async def made(self, parts: Iterator[T], *, turns: Turns | None = None) -> list[T]:
+        """The parts of what is made of it, each made in a thread when it is this client's turn: of
+        `turns`, or of those at making tokens of a body of this size.
 
         Raises: what `parts` raise; ApiError if the client goes away meanwhile.
         """
-        making = asyncio.ensure_future(self._in_turns(parts))
+        turns = turns or self._bodies.turns(self.num_bytes)
+        making = asyncio.ensure_future(self._in_turns(parts, turns))
         watching = asyncio.create_task(self._until_gone())
         watching.add_done_callback(lambda _: making.cancel())
         try:
@@ -134,8 +139,7 @@ class Body:
             with suppress(asyncio.CancelledError):
                 await watching
 
-    async def _in_turns(self, parts: Iterator[T]) -> list[T]:
-        turns = self._bodies.turns(self.num_bytes)
+    async def _in_turns(self, parts: Iterator[T], turns: Turns) -> list[T]:
         made: list[T] = []
         while True:
             async with turns.turn(self._client):

@@ -161,6 +161,24 @@ async def test_small_bodies_do_not_wait_for_large_ones() -> None:
     assert await large == [True]
 
 
+async def test_texts_do_not_wait_for_templates_at_work() -> None:
+    all_bodies = Bodies(LARGE)
+    may_go_on = threading.Event()
+
+    async def rendered(client: str) -> list[bool]:
+        with all_bodies.body_of(Client(client, b"x").request, client) as body:
+            await body.receive()
+            return await body.made(
+                iter(lambda: may_go_on.wait(5), True), turns=all_bodies.rendering
+            )
+
+    rendering = [asyncio.create_task(rendered(str(index))) for index in range(6)]
+    await until(lambda: all_bodies.rendering.num_waiting == 4)
+    assert await made(all_bodies, Client("a", b"x"), iter([1])) == [1]
+    may_go_on.set()
+    assert await asyncio.gather(*rendering) == [[]] * 6
+
+
 async def test_a_failure_is_that_of_its_own_body() -> None:
     all_bodies = Bodies(100)
 
