@@ -16,7 +16,11 @@ from dflash_adapters.keys import BaseConfig, Heads
 from dflash_adapters.moe_spec import KvLayer, ModelSpec, MoeLayer, MoeSpec
 from dflash_adapters.ops import Gate, Matrix, Ops
 from dflash_adapters.tensors import Tensors, all_matrices_f32
+from dflash_protocol.errors import one_line
 from dflash_protocol.ids import I32Array
+
+_NAME_LIMIT = 200
+"""Characters of a model's name; published ones have fewer than 60."""
 
 A = TypeVar("A")
 
@@ -274,7 +278,7 @@ def model_spec(
     """The facts of a model of which all tensors have been checked."""
     return ModelSpec(
         architecture=file.architecture,
-        name=file.get_str("general.name", file.path.stem),
+        name=one_line(file.get_str("general.name", file.path.stem), _NAME_LIMIT),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         vocab_size=ends.vocab_size,

@@ -1,6 +1,7 @@
 """Renders a conversation with the chat template a model file brings.
 
-The template is a program by a stranger: it runs in a sandbox, within bounds of time and memory.
+The template is a program by a stranger: it runs in a sandbox, within bounds of time and memory,
+and programs have it run in a process of its own (``chat_child``).
 Knows nothing of tokens; the text it gives already has the file's markers in it.
 """
 
@@ -21,8 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from dflash_adapters.chat_budget import Budget
 from dflash_adapters.chat_sandbox import Meter, SandboxEnvironment
-from dflash_adapters.gguf_cursor import shown
-from dflash_protocol.errors import SettingsError, UnsupportedModel
+from dflash_protocol.errors import SettingsError, UnsupportedModel, one_line
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki
 MAX_TEMPLATE_TOKENS = 16 << 10  # Jinja's tokens, whose number decides how long compiling takes
@@ -143,8 +143,10 @@ def _reason(error: Exception) -> str:
         return f"line {error.lineno}: {_one_line(error.message or '')}"
     if isinstance(error, TemplateError):
         return _one_line(error)
+    if isinstance(error, MemoryError):
+        return "the template takes too much memory"
     return f"{type(error).__name__}: {_one_line(error)}"
 
 
 def _one_line(error: object) -> str:
-    return shown(" ".join(str(error).split())[:200])
+    return one_line(" ".join(str(error).split()), 200)

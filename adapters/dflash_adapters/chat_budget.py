@@ -17,6 +17,8 @@ _VALUE_ALLOWANCE, _VALUE_MULTIPLE = 1 << 20, 4
 _TOTAL_ALLOWANCE, _TOTAL_MULTIPLE = 1 << 23, 64
 _ITEM_WEIGHT = 4  # of every value besides its characters: weighing takes time for each
 _MAX_DEPTH = 64
+_MAX_INT_BITS = 128
+_COMPARED_AT_ONCE = 64  # of weight: comparing takes far less time than making
 
 
 class Budget:
@@ -61,9 +63,19 @@ class Budget:
 
         What it refers to has been charged before.
         """
+        if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+            raise SecurityError("the template computes too large a number")
         self.measure(value)
         self.charge(1 + (len(value) if isinstance(value, Collection) else 0))
         return value
+
+    def compare(self, value: Any) -> None:
+        """Charge for a value that is compared or searched."""
+        self.compare_often(self.measure(value), 1)
+
+    def compare_often(self, weight: int, times: int) -> None:
+        """Charge for comparing or copying what has this weight so many times."""
+        self.charge(1 + weight * times // _COMPARED_AT_ONCE)
 
     def _weigh(self, value: Any, depth: int, record: dict[int, int] | None) -> int:
         """Weight of a value, or of enough of it to be too much."""

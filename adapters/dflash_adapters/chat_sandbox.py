@@ -5,8 +5,11 @@ time and memory, in this process and without signals, since servers render on an
 
 * every value that a template makes is weighed, and none may be heavier than a few times what the
   caller passed in; operations that amplify (``*``, ``replace``, ``join``, …) are checked before;
-* all that is made, printed or looped over is charged to one budget, and a deadline is looked at
-  with each charge.
+* all that is made, printed, compared, looked up or looped over is charged to one budget, and a
+  deadline is looked at with each charge.
+
+It is the first of two bounds: whoever renders a file's template does so in a process of its own
+that can be killed (``chat_child``), for no meter knows all that Python can be made to do.
 
 Knows nothing of chat.
 """
@@ -32,7 +35,6 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_MAX_INT_BITS = 128
 _MAX_COUNT = 1000  # widths, digits, numbers of columns
 
 _GLOBALS = frozenset({"cycler", "dict", "joiner"})
@@ -76,6 +78,8 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         self.budget = budget
         allowed = {name: self.filters[name] for name in _FILTERS} | dict(filters)
         self.filters = {name: self._guarded(name, function) for name, function in allowed.items()}
+        tests: Mapping[str, Any] = self.tests
+        self.tests = {name: self._metered_test(function) for name, function in tests.items()}
         self.globals = {name: self.globals[name] for name in _GLOBALS}
         self.globals |= {"namespace": _QuietNamespace, "range": self._range}
 
@@ -94,13 +98,12 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self._check_format(left, "%", _WIDE_PERCENT, weights[1])
         else:
             self.budget.check(sum(weights))
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int) and result.bit_length() > _MAX_INT_BITS:
-            raise SecurityError("the template computes too large a number")
-        return self.budget.admit(result)
+        return self.budget.admit(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Check what a function or method would make, then call it."""
+        if isinstance(getattr(function, "__self__", None), Meter):
+            return function(*args)
         values = [self._listed(value) for value in args]
         weight = sum(self.budget.measure(value) for value in (*values, *kwargs.values()))
         # The sandbox has wrapped `format`; what it wraps knows whose method it is.
@@ -114,6 +117,16 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
                 self._check_method(name, owner, values, weight)
                 break
         return self.budget.admit(super().call(context, function, *values, **kwargs))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """``obj[argument]``: filters follow a path of attributes for each item by it."""
+        self.budget.charge(1)
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """``obj.attribute``."""
+        self.budget.charge(1)
+        return super().getattr(obj, attribute)
 
     def _check_method(self, name: str, owner: Any, args: Sequence[Any], weight: int) -> None:
         """Refuse a method call that would make much of little."""
@@ -138,6 +151,17 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         vars(guarded).update(getattr(function, "__dict__", {}))
         return guarded
 
+    def _metered_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A test, such as ``is in``, that is charged for what it looks at."""
+
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                self.budget.compare(value)
+            return function(*args, **kwargs)
+
+        vars(metered).update(getattr(function, "__dict__", {}))
+        return metered
+
     def _check_filter(self, name: str, values: list[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a filter that would make much of little."""
         options = [*values[1:], *kwargs.values()]
@@ -155,6 +179,9 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self._check_replace(*values[:3])
         elif name == "join":
             self._check_join(values[0], options[0] if options else "")
+        elif name == "sum" and not all(isinstance(x, (int, float, str)) for x in options):
+            # The start is a list: each sum is a new one, with all of those before in it.
+            self.budget.compare_often(weight, len(values[0]))
 
     def _check_replace(self, text: Any, old: Any, new: Any) -> None:
         text, old, new = str(text), str(old), str(new)
@@ -206,20 +233,29 @@ class GenerationBlock(Extension):
 
 
 class Meter(Extension):
-    """Charges loops, macros, literals, slices and ``~``, which no other hook of Jinja's sees."""
+    """Charges loops, macros, comparisons, literals, slices and ``~``, which no hook of Jinja's
+    sees."""
 
-    def turn(self, static_text: int) -> None:
+    def turn(self, static_text: int) -> bool:
         """One turn of a loop, or run of a macro, with this many characters of its own to print."""
         self._budget.charge(1 + static_text)
+        return True
+
+    def compared(self, value: Any) -> Any:
+        """One side of a comparison, or of ``in``."""
+        self._budget.compare(value)
+        return value
 
     def concat(self, *parts: Any) -> str:
         """The ``~`` operator."""
         self._budget.check(sum(self._budget.measure(part) for part in parts))
-        return "".join(str(part) for part in parts)
+        text = "".join(str(part) for part in parts)
+        self._budget.admit(text)
+        return text
 
     def made(self, value: Any) -> Any:
-        """A literal list, tuple or dict, or a slice; `SandboxEnvironment.call` charges for it."""
-        return value
+        """A literal list, tuple or dict, or a slice."""
+        return self._budget.admit(value)
 
     @property
     def _budget(self) -> Budget:
@@ -236,6 +272,8 @@ class Meter(Extension):
         for block in blocks:
             static = sum(len(text.data) for text in block.find_all(nodes.TemplateData))
             block.body.insert(0, nodes.ExprStmt(self._call("turn", [nodes.Const(static)])))
+            if isinstance(block, nodes.For) and block.test is not None:
+                block.test = nodes.And(self._call("turn", [nodes.Const(0)]), block.test)
         self._replace_children(template)
         return template
 
@@ -257,6 +295,11 @@ class Meter(Extension):
                 return self._call("made", [node])
             case nodes.Getitem(arg=nodes.Slice()):
                 return self._call("made", [node])
+            case nodes.Compare():
+                sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+                for side in sides:
+                    if not isinstance(side.expr, nodes.Const):
+                        side.expr = self._call("compared", [side.expr])
         return node
 
     def _call(self, method: str, args: list[nodes.Expr]) -> nodes.Call:

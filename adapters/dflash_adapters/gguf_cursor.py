@@ -21,11 +21,6 @@ U64 = Struct("<Q")
 _WINDOW_BYTES = 256 << 10
 
 
-def shown(name: str) -> str:
-    """A name from a file, fit for a one-line message."""
-    return name if name.isprintable() else ascii(name)
-
-
 class Cursor:
     """The place reached in an open file; nothing behind it is kept.
 

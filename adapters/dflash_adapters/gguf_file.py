@@ -15,11 +15,10 @@ from typing import Self
 
 import numpy as np
 
-from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_metadata import Metadata
 from dflash_adapters.gguf_shards import FileChange, Shard, open_shards, shard_change
 from dflash_adapters.gguf_types import TensorInfo
-from dflash_protocol.errors import ModelFileError
+from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import U8Array
 
@@ -87,7 +86,7 @@ class GgufFile(Metadata):
         """
         info = self.tensors.get(name)
         if info is None:
-            raise ModelFileError("required tensor is missing", path=self.path, field=shown(name))
+            raise ModelFileError("required tensor is missing", path=self.path, field=one_line(name))
         return info
 
     def tensor_bytes(self, name: str) -> U8Array:
@@ -199,7 +198,7 @@ def _all_tensors(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
                 raise ModelFileError(
                     "the tensor occurs in two shards",
                     path=shard.path,
-                    field=shown(info.name),
+                    field=one_line(info.name),
                     offset_bytes=info.offset_bytes,
                 )
             tensors[info.name] = info

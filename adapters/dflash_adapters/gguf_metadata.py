@@ -15,9 +15,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_types import SCALAR_FORMATS, MetadataValue, ValueType
-from dflash_protocol.errors import ModelFileError
+from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.ids import AnyArray, F32Array, I64Array
 
 MAX_STRING_BYTES = 4 << 20  # the longest published string, a chat template, is under 64 KiB
@@ -201,7 +200,7 @@ class Metadata:
         value = self._values.get(key)
         if value is None:
             raise ModelFileError(
-                "required key is missing", path=self._metadata_path, field=shown(key)
+                "required key is missing", path=self._metadata_path, field=one_line(key)
             )
         return value
 
@@ -225,18 +224,18 @@ class Metadata:
             data = os.pread(self._file.fileno(), num_bytes, offset_bytes)
         except OSError as error:
             raise ModelFileError(
-                f"cannot be read: {error.strerror}", path=self._metadata_path, field=shown(key)
+                f"cannot be read: {error.strerror}", path=self._metadata_path, field=one_line(key)
             ) from error
         if len(data) < (num_bytes if at_least is None else at_least):
             raise ModelFileError(
                 "the file became shorter while it was read",
                 path=self._metadata_path,
-                field=shown(key),
+                field=one_line(key),
                 offset_bytes=offset_bytes + len(data),
             )
         return data
 
     def _fail(self, key: str, value: MetadataValue, reason: str) -> NoReturn:
         raise ModelFileError(
-            reason, path=self._metadata_path, field=shown(key), offset_bytes=value.offset_bytes
+            reason, path=self._metadata_path, field=one_line(key), offset_bytes=value.offset_bytes
         )

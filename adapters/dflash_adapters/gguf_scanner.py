@@ -19,10 +19,10 @@ from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 
-from dflash_adapters.gguf_cursor import U32, U64, Cursor, shown
+from dflash_adapters.gguf_cursor import U32, U64, Cursor
 from dflash_adapters.gguf_types import SCALAR_FORMATS, MetadataValue, Scan, TensorInfo, ValueType
 from dflash_adapters.quant import TensorType
-from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from dflash_protocol.errors import ModelFileError, UnsupportedModel, one_line
 
 # A hostile file may be as large as its sender likes, so the bounds that keep a scan short and small
 # are on counts. Each is several times what the largest published models need.
@@ -96,7 +96,7 @@ def _read_values(cursor: Cursor, num_values: int) -> dict[str, MetadataValue]:
         cursor.field = f"metadata value {index}"
         at = cursor.offset_bytes
         key = _read_name(cursor, MAX_KEY_BYTES)
-        cursor.field = shown(key)
+        cursor.field = one_line(key)
         if key in values:
             cursor.fail("the key occurs twice", at)
         value = _read_value(cursor, num_strings_left)
@@ -171,7 +171,7 @@ def _read_tensors(
         cursor.field = f"tensor {index}"
         at = cursor.offset_bytes
         name = _read_name(cursor, MAX_NAME_BYTES)
-        cursor.field = shown(name)
+        cursor.field = one_line(name)
         if name in names:
             cursor.fail("the tensor occurs twice", at)
         names.add(name)
@@ -182,7 +182,7 @@ def _read_tensors(
     for name, file_shape, tensor_type, offset, num_bytes in rows:
         absolute = data_start + offset
         if absolute + num_bytes > cursor.size_bytes:
-            cursor.field = shown(name)
+            cursor.field = one_line(name)
             cursor.fail(
                 f"{num_bytes} bytes reach past the end of the file ({cursor.size_bytes} bytes)",
                 absolute,
@@ -221,5 +221,5 @@ def _refuse_overlaps(cursor: Cursor, tensors: list[TensorInfo]) -> None:
     ordered = sorted(tensors, key=lambda tensor: tensor.offset_bytes)
     for before, after in pairwise(ordered):
         if before.offset_bytes + before.num_bytes > after.offset_bytes:
-            cursor.field = shown(after.name)
-            cursor.fail(f"overlaps {shown(before.name)}", after.offset_bytes)
+            cursor.field = one_line(after.name)
+            cursor.fail(f"overlaps {one_line(before.name)}", after.offset_bytes)

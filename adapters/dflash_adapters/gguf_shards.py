@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_metadata import Metadata
 from dflash_adapters.gguf_scanner import scan_gguf
 from dflash_adapters.gguf_types import MetadataValue, TensorInfo
-from dflash_protocol.errors import ModelFileError
+from dflash_protocol.errors import ModelFileError, one_line
 
 # Each shard holds two descriptors (its own and the mapping's); the usual limit is 1024 a process.
 MAX_SHARDS = 256
@@ -145,7 +144,7 @@ def _check_shard(shard: Shard, first: Shard, index: int, count: int) -> None:
     found_name = own.get_str(key, expected_name, max_bytes=64)
     if found_name != expected_name:
         raise ModelFileError(
-            f"is {shown(found_name)}, the first shard's is {shown(expected_name)}",
+            f"is {one_line(found_name)}, the first shard's is {one_line(expected_name)}",
             path=shard.path,
             field=key,
         )

@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Protocol
 
-from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.tokenizer_byte_level import BYTE_OF, ByteLevelBpe
 from dflash_adapters.tokenizer_pieces import ScoredPieces
@@ -32,6 +31,7 @@ from dflash_adapters.vocabulary import (
     unsupported,
 )
 from dflash_adapters.vocabulary_markers import correct_markers, is_answer_tag
+from dflash_protocol.errors import one_line
 
 MAX_TEMPLATE_BYTES = 1 << 20  # published: < 64 KiB
 MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; each is looked for in every text
@@ -64,14 +64,14 @@ def load_tokenizer(file: GgufFile) -> Tokenizer | None:
         case "llama":
             return _load_scored_pieces(file)
         case model:
-            raise unsupported(file, "tokenizer.ggml.model", f"tokenizer model {shown(model)}")
+            raise unsupported(file, "tokenizer.ggml.model", f"tokenizer model {one_line(model)}")
 
 
 def _load_byte_level(file: GgufFile) -> Tokenizer:
     pre = file.get_str("tokenizer.ggml.pre", "", max_bytes=64) or "default"
     dialect = DIALECTS.get(pre)
     if dialect is None:
-        raise unsupported(file, "tokenizer.ggml.pre", f"pre-tokenizer {shown(pre)}")
+        raise unsupported(file, "tokenizer.ggml.pre", f"pre-tokenizer {one_line(pre)}")
     vocabulary = Vocabulary.read(file, has_byte_tokens=False)
     for character, byte in BYTE_OF.items():
         if character not in vocabulary.ids and byte in BYTES_OF_UTF8:

@@ -10,9 +10,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from dflash_adapters.gguf_cursor import shown
 from dflash_adapters.gguf_file import GgufFile
-from dflash_protocol.errors import ModelFileError, UnsupportedModel
+from dflash_protocol.errors import ModelFileError, UnsupportedModel, one_line
 from dflash_protocol.ids import F32Array
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -92,7 +91,7 @@ def _read_types(file: GgufFile, texts: list[str], has_byte_tokens: bool) -> list
         if token_type is None:
             raise unsupported(file, key, f"token {index} of type {number}")
         if token_type is TokenType.BYTE and texts[index] not in BYTE_OF_TOKEN:
-            text = shown(texts[index][:64])
+            text = one_line(texts[index][:64])
             raise malformed(file, key, f"token {index} is of type byte, but spelled {text}")
         types.append(token_type)
     return types
@@ -121,7 +120,7 @@ def read_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
         for token in (left, right, left + right):
             if token not in ids:
                 raise malformed(
-                    file, key, f"merge {index} needs {shown(token[:64])}, which is no token"
+                    file, key, f"merge {index} needs {one_line(token[:64])}, which is no token"
                 )
         merges[left, right] = None
     return list(merges)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,10 +11,12 @@ from typing import Any, NoReturn
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.for_people import log_to_stderr, said, say
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import load_settings, run_directory, share_settings
 from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
 
+_PROGRAM = "dflash-daemon"
 _EXAMPLES = """examples:
   dflash-moe daemon model.gguf
   dflash-moe daemon model.gguf --listen ipc:///run/user/1000/dflash-moe/cpu0.sock --threads 4
@@ -26,7 +27,7 @@ _EXAMPLES = """examples:
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon. Returns the exit code: 0 stopped, 1 failed, 2 misused."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="dflash-daemon: %(message)s", level=logging.WARNING)
+    log_to_stderr(_PROGRAM)
     try:
         flags = {knob.field: getattr(options, knob.field) for knob in knobs_of(daemon=True)}
         settings = load_settings(file=options.settings, flags=flags)
@@ -53,14 +54,14 @@ def main(arguments: list[str] | None = None) -> int:
             settings,
         )
     except SettingsError as error:
-        print(f"dflash-daemon: error: {error}", file=sys.stderr)
+        say(f"error: {error}", program=_PROGRAM)
         return 2
     except (DflashError, OSError) as error:
-        print(f"dflash-daemon: error: {error}", file=sys.stderr)
+        say(f"error: {error}", program=_PROGRAM)
         return 1
     except ImportError as error:
         reason = f"{sys.executable} lacks what a daemon needs: {_first_line(error)}"
-        print(f"dflash-daemon: error: {reason}", file=sys.stderr)
+        say(f"error: {reason}", program=_PROGRAM)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -71,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"dflash-daemon: error: {message}\n")
+        self.exit(2, said(f"error: {message}", program=_PROGRAM) + "\n")
 
 
 class _Report(argparse.Action):
@@ -92,7 +93,7 @@ class _Echo(argparse.Action):
     ) -> NoReturn:
         from dflash_daemon import echo
 
-        logging.basicConfig(format="dflash-daemon: %(message)s", level=logging.WARNING)
+        log_to_stderr(_PROGRAM)
         parser.exit(echo.main(*values))
 
 

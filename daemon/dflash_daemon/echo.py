@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 from pathlib import Path
 
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.errors import DaemonUnavailable, DflashError, SettingsError
+from dflash_protocol.for_people import say
 from dflash_protocol.parent import end_with_parent
 from dflash_protocol.ring_segment import open_segment
 from dflash_protocol.settings import load_settings, share_settings
@@ -25,7 +25,7 @@ def main(device: str, segment: str, lifeline_fd: str) -> int:
         share_settings(load_settings())
         _serve(parse_device(device), Path(segment), int(lifeline_fd))
     except (DflashError, OSError, ValueError) as error:
-        print(f"dflash-daemon: error: {error}", file=sys.stderr)
+        say(f"error: {error}", program="dflash-daemon")
         return 2 if isinstance(error, SettingsError) else 1
     return 0
 

@@ -13,7 +13,6 @@ import os
 import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from dflash_protocol.curve import ServerSecurity, server_security
 from dflash_protocol.device import Device
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.for_people import say
 from dflash_protocol.notify import Notifier
 from dflash_protocol.parent import end_with_parent
 from dflash_protocol.placement import OwnedExperts
@@ -195,7 +195,7 @@ async def _serve(
             f"listening on {endpoint.address}"
         )
         if options.lifeline_fd is None:
-            print(f"dflash-daemon: {summary}", file=sys.stderr, flush=True)
+            say(summary, program="dflash-daemon")
             # From now on it is told what is loaded for whom. Who spawned a daemon did not ask.
             logging.getLogger("dflash_daemon").setLevel(logging.INFO)
         # A parent that has spawned us says at once what to load, and hears how far that is.

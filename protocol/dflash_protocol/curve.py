@@ -28,7 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from dflash_protocol.endpoint import Endpoint
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import SettingsError, one_line
 from dflash_protocol.text_files import file_error
 
 _LOG = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKe
     `comment` follows the public key, for people. Empty lists of friends are made beside them.
     Raises: SettingsError if there is a key already and not `force`, or the folder cannot be used.
     """
-    comment = " ".join("".join(c if c.isprintable() else " " for c in comment).split())
+    comment = one_line(" ".join(comment.split()))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

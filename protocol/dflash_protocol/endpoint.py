@@ -17,7 +17,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
 from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
 
 _LOOPBACK = {4: ipaddress.ip_network("127.0.0.0/8"), 6: ipaddress.ip_network("::1/128")}
@@ -87,8 +87,8 @@ def parse_endpoint(text: str) -> Endpoint:
         if _is_host(host) and is_number and 0 < int(port) < 65536:
             return Endpoint(text, None, host, int(port))
     raise SettingsError(
-        f"endpoint {text!r} is neither ipc:///absolute/path nor tcp://host:port, "
-        "where an IPv6 host stands in brackets"
+        f"endpoint {one_line(repr(text), 200)} is neither ipc:///absolute/path nor "
+        "tcp://host:port, where an IPv6 host stands in brackets"
     )
 
 

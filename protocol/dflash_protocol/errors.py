@@ -13,10 +13,12 @@
     ├── DeviceUnavailable       a GPU, its driver or its compiler fails: use another device
     │   ├── DeviceOutOfMemory   its memory is too small: keep less on it
     │   └── KernelCompileError  a kernel cannot be compiled for it
+    ├── RenderingUnavailable    no process can be had that renders chat templates: retry
     └── DaemonUnavailable       a daemon is gone or late: retry, or compute elsewhere
         └── DeadlineExceeded    nothing came within the time that was allowed
 
-Every message is one line that can be shown to a user as it is.
+Every message is one line that can be shown to a user as it is, whatever it quotes: `one_line` sees
+to that. It is what all texts of files, peers and clients pass through before they are shown.
 """
 
 from __future__ import annotations
@@ -24,17 +26,40 @@ from __future__ import annotations
 from pathlib import Path
 
 _LINE_LIMIT = 1000
+_MESSAGE_LIMIT = 4000
+"""Of messages of ours, which quote more than one text."""
+_KEPT_IN_TERMINALS = frozenset("\n\t")
 
 
-def one_line(text: str) -> str:
-    """What can be shown of somebody else's text: no line breaks, no control characters, and no
-    more than a thousand others."""
-    shown = "".join(character for character in text if character.isprintable())
-    return shown[:_LINE_LIMIT]
+def one_line(text: object, limit: int = _LINE_LIMIT) -> str:
+    """What can be shown of another's text: one line, that a terminal only writes.
+
+    As in Python's literals are shown: control characters (C0, DEL, C1), format characters (those
+    that turn the direction of text, or are not seen, among them), separators of lines and
+    paragraphs and other spaces than ASCII's, lone surrogates, and what has no meaning yet. A text
+    of more than `limit` characters is cut and ends with ``…``.
+    """
+    whole = str(text)
+    shown = whole[: limit + 1]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def for_terminal(text: str) -> str:
+    """A text of many lines, such as a model's, without what a terminal obeys: control characters
+    but line breaks and tabs are shown as in Python's literals."""
+    return "".join(
+        repr(c)[1:-1] if (c < " " or "\x7f" <= c <= "\x9f") and c not in _KEPT_IN_TERMINALS else c
+        for c in text
+    )
 
 
 class DflashError(Exception):
     """Root of everything this project raises on purpose."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(message, _MESSAGE_LIMIT))
 
 
 class SettingsError(DflashError):
@@ -78,9 +103,7 @@ class ModelFileError(DflashError):
         field: str | None = None,
         offset_bytes: int | None = None,
     ) -> None:
-        # A name may hold line breaks or bytes that are no text; the message stays one line of it.
         where = str(path) if field is None else f"{path}: {field}"
-        where = "".join(c if c.isprintable() else repr(c)[1:-1] for c in where)
         if offset_bytes is not None:
             where += f" (at byte {offset_bytes})"
         super().__init__(f"{where}: {reason}")
@@ -153,6 +176,10 @@ class DeviceOutOfMemory(DeviceUnavailable):
 
 class KernelCompileError(DeviceUnavailable):
     """A kernel cannot be compiled for a device; the compiler's own words are in the message."""
+
+
+class RenderingUnavailable(DflashError):
+    """No process can be had that renders chat templates: none starts, or all are at work."""
 
 
 class DaemonUnavailable(DflashError):

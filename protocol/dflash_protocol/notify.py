@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from typing import Self
 
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import SettingsError, one_line
 from dflash_protocol.settings import take_supervision
 
 _LOG = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Notifier:
         if status is not None:
             self._status = status
             # A line break would begin another assignment.
-            lines.append(f"STATUS={' '.join(status.split())[:_STATUS_LIMIT]}")
+            lines.append(f"STATUS={one_line(' '.join(status.split()), _STATUS_LIMIT)}")
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.settimeout(_SEND_S)

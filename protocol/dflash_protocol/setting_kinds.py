@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_protocol.device import DEVICES_ALLOWED, Device, parse_device
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import SettingsError, one_line
 
 MOST_DAEMONS = 64
 """Most daemons, and most endpoints, that one parent may be given."""
@@ -243,15 +243,9 @@ def checked(where: str, value: object, read: Callable[..., object]) -> object:
         return read(value)
     except ValueError as error:
         reason = str(error)
-    raise SettingsError(f"{printable(where)}={shown(value)}: {reason}")
+    raise SettingsError(f"{where}={shown(value)}: {reason}")
 
 
 def shown(value: object) -> str:
     """A value in a message: on one line, and not longer than one wants to read."""
-    text = printable(repr(value))
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def printable(text: str) -> str:
-    """A text as one line, whatever it is made of."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return one_line(repr(value), 80)

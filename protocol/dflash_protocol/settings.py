@@ -64,6 +64,8 @@ _LEAST_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB there if nobody asks for more, which few segments fit into."""
 _OTHERS_INHERIT = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
 """What a program of another environment is given of ours: nothing that says where libraries lie."""
+_BARE = ("LD_LIBRARY_PATH",)
+"""What an interpreter may need to start at all."""
 _OTHERS_INHERIT_PREFIXES = ("LC_", "XDG_")
 
 
@@ -305,6 +307,11 @@ def daemon_environment(
         if knob.reader is Reader.BOTH and value != knob.default:
             environment[knob.variable] = knob.kind.to_text(value)
     return {**environment, **dict(daemon.environment)}
+
+
+def bare_environment() -> dict[str, str]:
+    """Environment of a process that is to know nothing of ours."""
+    return {name: os.environ[name] for name in _BARE if name in os.environ}
 
 
 def take_supervision() -> tuple[str, float]:

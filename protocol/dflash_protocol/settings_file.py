@@ -27,7 +27,6 @@ from dflash_protocol.setting_kinds import (
     Whole,
     check_daemon_device,
     checked,
-    printable,
     shown,
 )
 from dflash_protocol.settings_table import KNOBS, MAX_THREADS, PREFIX, Reader
@@ -70,7 +69,7 @@ def _document(path: Path) -> dict[str, object]:
     except UnicodeDecodeError:
         raise file_error(_WHAT, path, "not UTF-8 text") from None
     except ValueError as error:  # what tomllib raises, and numbers that are too long
-        raise file_error(_WHAT, path, printable(str(error))) from None
+        raise file_error(_WHAT, path, str(error)) from None
     except RecursionError:
         raise file_error(_WHAT, path, "nested too deeply") from None
 
@@ -88,7 +87,7 @@ def _daemon(where: str, table: object) -> DaemonSetting:
     for key, value in table.items():
         if key not in DAEMON_KEYS:
             known = ", ".join(DAEMON_KEYS)
-            raise SettingsError(f"{printable(where)}: unknown key {shown(key)}; known are {known}")
+            raise SettingsError(f"{where}: unknown key {shown(key)}; known are {known}")
         field, read = DAEMON_KEYS[key]
         values[field] = checked(f"{where}.{key}", value, read)
     return DaemonSetting(**values, source=where)  # type: ignore[arg-type]

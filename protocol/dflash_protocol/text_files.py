@@ -14,9 +14,8 @@ from dflash_protocol.errors import SettingsError
 
 
 def file_error(kind: str, path: Path, reason: str) -> SettingsError:
-    """One line that names the file, whatever bytes its name is made of."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(path))
-    return SettingsError(f"{kind} {shown}: {reason}")
+    """One line that names the file."""
+    return SettingsError(f"{kind} {path}: {reason}")
 
 
 def read_file(kind: str, path: Path, *, limit_bytes: int) -> bytes:

@@ -265,6 +265,7 @@ def test_a_template_that_cannot_work_is_unsupported(template: str, words: str) -
 # Templates that would take for ever, or all memory, without the bounds.
 
 _LONG = "{% set s = 'a' * 900000 %}"
+_TWINS = _LONG + "{% set t = 'a' * 899999 ~ 'b' %}"
 _HALF = MAX_TEMPLATE_CHARACTERS // 2
 
 
@@ -334,6 +335,22 @@ HOSTILE = {
     "batches": "{{ [1] | batch(10 ** 9, 'x') | list }}",
     "digits": "{{ 1.5 | round(10 ** 9, 'floor') }}",
     "sum of lists": "{{ ([['a'] * 999] * 999) | sum(start=[]) | length }}",
+    "sums of short lists": "{{ ([['a']] * 40000) | sum(start=[]) | length }}" * 9,
+    "conditions of loops": _TWINS
+    + "{% for i in range(99999) if s == t"
+    + " or s == t" * 9
+    + " %}{% endfor %}",
+    "searches in conditions": _TWINS + "{% for i in range(99999) if t in s %}{% endfor %}",
+    "tests in conditions": _TWINS
+    + "{% for i in range(99999) if s is eq t"
+    + " or s is eq t" * 9
+    + " %}{% endfor %}",
+    "lazy rejects": "{% set l = range(99999) | list %}{{ range(99999) | reject('in', l) | list }}",
+    "long paths": "{% set n = namespace() %}{% set n.a = n %}{{ ([n] * 9000) | map(attribute='"
+    + ".".join("a" * 9000)
+    + "') | list | length }}",
+    "large numbers": "{% set x = ('f' * 900000) | int(0, 16) %}{% for i in range(99) %}"
+    "{% set y = x % (('f' * 450000) | int(0, 16)) %}{% endfor %}",
     "escapes": "{{ ('<' * 900000)" + " | e" * 30 + " }}",
     "many slices": _LONG + many("{% set a# = s[1:] %}"),
     "many sums": _LONG + many("{% set a# = s ~ 'b' %}"),

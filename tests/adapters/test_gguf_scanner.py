@@ -66,7 +66,7 @@ MALFORMED: dict[str, tuple[GgufBuilder, str, str]] = {
     ),
     "key with a line break": (
         GgufBuilder().add("a\nb", struct.pack("<I", 77)),
-        "'a\\nb'",
+        "a\\nb",
         "unknown value type",
     ),
     "bool of two": (GgufBuilder().add("k", raw.scalar(raw.BOOL, 2)), "k", "bool of value 2"),

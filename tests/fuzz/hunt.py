@@ -36,6 +36,7 @@ TARGETS = {
     "data-frames": "fuzz.data_targets:DataFrames",
     "ring-slots": "fuzz.ring_targets:RingSlots",
     "handshakes": "fuzz.message_targets:Handshakes",
+    "chat-messages": "fuzz.chat_targets:ChatMessages",
 }
 """Every target, by the name that is used on the command line."""
 

@@ -20,10 +20,14 @@ from dflash_protocol.errors import (
     KernelCompileError,
     ModelFileError,
     ProtocolError,
+    RenderingUnavailable,
     SettingsError,
     StateNotKept,
     UnsupportedModel,
+    for_terminal,
+    one_line,
 )
+from support.hostile_texts import HOSTILE, HOSTILE_LONG, assert_harmless
 
 SAMPLES: dict[type[DflashError], DflashError] = {
     DflashError: DflashError("something"),
@@ -37,6 +41,7 @@ SAMPLES: dict[type[DflashError], DflashError] = {
     DeviceUnavailable: DeviceUnavailable("no cuda driver: libcuda.so.1: cannot open"),
     DeviceOutOfMemory: DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=2),
     KernelCompileError: KernelCompileError("sample.cu(3): error: expected a ';'"),
+    RenderingUnavailable: RenderingUnavailable("too many at once"),
     DaemonUnavailable: DaemonUnavailable("nothing answers"),
     DeadlineExceeded: DeadlineExceeded("no reply within 250 ms"),
 }
@@ -114,5 +119,52 @@ def test_a_name_out_of_a_file_cannot_add_lines_to_a_message() -> None:
 
 def test_somebody_elses_text_is_one_short_line() -> None:
     """Found by fuzzing: a peer's reason filled screens."""
-    assert errors.one_line("no\r\n\x1b[31m such thing") == "no[31m such thing"
-    assert errors.one_line("x" * 1001) == "x" * 1000
+    assert errors.one_line("no\r\n\x1b[31m such thing") == r"no\r\n\x1b[31m such thing"
+    assert errors.one_line("x" * 1001) == "x" * 999 + "…"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("Größe 😀 de\u0301ja\\x1b", "Größe 😀 de\u0301ja\\x1b"),
+        ("a\n\tb\x1b[2J\0\x7f", "a\\n\\tb\\x1b[2J\\x00\\x7f"),
+        ("\x9b1m\x85\u2028\u2029", "\\x9b1m\\x85\\u2028\\u2029"),
+        (
+            "\u202eabc\u2066\u200b\u200f\ufeff\U000e0041",
+            "\\u202eabc\\u2066\\u200b\\u200f\\ufeff\\U000e0041",
+        ),
+        ("\ud800\udfff \u00a0\u3000", "\\ud800\\udfff \\xa0\\u3000"),
+        ("a" * 1000, "a" * 1000),
+        ("a" * 1001, "a" * 999 + "…"),
+        ("\0" * 1000, "\\x00" * 249 + "\\x0…"),
+    ],
+)
+def test_a_text_of_others_is_one_line_that_a_terminal_only_writes(text: str, shown: str) -> None:
+    assert one_line(text) == shown
+    assert one_line(shown) == shown
+
+
+def test_each_character_is_shown_as_it_is_or_escaped() -> None:
+    for code in (*range(0x3100), *range(0xD700, 0x11000), *range(0x11000, 0x110000, 97)):
+        shown = one_line(chr(code))
+        assert shown.isprintable()
+        assert shown == chr(code) or shown[0] == "\\"
+
+
+def test_messages_are_one_line_whatever_they_quote() -> None:
+    for error in (
+        DflashError(HOSTILE_LONG),
+        SettingsError(f"a={HOSTILE}"),
+        ModelFileError(HOSTILE, path=f"/a/{HOSTILE}.gguf", field=HOSTILE),
+        HandshakeRefused(HOSTILE, code="model"),
+        DeviceOutOfMemory(HOSTILE, num_bytes=9, free_bytes=1, total_bytes=2, what=HOSTILE),
+    ):
+        assert_harmless(str(error))
+        assert len(str(error)) <= 4000
+
+
+def test_a_models_text_keeps_its_lines_and_loses_what_a_terminal_obeys() -> None:
+    text = "a\n\tb 👨‍👩‍👧 שלום\u200f"  # joiners and marks of direction belong to texts
+    assert for_terminal(text) == text
+    assert for_terminal("a\x1b]52;c;AA\x07\r\x9b\x7f\0") == "a\\x1b]52;c;AA\\x07\\r\\x9b\\x7f\\x00"

@@ -53,7 +53,7 @@ def test_a_status_is_told_once_and_is_one_line(manager: ServiceManager) -> None:
     first, second = manager.hear(SOON_S), manager.hear(SOON_S)
     assert first is not None
     assert list(first) == ["STATUS"]
-    assert first["STATUS"].startswith("one READY=1 ?xxx")
+    assert first["STATUS"].startswith(r"one READY=1 \udcffxxx")
     assert len(first["STATUS"]) == 400
     assert second == {"WATCHDOG": "1"}
 

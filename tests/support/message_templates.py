@@ -84,12 +84,11 @@ def lines_of(path: Path, *, root: Path = ROOT) -> Iterator[Line]:
                 raise ValueError(f"{where}: the text is not at the call")
             yield Line(text, level, where, package)
         elif _is_said(node):
-            text = _PROGRAM.sub("", template_of(node.args[0]) or "")
-            if text == "…" and isinstance(node.args[0], ast.JoinedStr):
-                [value] = [
-                    each for each in node.args[0].values if isinstance(each, ast.FormattedValue)
-                ]
-                text = _assigned(value.value, tree)
+            [argument, *_] = node.args
+            if isinstance(argument, ast.Name):
+                text = _assigned(argument, tree)
+            else:
+                text = _PROGRAM.sub("", template_of(argument) or "")
             if text is not None:  # else it hands on what others have written
                 yield Line(text, "", where, package)
 
@@ -112,7 +111,7 @@ def _is_said(call: ast.Call) -> bool:
     if not call.args:
         return False
     if name in ("say", "_say"):
-        return isinstance(call.args[0], ast.Constant | ast.JoinedStr)
+        return isinstance(call.args[0], ast.Constant | ast.JoinedStr | ast.Name)
     return name in ("print", "echo") and bool(_PROGRAM.match(template_of(call.args[0]) or ""))
 
 

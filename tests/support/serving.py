@@ -6,7 +6,7 @@ import contextlib
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,23 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    model: Path | None, *arguments: str, is_ready: bool = True, **extra: str
+    model: Path | None,
+    *arguments: str,
+    is_ready: bool = True,
+    program: Sequence[str] | None = None,
+    **extra: str,
 ) -> Iterator[RunningServer]:
-    """A server on a free port; ended with SIGTERM if the test has not ended it itself."""
-    command = [*cli_command(), "serve", *([str(model)] if model else []), "--port", "0"]
+    """A server on a free port; ended with SIGTERM if the test has not ended it itself.
+
+    `program` stands in place of our command line.
+    """
+    command = [
+        *(program or cli_command()),
+        "serve",
+        *([str(model)] if model else []),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(
         [*command, *arguments], env=environment(**extra), stderr=subprocess.PIPE, text=True
     ) as process:

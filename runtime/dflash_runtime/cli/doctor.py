@@ -22,9 +22,11 @@ import click
 from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.for_people import ascii_json
 from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, run_directory
 from dflash_runtime.cli.findings import Findings, shown
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
+from dflash_runtime.cli.output import write_lines
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.launching import DaemonChoice
@@ -86,7 +88,10 @@ def doctor(
         from dflash_runtime.cli.doctor_mailbox import try_mailbox
 
         found_mailbox = try_mailbox(mailbox, settings, num_rounds=rounds, seed=seed)
-        click.echo(found_mailbox.as_json() if as_json else found_mailbox.as_text())
+        if as_json:
+            click.echo(found_mailbox.as_json())
+        else:
+            write_lines(found_mailbox.as_text().split("\n"))
         context.exit(1 if found_mailbox.problems else 0)
     found = Findings()
     _look_at_launchers(settings, found)
@@ -94,9 +99,9 @@ def doctor(
     _look_at_machine(settings, found)
     _look_for_hints(found)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found)))
+        click.echo(ascii_json(dataclasses.asdict(found)))
     else:
-        click.echo("\n".join(shown(found)))
+        write_lines(shown(found))
     context.exit(1 if found.problems else 0)
 
 

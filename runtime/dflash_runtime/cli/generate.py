@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.for_people import ascii_json
 from dflash_runtime.cli.options import (
     SettingsCommand,
     engine_options,
     settings_options,
     take_settings,
 )
+from dflash_runtime.cli.output import write_lines, write_text
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
@@ -113,11 +114,10 @@ def generate(model: Path | None, **options: Any) -> None:
             generated.append(token.token_id)
             pieces.append(token.text)
             if not options["as_json"]:
-                sys.stdout.write(token.text)
-                sys.stdout.flush()
+                write_text(token.text)
         if options["as_json"]:
             record = _record(engine, prompt, generated, "".join(pieces))
-            sys.stdout.write(json.dumps(record) + "\n")
+            sys.stdout.write(ascii_json(record) + "\n")
         else:
             if engine.tokenizer is None:
                 sys.stdout.write(",".join(map(str, generated)))
@@ -196,4 +196,4 @@ def _print_summary(engine: Engine) -> None:
             f"{owner.wait_s:6.2f} s {owner.restarts:8d}"
         )
     lines += [f"event    {e.time_s:.2f} s  {e.kind}  {e.owner}: {e.reason}" for e in stats.events]
-    click.echo("\n".join(lines), err=True)
+    write_lines(lines, to_stderr=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -10,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from dflash_protocol.for_people import ascii_json
+from dflash_runtime.cli.output import write_lines
 
 if TYPE_CHECKING:
     from dflash_adapters.gguf_file import GgufFile
@@ -35,9 +37,9 @@ def inspect(model: Path | None, as_json: bool) -> None:
     with GgufFile.open(demo_model_path() if model is None else model) as file:
         spec = adapter_for(file).read_spec(file)
         if as_json:
-            click.echo(json.dumps(_record(file, spec)))
+            click.echo(ascii_json(_record(file, spec)))
         else:
-            click.echo("\n".join(_lines(file, spec)))
+            write_lines(_lines(file, spec))
 
 
 def _record(file: GgufFile, spec: ModelSpec) -> dict[str, object]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from dflash_runtime.cli.output import write_lines
+
 _EPILOG = """\b
 Examples:
   dflash-moe keygen
@@ -58,7 +60,7 @@ def keygen(folder: Path | None, comment: str | None, force: bool) -> None:
     ]
     if hint:
         lines += ["", f"This is not the default folder: start programs with {hint}"]
-    click.echo("\n".join(lines))
+    write_lines(lines)
 
 
 def _user_at_host() -> str:

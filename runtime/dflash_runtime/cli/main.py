@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed, 2 misused (a flag, a setting, a prompt), 130 inter
 from __future__ import annotations
 
 import io
-import logging
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import click
 
 from dflash_protocol import __version__
 from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.for_people import log_to_stderr, say
 from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end the run.
             stream.reconfigure(errors="replace")
-    logging.basicConfig(format="dflash-moe: %(message)s", level=logging.WARNING)
+    log_to_stderr("dflash-moe")
     interrupt_once()
     sys.exit(_run(arguments))
 
@@ -104,5 +104,5 @@ def _discard_stdout() -> None:
 
 def _fail(message: str, exit_code: int) -> int:
     first_line, *_ = message.splitlines() or [""]
-    click.echo(f"dflash-moe: error: {first_line}", err=True)
+    say(f"error: {first_line}", program="dflash-moe")
     return exit_code

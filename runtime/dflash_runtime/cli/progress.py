@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from dflash_protocol.errors import one_line
+
 _DELAY_S = 1.0
+_STAGE_LIMIT = 60
 
 
 class ProgressReporter:
@@ -34,7 +37,7 @@ class ProgressReporter:
     def update(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
         """Say where a piece of work stands. May be called from any thread."""
         with self._lock:
-            self._states[owner] = (stage, num_done, num_total)
+            self._states[owner] = (one_line(stage, _STAGE_LIMIT), num_done, num_total)
 
     def finish(self) -> None:
         """Take the bars away. Further calls do nothing."""
@@ -48,7 +51,7 @@ class ProgressReporter:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
             tasks = {}
             while not self._done.wait(0.1):

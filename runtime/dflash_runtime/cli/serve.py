@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.for_people import say
 from dflash_protocol.text_files import read_file
 from dflash_runtime.cli.options import (
     SettingsCommand,
@@ -83,7 +84,7 @@ def serve(model: Path | None, **options: Any) -> None:
 
 
 def _say(line: str) -> None:
-    click.echo(f"dflash-moe: {line}", err=True)
+    say(line, program="dflash-moe")
 
 
 def _template(path: Path | None) -> str | None:

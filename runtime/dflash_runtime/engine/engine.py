@@ -23,6 +23,7 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.engine.arguments import token_id_array, whole_number
+from dflash_runtime.engine.chat_renderer import ChatRenderer
 from dflash_runtime.engine.generation import GeneratedToken, GenerationRequest, generated_tokens
 from dflash_runtime.engine.opening import (
     Opened,
@@ -45,7 +46,7 @@ __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verifi
 class Engine:
     """A model with its experts placed. Made by `Engine.open`; close it, or use it in ``with``.
 
-    Owns: the mapped file, the backend, the daemons it spawned.
+    Owns: the mapped file, the backend, the daemons it spawned, the processes that render chats.
     """
 
     def __init__(self, opened: Opened, *, is_profiled: bool = False) -> None:
@@ -53,6 +54,7 @@ class Engine:
         self._file = opened.file
         self._owners = opened.owners
         self._profile = Profile() if is_profiled else None
+        self._renderer = ChatRenderer()
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_is_loaded = False
         self.spec = opened.model.spec
@@ -125,6 +127,7 @@ class Engine:
             with advice_if_out_of_memory():
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
+                undo.callback(engine._renderer.close)
                 engine._steps.try_out()
             # An engine that is dropped without being closed must not leave its daemons running.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
@@ -178,6 +181,13 @@ class Engine:
             return self.encode_chat([{"role": "user", "content": text}])
         return text_ids(self.tokenizer, text)
 
+    def prepare_chat(self) -> None:
+        """Start the processes that chat templates are rendered in, else the first chat does.
+
+        Raises: RenderingUnavailable.
+        """
+        self._renderer.prepare()
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -189,10 +199,15 @@ class Engine:
 
         May be called from any thread once `tokenizer` has been loaded.
         Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
-        UnsupportedModel if it fails.
+        UnsupportedModel if it fails; RenderingUnavailable.
         """
         return chat_ids(
-            self.tokenizer, messages, template=template, extra=extra, path=self._file.path
+            self.tokenizer,
+            messages,
+            renderer=self._renderer,
+            template=template,
+            extra=extra,
+            path=self._file.path,
         )
 
     def chat_text(
@@ -204,7 +219,12 @@ class Engine:
     ) -> str:
         """The text whose tokens `encode_chat` gives. May be called as that, and raises the same."""
         return chat_text(
-            self.tokenizer, messages, template=template, extra=extra, path=self._file.path
+            self.tokenizer,
+            messages,
+            renderer=self._renderer,
+            template=template,
+            extra=extra,
+            path=self._file.path,
         )
 
     def prompt_parts(self, text: str, *, is_chat: bool = False) -> Iterator[list[int]]:

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from dflash_protocol.errors import one_line
+
 _LOG = logging.getLogger(__name__)
 
 _EVENTS_KEPT = 1000
@@ -36,6 +38,7 @@ class EventLog:
 
     def add(self, kind: str, owner: str, reason: str) -> None:
         """Note it now; the operator is told of a daemon that is not there."""
+        reason = one_line(reason)
         if kind in ("daemon_lost", "daemon_absent"):
             _LOG.warning("daemon %s is not there: %s", owner, reason)
         with self._lock:

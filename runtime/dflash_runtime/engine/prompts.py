@@ -10,9 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dflash_adapters.chat import render_chat
+from dflash_adapters.chat_messages import ChatRequest
 from dflash_adapters.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_runtime.engine.chat_renderer import ChatRenderer
 
 
 def text_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
@@ -27,18 +28,22 @@ def chat_ids(
     tokenizer: Tokenizer | None,
     messages: Sequence[Mapping[str, Any]],
     *,
+    renderer: ChatRenderer,
     template: str | None = None,
     extra: Mapping[str, Any] | None = None,
     path: Path,
 ) -> list[int]:
-    """Token ids of a conversation, rendered with `template` or else that of the file at `path`.
+    """Token ids of a conversation, rendered with `template` or else that of the file at `path`, in
+    a process of the `renderer`.
 
     They begin with the token that the file wants before every text, whether the template writes it
     or not.
     Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
-    UnsupportedModel if it fails.
+    UnsupportedModel if it fails; RenderingUnavailable.
     """
-    rendered = chat_text(tokenizer, messages, template=template, extra=extra, path=path)
+    rendered = chat_text(
+        tokenizer, messages, renderer=renderer, template=template, extra=extra, path=path
+    )
     return list(chain.from_iterable(_chat_parts(_required(tokenizer), rendered)))
 
 
@@ -46,6 +51,7 @@ def chat_text(
     tokenizer: Tokenizer | None,
     messages: Sequence[Mapping[str, Any]],
     *,
+    renderer: ChatRenderer,
     template: str | None = None,
     extra: Mapping[str, Any] | None = None,
     path: Path,
@@ -55,14 +61,14 @@ def chat_text(
     template = template or tokenizer.chat_template
     if template is None:
         raise SettingsError("this model has no chat template; give a plain prompt")
-    return render_chat(
+    request = ChatRequest(
         template,
         messages,
         bos_token=tokenizer.bos_text,
         eos_token=tokenizer.eos_text,
-        extra=extra,
-        path=path,
+        extra=extra or {},
     )
+    return renderer.render(request, path=path)
 
 
 def prompt_parts(

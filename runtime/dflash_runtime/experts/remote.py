@@ -21,6 +21,7 @@ from dflash_protocol.errors import (
     DeadlineExceeded,
     DflashError,
     ProtocolError,
+    one_line,
 )
 from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.ring_segment import Segment
@@ -115,7 +116,7 @@ class RemoteExpertCompute:
         session = self._link.session
         stats.is_lost = session is None
         if session is not None:
-            stats.device = session.welcome.device
+            stats.device = one_line(session.welcome.device)
         stats.restarts = self._link.restarts
         stats.breaker = self._breaker.state.value
         stats.breaker_opened = self._breaker.num_opened

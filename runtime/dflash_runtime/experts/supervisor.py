@@ -24,7 +24,13 @@ import zmq
 import zmq.asyncio
 
 from dflash_protocol.endpoint import is_ipv6
-from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, ProtocolError
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DflashError,
+    HandshakeRefused,
+    ProtocolError,
+    one_line,
+)
 from dflash_protocol.messages import (
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
@@ -293,7 +299,7 @@ class _LinkTask:
             elif isinstance(message, Refused):
                 raise HandshakeRefused(
                     f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}",
-                    code=message.code,
+                    code=one_line(message.code),
                 )
             elif isinstance(message, Welcome):
                 _check_welcome(message, hello, link)

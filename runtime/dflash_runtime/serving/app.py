@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
@@ -23,6 +22,7 @@ from dflash_protocol import __version__
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.ascii_json import JSONResponse
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.description import describe, model_id
 from dflash_runtime.serving.errors import ApiError, api_error
@@ -120,7 +120,7 @@ def create_app(state: ServerState) -> ASGIApp:
             if (largest := max(body.tokens, default=0)) >= tokenizer.vocab_size:
                 raise ApiError(400, f"tokens: {largest} is no token", param="tokens")
             texts = tokenizer.decoded(body.tokens)
-            escaped = (json.dumps(part, ensure_ascii=False)[1:-1] for part in texts)
+            escaped = (json.dumps(part)[1:-1] for part in texts)
             parts = await _made(received, escaped, "tokens")
         return _json('{"content":"', "".join(parts), '"}')
 

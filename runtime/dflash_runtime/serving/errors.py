@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.responses import JSONResponse
-
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DflashError,
     ModelFileError,
+    RenderingUnavailable,
     SettingsError,
     UnsupportedModel,
 )
+from dflash_runtime.serving.ascii_json import JSONResponse
 
 
 class ApiError(Exception):
@@ -53,6 +53,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), code="chat_template_failed")
         case DaemonUnavailable() | ModelFileError():
             return ApiError(503, str(error), kind="server_error", code="model_unavailable")
+        case RenderingUnavailable():
+            return unavailable(str(error), "rendering_unavailable", retry_after_s=1)
         case DflashError():
             return ApiError(500, str(error), kind="server_error")
     return ApiError(500, "internal error; see the server's log", kind="server_error")

@@ -17,12 +17,14 @@ from typing import Any, NoReturn, cast
 
 import uvicorn
 
+from dflash_protocol.errors import RenderingUnavailable
 from dflash_protocol.notify import Notifier
 from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
 from dflash_runtime.serving.connections import Acceptor
+from dflash_runtime.serving.description import chat_template
 from dflash_runtime.serving.http_protocol import BoundedProtocol
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.state import ServerState
@@ -133,6 +135,9 @@ class _Life:
         try:
             if await self._first_of(opened) and not self._signalled.is_set():
                 self._state.engine = engine = opened.result()
+                if chat_template(self._state, engine) is not None:
+                    with contextlib.suppress(RenderingUnavailable):  # the first chat will say so
+                        engine.prepare_chat()
                 summary = f"{engine.spec.name}; experts: {', '.join(engine.stats().owners)}"
                 self._say(f"ready: {summary}")
                 self._manager.ready(summary)

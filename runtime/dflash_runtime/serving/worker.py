@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from dflash_protocol.errors import DflashError
+from dflash_protocol.errors import DflashError, one_line
 from dflash_runtime.engine.engine import Engine, GenerationStats
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
@@ -201,7 +201,7 @@ class EngineWorker:
         return Finished(reason, stats)
 
     def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
-        self.stage = f"{owner}: {stage} {num_done}/{num_total}"
+        self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")
         self._on_stage(self.stage)
         # Other threads report too, and an exception would end them, not the opening.
         if self._is_closing and threading.current_thread() is self._thread:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dflash_protocol.errors import ContextExceeded, SettingsError, UnsupportedModel
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main
+from dflash_runtime.engine.chat_renderer import ChatRenderer
 from dflash_runtime.engine.prompts import chat_ids, text_ids
 from support import gguf_builder as raw
 from support.compared_tokenizers import load, load_file
@@ -44,7 +46,16 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Engine]:
     with Engine.open(model, backend="reference", context=200) as engine:
+        engine.prepare_chat()
         yield engine
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[ChatRenderer]:
+    renderer = ChatRenderer()
+    renderer.prepare()
+    yield renderer
+    renderer.close()
 
 
 def said(engine: Engine, ids: list[int]) -> str:
@@ -86,11 +97,21 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_computed(engine: Eng
         engine.chat(ASKED, 0, template=TEMPLATE)
 
 
+def test_processes_for_chats_are_started_by_the_first_chat(model: Path) -> None:
+    before = set(psutil.Process().children())
+    with Engine.open(model, backend="reference", context=64) as engine:
+        list(engine.generate("Hi", 1))
+        assert set(psutil.Process().children()) == before
+        list(engine.chat(ASKED, 1, template=TEMPLATE))
+        assert len(set(psutil.Process().children()) - before) == 2
+    assert set(psutil.Process().children()) == before
+
+
 def test_without_a_tokenizer_there_are_no_texts() -> None:
     with pytest.raises(SettingsError, match="no tokenizer; give token ids"):
         text_ids(None, "x")
     with pytest.raises(SettingsError, match="no tokenizer; give token ids"):
-        chat_ids(None, ASKED, template=TEMPLATE, path=Path("m.gguf"))
+        chat_ids(None, ASKED, renderer=ChatRenderer(), template=TEMPLATE, path=Path("m.gguf"))
 
 
 def with_bos(*, adds_bos: bool) -> RawVocabulary:
@@ -106,13 +127,14 @@ def with_bos(*, adds_bos: bool) -> RawVocabulary:
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}x", "<s>x", "x"])
 def test_a_conversation_begins_as_the_file_wants_it_and_only_once(
-    tmp_path: Path, template: str
+    tmp_path: Path, renderer: ChatRenderer, template: str
 ) -> None:
     wants, does_not = (load(with_bos(adds_bos=adds), tmp_path) for adds in (True, False))
     path = tmp_path / "m.gguf"
-    assert chat_ids(wants, ASKED, template=template, path=path) == [259, ord("x")]
+    asked: dict[str, Any] = {"renderer": renderer, "template": template, "path": path}
+    assert chat_ids(wants, ASKED, **asked) == [259, ord("x")]
     begins = [259] if "s" in template else []
-    assert chat_ids(does_not, ASKED, template=template, path=path) == [*begins, ord("x")]
+    assert chat_ids(does_not, ASKED, **asked) == [*begins, ord("x")]
 
 
 # The command line.

@@ -25,6 +25,7 @@ from dflash_protocol.messages import (
     Refused,
 )
 from dflash_runtime.experts.supervisor import Patience
+from support.hostile_texts import HOSTILE, assert_harmless
 from support.scripted_daemon import PATIENCE_S, ScriptedDaemon, welcome_to
 from support.supervised import OWNED, Parent, assert_starts, thread_names
 
@@ -216,6 +217,20 @@ def test_a_refusal_is_not_tolerated(undo: ExitStack, daemon: ScriptedDaemon, add
     daemon.say(Refused("model_mismatch", "another model"))
     with pytest.raises(HandshakeRefused, match="another model"):
         start.result(PATIENCE_S)
+
+
+def test_what_a_daemon_says_of_itself_is_one_line_everywhere(
+    undo: ExitStack, daemon: ScriptedDaemon, address: str
+) -> None:
+    start = Parent(undo, address).start()
+    daemon.expect(Hello)
+    daemon.say(Progress(HOSTILE, 1, 2))
+    daemon.say(Refused(HOSTILE, HOSTILE))
+    with pytest.raises(HandshakeRefused) as caught:
+        start.result(PATIENCE_S)
+    assert_harmless(str(caught.value))
+    assert_harmless(caught.value.code)
+    assert "A\\x1b[2J" in caught.value.code
 
 
 def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(

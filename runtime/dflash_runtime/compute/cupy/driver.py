@@ -92,7 +92,7 @@ class Driver:
         """The vendor's name for it."""
         text = ctypes.create_string_buffer(_NAME_BYTES)
         self._call("device_name", text, _NAME_BYTES, self._device(index))
-        return one_line(text.value.decode(errors="replace"))
+        return one_line(text.value.decode(errors="replace").strip())
 
     def device_uuid(self, index: int) -> str:
         """The same for this very card in every process; 32 hexadecimal digits."""
@@ -104,7 +104,7 @@ class Driver:
         """``0000:65:00.0``: its name below /sys/bus/pci/devices, but for upper case."""
         text = ctypes.create_string_buffer(_NAME_BYTES)
         self._call("pci_bus_id", text, _NAME_BYTES, self._device(index))
-        return one_line(text.value.decode(errors="replace"))
+        return one_line(text.value.decode(errors="replace").strip())
 
     def hip_architecture(self, index: int) -> str:
         """An AMD device's, ``gfx90a:sramecc+:xnack-``. Raises: DeviceUnavailable if it is not told.

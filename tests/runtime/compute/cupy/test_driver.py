@@ -306,8 +306,8 @@ def test_without_a_driver_there_is_one_line_why() -> None:
         check=True,
     )
     assert result.stdout.splitlines() == [
-        "([], 'no cuda driver: libcuda.so.1: cannot openshared object file')",
-        "([], 'no hip driver: libamdhip64.so: cannot openshared object file')",
+        "([], 'no cuda driver: libcuda.so.1: cannot open\\\\nshared object file')",
+        "([], 'no hip driver: libamdhip64.so: cannot open\\\\nshared object file')",
     ]
 
 

@@ -1,0 +1,49 @@
+"""Processes that render chat templates, whose templates have left the sandbox: they are Python.
+
+All that bounds the process itself is in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dflash_runtime.engine.chat_process import rendering_command
+
+_ESCAPED = """
+import os, resource, sys, time
+from dflash_adapters import chat_child
+def run(template, messages, **others):
+    exec(template, globals())
+    return str(result)
+chat_child.render_chat = run
+chat_child.main()
+"""
+
+
+def escaped_command(instead: str = _ESCAPED) -> Sequence[str]:
+    """``result`` of a template that is a Python program is its text. `instead` is another program
+    for the whole process."""
+    command = rendering_command()
+    place = command.index("-c") + 1
+    command[place] = f"import sys; sys.path += sys.argv[1:]\n{instead}"
+    return command
+
+
+STUCK = "while True: pass"
+STUCK_IN_C = "10 ** 10 ** 9"
+"""Holds the interpreter's lock."""
+ASLEEP = "time.sleep(1000)"
+
+
+def cli_with_escaped_templates() -> list[str]:
+    """Our command line, with `escaped_command` for chat templates."""
+    return [
+        sys.executable,
+        "-c",
+        "from dflash_runtime.cli import main\n"
+        "from dflash_runtime.engine import chat_renderer\n"
+        "from support.hostile_renderer import escaped_command\n"
+        "chat_renderer.rendering_command = escaped_command\n"
+        "main()",
+    ]
