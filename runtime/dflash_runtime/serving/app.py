@@ -120,7 +120,7 @@ def create_app(state: ServerState) -> ASGIApp:
             if (largest := max(body.tokens, default=0)) >= tokenizer.vocab_size:
                 raise ApiError(400, f"tokens: {largest} is no token", param="tokens")
             texts = tokenizer.decoded(body.tokens)
-            escaped = (json.dumps(part, ensure_ascii=False)[1:-1] for part in texts)
+            escaped = (json.dumps(part)[1:-1] for part in texts)
             parts = await _made(received, escaped, "tokens")
         return _json('{"content":"', "".join(parts), '"}')
 
