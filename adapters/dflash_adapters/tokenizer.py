@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import chain, islice
 from typing import Protocol
 
 from dflash_adapters.gguf_file import GgufFile
@@ -33,14 +35,16 @@ from dflash_protocol.errors import one_line
 
 MAX_TEMPLATE_BYTES = 1 << 20  # published: < 64 KiB
 MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; each is looked for in every text
+_DECODED_AT_ONCE = 1 << 14  # tokens
+_LOOKED_THROUGH_AT_ONCE = 1 << 16  # characters
 _CUT_OUT = (*CONTROL_TYPES, TokenType.USER_DEFINED)
 
 
 class TextModel(Protocol):
     """What encodes a text without special tokens, and says what a normal token stands for."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    def encoded(self, text: str) -> Iterator[list[int]]:
+        """Token ids of a text, in parts that are made one by one."""
 
     def spelled(self, text: str) -> bytes:
         """What a normal token of this spelling stands for."""
@@ -147,20 +151,32 @@ class Tokenizer:
         rendered chat, wrong for what a stranger typed. With `add_special` the ids begin and end as
         the file asks; a rendered chat already does. Lone surrogates count as U+FFFD.
         """
-        ids: list[int] = []
+        parts = self.encoded(text, parse_special=parse_special, add_special=add_special)
+        return list(chain.from_iterable(parts))
+
+    def encoded(
+        self, text: str, *, parse_special: bool = True, add_special: bool = False
+    ) -> Iterator[list[int]]:
+        """What `encode` gives, in parts: those of a long text, some of them empty, are made one by
+        one, so that others can have their turn meanwhile, and the rest can be left."""
         if add_special and self.adds_bos and self.bos_id is not None:
-            ids.append(self.bos_id)
+            yield [self.bos_id]
         space = " " if self.adds_space else ""
         for piece in self._cut(_well_formed(text), parse_special):
-            if isinstance(piece, int):
-                ids.append(piece)
+            if piece is None:
+                yield []
+            elif isinstance(piece, int):
+                yield [piece]
                 space = " " if self.adds_space else ""
             else:
-                ids += self._model.encode(space + piece)
+                yield from self._model.encoded(space + piece)
                 space = ""
         if add_special and self.adds_eos and self.eos_id is not None:
-            ids.append(self.eos_id)
-        return ids
+            yield [self.eos_id]
+
+    def fewest_tokens(self, text: str) -> int:
+        """A text has so many tokens or more: it is not made into any to know that."""
+        return -(-len(_well_formed(text).encode()) // self._longest_bytes)
 
     def decode(self, token_ids: Iterable[int], *, keep_special: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
@@ -172,6 +188,16 @@ class Tokenizer:
         if self.adds_space:
             data = data.removeprefix(b" ")
         return data.decode(errors="replace")
+
+    def decoded(self, token_ids: Iterable[int]) -> Iterator[str]:
+        """What `decode` gives, in parts that are made one by one."""
+        decoder, ids = self.stream(), iter(token_ids)
+        is_first = True
+        while some := list(islice(ids, _DECODED_AT_ONCE)):
+            text = "".join(map(decoder.push, some))
+            yield text.removeprefix(" ") if is_first and self.adds_space else text
+            is_first = is_first and not text
+        yield decoder.flush()
 
     def stream(self, *, keep_special: bool = True) -> StreamDecoder:
         """A decoder for tokens as they come, after others: their text may begin with a space."""
@@ -195,6 +221,15 @@ class Tokenizer:
             case _:
                 return text.encode()
 
+    @cached_property
+    def _longest_bytes(self) -> int:
+        """Of all that tokens stand for; none stands for more than its spelling has."""
+        longest = 1
+        for token_id, text in enumerate(self._texts):
+            if len(text.encode()) > longest:
+                longest = max(longest, len(self.token_bytes(token_id)))
+        return longest
+
     def _bytes_of(self, token_id: int, keep_special: bool) -> bytes:
         data = self.token_bytes(token_id)
         if keep_special or self._types[token_id] not in CONTROL_TYPES:
@@ -208,13 +243,16 @@ class Tokenizer:
             return default
         return token_id
 
-    def _cut(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """Cut special tokens out of a text, longest spelling first over the whole of it."""
+    def _cut(self, text: str, parse_special: bool) -> Iterator[str | int | None]:
+        """Cut special tokens out of a text, longest spelling first over the whole of it; None while
+        a long one is looked through."""
         taken = bytearray(len(text))
         found = []
         for spelling, token_id, is_control in self._special:
             if is_control and not parse_special:
                 continue
+            if len(text) > _LOOKED_THROUGH_AT_ONCE:
+                yield None
             begin = text.find(spelling)
             while begin >= 0:
                 end = begin + len(spelling)

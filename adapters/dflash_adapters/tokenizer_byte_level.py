@@ -48,14 +48,12 @@ class ByteLevelBpe:
             ]
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text without special tokens.
+    def encoded(self, text: str) -> Iterator[list[int]]:
+        """Token ids of a text without special tokens, in parts that are made one by one.
 
         A word of more than a million characters is cut there.
         """
-        if len(text) <= _PIECE:
-            return self._encode(text)
-        return [token_id for piece in _pieces(text) for token_id in self._encode(piece)]
+        return map(self._encode, _pieces(text))
 
     def spelled(self, text: str) -> bytes:
         """What a token stands for."""

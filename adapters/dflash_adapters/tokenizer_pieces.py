@@ -24,6 +24,7 @@ _MAX_PIECE_CHARACTERS = 1 << 24  # of all pieces together; published: 1.5 millio
 _MAX_JOINED = 1 << 20  # pairs of characters; published: 45612
 _MAX_KEPT = 1 << 15  # short runs whose ids are kept: texts repeat their words
 _MAX_KEPT_RUN = 32
+_AT_ONCE = 1 << 14  # tokens that are given together, and those of the run that they end with
 # A pair in the queue is one integer: rank of its piece, where it begins, where it ends.
 _PLACE_BITS = _MAX_RUN.bit_length()
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
@@ -43,8 +44,8 @@ class ScoredPieces:
         self._joined = _joined_pairs(self._ranks)
         self._kept: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text without special tokens."""
+    def encoded(self, text: str) -> Iterator[list[int]]:
+        """Token ids of a text without special tokens, in parts that are made one by one."""
         ids: list[int] = []
         for run in self._runs(text.replace(" ", SPACE)):
             known = self._kept.get(run)
@@ -53,7 +54,10 @@ class ScoredPieces:
                 if len(run) <= _MAX_KEPT_RUN and len(self._kept) < _MAX_KEPT:
                     self._kept[run] = known
             ids += known
-        return ids
+            if len(ids) >= _AT_ONCE:
+                yield ids
+                ids = []
+        yield ids
 
     def spelled(self, text: str) -> bytes:
         """What a piece stands for."""

@@ -117,6 +117,9 @@ _words = st.sampled_from([*SPECIAL, *"\n\r\t  '", "'s", "'LL", " the", "don't", 
 @given(st.lists(_words | _any | st.text(_any, max_size=8), max_size=30).map("".join))
 def test_ids_are_llama_cpps_for_any_text(trained: Compared, text: str) -> None:
     trained.check(text)
+    ids = trained.ours.encode(text)
+    assert trained.ours.fewest_tokens(text) <= len(ids)
+    assert "".join(trained.ours.decoded(ids)) == trained.ours.decode(ids)
 
 
 def test_what_every_token_stands_for_is_llama_cpps(trained: Compared) -> None:
@@ -248,6 +251,12 @@ def test_a_vocabulary_of_152k_loads_in_a_few_seconds(tmp_path: Path) -> None:
         assert time.process_time() - start < 4.0
         assert tokenizer is not None
         assert tokenizer.vocab_size == 151_936
+
+
+def test_a_long_text_can_be_left_while_special_tokens_are_looked_for(trained: Compared) -> None:
+    parts = trained.ours.encoded("a b<|im_end|>" * 10_000)
+    assert [next(parts) for _ in range(len(SPECIAL) - 2)] == [[]] * (len(SPECIAL) - 2)
+    assert sum(map(len, parts)) == len(trained.ours.encode("a b<|im_end|>")) * 10_000
 
 
 def test_long_texts_without_a_break_take_linear_time(trained: Compared) -> None:

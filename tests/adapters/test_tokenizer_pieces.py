@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -146,11 +147,16 @@ def pieces_of_one_letter(longest: int) -> ScoredPieces:
 def test_a_text_of_one_character_takes_bounded_time(
     both: Compared, size: int, limit_s: float
 ) -> None:
-    for encode in (both.ours.encode, pieces_of_one_letter(1000).encode):
+    one_letter = pieces_of_one_letter(1000)
+    for encode in (both.ours.encode, lambda text: list(one_letter.encoded(text))):
         for text in ("a" * size, " " * size, "é" * size):
             start = time.process_time()
             encode(text)
             assert time.process_time() - start < limit_s
+
+
+def ids_of(pieces: ScoredPieces, size: int) -> list[int]:
+    return list(chain.from_iterable(pieces.encoded("a" * size)))
 
 
 @pytest.mark.parametrize("max_joined", [1 << 20, 0])
@@ -158,7 +164,7 @@ def test_a_run_that_is_too_long_is_cut(max_joined: int, monkeypatch: pytest.Monk
     monkeypatch.setattr("dflash_adapters.tokenizer_pieces._MAX_JOINED", max_joined)
     pieces = pieces_of_one_letter(3)
     monkeypatch.setattr("dflash_adapters.tokenizer_pieces._MAX_RUN", 100)
-    assert pieces.encode("a" * 250) == 2 * pieces.encode("a" * 100) + pieces.encode("a" * 50)
+    assert ids_of(pieces, 250) == 2 * ids_of(pieces, 100) + ids_of(pieces, 50)
 
 
 def test_pieces_of_too_many_kinds_take_no_more_memory_and_give_the_same_ids(
@@ -170,6 +176,24 @@ def test_pieces_of_too_many_kinds_take_no_more_memory_and_give_the_same_ids(
     cut = load(scored(1, corpus=CORPUS), tmp_path)
     for text in (*CORPUS, *TEXTS):
         assert uncut.encode(text) == cut.encode(text)
+
+
+def test_long_texts_come_in_parts_and_say_how_many_tokens_they_have_at_least(
+    both: Compared,
+) -> None:
+    text = CORPUS[0] * (240_000 // len(CORPUS[0]))
+    parts = [part for part in both.ours.encoded(text) if part]
+    ids = both.ours.encode(text)
+    assert len(parts) >= 3
+    assert max(map(len, parts)) < len(ids) / 2
+    is_same = list(chain.from_iterable(parts)) == ids
+    assert is_same
+    fewest = both.ours.fewest_tokens(text)
+    assert 1000 < fewest <= len(ids)
+    texts = [*both.ours.decoded(ids)]
+    assert len(texts) >= 3
+    is_same = "".join(texts) == both.ours.decode(ids)
+    assert is_same
 
 
 def test_4096_tokens_take_milliseconds(both: Compared) -> None:

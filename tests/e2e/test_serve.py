@@ -15,7 +15,13 @@ import pytest
 
 from support.processes import wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
-from support.serving import CHAT_TEMPLATE, NO_TLS, RunningServer, running_server
+from support.serving import (
+    CHAT_TEMPLATE,
+    NO_TLS,
+    RunningServer,
+    running_server,
+    wire_request,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -172,7 +178,7 @@ def test_a_slow_reader_holds_up_nobody(server: RunningServer, client: openai.Ope
     before = server.metric(ended)
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.sendall(_request("/v1/completions", body))
+        slow.sendall(wire_request("/v1/completions", body))
         wait_until(lambda: server.metric("dflash_moe_num_requests_running") == 1, "its turn")
         assert len(complete(client, "b", 3)) > 0
         assert server.metric(ended) == before + 2
@@ -180,7 +186,7 @@ def test_a_slow_reader_holds_up_nobody(server: RunningServer, client: openai.Ope
 
 
 def test_half_open_connections_hold_up_nobody(server: RunningServer, client: openai.OpenAI) -> None:
-    starts = [b"", b"POST /v1/comp", _request("/v1/completions", {"prompt": "x" * 100})[:-20]]
+    starts = [b"", b"POST /v1/comp", wire_request("/v1/completions", {"prompt": "x" * 100})[:-20]]
     connections = [
         socket.create_connection(("127.0.0.1", server.port)) for _ in range(10) for _ in starts
     ]
@@ -237,10 +243,3 @@ def test_clients_take_turns(server: RunningServer) -> None:
             each.result()
     behind = ended[::-1].index("127.0.0.2")
     assert behind >= 2, ended  # of the many, that had asked before
-
-
-def _request(path: str, body: dict[str, Any]) -> bytes:
-    """As it goes over the wire."""
-    request = httpx.Request("POST", f"http://127.0.0.1{path}", json=body)
-    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + request.read()

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from dflash_runtime.cli.main import main
+from support.faults import spawned_by
 from support.processes import START_S, run_cli, run_main, running_daemon, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 from support.serving import RunningServer, running_server
@@ -47,14 +47,6 @@ def text_of(server: RunningServer, prompt: str, max_tokens: int) -> str:
             model="any", prompt=prompt, max_tokens=max_tokens, **GREEDY
         )
     return str(answer.choices[0].text)
-
-
-def running_daemons(server: RunningServer) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(server.process.pid).children()
-        if "dflash_daemon" in " ".join(child.cmdline())
-    ]
 
 
 def has_one(server: RunningServer, metric: str) -> bool:
@@ -109,7 +101,7 @@ def test_daemons_are_started_once_and_lost_ones_lose_nobody(model: Path) -> None
     ) as server:
         prompts = [f"number {index % 5}" for index in range(32)]
         alone = {prompt: text_of(server, prompt, 20) for prompt in set(prompts)}
-        daemons = running_daemons(server)
+        daemons = spawned_by(server.process.pid)
         assert len(daemons) == 2
         killed = threading.Event()
 

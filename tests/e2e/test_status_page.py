@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import colorsys
+import contextlib
 import json
 import re
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from support.browser import Page, browser_page
+from support.faults import spawned_by
 from support.processes import wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
-from support.serving import CHAT_TEMPLATE, RunningServer, running_server
+from support.serving import CHAT_TEMPLATE, NO_TLS, RunningServer, running_server
 
 pytestmark = pytest.mark.e2e
 
 IS_SHOWN = "!document.querySelector('#main').hidden"
 IS_WRITING = "document.querySelector('#chat-log').ariaBusy === 'true'"
+CONDITION = "document.querySelector('#condition').textContent"
 MARKUP = "<img src=x onerror=alert(1)> is no "
 KEY = "a-key-of-32-characters-or-so-----"
 SHAPE = Qwen3MoeShape(
@@ -65,6 +71,17 @@ def write_endlessly(page: Page) -> None:
           };
         })()"""
     )
+
+
+@contextlib.contextmanager
+def suspended(*processes: psutil.Process) -> Iterator[None]:
+    for each in processes:
+        each.suspend()
+    try:
+        yield
+    finally:
+        for each in processes:
+            each.resume()
 
 
 def text_of(page: Page, selector: str) -> str:
@@ -188,6 +205,42 @@ def test_the_page_shows_owners_streams_a_text_and_paints_what_was_chosen(
     # Of one owner alone, the other's colour is gone.
     page.click("#legend button")
     assert len(num_pixels_by_hue(page)) < len(hues)
+    assert page.complaints == []
+
+
+def test_it_says_what_is_true_now(server: RunningServer, page: Page) -> None:
+    """Of a server that has written before the page was opened, reads a long prompt, and is
+    suspended."""
+    url = f"{server.url}/v1/completions"
+    body: dict[str, Any] = {"prompt": "def", "max_tokens": 20, "ignore_eos": True}
+    httpx.post(url, json=body, verify=NO_TLS, timeout=60).raise_for_status()
+    page.open(f"{server.url}/")
+    page.wait_for(IS_SHOWN)
+    assert text_of(page, "#speed-note") == "none since this page was opened"
+    assert int(text_of(page, "#generated").replace(",", "")) >= 20
+    assert texts_of(page, ".owners .share") == ["\u2013"] * 2  # of nothing, now
+    httpx.post(url, json=body, verify=NO_TLS, timeout=60).raise_for_status()
+    shares = "[...document.querySelectorAll('.owners .share')].map((e) => e.textContent)"
+    page.wait_for(f"{shares}.every((share) => share.endsWith('%'))")
+    assert sum(float(each.split()[0]) for each in texts_of(page, ".owners .share")) == (
+        pytest.approx(100, abs=0.2)
+    )
+    page.wait_for("document.querySelector('#speed-note').textContent.startsWith('at most')")
+
+    # Daemons that are suspended keep a prompt from getting on; the page says how far it is.
+    daemons = spawned_by(server.process.pid)
+    assert len(daemons) == 2
+    with ThreadPoolExecutor(1) as pool:
+        with suspended(*daemons):
+            body |= {"prompt": "import re\n" * 40, "max_tokens": 1}
+            reading = pool.submit(httpx.post, url, json=body, verify=NO_TLS, timeout=60)
+            note = "document.querySelector('#speed-note').textContent"
+            page.wait_for(rf"/^\d+ of \d+ tokens of a prompt read$/.test({note})")
+            assert text_of(page, "#condition") != "ready"
+        reading.result().raise_for_status()
+    with suspended(psutil.Process(server.process.pid)):
+        page.wait_for(f"{CONDITION}.startsWith('no answer for ')")
+    page.wait_for(f"!{CONDITION}.startsWith('no answer')")
     assert page.complaints == []
 
 

@@ -21,7 +21,13 @@ _PAGEOUT = 21
 
 def spawned_daemons() -> list[psutil.Process]:
     """Daemons that this process has started and that run."""
-    return [p for p in psutil.Process().children() if "dflash_daemon" in " ".join(p.cmdline())]
+    return spawned_by(os.getpid())
+
+
+def spawned_by(pid: int) -> list[psutil.Process]:
+    """Daemons that a process has started and that run."""
+    children = psutil.Process(pid).children()
+    return [each for each in children if "dflash_daemon" in " ".join(each.cmdline())]
 
 
 def greedy(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -107,6 +108,13 @@ def running_server(
                     process.kill()
                     raise
             reader.join()
+
+
+def wire_request(path: str, body: dict[str, Any]) -> bytes:
+    """A request as it goes over the wire."""
+    request = httpx.Request("POST", f"http://127.0.0.1{path}", json=body)
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + request.read()
 
 
 def _read(stream: object, lines: list[str]) -> None:

@@ -175,14 +175,13 @@ def _lines(file: GgufFile, spec: ModelSpec, digests: list[str]) -> list[str]:
 def _digest_lines(file: GgufFile, digests: list[str]) -> list[str]:
     """The model's, which processes compare, and what sha256sum says of each file."""
     from dflash_adapters.full_digest import whole_digest
-    from dflash_adapters.gguf_cursor import shown
 
     if not digests:
         return []
     return [
         f"digest        {whole_digest(digests)}",
         *(
-            f"sha256        {each}  {shown(path.name)}"
+            f"sha256        {each}  {path.name}"
             for path, each in zip(file.shard_paths, digests, strict=True)
         ),
     ]

@@ -31,7 +31,7 @@ from dflash_runtime.engine.opening import (
     advice_if_out_of_memory,
     open_model,
 )
-from dflash_runtime.engine.prompts import chat_ids, text_ids
+from dflash_runtime.engine.prompts import chat_ids, chat_text, prompt_parts, text_ids
 from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
@@ -213,6 +213,32 @@ class Engine:
             path=self._file.path,
         )
 
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text whose tokens `encode_chat` gives. May be called as that, and raises the same."""
+        return chat_text(
+            self.tokenizer,
+            messages,
+            renderer=self._renderer,
+            template=template,
+            extra=extra,
+            path=self._file.path,
+        )
+
+    def prompt_parts(self, text: str, *, is_chat: bool = False) -> Iterator[list[int]]:
+        """The ids that `encode_prompt` gives for a text or, if it `is_chat`, `encode_chat` for what
+        `chat_text` gave: in parts that are made one by one, by any thread.
+
+        Raises: SettingsError if there is no tokenizer, or, before any is made, ContextExceeded if
+        there would be more than the context holds even of the longest tokens.
+        """
+        return prompt_parts(self.tokenizer, text, is_chat=is_chat, num_positions=self.num_positions)
+
     def logits(
         self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None
     ) -> F32Array:
@@ -244,6 +270,7 @@ class Engine:
         ignore_eos: bool = False,
         top_logprobs: int | None = None,
         reuse_prefix: bool = False,
+        prefix_scope: str = "",
         is_cancelled: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, int], None] = lambda num_done, num_total: None,
     ) -> Iterator[GeneratedToken]:
@@ -254,8 +281,9 @@ class Engine:
         is told how many prompt tokens are done. With `top_logprobs` (0 or more) a token comes with
         its log-probability and those of so many most likely ones. With `reuse_prefix` the first
         tokens that this prompt and the run before have in common are not computed again, which
-        does not show in the bits. Once `is_cancelled`, asked before every layer, says so, the
-        generation ends.
+        does not show in the bits; but nothing of a run of another `prefix_scope`: their number
+        would tell who asks what another's prompt was. Once `is_cancelled`, asked before every
+        layer, says so, the generation ends.
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
         """
@@ -275,6 +303,7 @@ class Engine:
                 top_logprobs=top_logprobs,
                 ignore_eos=ignore_eos,
                 reuse_prefix=reuse_prefix,
+                prefix_scope=prefix_scope,
                 is_cancelled=is_cancelled,
                 on_prefill=on_prefill,
             )
@@ -350,7 +379,7 @@ class Engine:
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         """A generation, and a line about it in the log at its end, if that is wanted."""
         try:
-            run = self._steps.begin(request.is_cancelled)
+            run = self._steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             stats = GenerationStats(num_prompt_tokens=request.prompt.size)
             self.last_generation = stats
             yield from generated_tokens(

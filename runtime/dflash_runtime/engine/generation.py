@@ -36,6 +36,7 @@ class GenerationRequest:
     top_logprobs: int | None
     ignore_eos: bool
     reuse_prefix: bool
+    prefix_scope: str
     is_cancelled: Callable[[], bool] | None
     on_prefill: Callable[[int, int], None]
 

@@ -5,13 +5,14 @@ Knows nothing of what is computed with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from dflash_adapters.chat_messages import ChatRequest
 from dflash_adapters.tokenizer import Tokenizer
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.chat_renderer import ChatRenderer
 
 
@@ -40,6 +41,22 @@ def chat_ids(
     Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
     UnsupportedModel if it fails; RenderingUnavailable.
     """
+    rendered = chat_text(
+        tokenizer, messages, renderer=renderer, template=template, extra=extra, path=path
+    )
+    return list(chain.from_iterable(_chat_parts(_required(tokenizer), rendered)))
+
+
+def chat_text(
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    renderer: ChatRenderer,
+    template: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    path: Path,
+) -> str:
+    """A conversation as text, whose token ids `chat_ids` gives. Raises: as `chat_ids`."""
     tokenizer = _required(tokenizer)
     template = template or tokenizer.chat_template
     if template is None:
@@ -51,11 +68,34 @@ def chat_ids(
         eos_token=tokenizer.eos_text,
         extra=extra or {},
     )
-    rendered = renderer.render(request, path=path)
-    ids = tokenizer.encode(rendered)
-    if tokenizer.adds_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids.insert(0, tokenizer.bos_id)
-    return ids
+    return renderer.render(request, path=path)
+
+
+def prompt_parts(
+    tokenizer: Tokenizer | None, text: str, *, is_chat: bool, num_positions: int
+) -> Iterator[list[int]]:
+    """The ids of a text, or of a conversation as text, in parts that are made one by one.
+
+    Raises: SettingsError if there is no tokenizer; ContextExceeded, before any part is made, if
+    even of the longest tokens there are more than `num_positions`.
+    """
+    tokenizer = _required(tokenizer)
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest > num_positions:
+        raise ContextExceeded(fewest, num_positions)
+    return _chat_parts(tokenizer, text) if is_chat else tokenizer.encoded(text, add_special=True)
+
+
+def _chat_parts(tokenizer: Tokenizer, rendered: str) -> Iterator[list[int]]:
+    begins = tokenizer.bos_id if tokenizer.adds_bos else None
+    for part in tokenizer.encoded(rendered):
+        if part and begins is not None:
+            if part[0] != begins:
+                yield [begins]
+            begins = None
+        yield part
+    if begins is not None:
+        yield [begins]
 
 
 def _required(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -66,6 +66,7 @@ class Steps:
         self._chunking = backend.chunking
         self._prefix = CachedPrefix(num_positions, invariant_from=self._chunking.invariant_from)
         self._kept = KeptStates(cache)
+        self._prefix_scope = ""
         self._moes: dict[Phase, MoeBlock[AnyArray]] = {}
         self._turns = Turns(runtime)
         self._recorded = backend.recorded_step(model, cache, local_banks, elsewhere=runtime)
@@ -113,9 +114,12 @@ class Steps:
             for (phase, layer_id), counts in self._recorded.take_selections().items():
                 self._runtime.add_mailed(phase, layer_id, counts)
 
-    def begin(self, is_cancelled: Callable[[], bool] | None = None) -> int:
+    def begin(
+        self, is_cancelled: Callable[[], bool] | None = None, *, prefix_scope: str = ""
+    ) -> int:
         """A number for a run over the one sequence; the run before it is at its end.
 
+        What runs of another `prefix_scope` have left behind is not reusable any more.
         Raises: SettingsError if the engine is closed; ModelFileError if the file was written to
         since it was opened.
         """
@@ -124,6 +128,9 @@ class Steps:
         self._file.require_unwritten()
         self._num_runs += 1
         self._is_cancelled = is_cancelled
+        if prefix_scope != self._prefix_scope:
+            self._cut(0)
+            self._prefix_scope = prefix_scope
         return self._num_runs
 
     def end(self) -> None:

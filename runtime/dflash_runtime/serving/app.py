@@ -1,13 +1,15 @@
 """The routes.
 
-Bodies are received and bounded here and checked in ``requests``; text is made into tokens in
-threads of their own, so that a large one holds up nobody.
+What bodies say is checked in ``requests``; ``bodies`` bounds them, and what is made of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,12 +23,15 @@ from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.ascii_json import JSONResponse
+from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.description import describe, model_id
 from dflash_runtime.serving.errors import ApiError, api_error
-from dflash_runtime.serving.gate import CLIENT, Gate
+from dflash_runtime.serving.gate import CLIENT, KEY, Gate
 from dflash_runtime.serving.generation import GenerationResponse
 from dflash_runtime.serving.jobs import Channel, Job
 from dflash_runtime.serving.requests import (
+    FEW_VALUES,
+    B,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -37,13 +42,7 @@ from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import expert_map, status
 from dflash_runtime.serving.status_page import page_routes
-
-BODY_S = 30.0
-"""For a body to arrive."""
-_LARGE_BYTES = 64 << 10
-_DRAINED_BYTES = 64 << 20
-"""A body that is too large is received to its end if it is no larger: many clients do not read the
-answer before they have sent all."""
+from dflash_runtime.serving.turns import Turns
 
 T = TypeVar("T")
 
@@ -101,70 +100,68 @@ def create_app(state: ServerState) -> ASGIApp:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        engine, data = state.ready_engine(), await _receive(state, request)
-        body = parse_body(TokenizeBody, data)
+        engine = state.ready_engine()
         tokenizer = _tokenizer(engine)
-
-        def encode() -> list[int]:
-            return tokenizer.encode(
+        with _body(state, request) as received:
+            body = await _parsed(TokenizeBody, received, engine)
+            ids = tokenizer.encoded(
                 body.content, add_special=body.add_special, parse_special=body.parse_special
             )
-
-        return JSONResponse({"tokens": await _aside(state, len(data), encode)})
+            # As JSON in the thread: it takes long too, and a text less memory than its ids.
+            parts = await _made(received, (",".join(map(str, part)) for part in ids), "content")
+        return _json('{"tokens":[', ",".join(filter(None, parts)), "]}")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        engine, data = state.ready_engine(), await _receive(state, request)
-        body = parse_body(DetokenizeBody, data)
+        engine = state.ready_engine()
         tokenizer = _tokenizer(engine)
-        for token_id in body.tokens:
-            if token_id >= tokenizer.vocab_size:
-                raise ApiError(400, f"tokens: {token_id} is no token", param="tokens")
-        return JSONResponse(
-            {"content": await _aside(state, len(data), lambda: tokenizer.decode(body.tokens))}
-        )
+        with _body(state, request) as received:
+            body = await _parsed(DetokenizeBody, received, engine)
+            if (largest := max(body.tokens, default=0)) >= tokenizer.vocab_size:
+                raise ApiError(400, f"tokens: {largest} is no token", param="tokens")
+            texts = tokenizer.decoded(body.tokens)
+            escaped = (json.dumps(part)[1:-1] for part in texts)
+            parts = await _made(received, escaped, "tokens")
+        return _json('{"content":"', "".join(parts), '"}')
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        engine, data = state.ready_engine(), await _receive(state, request)
-        body = parse_body(CompletionBody, data)
-        body.refuse_what_is_missing()
-        prompt = body.one_prompt
-
-        def encode() -> list[int]:
-            return engine.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-
-        token_ids = await _aside(state, len(data), encode)
+        engine = state.ready_engine()
+        with _body(state, request) as received:
+            body = await _parsed(CompletionBody, received, engine)
+            prompt = body.one_prompt
+            if isinstance(prompt, str):
+                prompt = await _prompt(engine, received, prompt, "prompt")
         answer = CompletionAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),
             has_logprobs=body.logprobs is not None,
             stream_usage=body.wants_usage,
         )
-        job = _job(request, engine, body, token_ids)
+        job = _job(request, engine, body, prompt)
         return GenerationResponse(state, job, answer, is_stream=bool(body.stream))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        engine, data = state.ready_engine(), await _receive(state, request)
-        body = parse_body(ChatBody, data)
-        body.refuse_what_is_missing()
-        messages = [message.for_template() for message in body.messages]
+        engine = state.ready_engine()
+        with _body(state, request) as received:
+            body = await _parsed(ChatBody, received, engine)
+            messages = [message.for_template() for message in body.messages]
 
-        def encode() -> list[int]:
-            return engine.encode_chat(
-                messages, template=state.chat_template, extra=body.chat_template_kwargs
-            )
+            def text() -> Iterator[str]:
+                yield engine.chat_text(
+                    messages, template=state.chat_template, extra=body.chat_template_kwargs
+                )
 
-        async with state.chats:
-            token_ids = await _aside(state, len(data), encode)
+            [rendered] = await _made(received, text(), "messages", turns=state.bodies.rendering)
+            prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
         answer = ChatAnswer(
             model_id(engine),
             _tokenizer_bytes(engine),
             has_logprobs=bool(body.logprobs),
             stream_usage=body.wants_usage,
         )
-        job = _job(request, engine, body, token_ids)
+        job = _job(request, engine, body, prompt)
         return GenerationResponse(state, job, answer, is_stream=bool(body.stream))
 
     @app.exception_handler(ApiError)
@@ -207,7 +204,7 @@ def _job(
             model_positions=engine.spec.context_length,
         )
     except ContextExceeded as error:
-        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+        raise _too_long(field, str(error.num_tokens), error.num_positions) from error
     except SettingsError as error:
         raise ApiError(400, str(error), param=field) from error
     if not token_ids:
@@ -226,6 +223,7 @@ def _job(
         stops=body.stops,
         top_logprobs=body.top_logprobs_wanted,
         ignore_eos=bool(body.ignore_eos),
+        key=request.scope[KEY],
     )
 
 
@@ -240,13 +238,40 @@ def _tokenizer_bytes(engine: Engine) -> Callable[[int], bytes]:
     return tokenizer.token_bytes if tokenizer is not None else lambda token_id: b""
 
 
-async def _aside(state: ServerState, num_bytes: int, work: Callable[[], T]) -> T:
-    """Do this in another thread; of large texts one at a time. Raises: ApiError."""
+def _body(state: ServerState, request: Request) -> AbstractContextManager[Body]:
+    return state.bodies.body_of(request, request.scope[CLIENT])
+
+
+async def _parsed(kind: type[B], received: Body, engine: Engine) -> B:
+    """Raises: ApiError. A prompt of token ids has as many values as the context may hold."""
+    most_values = FEW_VALUES + engine.num_positions
+    return parse_body(kind, await received.receive(), most_values=most_values)
+
+
+async def _prompt(
+    engine: Engine, received: Body, text: str, field: str, *, is_chat: bool = False
+) -> list[int]:
+    """The tokens of a text. Raises: ApiError."""
+
+    def parts() -> Iterator[list[int]]:
+        num_tokens = 0
+        for part in engine.prompt_parts(text, is_chat=is_chat):
+            num_tokens += len(part)
+            if num_tokens > engine.num_positions:
+                raise ContextExceeded(num_tokens, engine.num_positions)
+            yield part
+
+    return list(chain.from_iterable(await _made(received, parts(), field)))
+
+
+async def _made(
+    received: Body, parts: Iterator[T], field: str, *, turns: Turns | None = None
+) -> list[T]:
+    """What is made of a body's `field`. Raises: ApiError."""
     try:
-        if num_bytes <= _LARGE_BYTES:
-            return await asyncio.to_thread(work)
-        async with state.large_texts:
-            return await asyncio.to_thread(work)
+        return await received.made(parts, turns=turns)
+    except ContextExceeded as error:
+        raise _too_long(field, f"at least {error.num_tokens}", error.num_positions) from error
     except Exception as error:
         refusal = api_error(error)
         if refusal.status == 500:
@@ -254,48 +279,15 @@ async def _aside(state: ServerState, num_bytes: int, work: Callable[[], T]) -> T
         raise refusal from error
 
 
-async def _receive(state: ServerState, request: Request) -> bytes:
-    """The body. Raises: ApiError if it is too large, too late, or cut short."""
-    limit = state.settings.max_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit, is_drained=int(declared) <= _DRAINED_BYTES)
-    parts: list[bytes] = []
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError(400, "the client went away")
-                part = message.get("body", b"")
-                parts.append(part)
-                num_bytes += len(part)
-                state.num_body_bytes += len(part)
-                if num_bytes > limit:
-                    raise _too_large(limit, is_drained=False)
-                if state.num_body_bytes > state.max_body_bytes_at_once:
-                    raise ApiError(
-                        429,
-                        "too much is being received at once; try again later",
-                        kind="rate_limit_error",
-                        code="bodies_full",
-                        headers={"Retry-After": "1", "Connection": "close"},
-                    )
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {BODY_S:.0f} s", headers={"Connection": "close"}
-        ) from None
-    finally:
-        state.num_body_bytes -= num_bytes
-
-
-def _too_large(limit: int, *, is_drained: bool) -> ApiError:
+def _too_long(field: str, num_tokens: str, num_positions: int) -> ApiError:
     return ApiError(
-        413,
-        f"the body is larger than {limit} bytes",
-        code="body_too_large",
-        headers={} if is_drained else {"Connection": "close"},
+        400,
+        f"a prompt of {num_tokens} tokens does not fit the context of {num_positions} positions; "
+        "shorten it",
+        param=field,
+        code="context_length_exceeded",
     )
+
+
+def _json(*parts: str) -> Response:
+    return Response("".join(parts), media_type="application/json")

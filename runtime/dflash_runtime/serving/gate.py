@@ -24,6 +24,10 @@ CLIENT = "dflash.client"
 """Where in a request's scope stands whose turn it takes in the queue."""
 
 
+KEY = "dflash.key"
+"""There stands which API key a request has; empty if the server has none."""
+
+
 class Gate:
     """The outermost application: everything goes through it."""
 
@@ -61,7 +65,7 @@ class Gate:
         """Raises: ApiError."""
         headers = Headers(scope=scope)
         host = scope["client"][0] if scope.get("client") else ""
-        scope[CLIENT] = host
+        scope[CLIENT], scope[KEY] = host, ""
         if scope["path"] in OPEN_TO_ALL:
             return
         if self._state.keys is None:
@@ -83,4 +87,4 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        scope[CLIENT] = f"{key} {host}"
+        scope[CLIENT], scope[KEY] = f"{key} {host}", str(key)

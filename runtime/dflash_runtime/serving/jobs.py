@@ -83,7 +83,8 @@ class Channel:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What is to be generated, for whom. `client` is whose turn it takes in the queue."""
+    """What is to be generated, for whom. `client` is whose turn it takes in the queue; prompts are
+    shared among jobs of the same `key`."""
 
     client: str
     prompt: list[int]
@@ -93,6 +94,7 @@ class Job:
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
     ignore_eos: bool = False
+    key: str = ""
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
     """Set by whoever asked, from any thread: the rest is not wanted."""

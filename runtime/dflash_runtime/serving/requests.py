@@ -1,7 +1,7 @@
 """What clients may ask for: bodies checked field by field, and what follows from them.
 
-What OpenAI's interface has and we do not is refused by name, never ignored in silence; fields that
-nobody knows are ignored. Knows nothing of HTTP.
+What is not taken is refused by name, unless it changes nothing: see ``fields``. Knows nothing of
+HTTP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from dflash_protocol.errors import one_line
 from dflash_runtime.engine.sampling import SamplingOptions
 from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.fields import refuse_unsupported
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
@@ -20,23 +21,35 @@ MOST_TOP_LOGPROBS = 20
 _MOST_MESSAGES = 4096
 _OPENAI_COMPLETION_TOKENS = 16
 _SEEDS = 1 << 63
+FEW_VALUES = 1 << 16
+_BEFORE_VALUES = (b",", b"[", b"{")
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
-B = TypeVar("B", bound=BaseModel)
+# A list is left at its first wrong item: errors cost more than items.
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
+class _Request(_Body):
+    """A whole body. What is not among its fields is kept until it is refused or passed over."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def refuse_what_is_missing(self) -> None:
+        """Raises: ApiError for the first thing asked for that we cannot do."""
+        refuse_unsupported(self.model_extra or {})
+
+
 class StreamOptions(_Body):
-    """Of a stream."""
+    """Of a stream; what else there is says how chunks look, not what text is in them."""
 
     include_usage: bool | None = None
 
 
-class _Generation(_Body):
+class _Generation(_Request):
     """What both ways to ask for text have."""
 
     model: str | None = None
@@ -48,13 +61,8 @@ class _Generation(_Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    # Known, and only to be had in the one way that changes nothing.
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -76,22 +84,12 @@ class _Generation(_Body):
             seed=None if self.seed is None else self.seed % _SEEDS,
         )
 
-    def refuse_what_is_missing(self) -> None:
-        """Raises: ApiError for the first thing asked for that we cannot do."""
-        refuse_unless("n", self.n in (None, 1), "only 1 is supported")
-        refuse_unless("presence_penalty", not self.presence_penalty, "is not supported")
-        refuse_unless("frequency_penalty", not self.frequency_penalty, "is not supported")
-        refuse_unless("logit_bias", not self.logit_bias, "is not supported")
-
 
 class CompletionBody(_Generation):
     """``/v1/completions``."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1)]
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
     @property
     def one_prompt(self) -> str | list[int]:
@@ -111,12 +109,6 @@ class CompletionBody(_Generation):
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
 
-    def refuse_what_is_missing(self) -> None:
-        super().refuse_what_is_missing()
-        refuse_unless("echo", not self.echo, "is not supported")
-        refuse_unless("suffix", not self.suffix, "is not supported")
-        refuse_unless("best_of", self.best_of in (None, 1), "only 1 is supported")
-
 
 class TextPart(_Body):
     """A piece of a message; only text is understood."""
@@ -130,7 +122,7 @@ class Message(_Body):
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         content = self.content
@@ -139,21 +131,15 @@ class Message(_Body):
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
-class ResponseFormat(_Body):
-    """How the answer is to be formed."""
-
-    type: str
-
-
 class ChatBody(_Generation):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES), Field(fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[JsonValue] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
     @property
@@ -167,13 +153,16 @@ class ChatBody(_Generation):
 
     def refuse_what_is_missing(self) -> None:
         super().refuse_what_is_missing()
-        refuse_unless("tools", not self.tools, "are not supported")
-        kind = self.response_format.type if self.response_format is not None else "text"
-        refuse_unless("response_format", kind == "text", "only text is supported")
-        refuse_unless("top_logprobs", not self.top_logprobs or self.logprobs, "needs logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                400,
+                "top_logprobs: needs logprobs",
+                param="top_logprobs",
+                code="unsupported_value",
+            )
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(_Request):
     """``/tokenize``."""
 
     content: str
@@ -181,25 +170,41 @@ class TokenizeBody(_Body):
     parse_special: bool = True
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(_Request):
     """``/detokenize``."""
 
     tokens: Tokens
 
 
-def refuse_unless(name: str, is_good: object, reason: str) -> None:
-    """Raises: ApiError that names the field."""
-    if not is_good:
-        raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_value")
+B = TypeVar("B", bound=_Request)
 
 
-def parse_body(kind: type[B], data: bytes) -> B:
-    """Raises: ApiError that says which field is wrong, and why."""
+def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> B:
+    """A body of JSON with up to so many values, all lists and objects in it counted through.
+
+    Raises: ApiError that says which field is wrong or cannot be had, and why.
+    """
+    if _has_more_values(data, most_values):
+        raise ApiError(400, f"the body has more than {most_values} values")
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"]]
         where = f"{place[0]}: " if place else ""
         message = one_line(f"{where}{first['msg']}", 300)
         raise ApiError(400, message, param=place[0] if place else None) from None
+    body.refuse_what_is_missing()
+    return body
+
+
+def _has_more_values(data: bytes, most: int) -> bool:
+    """Whether JSON has more values than that, which would keep all threads waiting while they are
+    made: a text is one value, however long it is."""
+    if sum(map(data.count, _BEFORE_VALUES)) <= most:
+        return False
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 4 * most:  # two for a name, two for its value
+        return True
+    beside_texts = b"".join(plain.split(b'"')[::2])
+    return sum(map(beside_texts.count, _BEFORE_VALUES)) > most

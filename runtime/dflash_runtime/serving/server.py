@@ -9,12 +9,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import uvicorn
 
@@ -24,14 +23,14 @@ from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
+from dflash_runtime.serving.connections import Acceptor
 from dflash_runtime.serving.description import chat_template
 from dflash_runtime.serving.http_protocol import BoundedProtocol
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.worker import EngineWorker, OpenEngine
 
-_MOST_CONNECTIONS = 1024
-_IDLE_CONNECTION_S = 30
+_IDLE_CONNECTION_S = 15
 _LINGER_S = 2
 """For connections that answer nothing when the server ends."""
 _LARGEST_HEAD_BYTES = 32 << 10
@@ -39,12 +38,29 @@ _LARGEST_HEAD_BYTES = 32 << 10
 Say = Callable[[str], None]
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own idea of signals."""
+class BoundedServer(uvicorn.Server):
+    """uvicorn without its own idea of signals, and of which connections to take."""
+
+    _acceptor: Acceptor | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        await super().startup(sockets=[])
+        connections = cast("set[BoundedProtocol]", self.server_state.connections)
+        self._acceptor = Acceptor(sockets[0], self._protocol, connections)
+        self._acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        assert self._acceptor is not None
+        self._acceptor.stop()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> BoundedProtocol:
+        return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
 
 
 def serve(
@@ -77,10 +93,9 @@ def serve(
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             host, port = listener.getsockname()[:2]
             shown_host = f"[{host}]" if ":" in host else host
-            http = _Uvicorn(
+            http = BoundedServer(
                 uvicorn.Config(
                     create_app(state),
-                    http=BoundedProtocol,
                     ws="none",
                     lifespan="off",
                     loop="asyncio",
@@ -88,7 +103,6 @@ def serve(
                     access_log=False,
                     proxy_headers=False,
                     server_header=False,
-                    limit_concurrency=_most_connections(),
                     timeout_keep_alive=_IDLE_CONNECTION_S,
                     timeout_graceful_shutdown=_LINGER_S,
                     h11_max_incomplete_event_size=_LARGEST_HEAD_BYTES,
@@ -101,7 +115,9 @@ def serve(
 class _Life:
     """From listening to the end."""
 
-    def __init__(self, state: ServerState, http: _Uvicorn, say: Say, manager: Notifier) -> None:
+    def __init__(
+        self, state: ServerState, http: BoundedServer, say: Say, manager: Notifier
+    ) -> None:
         self._state = state
         self._http = http
         self._say = say
@@ -129,7 +145,11 @@ class _Life:
             self._state.is_draining = True
             self._manager.stopping()
             if self._state.num_active:
-                self._say(f"ending once {self._state.num_active} requests have ended")
+                num_left = self._state.num_active
+                if num_left == 1:
+                    self._say("ending once 1 request has ended")
+                else:
+                    self._say(f"ending once {num_left} requests have ended")
                 await self._drained()
         finally:
             self._state.is_draining = True
@@ -185,9 +205,3 @@ class _Life:
 def _end_now() -> NoReturn:
     """A third signal: whatever it is that takes so long, it is not waited for."""
     os._exit(1)
-
-
-def _most_connections() -> int:
-    """Half of the files that we may open, for the model and daemons need some."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS if soft < 0 else max(8, min(_MOST_CONNECTIONS, soft // 2))

@@ -9,14 +9,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 from dflash_protocol.settings import Settings
-from dflash_runtime.engine.chat_renderer import MOST_AT_ONCE
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import ApiKeys
+from dflash_runtime.serving.bodies import Bodies
 from dflash_runtime.serving.errors import unavailable
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.worker import EngineWorker
-
-_BODIES_AT_ONCE = 8
 
 
 @dataclass(slots=True)
@@ -35,16 +33,10 @@ class ServerState:
     num_active: int = 0
     """Generations whose answers are not yet sent whole."""
     became_idle: asyncio.Event = field(default_factory=asyncio.Event)
-    num_body_bytes: int = 0
-    """Of bodies that are being received."""
-    large_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """To be held while a large text is made into tokens."""
-    chats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
-    """To be held while a conversation is rendered: however long that takes, threads are left."""
+    bodies: Bodies = field(init=False)
 
-    @property
-    def max_body_bytes_at_once(self) -> int:
-        return _BODIES_AT_ONCE * self.settings.max_body_bytes
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.settings.max_body_bytes)
 
     def ready_engine(self) -> Engine:
         """Raises: ApiError if there is none yet, or no more."""

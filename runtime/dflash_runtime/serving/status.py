@@ -65,12 +65,23 @@ class OwnerStatus(TypedDict):
     """Median; None as long as there was none."""
 
 
+class Reading(TypedDict):
+    """Tokens of a prompt: computed, and in all."""
+
+    done: int
+    total: int
+
+
 class QueueStatus(TypedDict):
     """Requests."""
 
     capacity: int
     waiting: int
     running: int
+    reading: Reading | None
+    """The prompt of the running one, until its first token is written."""
+    stalled_s: float | None
+    """Since the running one last began a layer; None if none runs."""
 
 
 class TokenStatus(TypedDict):
@@ -81,9 +92,11 @@ class TokenStatus(TypedDict):
 
 
 class Status(TypedDict):
-    """All but the heat map. `time_s`: of a clock that never goes back, for rates."""
+    """All but the heat map. `time_s`: of a clock that never goes back, for rates. `is_well`: what
+    ``/health`` says."""
 
     schema_version: int
+    is_well: bool
     version: str
     time_s: float
     model: ModelStatus
@@ -111,9 +124,11 @@ class ExpertMap(TypedDict):
 
 def status(state: ServerState, engine: Engine) -> Status:
     """What changes from second to second."""
-    spec, stats = engine.spec, engine.stats()
+    spec, stats, worker = engine.spec, engine.stats(), state.worker
+    reading = worker.reading
     return {
         "schema_version": SCHEMA_VERSION,
+        "is_well": worker.is_well,
         "version": __version__,
         "time_s": time.monotonic(),
         "model": {
@@ -134,8 +149,10 @@ def status(state: ServerState, engine: Engine) -> Status:
         ],
         "queue": {
             "capacity": state.settings.queue_capacity,
-            "waiting": state.worker.num_waiting,
-            "running": 0 if state.worker.running is None else 1,
+            "waiting": worker.num_waiting,
+            "running": 0 if worker.running is None else 1,
+            "reading": None if reading is None else {"done": reading[0], "total": reading[1]},
+            "stalled_s": worker.stalled_s,
         },
         "tokens": {
             "prompt": _value(state.metrics.prompt_tokens),

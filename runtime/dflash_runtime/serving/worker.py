@@ -50,6 +50,9 @@ class EngineWorker:
         self.stage = ""
         """What opening is at, for people."""
         self.running: Job | None = None
+        self.reading: tuple[int, int] | None = None
+        """While the running job's prompt is computed: how many of its tokens are, and of how
+        many."""
         self._open_engine = open_engine
         self._metrics = metrics
         self._queue: FairQueue[Job] = FairQueue(queue_capacity)
@@ -74,8 +77,12 @@ class EngineWorker:
     @property
     def is_well(self) -> bool:
         """The thread lives, and whatever it computes gets on."""
-        is_hung = self.running is not None and time.monotonic() - self._stepped_s > _HUNG_S
-        return self._thread.is_alive() and not is_hung
+        return self._thread.is_alive() and (self.stalled_s or 0.0) <= _HUNG_S
+
+    @property
+    def stalled_s(self) -> float | None:
+        """Since the running job last began a layer; None if none runs."""
+        return None if self.running is None else time.monotonic() - self._stepped_s
 
     def submit(self, job: Job) -> None:
         """Have a job run when it is its client's turn. Raises: QueueFull."""
@@ -115,7 +122,9 @@ class EngineWorker:
             self.opened.set_exception(error)
             return
         with engine:
-            _ = engine.tokenizer  # loaded here: it may be read by others from now on
+            # Loaded here: it may be used by others from now on.
+            if (tokenizer := engine.tokenizer) is not None:
+                tokenizer.fewest_tokens("")  # looks at the whole vocabulary, once
             self._metrics.watch_engine(engine.stats)
             self.opened.set_result(engine)
             while (job := self._queue.take()) is not None:
@@ -123,7 +132,7 @@ class EngineWorker:
                 self.running = job
                 self._metrics.running.set(1)
                 end = self._end_of(engine, job)
-                self.running = None
+                self.running = self.reading = None
                 self._metrics.running.set(0)
                 # Last of all: who hears of the end finds everything counted.
                 job.channel.put(end)
@@ -149,6 +158,9 @@ class EngineWorker:
             self._stepped_s = time.monotonic()
             return job.is_cancelled or self._is_closing
 
+        def on_prefill(num_done: int, num_total: int) -> None:
+            self.reading = num_done, num_total
+
         tokens = engine.generate(
             job.prompt,
             job.max_tokens,
@@ -160,12 +172,14 @@ class EngineWorker:
             ignore_eos=job.ignore_eos,
             top_logprobs=job.top_logprobs,
             reuse_prefix=True,
+            prefix_scope=job.key,
             is_cancelled=is_cancelled,
+            on_prefill=on_prefill,
         )
         is_first = True
         for token in tokens:
             if is_first:
-                is_first = False
+                is_first, self.reading = False, None
                 metrics.first_token_s.observe(time.perf_counter() - job.asked_s)
             metrics.generated_tokens.inc()
             delta = assembler.push(token)

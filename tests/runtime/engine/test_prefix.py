@@ -83,6 +83,27 @@ def test_reuse_does_not_show_in_the_bits(
     assert num_reused == expected[backend]
 
 
+def test_what_was_computed_for_one_scope_is_not_reused_in_another(model: Path) -> None:
+    prompt = list(range(40))
+    with Engine.open(model, backend="cpu") as engine:
+
+        def num_reused(scope: str = "") -> int:
+            for _ in engine.generate(
+                prompt, 2, ignore_eos=True, reuse_prefix=True, prefix_scope=scope
+            ):
+                pass
+            return engine.last_generation.num_reused_tokens
+
+        assert [num_reused("a") for _ in range(2)] == [0, 39]
+        # Nor is it there again once the first one comes back.
+        assert [num_reused(scope) for scope in "bbaab"] == [0, 39, 0, 39, 0]
+        assert [num_reused() for _ in range(2)] == [0, 39]
+        engine.logits(prompt)
+        assert num_reused("a") == 0
+        engine.logits(prompt)
+        assert num_reused() == 39
+
+
 def test_a_run_that_was_cancelled_within_a_chunk_leaves_nothing_wrong(model: Path) -> None:
     prompt = list(range(50))
     with Engine.open(model, backend="reference") as engine:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,8 +14,9 @@ import pytest
 
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.settings import Settings
+from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.serving import app, generation
+from dflash_runtime.serving import bodies, generation
 from dflash_runtime.serving.access import ApiKeys
 
 pytestmark = pytest.mark.asyncio
@@ -88,6 +90,30 @@ async def test_a_prompt_in_common_is_not_computed_again(serve: Serve) -> None:
             # The reference backend keeps whole chunks only, see engine/prefix.py.
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
             assert answer["timings"]["prompt_n"] == 40 - expected
+
+
+async def test_prompts_are_shared_by_those_who_have_the_same_key_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunking = replace(ReferenceBackend.chunking, preferred=8)
+    monkeypatch.setattr(ReferenceBackend, "chunking", chunking)
+
+    async def num_cached(served: Any, headers: dict[str, str]) -> int:
+        body = {"prompt": "a secret of forty characters, and so on.", "max_tokens": 2, **GREEDY}
+        response = await served.client.post("/v1/completions", json=body, headers=headers)
+        answer = response.raise_for_status().json()
+        num_cached = int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert answer["timings"]["cache_n"] == num_cached
+        assert answer["timings"]["prompt_n"] == answer["usage"]["prompt_tokens"] - num_cached
+        return num_cached
+
+    async with serve() as served:
+        assert [await num_cached(served, {}) for _ in range(2)] == [0, 32]
+    keys = ["a-key-of-32-characters-or-so-----", "another-key-of-32-characters-----"]
+    async with serve(keys=ApiKeys([key.encode() for key in keys])) as served:
+        first, second = ({"authorization": f"Bearer {key}"} for key in keys)
+        asked = [first, first, second, second, first]
+        assert [await num_cached(served, each) for each in asked] == [0, 32, 0, 32, 0]
 
 
 async def test_the_same_seed_gives_the_same_text(serve: Serve) -> None:
@@ -185,13 +211,13 @@ async def test_bodies_are_bounded_before_they_are_there(serve: Serve) -> None:
         response = await served.client.post("/tokenize", content=endless())
         assert (response.status_code, num_sent) == (413, 3000)
         assert response.headers["connection"] == "close"
-        assert served.state.num_body_bytes == 0
+        assert served.state.bodies.num_bytes == 0
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.05)
+    monkeypatch.setattr(bodies, "BODY_S", 0.05)
 
     async def slow() -> Any:
         yield b"{"

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
+from dflash_runtime.serving import requests
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.requests import ChatBody, CompletionBody, parse_body
+from dflash_runtime.serving.fields import NEUTRAL, PASSED_OVER
+from dflash_runtime.serving.requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def completion(**fields: Any) -> CompletionBody:
-    body = parse_body(CompletionBody, json.dumps({"prompt": "x", **fields}).encode())
-    body.refuse_what_is_missing()
-    return body
+    return parse_body(CompletionBody, json.dumps({"prompt": "x", **fields}).encode())
 
 
 def chat(**fields: Any) -> ChatBody:
-    body = parse_body(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
-    body.refuse_what_is_missing()
-    return body
+    return parse_body(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
 
 
 def test_the_defaults_are_openais() -> None:
@@ -113,6 +119,103 @@ def test_what_is_wrong_with_a_chat_is_named(fields: dict[str, Any], param: str) 
     assert caught.value.body["error"]["param"] == param
 
 
+UNSUPPORTED: list[dict[str, Any]] = [
+    # What the answer would be without them, nobody who sends them wants.
+    {"grammar": 'root ::= "yes" | "no"'},
+    {"json_schema": {"type": "object"}},
+    {"guided_json": {"type": "object"}},
+    {"guided_regex": "a+"},
+    {"guided_choice": ["a", "b"]},
+    {"structured_outputs": {"regex": "a+"}},
+    {"response_format": {"type": "json_schema", "json_schema": {}}},
+    {"repeat_penalty": 1.1},
+    {"repetition_penalty": 1.1},
+    {"reasoning_effort": "low"},
+    {"presence_penalty": 0.5},
+    {"logit_bias": {"5": 1}},
+    {"n": 2},
+    {"n": True},
+    {"n_predict": 5},
+    {"min_tokens": 5},
+    {"stop_token_ids": [1]},
+    {"mirostat": 2},
+    {"dry_multiplier": 0.8},
+    {"xtc_probability": 0.5},
+    {"typical_p": 0.9},
+    {"samplers": ["top_k"]},
+    {"functions": [{"name": "f"}]},
+    {"tool_choice": "required"},
+    {"chat_template": "{{ messages }}"},
+    {"add_generation_prompt": False},
+    {"continue_final_message": True},
+    {"cache_salt": "x"},
+]
+
+
+@pytest.mark.parametrize("fields", UNSUPPORTED, ids=repr)
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_what_changes_the_answer_and_is_not_supported_is_refused(
+    ask: Any, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    error = caught.value.body["error"]
+    assert caught.value.status == 400
+    assert (error["param"], error["code"]) == (*fields, "unsupported_value")
+    assert ask(**dict.fromkeys(fields)).sampling() == ask().sampling()
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_what_changes_nothing_is_passed_over(ask: Any) -> None:
+    for name in PASSED_OVER:
+        ask(**{name: {"any": "thing"}})
+    for name, values in NEUTRAL.items():
+        for value in values:
+            ask(**{name: value})
+    ask(repeat_penalty=1.0, n=1, presence_penalty=0.0, response_format={"type": "text"})
+    ask(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_what_nobody_knows_is_refused_by_its_name(ask: Any) -> None:
+    for name in ("no_such_field", "a\nb", "x" * 999):
+        with pytest.raises(ApiError) as caught:
+            ask(**{name: 1})
+        error = caught.value.body["error"]
+        assert error["code"] == "unknown_parameter"
+        shown = str(error["param"])
+        assert shown[0] == name[0]
+        assert shown == name or (shown.isprintable() and len(shown) <= 100)
+        ask(**{name: None})
+
+
+def test_so_is_what_is_unknown_about_tokens() -> None:
+    for body, field in (({"content": "x", "with_pieces": True}, "with_pieces"),
+                        ({"content": "x", "odd": 1}, "odd")):  # fmt: skip
+        with pytest.raises(ApiError) as caught:
+            parse_body(TokenizeBody, json.dumps(body).encode())
+        assert caught.value.body["error"]["param"] == field
+    parse_body(TokenizeBody, b'{"content": "x", "with_pieces": false, "user": "me"}')
+    with pytest.raises(ApiError):
+        parse_body(DetokenizeBody, b'{"tokens": [1], "odd": 1}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "create"),
+    [(CompletionBody, openai.resources.Completions.create),
+     (ChatBody, openai.resources.chat.Completions.create)],
+)  # fmt: skip
+def test_every_field_that_openais_client_sends_is_taken_refused_or_passed_over(
+    kind: Any, create: Any
+) -> None:
+    of_the_client = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    sent = set(inspect.signature(create).parameters) - of_the_client
+    assert len(sent) > 15
+    assert sent <= set(kind.model_fields) | PASSED_OVER | set(NEUTRAL)
+    assert not PASSED_OVER & set(NEUTRAL)
+    assert not (PASSED_OVER | set(NEUTRAL)) & set(CompletionBody.model_fields)
+
+
 @pytest.mark.parametrize(
     "fields", [{"temperature": -1}, {"temperature": 101}, {"top_p": 0}, {"top_p": 2}, {"min_p": -1}]
 )
@@ -132,6 +235,47 @@ def test_what_is_no_sound_json_is_refused(body: bytes) -> None:
         parse_body(CompletionBody, body)
     assert caught.value.status == 400
     assert len(str(caught.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * 70_000},
+        {"prompt": ["a"] * 70_000},
+        {"prompt": "x", "stop": [["a"]] * 70_000},
+        {"prompt": "x", "odd": [[[1]]] * 30_000},
+        {"prompt": "x", **{f"a{number}": {} for number in range(40_000)}},
+    ],
+    ids=["ids", "texts", "lists", "unknown", "names"],
+)
+def test_a_body_has_only_so_many_values(body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="more than 65536 values"):
+        parse_body(CompletionBody, json.dumps(body).encode())
+
+
+def test_a_text_is_one_value_whatever_is_in_it() -> None:
+    text = '[{"a": 1}, \\, "\\"] ' * 50_000
+    assert completion(prompt=text).prompt == text
+    ids = [1] * 70_000
+    data = json.dumps({"prompt": ids}).encode()
+    assert parse_body(CompletionBody, data, most_values=80_000).one_prompt == ids
+
+
+@given(st.recursive(st.text() | st.none() | st.integers(), lambda inner: (
+    st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+), max_leaves=20))  # fmt: skip
+def test_values_are_counted_as_json_has_them(value: Any) -> None:
+    def num_marks(value: Any) -> int:
+        """A comma between two, and a bracket around all."""
+        if not isinstance(value, list | dict):
+            return 0
+        inner = list(value.values()) if isinstance(value, dict) else value
+        return 1 + max(0, len(inner) - 1) + sum(map(num_marks, inner))
+
+    data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    num = num_marks(value)
+    assert not requests._has_more_values(data, num)
+    assert num == 0 or requests._has_more_values(data, num - 1)
 
 
 def test_messages_keep_what_templates_may_read() -> None:
@@ -164,5 +308,4 @@ def test_any_json_is_taken_or_refused(fields: dict[str, Any]) -> None:
     for kind in (CompletionBody, ChatBody):
         with contextlib.suppress(ApiError, SettingsError):
             body = parse_body(kind, data)
-            body.refuse_what_is_missing()
             assert isinstance(body.sampling().temperature, float)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -13,8 +15,11 @@ import pytest
 from dflash_adapters.moe_spec import MoeSpec
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import Phase
+from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.events import Event
+from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats
+from dflash_runtime.serving import worker
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.status import expert_types, owner_status
 from support.routed_batches import moe_layer
@@ -50,7 +55,10 @@ async def test_status_says_what_was_done(serve: Serve) -> None:
     }
     assert before["tokens"] == {"prompt": 0, "generated": 0}
     assert after["tokens"] == {"prompt": 4, "generated": 4}
-    assert after["queue"] == {"capacity": 64, "waiting": 0, "running": 0}
+    assert after["queue"] == {
+        "capacity": 64, "waiting": 0, "running": 0, "reading": None, "stalled_s": None
+    }  # fmt: skip
+    assert after["is_well"]
     assert after["time_s"] > before["time_s"]
     [owner] = after["owners"]
     assert (owner["name"], owner["kind"], owner["device"]) == ("local", "local", "reference")
@@ -58,6 +66,43 @@ async def test_status_says_what_was_done(serve: Serve) -> None:
     assert owner["decode_round_trip_s"] is None
     # Four tokens of the prompt and the first three written ones, in each of two layers.
     assert owner["pairs"] == 2 * NUM_USED * 7
+
+
+@pytest.mark.asyncio
+async def test_status_says_how_far_a_prompt_is_and_that_it_gets_on_no_more(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunking = replace(ReferenceBackend.chunking, preferred=8)
+    monkeypatch.setattr(ReferenceBackend, "chunking", chunking)
+    forward, may_go_on = Steps.forward, threading.Event()
+
+    def slow(steps: Any, run: Any, token_ids: Any, first_position: int, *more: Any) -> Any:
+        if first_position == 16:
+            assert may_go_on.wait(10)
+        return forward(steps, run, token_ids, first_position, *more)
+
+    monkeypatch.setattr(Steps, "forward", slow)
+    async with serve() as served:
+        asked = asyncio.create_task(served.post("/v1/completions", prompt="x" * 40, max_tokens=2))
+        async with asyncio.timeout(10):
+            while True:
+                found = (await served.client.get("/status")).json()
+                if found["queue"]["reading"] == {"done": 16, "total": 40}:
+                    break
+                await asyncio.sleep(0.005)
+        stalled_s = found["queue"]["stalled_s"]
+        assert stalled_s >= 0
+        assert found["is_well"]
+        later = (await served.client.get("/status")).json()
+        assert later["queue"]["stalled_s"] > stalled_s
+        monkeypatch.setattr(worker, "_HUNG_S", stalled_s)
+        assert not (await served.client.get("/status")).json()["is_well"]
+        assert (await served.client.get("/health")).status_code == 503
+        may_go_on.set()
+        assert (await asked).status_code == 200
+        found = (await served.client.get("/status")).json()
+        assert (found["queue"]["reading"], found["queue"]["stalled_s"]) == (None, None)
+        assert found["is_well"]
 
 
 @pytest.mark.asyncio

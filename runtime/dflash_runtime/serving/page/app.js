@@ -1,7 +1,7 @@
 // What happens when: asks the server for its state every second while somebody looks.
 
 import { Chat } from "./chat.js";
-import { compact, count, plural } from "./format.js";
+import { compact, count, duration, plural } from "./format.js";
 import { HeatMap } from "./heat_map.js";
 import { OwnerTable } from "./owners.js";
 import { forgetKey, hasKey, keepKey, probe, read } from "./server.js";
@@ -9,6 +9,8 @@ import { Speed } from "./speed.js";
 
 const EVERY_MS = 1000;
 const MAP_EVERY_MS = 2000; // it is the larger part
+const LATE_MS = 2500; // an answer takes a few milliseconds
+const STALLED_S = 10; // a layer of a long prompt takes less
 
 const find = (id) => document.getElementById(id);
 
@@ -45,6 +47,7 @@ function show(text, state) {
   const condition = find("condition");
   if (condition.textContent !== text) condition.textContent = text;
   condition.dataset.state = state;
+  find("main").dataset.isOld = String(state === "lost"); // what it shows was true once
 }
 
 function setText(id, text) {
@@ -75,22 +78,30 @@ function showStatus(status) {
       }),
     );
   }
-  speed.update(status.time_s, tokens.generated);
+  speed.update(status.time_s, tokens.generated, queue.reading);
   const total = (name) => status.owners.reduce((sum, owner) => sum + owner[name], 0);
   setText("running", queue.running ? `${queue.running} running` : "idle");
   setText("waiting", `${count(queue.waiting)} waiting, room for ${count(queue.capacity)}`);
   setText("generated", compact(tokens.generated));
-  setText("prompted", `${compact(tokens.prompt)} read in prompts`);
+  setText("prompted", `${compact(tokens.prompt + (queue.reading?.done ?? 0))} read in prompts`);
   setText("computed", compact(total("pairs")));
   setText("requested", `in ${plural(total("requests"), "request")} to owners`);
-  const troubled = status.owners.filter((owner) => owner.state !== "ready");
-  if (troubled.length) show(`${troubled.map((owner) => owner.name).join(", ")} not ready`, "troubled");
-  else show(queue.running ? "writing" : "ready", "ready");
-  owners.update(status.owners, placed);
+  show(...conditionOf(status));
+  owners.update(status.time_s, status.owners, placed);
   chat.setModel(model);
   find("main").hidden = false;
   find("key-form").hidden = true;
   find("forget-key").hidden = !hasKey();
+}
+
+/** What the server is at, and how that is to look. */
+function conditionOf({ is_well: isWell, owners, queue }) {
+  if (!isWell) return ["the model does not get on", "lost"];
+  const troubled = owners.filter((owner) => owner.state !== "ready");
+  if (troubled.length) return [`${troubled.map((owner) => owner.name).join(", ")} not ready`, "troubled"];
+  if (queue.stalled_s > STALLED_S) return [`no progress for ${duration(queue.stalled_s)}`, "troubled"];
+  if (queue.reading) return ["reading a prompt", "ready"];
+  return [queue.running ? "writing" : "ready", "ready"];
 }
 
 async function readMap(requests) {
@@ -107,11 +118,12 @@ async function ask() {
   showStatus(status);
   const isFirst = !placed.length;
   await readMap(requests);
-  if (isFirst) owners.update(status.owners, placed); // they have colours now
+  if (isFirst) owners.update(status.time_s, status.owners, placed); // they have colours now
 }
 
 async function fail(error) {
   speed.forget();
+  owners.forget();
   mapOf = { ...mapOf, requests: -1 };
   if (error.status === 401) {
     needKey();
@@ -141,11 +153,17 @@ async function look() {
   clearTimeout(timer);
   if (isAsking || document.hidden) return;
   isAsking = true;
+  const askedMs = performance.now();
+  const waiting = setInterval(() => {
+    const waitedMs = performance.now() - askedMs;
+    if (waitedMs > LATE_MS) show(`no answer for ${count(waitedMs / 1000)} s`, "lost");
+  }, 500);
   try {
     await ask();
   } catch (error) {
     await fail(error);
   } finally {
+    clearInterval(waiting);
     isAsking = false;
   }
   if (find("key-form").hidden && !document.hidden) timer = setTimeout(look, EVERY_MS);
@@ -164,6 +182,7 @@ find("forget-key").addEventListener("click", () => {
 });
 document.addEventListener("visibilitychange", () => {
   speed.forget();
+  owners.forget();
   look();
 });
 look();

@@ -3,6 +3,7 @@
 import { compact, count, duration, percent } from "./format.js";
 
 const NUM_COLOURS = 8;
+const LOAD_S = 60; // over so long the share of each owner is shown
 
 /** An owner's colour as [red, green, blue], by its place in the placement. */
 export function ownerColour(index) {
@@ -24,13 +25,14 @@ const KINDS = { local: "this process", daemon: "daemon", fallback: "this process
 /** Rows are made once for each owner, and then only their texts change. */
 export class OwnerTable {
   #rows = new Map();
+  #looks = [];
 
   constructor(body) {
     this.body = body;
   }
 
-  update(owners, placed) {
-    const total = owners.reduce((sum, owner) => sum + owner.pairs, 0);
+  update(timeS, owners, placed) {
+    const shares = this.#shares(timeS, new Map(owners.map((owner) => [owner.name, owner.pairs])));
     const names = new Set(owners.map((owner) => owner.name));
     for (const [name, row] of this.#rows) {
       if (names.has(name)) continue;
@@ -44,21 +46,40 @@ export class OwnerTable {
         this.#rows.set(owner.name, row);
       }
       row.swatch.replaceChildren(swatch(placed.indexOf(owner.name)));
-      fill(row, owner, total ? owner.pairs / total : 0);
+      fill(row, owner, shares.get(owner.name) ?? null);
     }
     const elements = owners.map((owner) => this.#rows.get(owner.name).element);
     if (elements.some((element, at) => this.body.children[at] !== element)) {
       this.body.append(...elements);
     }
   }
+
+  /** Begin anew, as after a pause: what was computed meanwhile says nothing of the last minute. */
+  forget() {
+    this.#looks = [];
+  }
+
+  /** By owner, its share of what was computed in the last minute; of nothing there are none. */
+  #shares(timeS, pairs) {
+    const last = this.#looks.at(-1);
+    const isNew = last && (timeS < last.timeS || [...pairs].some(([name, now]) => now < (last.pairs.get(name) ?? 0)));
+    if (isNew) this.forget(); // a new server
+    if (!last || isNew || timeS > last.timeS) this.#looks.push({ timeS, pairs });
+    while (this.#looks.length > 2 && this.#looks[1].timeS <= timeS - LOAD_S) this.#looks.shift();
+    const before = this.#looks[0].pairs;
+    const since = new Map([...pairs].map(([name, now]) => [name, now - (before.get(name) ?? 0)]));
+    const total = [...since.values()].reduce((sum, each) => sum + each, 0);
+    return total ? new Map([...since].map(([name, each]) => [name, each / total])) : new Map();
+  }
 }
 
+/** `share` is null as long as nothing was computed. */
 function fill(row, owner, share) {
   const trip = owner.decode_round_trip_s;
   const texts = {
     what: [KINDS[owner.kind] ?? owner.kind, owner.device, owner.transport].filter(Boolean).join(" · "),
     state: owner.state,
-    share: percent(share),
+    share: share === null ? "–" : percent(share),
     experts: count(owner.num_experts),
     requests: compact(owner.requests),
     trip: trip === null ? "–" : duration(trip),
@@ -73,7 +94,7 @@ function fill(row, owner, share) {
   row.state.dataset.state = owner.state;
   row.fallbacks.classList.toggle("some", owner.fallbacks > 0);
   row.restarts.classList.toggle("some", owner.restarts > 0);
-  row.bar.style.width = `${100 * share}%`;
+  row.bar.style.width = `${100 * (share ?? 0)}%`;
   const colour = row.swatch.firstChild.style.background;
   row.bar.style.background = colour === "none" ? "var(--muted)" : colour;
 }

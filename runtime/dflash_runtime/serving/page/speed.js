@@ -1,6 +1,6 @@
 // Tokens per second, from how far the server's count got between two looks at it.
 
-import { rate } from "./format.js";
+import { count, rate } from "./format.js";
 
 const KEPT = 60;
 const SMOOTHED_S = 2.5; // looks come every second, tokens of slow models seldom
@@ -17,7 +17,8 @@ export class Speed {
     this.polyline = line.querySelector("polyline");
   }
 
-  update(timeS, generated) {
+  /** `reading` is how far the prompt is that is read now, or null. */
+  update(timeS, generated, reading) {
     const last = this.#looks.at(-1);
     if (last && (generated < last.generated || timeS < last.timeS)) this.forget(); // a new server
     this.#looks.push({ timeS, generated });
@@ -28,7 +29,13 @@ export class Speed {
     const now = timeS > first.timeS ? (generated - first.generated) / (timeS - first.timeS) : 0;
     this.#rates = [...this.#rates, now].slice(-KEPT);
     this.#most = Math.max(this.#most, now);
-    this.#show(now);
+    this.#show(now, generated, reading);
+  }
+
+  #note(generated, reading) {
+    if (reading) return `${count(reading.done)} of ${count(reading.total)} tokens of a prompt read`;
+    if (this.#most) return `at most ${rate(this.#most)} since this page was opened`;
+    return generated ? "none since this page was opened" : "nothing written yet";
   }
 
   /** Begin anew, as after a pause: what came meanwhile has no rate. */
@@ -36,9 +43,9 @@ export class Speed {
     this.#looks = [];
   }
 
-  #show(now) {
+  #show(now, generated, reading) {
     this.figure.textContent = rate(now);
-    this.note.textContent = this.#most ? `at most ${rate(this.#most)} so far` : "nothing written yet";
+    this.note.textContent = this.#note(generated, reading);
     const most = Math.max(...this.#rates, 1e-9);
     const first = KEPT - this.#rates.length;
     const points = this.#rates.map((each, index) => {

@@ -1,0 +1,151 @@
+"""Which connections are taken: so many in all, so many of one address, and never the last files.
+
+Knows nothing of requests. asyncio's own server takes every connection, and writes a traceback for
+each that it has no descriptor for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from dflash_runtime.serving.http_protocol import BoundedProtocol
+
+_LOG = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 1024
+_REPORT_EVERY_S = 60.0
+_PAUSE_S = 1.0
+"""Where not even one connection can be taken to be closed."""
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def most_connections() -> int:
+    """In all: half of the files that may be open, for the model and daemons need the others."""
+    return min(MOST_CONNECTIONS, max(8, _most_files() // 2))
+
+
+def first_reserved_file() -> int:
+    """Of the files that may be open, the last quarter is for daemons: a connection never has one
+    of these numbers, which the kernel gives only when all lower ones are taken."""
+    most = _most_files()
+    return most - most // 4
+
+
+class Acceptor:
+    """Takes connections from a listening socket, one in each turn of the event loop.
+
+    Where there is no room, the connection makes it whose client has been waited for longest: of
+    all, or of the address that has half of all. If every one has a whole request, the new one is
+    closed at once. `connections` are those that there are, kept by who makes them.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], BoundedProtocol],
+        connections: Collection[BoundedProtocol],
+    ) -> None:
+        self._listener = listener
+        self._make = make
+        self._connections = connections
+        self._starting: dict[asyncio.Task[object], str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._num_closed = 0
+        self._reported_s = float("-inf")
+
+    def start(self) -> None:
+        """Take connections from now on."""
+        self._resuming = None
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Take no more; those that there are stay. May be called twice."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+        elif self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _accept(self) -> None:
+        has_room = self._has_room()
+        # What is closed gives its descriptor back in the loop's next turn.
+        if not has_room and self._close_silent(self._connections, "there were too many"):
+            return
+        try:
+            connection, (host, *_) = self._listener.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF_FILES:
+                self._report(error.strerror or str(error))
+                self._loop.remove_reader(self._listener.fileno())
+                self._resuming = self._loop.call_later(_PAUSE_S, self.start)
+            return  # else it was gone before we came
+        if not has_room or not self._has_room_for(host):
+            connection.close()
+            self._count("every one had a request")
+            return
+        connection.setblocking(False)
+        starting = self._loop.create_task(self._begin(connection))
+        self._starting[starting] = host
+        starting.add_done_callback(self._starting.pop)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make, connection)
+        except OSError as error:  # it is gone
+            connection.close()
+            _LOG.debug("a connection could not be begun: %s", error)
+
+    def _has_room(self) -> bool:
+        if len(self._connections) + len(self._starting) >= most_connections():
+            return False
+        try:
+            lowest = os.dup(self._listener.fileno())
+        except OSError:
+            return False
+        os.close(lowest)
+        return lowest < first_reserved_file()
+
+    def _has_room_for(self, host: str) -> bool:
+        """There is, or was made. No address has too many as long as all together have not."""
+        most = most_connections() // 2
+        if len(self._connections) + len(self._starting) < most:
+            return True
+        own = [each for each in self._connections if each.client and each.client[0] == host]
+        num_starting = sum(each == host for each in self._starting.values())
+        return len(own) + num_starting < most or self._close_silent(own, f"{host} had too many")
+
+    def _close_silent(self, connections: Collection[BoundedProtocol], why: str) -> bool:
+        """Close the one whose client is waited for longest; False if there is none."""
+        waiting = [each for each in connections if each.silent_since_s is not None]
+        if not waiting:
+            return False
+        min(waiting, key=lambda each: each.silent_since_s or 0.0).abort()
+        self._count(why)
+        return True
+
+    def _count(self, why: str) -> None:
+        self._num_closed += 1
+        self._report(f"closed {self._num_closed} since the start for want of room: {why}")
+
+    def _report(self, what: str) -> None:
+        """Say so, but not a thousand times a second."""
+        now_s = self._loop.time()
+        if now_s - self._reported_s < _REPORT_EVERY_S:
+            return
+        self._reported_s = now_s
+        _LOG.warning("connections: %s (said at most once a minute)", what)
+
+
+def _most_files() -> int:
+    with suppress(OSError):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            return soft
+    return 1 << 16

@@ -1,0 +1,155 @@
+"""Fields of requests that are not supported: refused by name, unless they change nothing.
+
+The names are those of OpenAI's interface, and of vLLM's and llama.cpp's servers. What is named
+nowhere is refused too, as OpenAI does: who asks for something must not take an answer without it
+for one with it. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from dflash_protocol.errors import one_line
+from dflash_runtime.serving.errors import ApiError
+
+PASSED_OVER = frozenset(
+    {
+        # Who asks, what for, and what becomes of it afterwards.
+        "metadata", "priority", "request_id", "safety_identifier", "service_tier", "store", "user",
+        # How fast the same answer comes, or from where.
+        "backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "parallel_tool_calls",
+        "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "slot_id", "speculative", "sse_ping_interval",
+        # What else is said of it.
+        "return_progress", "timings_per_token", "verbose",
+        # Parameters of what is off: what turns it on is refused.
+        "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
+        "dry_sequence_breakers", "dynatemp_exponent", "grammar_lazy", "grammar_triggers",
+        "grammar_type", "guided_decoding_backend", "guided_whitespace_pattern", "mirostat_eta",
+        "mirostat_tau", "n_discard", "n_keep", "penalize_nl", "preserved_tokens", "repeat_last_n",
+        "xtc_threshold",
+    }
+)  # fmt: skip
+"""Fields that do not change the text, whatever they say."""
+
+NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
+    # OpenAI
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({}, []),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    # llama.cpp
+    "adaptive_target": (-1,),
+    "chat_format": (),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "grammar": ("",),
+    "image_data": ([],),
+    "input_extra": ([],),
+    "input_prefix": ("",),
+    "input_suffix": ("",),
+    "json_schema": (),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "n_cmpl": (1,),
+    "n_indent": (0,),
+    "n_predict": (),
+    "n_probs": (0,),
+    "parse_tool_calls": (False,),
+    "post_sampling_probs": (False,),
+    "reasoning_format": ("none",),
+    "reasoning_in_content": (True,),
+    "repeat_penalty": (1,),
+    "response_fields": ([],),
+    "return_tokens": (False,),
+    "samplers": (),
+    "system_prompt": ("",),
+    "t_max_predict_ms": (0, -1),
+    "tfs_z": (1,),
+    "thinking_forced_open": (False,),
+    "top_n_sigma": (0, -1),
+    "typical_p": (1,),
+    "with_pieces": (False,),
+    "xtc_probability": (0,),
+}
+"""Fields that would change the answer, with the values with which they do not, besides null."""
+
+_LONGEST_NAME = 100
+
+
+def refuse_unsupported(fields: Mapping[str, JsonValue]) -> None:
+    """Look at the fields of a body that are not taken. Raises: ApiError naming the first of them
+    that changes the answer, or may do so."""
+    for name, value in fields.items():
+        if value is None or name in PASSED_OVER:
+            continue
+        if name not in NEUTRAL:
+            shown = one_line(name)[:_LONGEST_NAME]
+            raise ApiError(
+                400,
+                f"{shown}: is no field that is known here",
+                param=shown,
+                code="unknown_parameter",
+            )
+        allowed = NEUTRAL[name]
+        if not any(_is_same(value, each) for each in allowed):
+            but = f"; only {allowed[0]!r} is" if allowed else ""
+            raise ApiError(
+                400, f"{name}: is not supported{but}", param=name, code="unsupported_value"
+            )
+
+
+def _is_same(value: JsonValue, other: JsonValue) -> bool:
+    """Numbers by what they are worth, but true is no number."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
