@@ -16,6 +16,7 @@ Knows nothing of headers and sockets.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -23,6 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+
+_FEW_SUMS = 8192
+"""Linear algebra libraries use no threads for so few."""
 
 U16Array: TypeAlias = npt.NDArray[np.uint16]
 
@@ -93,6 +97,29 @@ def unpack_sums(
         with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
             sums = _widened(frame, payload).astype(np.float64)
     return sums.reshape(num_tokens, hidden_size)
+
+
+def are_finite(sums: F64Array) -> bool:
+    """Whether there is no NaN and no infinity among them. Shapes: any."""
+    flat = sums.reshape(-1)
+    # Of a decode step, that takes half the time; what overflows is looked at once more.
+    if flat.size <= _FEW_SUMS:
+        with np.errstate(all="ignore"):
+            if math.isfinite(flat.dot(flat)):
+                return True
+    return bool(np.isfinite(flat).all())
+
+
+def as_received(
+    values: npt.NDArray[np.floating[Any]], negotiated: PayloadType
+) -> npt.NDArray[np.floating[Any]]:
+    """Hidden rows or sums as the other side reads them, rounded if they are. Shapes: any; the
+    result's type is that of the values."""
+    if negotiated is PayloadType.F32:
+        return values
+    wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
+    packed, sent_as = _pack(values, negotiated, wide)
+    return packed if sent_as is wide else _from_bits(packed, negotiated).astype(values.dtype)
 
 
 def is_overtaken(sent: PayloadType, negotiated: PayloadType) -> bool:

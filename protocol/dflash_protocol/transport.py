@@ -29,6 +29,8 @@ class Reply:
     compute_s: float
     """NaN if the daemon does not say."""
     queue_s: float = 0.0
+    is_finite: bool = True
+    """Whether all sums are, as far as they were looked at: those that a device moves are not."""
 
     @property
     def placed(self) -> Sums:
@@ -45,6 +47,7 @@ class DeviceReply(Reply):
         self._placed = placed
         self.compute_s = compute_s
         self.queue_s = queue_s
+        self.is_finite = True
 
     @property
     def sums(self) -> F64Array:
@@ -103,7 +106,7 @@ class ClientTransport(Protocol):
     def close(self) -> None: ...
 
 
-REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "stale"})
+REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "not_finite", "stale"})
 """Codes of failures that say nothing against the link: the next request may well succeed."""
 
 

@@ -35,9 +35,11 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
 
     def add(self, kind: str, owner: str, reason: str) -> None:
-        """Note it now; the operator is told of a daemon that is not there."""
+        """Note it now; the operator is told of a daemon that is not there, or lies."""
         if kind in ("daemon_lost", "daemon_absent"):
             _LOG.warning("daemon %s is not there: %s", owner, reason)
+        elif kind == "wrong_reply":
+            _LOG.error("daemon %s is used no more, it has answered wrongly: %s", owner, reason)
         with self._lock:
             self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
 

@@ -56,6 +56,12 @@ class OwnerStats:
     """Requests that failed since they, or their reply, were damaged on the way."""
     deadline_failures: int = 0
     """Requests that failed since they took too long."""
+    not_finite: int = 0
+    """Requests whose reply was NaN or infinite though the rows were not; computed elsewhere."""
+    checked: int = 0
+    """Batches that were computed here too, and compared."""
+    wrong_replies: int = 0
+    """Those of them that were wrong: the daemon is given up at the first."""
     stale: int = 0
     """Messages that answered nothing that was waited for."""
     widened: int = 0
@@ -86,6 +92,8 @@ class OwnerStats:
         parts = []
         if self.breaker_opened:
             parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} times")
+        if self.wrong_replies:
+            parts.append("answered wrongly and is used no more")
         for count, what in (
             (self.daemon_late, "late"),
             (self.daemon_stale, "stale"),

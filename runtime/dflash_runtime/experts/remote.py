@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+import numpy as np
 import zmq
 
 from dflash_protocol.device_payload import DeviceMover
@@ -23,6 +24,7 @@ from dflash_protocol.errors import (
     ProtocolError,
 )
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import (
     DeviceBatch,
@@ -32,7 +34,12 @@ from dflash_protocol.routed_batch import (
     compact_tokens,
     tail_tokens,
 )
-from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
+from dflash_protocol.transport import (
+    REQUEST_FAILURES,
+    ClientTransport,
+    Reply,
+    TransportCounters,
+)
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
@@ -42,6 +49,7 @@ from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
 from dflash_runtime.experts.pieces import Rows, pieces
 from dflash_runtime.experts.remote_ticket import RemoteTicket, Sent
+from dflash_runtime.experts.reply_checks import ReplyChecker
 from dflash_runtime.experts.telemetry import PhaseStats
 
 _LOG = logging.getLogger(__name__)
@@ -75,11 +83,14 @@ class RemoteExpertCompute:
         spin_s: float | None = None,
         before_sleep: Callable[[], object] = lambda: None,
         mover: DeviceMover | None = None,
+        checker: ReplyChecker | None = None,
     ) -> None:
         """`before_sleep` is called before this thread sleeps until a daemon has answered; `mover`
-        is the device on which rows lie, if it can move them."""
+        is the device on which rows lie, if it can move them; `checker` computes what some replies
+        are compared with."""
         self._link = link
         self._mover = mover
+        self._checker = checker
         self._moved_window = 0
         self._mail: Segment | None = None
         self._route: MailRoute | None = None
@@ -164,6 +175,8 @@ class RemoteExpertCompute:
             raise
         if is_probe:
             self._probe = ticket
+        if self._checker is not None:
+            ticket.is_checked = self._checker.schedule.takes_reply()
         ticket.counted.tokens += compacted.num_tokens
         ticket.counted.pairs += batch.num_pairs
         return ticket
@@ -176,13 +189,15 @@ class RemoteExpertCompute:
             if ticket is self._probe:
                 self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
-        replies: list[tuple[Sent, Sums]] = []
+        replies: list[tuple[Sent, Reply]] = []
         collecting_s = time.perf_counter()
         try:
             while ticket.in_flight:
                 sent = ticket.in_flight[0]
                 replies.append((sent, self._wait(client, sent, ticket.batch.phase, ticket.counted)))
                 ticket.in_flight.popleft()
+                if not replies[-1][1].is_finite:
+                    _require_finite(ticket, *replies[-1])
                 if ticket.is_whole:
                     break
                 if ticket.window == _PROBE_WINDOW and len(replies) >= _PROBE_WINDOW:
@@ -194,12 +209,14 @@ class RemoteExpertCompute:
             if isinstance(error, DaemonUnavailable):
                 raise
             raise DaemonUnavailable(f"daemon {self._link.name}: {error}") from error
+        if ticket.is_checked and ticket.batch.num_pairs:
+            self._check(ticket, replies)
         if self._is_troubled:
             self._note_success(ticket)
         # Only now, with every piece at hand, so that a failure leaves `out` as it was.
         started_s = time.perf_counter()
-        for sent, sums in replies:
-            add_sums(out, sums, sent.rows)
+        for sent, reply in replies:
+            add_sums(out, reply.placed, sent.rows)
         ended_s = time.perf_counter()
         ticket.counted.combine_s += ended_s - started_s
         if ticket.chooser is not None and ticket.batch.num_pairs:
@@ -357,7 +374,9 @@ class RemoteExpertCompute:
         counted.receive_s += receive_s
         return Sent(sequence, num_pairs, rows, sent_s, deadline_s)
 
-    def _wait(self, client: ClientTransport, sent: Sent, phase: Phase, counted: PhaseStats) -> Sums:
+    def _wait(
+        self, client: ClientTransport, sent: Sent, phase: Phase, counted: PhaseStats
+    ) -> Reply:
         bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
         started_s = time.monotonic()
         # The deadline runs from the sending: the daemon has been at work since then.
@@ -389,7 +408,38 @@ class RemoteExpertCompute:
             known = self._s_per_pair(phase)
             measured = compute_s / sent.num_pairs
             self._measured_s_per_pair[phase] = known + _RATE_WEIGHT * (measured - known)
-        return reply.placed
+        return reply
+
+    def _check(self, ticket: RemoteTicket, replies: list[tuple[Sent, Reply]]) -> None:
+        """Compare what has come with what is computed here, before any of it is used.
+
+        Raises: DaemonUnavailable if it is wrong, for which the daemon is given up.
+        """
+        checker, session, link = self._checker, self._link.session, self._link
+        if checker is None or session is None or session.generation != ticket.generation:
+            return
+        batch, welcome = ticket.batch, session.welcome
+        sums = np.zeros(batch.hidden_shape)
+        for sent, reply in replies:
+            add_sums(sums, reply.sums, sent.rows)
+        self._stats.checked += 1
+        reason = checker.difference(
+            ticket.layer_id,
+            batch,
+            sums,
+            global_ids=link.owned.by_layer[ticket.layer_id],
+            payload=PayloadType(welcome.payload),
+            # Sums of version 1 were rounded.
+            is_same_class=welcome.numeric_class == checker.numeric_class and self._version > 1,
+        )
+        if reason:
+            self._stats.wrong_replies += 1
+            reason = f"layer {ticket.layer_id}: {reason}"
+            link.give_up(reason)
+            self._drop_client()
+            if ticket is self._probe:
+                self._probe = None
+            raise DaemonUnavailable(link.lost_reason())
 
     def _count_sent(self, client: ClientTransport, counted: PhaseStats) -> None:
         counted.bytes_sent += client.bytes_sent - self._num_bytes_counted
@@ -401,11 +451,14 @@ class RemoteExpertCompute:
         """Count a failure, and give the session up unless only this request is concerned."""
         code = error.code if isinstance(error, ProtocolError) else ""
         self._stats.checksum_failures += code == "checksum"
+        self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
         is_probe = ticket is self._probe
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
-            self._link.note("request_failed", str(error))
+            if code == "not_finite":  # devices must not go on asking each other
+                self._mail = self._route = None
+            self._link.note(code if code == "not_finite" else "request_failed", str(error))
         else:
             # Whose requests go on failing may do better with new memory and a new generation.
             self._link.mark_lost(ticket.generation, str(error))
@@ -477,6 +530,19 @@ class RemoteExpertCompute:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+def _require_finite(ticket: RemoteTicket, sent: Sent, reply: Reply) -> None:
+    """Of rows that are NaN or infinite themselves nothing better can come: the model is at fault.
+
+    Raises: ProtocolError if others are so in the reply.
+    """
+    hidden = ticket.batch.hidden if sent.rows is None else ticket.batch.hidden[sent.rows]
+    is_good = np.isfinite(hidden).all(axis=1)
+    num_wrong = np.count_nonzero(is_good & ~np.isfinite(reply.sums).all(axis=1))
+    if num_wrong:
+        reason = f"layer {ticket.layer_id}: {num_wrong} rows of a reply are NaN or infinite"
+        raise ProtocolError(reason, code="not_finite")
 
 
 def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:

@@ -46,3 +46,5 @@ class RemoteTicket(Ticket):
     """Rows of `compacted` that need not be sent any more, while these are sent in order."""
     is_whole: bool = False
     """It is one request, and there are no pieces."""
+    is_checked: bool = False
+    """What comes is compared with what is computed here."""

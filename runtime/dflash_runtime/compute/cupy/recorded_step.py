@@ -18,7 +18,7 @@ import numpy as np
 from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import DrawOptions
+from dflash_runtime.compute.backend import NOT_FINITE, DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
 from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
@@ -324,6 +324,44 @@ class RecordedStep:
         while self._position < end:
             self.start()
 
+    def _computed_by_host(self, position: int) -> int:
+        """What follows the token of this position, by a step in which the host asks the others, so
+        that each reply is looked at by itself. Steps that were started after it begin anew.
+
+        If mailboxes alone are at fault for logits that are not finite, they are used no more.
+        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        """
+        mail, end, began_s = self._mail, self._position, time.monotonic()
+        assert mail is not None
+        assert self._mailed is not None
+        token_id = self._first_id if position == self._first else int(self._chosen[position])
+        was_finite = self._chosen[position + 1] != NOT_FINITE
+        self._mail = None
+        try:
+            self._begin(token_id, position)
+            self.start()
+            self.token(position + 1)
+        finally:
+            self._mail = mail
+        found = int(self._chosen[position + 1])
+        is_lost = not mail.mail.is_live
+        if is_lost or (found != NOT_FINITE and not was_finite):
+            self._forget_mail()
+            if not is_lost:
+                self._mailed.refuse(DaemonUnavailable("logits of a step through it are not finite"))
+        if found >= 0 and self._position < end:
+            self._begin(found, position + 1)
+            while self._position < end:
+                self.start()
+        if was_finite:
+            self._mailed.note_checked(time.monotonic() - began_s)
+        return found
+
+    def _is_to_be_checked(self) -> bool:
+        """Whether the step whose token is asked for is to be computed by the host, to have the
+        daemons checked."""
+        return self._mailed is not None and not self._is_trial and self._mailed.is_to_be_checked()
+
     def token(self, position: int) -> int | None:
         """The token chosen for a position, by a step that was started; None: the host is to.
 
@@ -346,6 +384,8 @@ class RecordedStep:
             self._redo_failed(position - 1)
             if self._mail is None:
                 return self.token(position)
+            if token_id == NOT_FINITE or self._is_to_be_checked():
+                token_id = self._computed_by_host(position - 1)
         return None if token_id == UNDECIDED else token_id
 
     def logits(self) -> F32Array:
@@ -354,6 +394,9 @@ class RecordedStep:
         if self._mail is not None:
             self._ops.device.synchronize()
             self._redo_failed(self._position - 1)
+            is_known = self._chosen[self._position] != NOT_FINITE
+            if self._mail is not None and (not is_known or self._is_to_be_checked()):
+                self._computed_by_host(self._position - 1)
         logits: F32Array = self._ops.device.download(self._last.array)[0]
         return logits
 
