@@ -94,7 +94,7 @@ def doctor(
     _look_at_machine(settings, found)
     _look_for_hints(found)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found)))
+        click.echo(json.dumps(dataclasses.asdict(found), allow_nan=False))
     else:
         click.echo("\n".join(shown(found)))
     context.exit(1 if found.problems else 0)

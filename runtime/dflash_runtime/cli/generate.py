@@ -117,7 +117,7 @@ def generate(model: Path | None, **options: Any) -> None:
                 sys.stdout.flush()
         if options["as_json"]:
             record = _record(engine, prompt, generated, "".join(pieces))
-            sys.stdout.write(json.dumps(record) + "\n")
+            sys.stdout.write(json.dumps(record, allow_nan=False) + "\n")
         else:
             if engine.tokenizer is None:
                 sys.stdout.write(",".join(map(str, generated)))

@@ -35,7 +35,7 @@ def inspect(model: Path | None, as_json: bool) -> None:
     with GgufFile.open(demo_model_path() if model is None else model) as file:
         spec = adapter_for(file).read_spec(file)
         if as_json:
-            click.echo(json.dumps(_record(file, spec)))
+            click.echo(json.dumps(_record(file, spec), allow_nan=False))
         else:
             click.echo("\n".join(_lines(file, spec)))
 

@@ -13,6 +13,7 @@ from dflash_protocol.errors import (
     DaemonUnavailable,
     DflashError,
     ModelFileError,
+    NotFinite,
     SettingsError,
     UnsupportedModel,
 )
@@ -53,6 +54,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), code="chat_template_failed")
         case DaemonUnavailable() | ModelFileError():
             return ApiError(503, str(error), kind="server_error", code="model_unavailable")
+        case NotFinite():
+            return ApiError(500, str(error), kind="server_error", code="not_finite")
         case DflashError():
             return ApiError(500, str(error), kind="server_error")
     return ApiError(500, "internal error; see the server's log", kind="server_error")
