@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+
+V = TypeVar("V", F32Array, F64Array)
 
 _FEW_SUMS = 8192
 """Linear algebra libraries use no threads for so few."""
@@ -110,16 +112,14 @@ def are_finite(sums: F64Array) -> bool:
     return bool(np.isfinite(flat).all())
 
 
-def as_received(
-    values: npt.NDArray[np.floating[Any]], negotiated: PayloadType
-) -> npt.NDArray[np.floating[Any]]:
-    """Hidden rows or sums as the other side reads them, rounded if they are. Shapes: any; the
-    result's type is that of the values."""
+def as_received(values: V, negotiated: PayloadType) -> V:
+    """Hidden rows or sums as the other side reads them, rounded if they are. Shapes: any."""
     if negotiated is PayloadType.F32:
         return values
     wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
     packed, sent_as = _pack(values, negotiated, wide)
-    return packed if sent_as is wide else _from_bits(packed, negotiated).astype(values.dtype)
+    received: AnyArray = packed if sent_as is wide else _from_bits(packed, negotiated)
+    return received.astype(values.dtype)
 
 
 def is_overtaken(sent: PayloadType, negotiated: PayloadType) -> bool:

@@ -120,8 +120,8 @@ class Kernels(NamedTuple):
     every link's bell in the table's order, then others; what was found is left in them."""
     receive_reply: Callable[..., int]
     """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, with IS_NOT_FINITE
-    if that is so; or NOTHING; or FAILURE, whose text is in the private array; or FAILURE - violation. Spins, then sleeps; returns
-    early if the link is lost, or a signal came."""
+    if that is so; or NOTHING; or FAILURE, whose text is in the private array; or FAILURE -
+    violation. Spins, then sleeps; returns early if the link is lost, or a signal came."""
     receive_moved_reply: Callable[..., int]
     """(port, sequence, spin_ns, wait_ns, T): the same; the sums are left in the slot."""
     load_word: Callable[..., int]

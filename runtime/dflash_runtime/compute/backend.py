@@ -74,7 +74,7 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
 
 def likeliest_of(logits: F32Array) -> I32Array:
     """As ComputeBackend.likeliest, of rows on the host. Shapes: logits [T, V]; result [T]."""
-    likeliest = np.argmax(logits, axis=1).astype(np.int32)
+    likeliest: I32Array = np.argmax(logits, axis=1).astype(np.int32)
     likeliest[~np.isfinite(logits).all(axis=1)] = NOT_FINITE
     return likeliest
 

@@ -86,6 +86,12 @@ class OwnerStats:
             stats = self.phases[phase] = PhaseStats()
         return stats
 
+    def add_up_phases(self) -> None:
+        """Have the sums over all phases be those of what was counted by phase."""
+        for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
+            setattr(self, name, sum(getattr(phase, name) for phase in self.phases.values()))
+        self.wait_s = sum(phase.wait_s + phase.receive_s for phase in self.phases.values())
+
     @property
     def troubles(self) -> str:
         """What is not as it should be, for people; empty if nothing is known."""

@@ -59,9 +59,9 @@ class DaemonLink:
     `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
     ``daemon_absent`` for a daemon that is not there when the parent starts, ``request_failed`` for
     a request that failed without that, ``not_finite`` for one whose reply was NaN or infinite,
-    ``wrong_reply`` when a daemon is given up since it has answered wrongly, ``breaker_open`` and the like for every new state of the
-    circuit breaker, and ``numeric_class_differs`` for a session in which bits are not promised to
-    equal the parent's.
+    ``wrong_reply`` when a daemon is given up since it has answered wrongly, ``breaker_open`` and
+    the like for every new state of the circuit breaker, and ``numeric_class_differs`` for a session
+    in which bits are not promised to equal the parent's.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """

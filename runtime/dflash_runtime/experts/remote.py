@@ -7,20 +7,17 @@ work.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-import numpy as np
 import zmq
 
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
-    DflashError,
     ProtocolError,
 )
 from dflash_protocol.ids import I32Array, Phase
@@ -42,17 +39,20 @@ from dflash_protocol.transport import (
 )
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.guard import RequestGuard
 from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
 from dflash_runtime.experts.pieces import Rows, pieces
-from dflash_runtime.experts.remote_ticket import RemoteTicket, Sent
+from dflash_runtime.experts.remote_ticket import (
+    RemoteTicket,
+    Sent,
+    require_finite,
+    what_is_wrong,
+)
 from dflash_runtime.experts.reply_checks import ReplyChecker
 from dflash_runtime.experts.telemetry import PhaseStats
-
-_LOG = logging.getLogger(__name__)
 
 _DEADLINE_FACTOR = 4.0
 _LONGEST_DEADLINE_S = 600.0
@@ -110,15 +110,12 @@ class RemoteExpertCompute:
         self._warm_up_s_per_pair = 0.0
         self._measured_s_per_pair: dict[Phase, float] = {}
         self._pairs_in_flight = 0
-        self._breaker = CircuitBreaker(partial(_note_transition, link))
-        self._probe: Ticket | None = None
         self._num_doublings = 0
-        self._is_troubled = False
-        """Whether the breaker is to be asked and told: not until a request fails."""
         self._num_bytes_counted = 0
         """Of those that the client has sent."""
         self._counters = TransportCounters()
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
+        self._guard = RequestGuard(link, self._stats)
 
     @property
     def stats(self) -> OwnerStats:
@@ -128,20 +125,14 @@ class RemoteExpertCompute:
         if session is not None:
             stats.device = session.welcome.device
         stats.restarts = self._link.restarts
-        stats.breaker = self._breaker.state.value
-        stats.breaker_opened = self._breaker.num_opened
+        breaker = self._guard.breaker
+        stats.breaker, stats.breaker_opened = breaker.state.value, breaker.num_opened
         said = self._link.daemon_counters
         stats.daemon_late, stats.daemon_stale = said.late, said.stale
         stats.daemon_checksum_failures = said.checksum_failures
         stats.stale = counters.stale
         stats.widened = counters.widened
-        phases = stats.phases.values()
-        stats.requests = sum(phase.requests for phase in phases)
-        stats.tokens = sum(phase.tokens for phase in phases)
-        stats.pairs = sum(phase.pairs for phase in phases)
-        stats.bytes_sent = sum(phase.bytes_sent for phase in phases)
-        stats.bytes_received = sum(phase.bytes_received for phase in phases)
-        stats.wait_s = sum(phase.wait_s + phase.receive_s for phase in phases)
+        stats.add_up_phases()
         return stats
 
     @property
@@ -155,7 +146,7 @@ class RemoteExpertCompute:
         if session is None:
             self._drop_client()  # its memory is shared with nobody any more
             raise DaemonUnavailable(self._link.lost_reason())
-        is_probe = self._is_troubled and self._is_probe_for_breaker()
+        is_probe = self._guard.is_troubled and self._guard.admit()
         started_s = time.perf_counter()
         try:
             client = self._client_of(session)
@@ -167,14 +158,14 @@ class RemoteExpertCompute:
                 self._fill(client, ticket)
         except DaemonUnavailable as error:
             self._link.mark_lost(session.generation, str(error))
-            self._note_failure(error, cost_s=0.0, is_probe=is_probe)
+            self._guard.note_failure(error, cost_s=0.0, is_probe=is_probe)
             raise
         except BaseException:
             if is_probe:
-                self._breaker.note_probe_abandoned()
+                self._guard.breaker.note_probe_abandoned()
             raise
         if is_probe:
-            self._probe = ticket
+            self._guard.begin_probe(ticket)
         if self._checker is not None:
             ticket.is_checked = self._checker.schedule.takes_reply()
         ticket.counted.tokens += compacted.num_tokens
@@ -186,8 +177,8 @@ class RemoteExpertCompute:
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
             reason = self._link.lost_reason()
-            if ticket is self._probe:
-                self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
+            if self._guard.is_probe(ticket):
+                self._guard.note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
         replies: list[tuple[Sent, Reply]] = []
         collecting_s = time.perf_counter()
@@ -197,7 +188,7 @@ class RemoteExpertCompute:
                 replies.append((sent, self._wait(client, sent, ticket.batch.phase, ticket.counted)))
                 ticket.in_flight.popleft()
                 if not replies[-1][1].is_finite:
-                    _require_finite(ticket, *replies[-1])
+                    require_finite(ticket, *replies[-1])
                 if ticket.is_whole:
                     break
                 if ticket.window == _PROBE_WINDOW and len(replies) >= _PROBE_WINDOW:
@@ -211,8 +202,9 @@ class RemoteExpertCompute:
             raise DaemonUnavailable(f"daemon {self._link.name}: {error}") from error
         if ticket.is_checked and ticket.batch.num_pairs:
             self._check(ticket, replies)
-        if self._is_troubled:
-            self._note_success(ticket)
+        if self._guard.is_troubled:
+            self._num_doublings = 0
+            self._guard.note_success(ticket)
         # Only now, with every piece at hand, so that a failure leaves `out` as it was.
         started_s = time.perf_counter()
         for sent, reply in replies:
@@ -239,14 +231,12 @@ class RemoteExpertCompute:
 
     def abandon(self, ticket: Ticket) -> None:
         assert isinstance(ticket, RemoteTicket)
-        if ticket is self._probe:
-            self._probe = None
-            self._breaker.note_probe_abandoned()
+        self._guard.forget(ticket)
         self._forget(ticket)
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
         session = self._link.session
-        if session is None or self._is_troubled:
+        if session is None or self._guard.is_troubled:
             return None
         try:
             self._client_of(session)
@@ -418,27 +408,22 @@ class RemoteExpertCompute:
         checker, session, link = self._checker, self._link.session, self._link
         if checker is None or session is None or session.generation != ticket.generation:
             return
-        batch, welcome = ticket.batch, session.welcome
-        sums = np.zeros(batch.hidden_shape)
-        for sent, reply in replies:
-            add_sums(sums, reply.sums, sent.rows)
         self._stats.checked += 1
-        reason = checker.difference(
-            ticket.layer_id,
-            batch,
-            sums,
+        reason = what_is_wrong(
+            ticket,
+            replies,
+            checker,
             global_ids=link.owned.by_layer[ticket.layer_id],
-            payload=PayloadType(welcome.payload),
+            payload=PayloadType(session.welcome.payload),
             # Sums of version 1 were rounded.
-            is_same_class=welcome.numeric_class == checker.numeric_class and self._version > 1,
+            is_same_class=session.welcome.numeric_class == checker.numeric_class
+            and self._version > 1,
         )
         if reason:
             self._stats.wrong_replies += 1
-            reason = f"layer {ticket.layer_id}: {reason}"
             link.give_up(reason)
             self._drop_client()
-            if ticket is self._probe:
-                self._probe = None
+            self._guard.forget(ticket)
             raise DaemonUnavailable(link.lost_reason())
 
     def _count_sent(self, client: ClientTransport, counted: PhaseStats) -> None:
@@ -453,7 +438,7 @@ class RemoteExpertCompute:
         self._stats.checksum_failures += code == "checksum"
         self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        is_probe = ticket is self._probe
+        is_probe = self._guard.is_probe(ticket)
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
             if code == "not_finite":  # devices must not go on asking each other
@@ -463,35 +448,7 @@ class RemoteExpertCompute:
             # Whose requests go on failing may do better with new memory and a new generation.
             self._link.mark_lost(ticket.generation, str(error))
             self._drop_client()
-        self._note_failure(error, cost_s=cost_s, is_probe=is_probe)
-
-    def _is_probe_for_breaker(self) -> bool:
-        """Whether the next request is the breaker's probe.
-
-        Raises: DaemonUnavailable if the breaker lets nothing through.
-        """
-        breaker = self._breaker
-        if not breaker.lets_through(time.monotonic()):
-            self._stats.breaker_refused += 1
-            raise DaemonUnavailable(
-                f"daemon {self._link.name}: its circuit breaker is open: {breaker.reason}"
-            )
-        return breaker.state is BreakerState.HALF_OPEN
-
-    def _note_success(self, ticket: Ticket) -> None:
-        now_s = time.monotonic()
-        is_probe = ticket is self._probe
-        if is_probe:
-            self._probe = None
-        self._num_doublings = 0
-        self._breaker.note_success(now_s, is_probe=is_probe)
-        self._is_troubled = not self._breaker.is_calm(now_s)
-
-    def _note_failure(self, error: DflashError, *, cost_s: float, is_probe: bool) -> None:
-        self._is_troubled = True
-        if is_probe:
-            self._probe = None
-        self._breaker.note_failure(time.monotonic(), str(error), cost_s=cost_s, is_probe=is_probe)
+        self._guard.note_failure(error, cost_s=cost_s, is_probe=is_probe)
 
     def _client_of(self, session: Session) -> ClientTransport:
         """The end of the session's data path; a new session gets a new one, made by this thread.
@@ -530,23 +487,3 @@ class RemoteExpertCompute:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-
-def _require_finite(ticket: RemoteTicket, sent: Sent, reply: Reply) -> None:
-    """Of rows that are NaN or infinite themselves nothing better can come: the model is at fault.
-
-    Raises: ProtocolError if others are so in the reply.
-    """
-    hidden = ticket.batch.hidden if sent.rows is None else ticket.batch.hidden[sent.rows]
-    is_good = np.isfinite(hidden).all(axis=1)
-    num_wrong = np.count_nonzero(is_good & ~np.isfinite(reply.sums).all(axis=1))
-    if num_wrong:
-        reason = f"layer {ticket.layer_id}: {num_wrong} rows of a reply are NaN or infinite"
-        raise ProtocolError(reason, code="not_finite")
-
-
-def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:
-    """A breaker tells the link: if it knew its compute, neither would end without the collector."""
-    level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
-    _LOG.log(level, "daemon %s: circuit breaker is %s: %s", link.name, state, reason)
-    link.note(f"breaker_{state.name.lower()}", reason)

@@ -179,9 +179,7 @@ def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
     """Raises: ValueError for a number that JSON has not: NaN, or infinity."""
     return b"".join(
         b"data: "
-        + json.dumps(
-            chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-        ).encode()
+        + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         + b"\n\n"
         for chunk in chunks
     )

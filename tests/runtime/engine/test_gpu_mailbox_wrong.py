@@ -1,5 +1,5 @@
-"""Mailboxes with a daemon whose memory has failed: what it answers is NaN, or wrong. Between emulated
-GPUs; and, with `-m gpu`, between two real ones.
+"""Mailboxes with a daemon whose memory has failed: what it answers is NaN, or wrong. Between
+emulated GPUs; and, with `-m gpu`, between two real ones.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_protocol.errors import DaemonUnavailable
 from dflash_runtime import Engine
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from support.gpu_devices import EMULATED
@@ -101,14 +102,15 @@ def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
         engine, count = mailed.engine, mailed.pace.num_tokens
         refused: list[str] = []
         refuse = MailedSteps.refuse
-        monkeypatch.setattr(
-            MailedSteps,
-            "refuse",
-            lambda steps, error: (refused.append(str(error)), refuse(steps, error)),
-        )
+
+        def noted(steps: MailedSteps, error: DaemonUnavailable) -> None:
+            refused.append(str(error))
+            refuse(steps, error)
+
+        monkeypatch.setattr(MailedSteps, "refuse", noted)
         recorded = engine._steps._recorded
         assert recorded is not None
-        token, is_told = recorded.token, []
+        token, is_told = recorded.token, list[int]()
 
         def once_not_finite(position: int) -> int | None:
             if not is_told and mailed.rings.count:

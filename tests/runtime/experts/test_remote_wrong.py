@@ -47,9 +47,7 @@ class SpoiltBank(ScalingBank):
             out[place] = out[place] + 1.0 if self.value is None else self.value
 
 
-def spoilt_rig(
-    undo: ExitStack, endpoint: Endpoint, bank: SpoiltBank, **options: Any
-) -> ServedRig:
+def spoilt_rig(undo: ExitStack, endpoint: Endpoint, bank: SpoiltBank, **options: Any) -> ServedRig:
     rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, **options)
     rig.bank = bank  # type: ignore[assignment]
     return rig
@@ -161,9 +159,8 @@ def test_a_daemon_that_answers_wrongly_is_given_up_and_what_it_said_is_not_used(
 
 
 def rig_welcome(rig: ServedRig) -> Any:
-    from support.scripted_daemon import IDLE_MACHINE, LINK_ID
-
     from dflash_protocol.messages import Welcome
+    from support.scripted_daemon import IDLE_MACHINE, LINK_ID
 
     return Welcome(
         version=2, link_id=LINK_ID, model_identity="m", placement_fingerprint="p",
@@ -178,7 +175,7 @@ def test_where_daemons_are_required_a_wrong_reply_is_an_error(
     rig.open_session()
     runtime, _ = runtime_of(rig, is_required=True)
     for _ in range(2):
-        with pytest.raises(DaemonUnavailable, match="other bits.*daemons are required"):
+        with pytest.raises(DaemonUnavailable, match=r"other bits.*daemons are required"):
             computed(runtime, numbered_rows(1), Phase.DECODE)
 
 

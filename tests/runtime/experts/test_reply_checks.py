@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
         types=(TensorType.Q4_0,) * 3,
     )  # fmt: skip
     cpu = CpuBackend(num_threads=1)
-    backends = {
+    backends: dict[str, CpuBackend | CupyBackend | ReferenceBackend] = {
         "reference": ReferenceBackend(),
         "cpu": cpu,
         "gpu": CupyBackend(EmulatedDevice(), max_chunk=64, scratch_bytes=16 << 20),
@@ -80,7 +79,9 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
     cpu.close()
 
 
-def batch_of(num_tokens: int, seed: int, phase: Phase, *, scale: F32Array | None = None) -> RoutedBatch:
+def batch_of(
+    num_tokens: int, seed: int, phase: Phase, *, scale: F32Array | None = None
+) -> RoutedBatch:
     """Rows with a few large columns, and three experts for each but the last, which has none."""
     random = np.random.default_rng(seed)
     hidden = random.standard_normal((num_tokens + 1, 96)).astype(np.float32)

@@ -81,10 +81,11 @@ class RecordedTrees:
         recording.graph.replay()
         download = self._ops.device.download
         likeliest: I32Array = download(recording.likeliest)
-        if isinstance(moe, MailMoe):
-            # The host's requests tell whose reply is at fault for what is not finite.
-            if moe.mail.failed_epoch() or (likeliest == NOT_FINITE).any():
-                return None
+        # Of what is not finite the host's requests tell whose reply is at fault.
+        if isinstance(moe, MailMoe) and (
+            moe.mail.failed_epoch() or (likeliest == NOT_FINITE).any()
+        ):
+            return None
         by_layer: dict[int, F32Array] = {
             layer: download(array) for layer, array in recording.features.items()
         }
