@@ -102,16 +102,16 @@ class Owners:
                 )
                 undo.callback(supervisor.close)
                 supervisor.start()
-            banks: dict[int, ExpertBank] = {}
+            every: dict[int, ExpertBank] = {}
             checker: ReplyChecker | None = None
             if links and is_any_computed_here(settings, require_daemons=require_daemons):
-                everything = every_expert(spec.moe)
-                banks = load_banks(
-                    fallback_backend, file, spec.moe, owned=everything, read_now=False
+                owned_here = every_expert(spec.moe)
+                every = load_banks(
+                    fallback_backend, file, spec.moe, owned=owned_here, read_now=False
                 )
                 if settings.check_replies != 0:
                     schedule = CheckSchedule(settings.check_replies)
-                    checker = ReplyChecker(banks, fallback_backend.numeric_class, schedule)
+                    checker = ReplyChecker(every, fallback_backend.numeric_class, schedule)
             for name, owned in zip(placement.owner_names, placement.owners, strict=True):
                 if name in links:
                     assert context is not None
@@ -137,9 +137,9 @@ class Owners:
             fallback = None
             if links and not require_daemons:
                 pairs_per_s = measure_pairs_per_second(
-                    banks.values(), batches=fallback_backend.trial_batches
+                    every.values(), batches=fallback_backend.trial_batches
                 )
-                fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks, pairs_per_s=pairs_per_s)
+                fallback = LocalExpertCompute(OwnerKind.FALLBACK, every, pairs_per_s=pairs_per_s)
                 if fallback_backend.numeric_class != backend.numeric_class:
                     reason = f"fallback {fallback_backend.numeric_class}"
                     self.events.add(

@@ -256,6 +256,7 @@ class RemoteExpertCompute:
     def close(self) -> None:
         self._drop_client()
         self._mover = None  # it holds memory of a device, which is given back
+        self._checker = None  # and this the file
 
     def _forget(self, ticket: RemoteTicket) -> None:
         """What is in flight of a ticket is not waited for."""
