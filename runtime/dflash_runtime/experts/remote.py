@@ -442,9 +442,11 @@ class RemoteExpertCompute:
         is_probe = self._guard.is_probe(ticket)
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
-            if code == "not_finite":  # devices must not go on asking each other
-                self._mail = self._route = None
-            self._link.note(code if code == "not_finite" else "request_failed", str(error))
+            if code == "not_finite":
+                self._mail = self._route = None  # devices must not go on asking each other
+                self._link.note("not_finite", str(error))
+            else:
+                self._link.note("request_failed", str(error))
         else:
             # Whose requests go on failing may do better with new memory and a new generation.
             self._link.mark_lost(ticket.generation, str(error))
