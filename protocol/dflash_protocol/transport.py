@@ -30,7 +30,7 @@ class Reply:
     """NaN if the daemon does not say."""
     queue_s: float = 0.0
     is_finite: bool = True
-    """Whether all sums are, as far as they were looked at: those that a device moves are not."""
+    """Whether no sum is NaN or infinite."""
 
     @property
     def placed(self) -> Sums:
@@ -43,11 +43,18 @@ class DeviceReply(Reply):
 
     __slots__ = ("_placed",)
 
-    def __init__(self, placed: DeviceSums, compute_s: float, queue_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        placed: DeviceSums,
+        compute_s: float,
+        queue_s: float = 0.0,
+        *,
+        is_finite: bool = True,
+    ) -> None:
         self._placed = placed
         self.compute_s = compute_s
         self.queue_s = queue_s
-        self.is_finite = True
+        self.is_finite = is_finite
 
     @property
     def sums(self) -> F64Array:

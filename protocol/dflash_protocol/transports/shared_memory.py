@@ -381,7 +381,7 @@ class SharedClient:
         if digest != header_word(slot.taken, ring.DIGEST):
             raise self._failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
         assert expected is not None
-        reply = DeviceReply(expected.sums, 0.0)
+        reply = DeviceReply(expected.sums, 0.0, is_finite=crossing.is_finite())
         self._complete(sequence, slot, num_bytes, reply)
         return reply
 
