@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def what_is_wrong(
 ) -> str:
     """Of all that has come of a batch, compared with what is computed here; empty if nothing is
     known to be. Shapes: global_ids [E], of the daemon's experts in this layer."""
-    batch = ticket.batch
+    started_s, batch = time.perf_counter(), ticket.batch
     sums = np.zeros(batch.hidden_shape)
     for sent, reply in replies:
         add_sums(sums, reply.sums, sent.rows)
@@ -92,4 +93,5 @@ def what_is_wrong(
         payload=payload,
         is_same_class=is_same_class,
     )
+    checker.schedule.note_reply(time.perf_counter() - started_s)
     return f"layer {ticket.layer_id}: {reason}" if reason else ""

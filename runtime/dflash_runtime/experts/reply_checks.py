@@ -140,16 +140,12 @@ class ReplyChecker:
         another one how far they are from ours. Rows that are not finite are not compared.
         Shapes: sums [T, H]; global_ids [E], of the batch's ids.
         """
-        started_s = time.perf_counter()
-        try:
-            rows = _some(np.unique(batch.token_indices))
-            part = _rows_of(batch, rows, global_ids, payload)
-            bank = self._banks[layer_id]
-            if is_same_class:
-                return _different_bits(bank, part, sums[rows], payload)
-            return _too_far_apart(bank, part, sums[rows])
-        finally:
-            self.schedule.note_reply(time.perf_counter() - started_s)
+        rows = _some(np.unique(batch.token_indices))
+        part = _rows_of(batch, rows, global_ids, payload)
+        bank = self._banks[layer_id]
+        if is_same_class:
+            return _different_bits(bank, part, sums[rows], payload)
+        return _too_far_apart(bank, part, sums[rows])
 
 
 def _some(rows: I32Array) -> I32Array:
