@@ -94,6 +94,7 @@ def test_a_step_that_is_not_finite_is_computed_anew_and_the_daemon_is_named(
         assert mailed.rings.count == num_after
 
 
+@pytest.mark.slow
 def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
     pair: DevicePair, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
