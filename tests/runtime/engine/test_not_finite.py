@@ -97,7 +97,7 @@ def test_a_token_that_makes_them_so_ends_the_text_in_which_it_stands_and_no_othe
     # A tree of guesses: of whatever size, by the device or by the host.
     engine.prefill(PROMPT)
     good = engine.verify([3, 4], [-1, 0])
-    # More tokens than a step's kernels take are cut into parts, each of which takes long to emulate.
+    # More tokens than a step has are cut into parts, each of which takes long to emulate.
     trees = [[BAD_TOKEN], [3, BAD_TOKEN]] + ([[3] * 9 + [BAD_TOKEN]] if device == "cpu" else [])
     for tree in trees:
         with pytest.raises(NotFinite):
