@@ -74,6 +74,9 @@ class Crossing(Protocol):
     def digest(self) -> int:
         """Of what was copied; waits until all has arrived."""
 
+    def is_finite(self) -> bool:
+        """Of sums that were read, when their digest is known: whether none is NaN or infinite."""
+
 
 class ExpectedSums(Protocol):
     """Memory of a device for sums that will be read into it."""

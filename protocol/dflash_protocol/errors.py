@@ -8,6 +8,7 @@
     ├── StateNotKept            a sequence cannot go on from there: begin it anew
     ├── ModelFileError          the file is damaged or lies about itself: get another file
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
+    ├── NotFinite               a model's numbers are NaN or infinite: look at its file, and memory
     ├── ProtocolError           the peer said something it must not: report it
     │   └── HandshakeRefused    the peer will not work with us, and says why
     ├── DeviceUnavailable       a GPU, its driver or its compiler fails: use another device
@@ -125,6 +126,10 @@ class ModelFileError(DflashError):
 
 class UnsupportedModel(ModelFileError):
     """The file is well formed but holds something this version cannot run."""
+
+
+class NotFinite(DflashError):
+    """What a model has computed is NaN or infinite, so that no token follows from it."""
 
 
 class ProtocolError(DflashError):

@@ -17,12 +17,15 @@ Knows nothing of headers and sockets.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+
+V = TypeVar("V", F32Array, F64Array)
+
 
 U16Array: TypeAlias = npt.NDArray[np.uint16]
 
@@ -93,6 +96,21 @@ def unpack_sums(
         with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
             sums = _widened(frame, payload).astype(np.float64)
     return sums.reshape(num_tokens, hidden_size)
+
+
+def are_finite(sums: F64Array) -> bool:
+    """Whether there is no NaN and no infinity among them. Shapes: any."""
+    return bool(np.isfinite(sums).all())
+
+
+def as_received(values: V, negotiated: PayloadType) -> V:
+    """Hidden rows or sums as the other side reads them, rounded if they are. Shapes: any."""
+    if negotiated is PayloadType.F32:
+        return values
+    wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
+    packed, sent_as = _pack(values, negotiated, wide)
+    received: AnyArray = packed if sent_as is wide else _from_bits(packed, negotiated)
+    return received.astype(values.dtype)
 
 
 def is_overtaken(sent: PayloadType, negotiated: PayloadType) -> bool:

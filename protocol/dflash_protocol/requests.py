@@ -45,6 +45,7 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.messages import HEADER_LIMIT_BYTES, ExpertRequest, Frames
 from dflash_protocol.payloads import (
     PayloadType,
+    are_finite,
     is_overtaken,
     pack_hidden,
     pack_sums,
@@ -368,7 +369,7 @@ class ParentCodec:
             self._counters.widened += 1
         self._counters.bytes_received += num_bytes
         sums = unpack_sums(arrays[0], sent_as, num_tokens=num_tokens, hidden_size=self._hidden_size)
-        return sequence, Reply(sums, header[11], header[12])
+        return sequence, Reply(sums, header[11], header[12], are_finite(sums))
 
 
 def _failure(arrays: Sequence[memoryview]) -> ProtocolError:

@@ -80,6 +80,9 @@ VIOLATIONS = {
 }
 """Violation: its code on the wire, and what it means."""
 
+IS_NOT_FINITE = 1 << 62
+"""A bit beside the payload bytes of a reply: some of its sums are NaN or infinite."""
+
 STATUS_BITS = 8
 COUNT_BITS = 32
 """Of the second of two counts: see `two_counts`."""
@@ -116,9 +119,9 @@ class Kernels(NamedTuple):
     private arrays. Spins; then, if there is a timeout, sleeps. Entries are what poll(2) is asked:
     every link's bell in the table's order, then others; what was found is left in them."""
     receive_reply: Callable[..., int]
-    """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes; or NOTHING; or
-    FAILURE, whose text is in the private array; or FAILURE - violation. Spins, then sleeps; returns
-    early if the link is lost, or a signal came."""
+    """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, with IS_NOT_FINITE
+    if that is so; or NOTHING; or FAILURE, whose text is in the private array; or FAILURE -
+    violation. Spins, then sleeps; returns early if the link is lost, or a signal came."""
     receive_moved_reply: Callable[..., int]
     """(port, sequence, spin_ns, wait_ns, T): the same; the sums are left in the slot."""
     load_word: Callable[..., int]

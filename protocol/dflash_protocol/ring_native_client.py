@@ -268,16 +268,19 @@ def receive(port, sequence, spin_ns, wait_ns, num_tokens, to):
     is_failure = load(header + 8 * ring.KIND) == ring.KIND_FAILURE
     source, count = slot + ring.HEADER_BYTES, num_tokens * field(port, native.HIDDEN_SIZE)
     emit.start_checksum(state)
+    is_bad = 0
     if is_failure:
         emit.copy_words(state, field(port, native.TEXT), source, num_bytes >> 2)
     elif to == 0:
         pass
     elif payload == ring.PAYLOAD_BF16:
-        emit.unpack_bf16_sums(state, to, source, count)
+        is_bad = emit.unpack_bf16_sums(state, to, source, count)
     elif payload == ring.PAYLOAD_F16:
-        emit.unpack_f16_sums(state, to, source, count)
+        is_bad = emit.unpack_f16_sums(state, to, source, count)
     else:
-        emit.copy_words(state, to, source, 2 * count)
+        is_bad = emit.copy_sums(state, to, source, count)
     if emit.finish_checksum(state, header) != load(header + 8 * ring.CHECKSUM):
         return native.FAILURE - native.WRONG_CHECKSUM
-    return native.FAILURE if is_failure else num_bytes
+    if is_failure:
+        return native.FAILURE
+    return num_bytes if is_bad == 0 else num_bytes | native.IS_NOT_FINITE

@@ -257,13 +257,14 @@ def _step(builder: Any, state: Any, wire: Any) -> Any:
 
 def _copier(source: Any, target: Any, convert: Any, *, from_wire: bool) -> Any:
     """A function (state, target, source, count): convert `count` elements, absorbing their form
-    on the wire; its result is 1 if a value was too large for that form.
+    on the wire; its result is 1 if `convert` says so of one: that it was too large for that form,
+    or, of sums that have come, that it is NaN or infinite.
 
     Elements come in blocks of as many as are one step of the checksum. What is loaded is loaded
     once, and both stored and absorbed: the other process may change it meanwhile.
     """
     wire = source if from_wire else target
-    lanes = _LANES * 32 // wire.width
+    lanes = _LANES * 4 // _bytes_of(wire)
     source_block, target_block = ir.VectorType(source, lanes), ir.VectorType(target, lanes)
 
     @primitive(i64, i64, i64, i64, i64)
@@ -322,6 +323,19 @@ def _as_it_is(builder: Any, loaded: Any, target: Any) -> Any:
     return loaded, None
 
 
+def _looked_at(builder: Any, value: Any) -> Any:
+    """The same, and whether some of it is NaN or infinite."""
+    zero = builder.fsub(value, value)  # 0 of finite values, else a NaN
+    is_odd = builder.fcmp_unordered("uno", zero, zero)
+    mask = builder.bitcast(is_odd, ir.IntType(value.type.count))
+    return value, builder.icmp_unsigned("!=", mask, mask.type(0))
+
+
+def _sums(builder: Any, loaded: Any, target: Any) -> Any:
+    del target
+    return _looked_at(builder, loaded)
+
+
 def _to_bf16(builder: Any, loaded: Any, target: Any) -> Any:
     """Round to nearest, ties to even; a NaN stays one."""
     bits_type = ir.VectorType(I32, target.count)
@@ -340,8 +354,7 @@ def _to_bf16(builder: Any, loaded: Any, target: Any) -> Any:
 def _from_bf16(builder: Any, loaded: Any, target: Any) -> Any:
     bits_type = ir.VectorType(I32, target.count)
     bits = builder.shl(builder.zext(loaded, bits_type), _splat(bits_type, 16))
-    value = builder.bitcast(bits, ir.VectorType(FLOAT, target.count))
-    return _from_float(builder, value, target), None
+    return _from_float(builder, builder.bitcast(bits, ir.VectorType(FLOAT, target.count)), target)
 
 
 def _to_f16(builder: Any, loaded: Any, target: Any) -> Any:
@@ -364,8 +377,7 @@ def _became_infinite(builder: Any, loaded: Any, halves: Any, infinity: int) -> A
 
 def _from_f16(builder: Any, loaded: Any, target: Any) -> Any:
     halves = builder.bitcast(loaded, ir.VectorType(HALF, target.count))
-    value = builder.fpext(halves, ir.VectorType(FLOAT, target.count))
-    return _from_float(builder, value, target), None
+    return _from_float(builder, builder.fpext(halves, ir.VectorType(FLOAT, target.count)), target)
 
 
 def _to_float(builder: Any, value: Any, *, is_odd: bool = False) -> Any:
@@ -390,10 +402,14 @@ def _to_float(builder: Any, value: Any, *, is_odd: bool = False) -> Any:
 
 
 def _from_float(builder: Any, value: Any, target: Any) -> Any:
-    return value if target.element is FLOAT else builder.fpext(value, target)
+    """Rows as they are; of sums also whether some are NaN or infinite."""
+    if target.element is FLOAT:
+        return value, None
+    return builder.fpext(value, target), _looked_at(builder, value)[1]
 
 
 copy_words = _copier(I32, I32, _as_it_is, from_wire=True)
+copy_sums = _copier(DOUBLE, DOUBLE, _sums, from_wire=True)
 pack_bf16 = _copier(FLOAT, I16, _to_bf16, from_wire=False)
 pack_bf16_sums = _copier(DOUBLE, I16, _to_bf16, from_wire=False)
 unpack_bf16 = _copier(I16, FLOAT, _from_bf16, from_wire=True)

@@ -79,6 +79,9 @@ class Settings:
     """Smallest size of a link's shared segment; what is needed is computed, and holds if larger."""
     spin_us: int | None = None
     """How long a side polls the shared ring before it sleeps; None = by the cores there are."""
+    check_replies: int | None = None
+    """One reply of so many is computed by the parent too, and compared; 0 = none, None = of some
+    thousands, as long as that takes a thousandth of the time at most."""
     ipc_profile: bool = False
     """Times of the boundary as log lines."""
     deadline_ms: int = 250
@@ -292,6 +295,11 @@ KNOBS = (
     Knob(
         "IPC_SPIN_US", "spin_us", WholeOrAuto(0, 1_000_000), Reader.BOTH,
         "How long a side polls shared memory before it sleeps, in microseconds.",
+    ),
+    Knob(
+        "CHECK_REPLIES", "check_replies", WholeOrAuto(0, 1_000_000_000), Reader.PARENT,
+        "One reply in so many is computed by the parent too and compared; 0 = none; auto = one in "
+        "4096, at most 0.1 % of the time.",
     ),
     Knob(
         "IPC_PROFILE", "ipc_profile", Switch(), Reader.BOTH,

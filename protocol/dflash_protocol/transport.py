@@ -29,6 +29,8 @@ class Reply:
     compute_s: float
     """NaN if the daemon does not say."""
     queue_s: float = 0.0
+    is_finite: bool = True
+    """Whether no sum is NaN or infinite."""
 
     @property
     def placed(self) -> Sums:
@@ -41,10 +43,18 @@ class DeviceReply(Reply):
 
     __slots__ = ("_placed",)
 
-    def __init__(self, placed: DeviceSums, compute_s: float, queue_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        placed: DeviceSums,
+        compute_s: float,
+        queue_s: float = 0.0,
+        *,
+        is_finite: bool = True,
+    ) -> None:
         self._placed = placed
         self.compute_s = compute_s
         self.queue_s = queue_s
+        self.is_finite = is_finite
 
     @property
     def sums(self) -> F64Array:
@@ -103,7 +113,7 @@ class ClientTransport(Protocol):
     def close(self) -> None: ...
 
 
-REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "stale"})
+REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "not_finite", "stale"})
 """Codes of failures that say nothing against the link: the next request may well succeed."""
 
 

@@ -28,6 +28,7 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
+from dflash_protocol.payloads import are_finite
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
@@ -131,7 +132,8 @@ class Version1ParentCodec:
             sums = np.frombuffer(frames[1], dtype="<f4").astype(np.float64)
         self._counters.bytes_received += len(frames[1])
         # It says nothing of its own times, so nothing is learned of how fast it is.
-        return header.sequence, Reply(sums.reshape(num_tokens, self._hidden_size), math.nan)
+        placed = sums.reshape(num_tokens, self._hidden_size)
+        return header.sequence, Reply(placed, math.nan, is_finite=are_finite(placed))
 
 
 def decode_request(

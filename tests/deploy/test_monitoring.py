@@ -98,7 +98,10 @@ def test_the_dashboard_shows_every_histogram_and_every_owner_counter_that_counts
     metrics: dict[str, set[str]],
 ) -> None:
     shown = {name for _, expression in queries() for name, _ in metrics_in(expression)}
-    troubles = ("retries", "fallbacks", "restarts", "checksum_failures", "deadline_failures")
+    troubles = (
+        *("retries", "fallbacks", "restarts", "checksum_failures", "deadline_failures"),
+        *("not_finite_replies", "wrong_replies"),
+    )
     for trouble in troubles:
         assert f"{NAMESPACE}_owner_{trouble}_total" in shown
     histograms = histograms_of(metrics)

@@ -58,6 +58,27 @@ def pair(run_dir: Path) -> Iterator[MovedPair]:
     assert made.client_mover.num_open == made.server_mover.num_open == 0
 
 
+@pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_sums_that_are_not_finite_are_told(
+    pair: MovedPair, bad: float | None, is_kept: bool
+) -> None:
+    """Of a reply that is waited for, and of one that is kept to make room."""
+    _, batch = batches(3)
+    sequence = pair.client.submit(0, batch, deadline_s=PATIENCE_S)
+    pair.client.push(sequence)
+    request = received(pair)
+    sums = np.ones((3, HIDDEN))
+    if bad is not None:
+        sums[2, 5] = bad
+    pair.server.reply(request, HostSums(sums), 0.0)
+    if is_kept:
+        pair.client.look()
+    reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+    assert isinstance(reply, DeviceReply)
+    assert reply.is_finite == (bad is None)
+
+
 def batches(num_tokens: int, seed: int = 0) -> tuple[RoutedBatch, DeviceBatch]:
     """The same batch with rows of the host and of a device."""
     random = np.random.default_rng(seed)

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from dflash_protocol import ring, ring_native
 from dflash_protocol.ids import AnyArray, F64Array, I64Array, Phase, U8Array
-from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
+from dflash_protocol.payloads import PayloadType, are_finite, pack_hidden, pack_sums
 from dflash_protocol.ring import RingShape
 from dflash_protocol.ring_ports import PAYLOAD_CODES, Ports
 from dflash_protocol.ring_segment import create_segment
@@ -160,7 +160,9 @@ def test_narrow_sums_become_what_the_stream_makes_of_them(
     assert (sent == ring_native.OUT_OF_RANGE) == (sent_as is PayloadType.F64)
     if sent >= 0:
         out = np.empty((1, values.size))
-        assert kernels.receive_reply(slots.client.address(0), 1, 0, 0, out) == 2 * values.size
+        flag = 0 if np.isfinite(values).all() else ring_native.IS_NOT_FINITE
+        received = kernels.receive_reply(slots.client.address(0), 1, 0, 0, out)
+        assert received == 2 * values.size | flag
         np.testing.assert_array_equal(out[0], _widened(expected[0], payload))
     slots.segment.close()
 
@@ -178,8 +180,33 @@ def test_no_number_stays_none(run_dir: Path, payload: PayloadType) -> None:
     out = np.empty((1, 4))
     kernels = ring_native.kernels()
     assert kernels.send_reply(slots.server.address(0), 1, slots.code, 0.5, 0.25, values) >= 0
-    assert kernels.receive_reply(slots.client.address(0), 1, 0, 0, out) == 8
+    received = kernels.receive_reply(slots.client.address(0), 1, 0, 0, out)
+    assert received == 8 | ring_native.IS_NOT_FINITE
     np.testing.assert_array_equal(out, np.abs(values) * [[1, 1, 1, 1]])
+    slots.segment.close()
+
+
+@pytest.mark.parametrize("payload", [PayloadType.F32, *NARROW])
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 127, 200])
+def test_sums_that_are_not_finite_are_told_from_all_others(
+    run_dir: Path, payload: PayloadType, size: int
+) -> None:
+    """Wherever they stand: in a whole block, or in what is left."""
+    slots, kernels = Slots(run_dir, size, payload), ring_native.kernels()
+    out = np.empty((1, size))
+    largest = np.finfo(np.float64).max if payload is PayloadType.F32 else 6e4
+    cases = [(0, 0.0), (0, largest), (size - 1, -largest), (size // 2, 5e-324)]
+    cases += [(place, bad) for place in {0, size // 2, size - 1} for bad in (np.nan, np.inf)]
+    code = ring.PAYLOAD_F64 if payload is PayloadType.F32 else slots.code
+    for sequence, (place, value) in enumerate([*cases, (size - 1, -np.inf), (0, 1.0)], 1):
+        values = np.random.default_rng(sequence).standard_normal((1, size))
+        values[0, place] = value
+        assert kernels.send_reply(slots.server.address(0), sequence, code, 0.5, 0.25, values) > 0
+        received = kernels.receive_reply(slots.client.address(0), sequence, 0, 0, out)
+        assert received > 0
+        assert bool(received & ring_native.IS_NOT_FINITE) == (not np.isfinite(value))
+        assert are_finite(values) == np.isfinite(value)
+        assert np.isfinite(out[0, place]) == np.isfinite(value)
     slots.segment.close()
 
 

@@ -30,6 +30,7 @@ NUMBERS = [
     ("BATCH_MAX", "stream_batch_max", 32, 1, 4096),
     ("IPC_SHARED_BYTES", "ipc_shared_bytes", 0, 0, 1 << 40),
     ("IPC_SPIN_US", "spin_us", None, 0, 1_000_000),
+    ("CHECK_REPLIES", "check_replies", None, 0, 1_000_000_000),
     ("IPC_GPU", "ipc_gpu", 0, 0, 1023),
     ("THREADS", "threads", 0, 0, 1024),
     ("DATA_PORT", "data_port", 0, 0, 65_535),

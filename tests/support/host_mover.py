@@ -98,9 +98,13 @@ class HostExpected:
 class HostCrossing:
     """Implements device_payload.Crossing: nothing is copied before somebody looks."""
 
-    def __init__(self, mover: HostMover, copy: Callable[[], int]) -> None:
+    def __init__(
+        self, mover: HostMover, copy: Callable[[], int], sums: HostSums | None = None
+    ) -> None:
+        """`sums` are those that are read."""
         self._mover = mover
         self._copy = copy
+        self._sums = sums
         self._digest: int | None = None
 
     def has_ended(self) -> bool:
@@ -112,6 +116,11 @@ class HostCrossing:
         if self._digest is None:
             self._digest = self._copy()
         return self._digest
+
+    def is_finite(self) -> bool:
+        assert self._digest is not None
+        assert self._sums is not None
+        return bool(np.isfinite(self._sums.array).all())
 
 
 class HostWindow:
@@ -149,7 +158,7 @@ class HostWindow:
             sums.array = self.read(offset, sums.shape, np.float64)
             return digest_of(sums.array.reshape(-1).view(np.uint8))
 
-        return HostCrossing(self._mover, copied)
+        return HostCrossing(self._mover, copied, sums)
 
     def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:
         """A copy of what lies there."""

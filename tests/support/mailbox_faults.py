@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -132,6 +132,7 @@ def mailing(
     monkeypatch: pytest.MonkeyPatch,
     *,
     daemon: TalkingProcess,
+    check_replies: int | None = 0,
 ) -> Iterator[Mailing]:
     """A parent in this process that has replicas of all experts; nothing of it is left. What it
     computes without the daemon it does while that starts."""
@@ -146,6 +147,7 @@ def mailing(
     placement = make_placement(moe, {"link0": whole, LOCAL_OWNER: whole})
     rings = Rings(monkeypatch)
     settings = patient_settings(step_limit_ms=pace.limit_ms)
+    settings = replace(settings, check_replies=check_replies)
     await_listening(daemon)
     with open_engine(connect=[endpoint], placement=placement, settings=settings) as engine:
         mailed = Mailing(engine, pace, rings, expected)

@@ -28,7 +28,7 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import AnyArray, F64Array, Phase
 from dflash_protocol.payloads import PayloadType, pack_hidden
 from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_native import FAILURE, NOTHING, OUT_OF_RANGE
+from dflash_protocol.ring_native import FAILURE, IS_NOT_FINITE, NOTHING, OUT_OF_RANGE
 from dflash_protocol.ring_ports import (
     HEADER_AT,
     PAYLOAD_CODES,
@@ -381,7 +381,7 @@ class SharedClient:
         if digest != header_word(slot.taken, ring.DIGEST):
             raise self._failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
         assert expected is not None
-        reply = DeviceReply(expected.sums, 0.0)
+        reply = DeviceReply(expected.sums, 0.0, is_finite=crossing.is_finite())
         self._complete(sequence, slot, num_bytes, reply)
         return reply
 
@@ -402,6 +402,9 @@ class SharedClient:
 
     def _complete(self, sequence: int, slot: _Slot, num_bytes: int, reply: Reply) -> None:
         """Its sums were received."""
+        if num_bytes & IS_NOT_FINITE:
+            num_bytes ^= IS_NOT_FINITE
+            reply.is_finite = False
         reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
         self._is_quick = reply.compute_s < self._spin_s
         del self._pending[sequence]

@@ -103,7 +103,8 @@ class MailboxFindings:
                 "why_no_device_memory": self.why_no_device_memory or None,
                 "chosen": self.chosen,
                 "problems": self.problems,
-            }
+            },
+            allow_nan=False,
         )
 
     def as_text(self) -> str:

@@ -37,6 +37,10 @@ DAEMON_MEMORY_ADVICE = (
 """What to do where a daemon's device has too little memory for what a parent asks of it."""
 
 
+NOT_FINITE = -3
+"""In place of a token: some logit that it would follow from is NaN or infinite."""
+
+
 class ExpertBank(Protocol):
     """The experts of one layer that one owner holds, by local id."""
 
@@ -82,6 +86,13 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
     sums = np.zeros(batch.hidden_shape)
     bank.accumulate(batch, sums)
     return sums
+
+
+def likeliest_of(logits: F32Array) -> I32Array:
+    """As ComputeBackend.likeliest, of rows on the host. Shapes: logits [T, V]; result [T]."""
+    likeliest: I32Array = np.argmax(logits, axis=1).astype(np.int32)
+    likeliest[~np.isfinite(logits).all(axis=1)] = NOT_FINITE
+    return likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +202,13 @@ class OtherExperts(Protocol):
     ) -> None:
         """Steps of so many tokens have gone through mailboxes; their pairs are told apart."""
 
+    def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
+        """Whether a step that has gone through these mailboxes is to be computed with the host's
+        help, so that a reply can be checked."""
+
+    def note_checked_step(self, elapsed_s: float) -> None:
+        """That has been done, and took so long."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
@@ -281,6 +299,7 @@ class RecordedStep(Protocol):
         """The token that a step has chosen for this position, once it has.
 
         None: the caller is to draw it from the step's logits, and to begin anew with it.
+        NOT_FINITE: its logits are not, and nothing that was started after it is of any use.
 
         Raises: DeviceUnavailable if the device has failed.
         """
@@ -370,8 +389,8 @@ class ComputeBackend(Protocol):
         """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
 
     def likeliest(self, logits: AnyArray) -> I32Array:
-        """Of each row of logits that Ops gave, which is largest; of equal ones the first, and NaN
-        before all. Shapes: logits [T, V]; result [T]."""
+        """Of each row of logits that Ops gave, which is largest; of equal ones the first; and
+        NOT_FINITE for a row that is not. Shapes: logits [T, V]; result [T]."""
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         """Rows that Ops gave, one after the other. Shapes: parts [T, columns]; result alike."""

@@ -14,7 +14,7 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_adapters.ops import KvCache, KvType, Model
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
+from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts, likeliest_of
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
@@ -48,8 +48,7 @@ class HostBackend:
         return rows
 
     def likeliest(self, logits: AnyArray) -> I32Array:
-        likeliest: I32Array = np.argmax(logits, axis=1).astype(np.int32)
-        return likeliest
+        return likeliest_of(logits)
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         return np.concatenate(parts)

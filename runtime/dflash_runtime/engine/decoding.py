@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.backend import RecordedStep
+from dflash_runtime.compute.backend import NOT_FINITE, RecordedStep
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs
 from dflash_runtime.engine.steps import Steps
 
@@ -35,7 +35,7 @@ class Decoding(Protocol):
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
         """The token that follows `token_id`, which is the one returned last, at `position`.
 
-        Raises: as Steps.forward.
+        Raises: as Steps.forward; NotFinite.
         """
 
 
@@ -84,7 +84,7 @@ class _FromLogits:
         recorded.start()
         if not recorded.counts_itself:
             self._steps.count()
-        return self._choose(recorded.logits())
+        return self._choose(self._steps.finite(recorded.logits()))
 
 
 class _OnDevice:
@@ -120,6 +120,8 @@ class _OnDevice:
             self._expect(self._num_started)
             recorded.start()
         next_id = recorded.token(position + 1)
+        if next_id == NOT_FINITE:
+            self._steps.refuse_run()
         self._num_alone = max(0, self._num_alone - 1)
         if next_id is None:
             next_id = self._drawn(token_id, position)
@@ -148,4 +150,4 @@ class _OnDevice:
         self._num_started = None
         self._num_alone = _ALONE
         number = self._numbers[position + 1 - self._first_drawn]
-        return self._sampler.drawn(recorded.logits(), number)
+        return self._sampler.drawn(self._steps.finite(recorded.logits()), number)

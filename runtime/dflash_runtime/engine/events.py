@@ -37,12 +37,15 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
 
     def add(self, kind: str, owner: str, reason: str) -> None:
-        """Note it now; the operator is told of a daemon that is not there, and that it is back."""
+        """Note it now; the operator is told of a daemon that is not there, that it is back, and that
+        it has answered wrongly."""
         reason = one_line(reason)
         if kind in ("daemon_lost", "daemon_absent", "daemon_refused"):
             _LOG.warning("daemon %s is not there: %s", owner, reason)
         elif kind == "daemon_back":
             _LOG.warning("daemon %s is used again: %s", owner, reason)
+        elif kind == "wrong_reply":
+            _LOG.error("daemon %s is used no more, it has answered wrongly: %s", owner, reason)
         with self._lock:
             self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
 

@@ -58,7 +58,7 @@ def generated_tokens(
 ) -> Iterator[GeneratedToken]:
     """The tokens of one run of `steps`; `stats` says at any time how far it is, and why it ended.
 
-    Raises: as `Steps.forward`.
+    Raises: as `Steps.forward`; NotFinite.
     """
     prompt = request.prompt
     decoder = tokenizer.stream() if tokenizer is not None else None

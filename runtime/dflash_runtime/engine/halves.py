@@ -64,6 +64,8 @@ class Turns:
         self.experts_here, self.count_here = others.experts_here, others.count_here
         self.count_selections, self.abandon = others.count_selections, others.abandon
         self.mail_routes, self.count_mailed = others.mail_routes, others.count_mailed
+        self.is_step_to_be_checked = others.is_step_to_be_checked
+        self.note_checked_step = others.note_checked_step
 
     @property
     def may_offload(self) -> bool:

@@ -38,7 +38,7 @@ from dflash_runtime.compute.rings import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
-from dflash_runtime.engine.owners import Owners
+from dflash_runtime.engine.owners import Owners, is_any_computed_here
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split
@@ -155,7 +155,8 @@ def open_model(
             kv_type=kv_type,
         )
     fallback_backend = backend
-    if not backend.is_host and (asked.choices or asked.endpoints) and not asked.require_daemons:
+    computes_here = is_any_computed_here(settings, require_daemons=asked.require_daemons)
+    if not backend.is_host and (asked.choices or asked.endpoints) and computes_here:
         # What the device has no room for is computed by the host where the file is mapped.
         fallback_backend = make_backend(
             BackendName.AUTO, num_threads=num_threads, cpu_tier=settings.cpu_tier

@@ -33,6 +33,7 @@ from dflash_runtime.experts.link import DaemonLink, Launch
 from dflash_runtime.experts.modes import ExecutionMode
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.remote import RemoteExpertCompute
+from dflash_runtime.experts.reply_checks import CheckSchedule, ReplyChecker
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.sharing import SharingPlan
 from dflash_runtime.experts.store import (
@@ -103,6 +104,16 @@ class Owners:
                 )
                 undo.callback(supervisor.close)
                 supervisor.start()
+            every: dict[int, ExpertBank] = {}
+            checker: ReplyChecker | None = None
+            if links and is_any_computed_here(settings, require_daemons=require_daemons):
+                owned_here = every_expert(spec.moe)
+                every = load_banks(
+                    fallback_backend, file, spec.moe, owned=owned_here, read_now=False
+                )
+                if settings.check_replies != 0:
+                    schedule = CheckSchedule(settings.check_replies)
+                    checker = ReplyChecker(every, fallback_backend.numeric_class, schedule)
             for name, owned in zip(placement.owner_names, placement.owners, strict=True):
                 if name in links:
                     assert context is not None
@@ -118,6 +129,7 @@ class Owners:
                             spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
                             before_sleep=backend.rest,
                             mover=backend.mover,
+                            checker=checker,
                         )
                     )
                 else:
@@ -126,14 +138,10 @@ class Owners:
                     device_owner = None if backend.is_host else len(computes) - 1
             fallback = None
             if links and not require_daemons:
-                everything = every_expert(spec.moe)
-                banks = load_banks(
-                    fallback_backend, file, spec.moe, owned=everything, read_now=False
-                )
                 pairs_per_s = measure_pairs_per_second(
-                    banks.values(), batches=fallback_backend.trial_batches
+                    every.values(), batches=fallback_backend.trial_batches
                 )
-                fallback = LocalExpertCompute(OwnerKind.FALLBACK, banks, pairs_per_s=pairs_per_s)
+                fallback = LocalExpertCompute(OwnerKind.FALLBACK, every, pairs_per_s=pairs_per_s)
                 if fallback_backend.numeric_class != backend.numeric_class:
                     reason = f"fallback {fallback_backend.numeric_class}"
                     self.events.add(
@@ -147,6 +155,7 @@ class Owners:
                 fallback=fallback,
                 device_owner=device_owner,
                 offload=OffloadMode(settings.prefill_offload),
+                checks=None if checker is None else checker.schedule,
             )
             undo.callback(self.runtime.close)
             self._undo = undo.pop_all()
@@ -216,6 +225,12 @@ class Owners:
         if strangers:
             raise SettingsError(f"the placement names owners that do not exist: {strangers}")
         return links
+
+
+def is_any_computed_here(settings: Settings, *, require_daemons: bool) -> bool:
+    """Whether the parent may compute experts of daemons: in the place of one that is lost, or to
+    check what one replies."""
+    return not require_daemons or settings.check_replies != 0
 
 
 def _sharing_plan(

@@ -116,7 +116,7 @@ class Sampler:
         Tokens stand in order of their logits, equal ones in order of their ids, and the one is
         taken that `number` of all that the filters leave falls on. Where there is no such order or
         no distribution, since a logit is NaN or the largest one infinite, it is what a greedy
-        sampler takes.
+        sampler takes; a generation ends before it has such logits sampled (Steps.finite).
         """
         options, size = self._options, logits.size
         # All that counts is how large the first, second, … logit is: sorting these is ten times as

@@ -9,24 +9,29 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from dflash_adapters.file_watch import LOOK_S
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.ops import KvCache, Model, MoeBlock, OnLayer, nobody_looks
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import NotFinite, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.backend import MailRoute, RecordedStep
+from dflash_runtime.compute.backend import NOT_FINITE, MailRoute, RecordedStep
 from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.halves import Turns
 from dflash_runtime.engine.kept_states import KeptStates
 from dflash_runtime.engine.prefix import CachedPrefix
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity), so that no token follows from them: its "
+    "file or this machine's memory may be damaged, or a value has become too large"
+)
 
 _HEAD_CHUNK = 512
 """Rows of logits at once: each is as long as the vocabulary."""
@@ -91,8 +96,8 @@ class Steps:
             assert moe is not None
             tokens, positions = np.zeros(size, np.int32), np.arange(size, dtype=np.int32)
             hidden = self._model.forward(tokens, positions, self._cache, moe)
-            self.head(hidden[-_HEAD_CHUNK:])
-            self.head(hidden[-1:])
+            for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
+                self._backend.to_host(self._model.head(rows))
         if self._recorded is not None:
             self._recorded.prepare()
         self._backend.take_selections(self._local_banks)  # nobody's
@@ -234,15 +239,17 @@ class Steps:
         cannot be had so here, now.
 
         Shapes: token_ids [W], W > 0.
-        Raises: as `forward`.
+        Raises: as `forward`; NotFinite.
         """
         self.check(run)
         if self._recorded is None:
             return None
         self._cut(tree.position)
         result = self._recorded.verify(token_ids, tree, features)
-        if result is not None and not self._recorded.counts_itself:
-            self._count(Phase.VERIFY, token_ids.size)
+        if result is not None:
+            if not self._recorded.counts_itself:
+                self._count(Phase.VERIFY, token_ids.size)
+            self._require_known(result.next_token_ids)
         return result
 
     def forward_tree(
@@ -287,15 +294,49 @@ class Steps:
         return self._backend.to_host(hidden)
 
     def head(self, hidden: AnyArray) -> F32Array:
-        """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V]."""
-        return self._backend.to_host(self._model.head(hidden))
+        """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V].
+
+        Raises: NotFinite.
+        """
+        return self.finite(self._backend.to_host(self._model.head(hidden)))
 
     def likeliest(self, hidden: AnyArray) -> I32Array:
-        """The likeliest token after each. Shapes: hidden [T, H] of `forward`; result [T]."""
-        return self._backend.likeliest(self._model.head(hidden))
+        """The likeliest token after each. Shapes: hidden [T, H] of `forward`; result [T].
+
+        Raises: NotFinite.
+        """
+        likeliest = self._backend.likeliest(self._model.head(hidden))
+        self._require_known(likeliest)
+        return likeliest
+
+    def finite(self, logits: F32Array) -> F32Array:
+        """The same logits of this run, from which a token may be chosen. Shapes: [V] or [T, V].
+
+        Raises: NotFinite if one of them is NaN or infinite.
+        """
+        if not np.isfinite(logits).all():
+            self.refuse_run()
+        return logits
+
+    def refuse_run(self) -> NoReturn:
+        """The run's logits are not finite. No later run goes on from what it has left: that may
+        be damaged, and would be found again as the beginning of the next prompt.
+
+        Raises: NotFinite.
+        """
+        self._cut(0)
+        raise NotFinite(_NOT_FINITE)
+
+    def _require_known(self, token_ids: I32Array) -> None:
+        """Raises: NotFinite."""
+        if (token_ids == NOT_FINITE).any():
+            self.refuse_run()
 
     def all_logits(self, hidden: AnyArray, out: F32Array) -> None:
-        """Logits of many positions. Shapes: hidden [T, H] of `forward`; out [T, V]."""
+        """Logits of many positions. Shapes: hidden [T, H] of `forward`; out [T, V].
+
+        Raises: NotFinite.
+        """
         smallest = self._chunking.smallest
         for first, last in chunk_bounds(out.shape[0], None, _HEAD_CHUNK, smallest=smallest):
             out[first:last] = self.head(hidden[first:last])
@@ -452,4 +493,10 @@ class _NobodyElse:
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
+        """Nothing."""
+
+    def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
+        return False
+
+    def note_checked_step(self, elapsed_s: float) -> None:
         """Nothing."""

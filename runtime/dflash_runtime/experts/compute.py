@@ -57,6 +57,12 @@ class OwnerStats:
     """Requests that failed since they, or their reply, were damaged on the way."""
     deadline_failures: int = 0
     """Requests that failed since they took too long."""
+    not_finite: int = 0
+    """Requests whose reply was NaN or infinite though the rows were not; computed elsewhere."""
+    checked: int = 0
+    """Batches that were computed here too, and compared."""
+    wrong_replies: int = 0
+    """Those of them that were wrong: the daemon is given up at the first."""
     stale: int = 0
     """Messages that answered nothing that was waited for."""
     widened: int = 0
@@ -81,6 +87,12 @@ class OwnerStats:
             stats = self.phases[phase] = PhaseStats()
         return stats
 
+    def add_up_phases(self) -> None:
+        """Have the sums over all phases be those of what was counted by phase."""
+        for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
+            setattr(self, name, sum(getattr(phase, name) for phase in self.phases.values()))
+        self.wait_s = sum(phase.wait_s + phase.receive_s for phase in self.phases.values())
+
     @property
     def troubles(self) -> str:
         """What is not as it should be, for people; empty if nothing is known."""
@@ -88,6 +100,8 @@ class OwnerStats:
         if self.breaker_opened:
             times = noun(self.breaker_opened, "time")
             parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} {times}")
+        if self.wrong_replies:
+            parts.append("answered wrongly and is used no more")
         for count, what in (
             (self.daemon_late, "late"),
             (self.daemon_stale, "stale"),

@@ -61,10 +61,10 @@ class DaemonLink:
     ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_back`` for the
     session after either, with how long the daemon was away, ``daemon_refused`` for one that came
     back as what cannot be used, ``weights_unchecked`` for one that speaks version 1,
-    ``request_failed`` for
-    a request that failed without that, ``breaker_open`` and the like for every new state of the
-    circuit breaker, and ``numeric_class_differs`` for a session in which bits are not promised to
-    equal the parent's.
+    ``request_failed`` for a request that failed without that, ``not_finite`` for one whose reply
+    was NaN or infinite, ``wrong_reply`` when a daemon is given up since it has answered wrongly,
+    ``breaker_open`` and the like for every new state of the circuit breaker, and
+    ``numeric_class_differs`` for a session in which bits are not promised to equal the parent's.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """
@@ -98,6 +98,8 @@ class DaemonLink:
         self._reason = "not connected yet"
         self._away_since_s: float | None = None
         self._refused = ""
+        self.is_given_up = False
+        """The daemon is not used again, whoever makes a session."""
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
@@ -119,8 +121,15 @@ class DaemonLink:
         self._wake_supervisor = wake
 
     def mark_ready(self, welcome: Welcome, segment: Segment | None = None) -> Session:
-        """Open a new session, which owns the segment until that is taken."""
+        """Open a new session, which owns the segment until that is taken.
+
+        Raises: DaemonUnavailable if the daemon was given up.
+        """
         with self._lock:
+            if self.is_given_up:
+                if segment is not None:
+                    segment.close()
+                raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
             self._num_sessions += 1
             session = Session(
                 self._num_sessions,
@@ -160,6 +169,22 @@ class DaemonLink:
             if self._away_since_s is None:
                 self._away_since_s = monotonic()
         self._on_event(kind, self.name, reason)
+
+    def give_up(self, reason: str) -> None:
+        """The daemon has answered wrongly: its session ends, and there is no other one as long as
+        the link lasts. A daemon that was started by us is ended."""
+        with self._lock:
+            if self.is_given_up:
+                return
+            self.is_given_up = True
+            self._reason = reason
+            generation = self._num_sessions
+            if self._session is not None:
+                self._session = None
+                self._close_untaken()
+                os.eventfd_write(self.lost_fd, 1)
+        self._on_event("wrong_reply", self.name, reason)
+        self._wake_supervisor(generation)
 
     def take_segment(self, session: Session) -> Segment | None:
         """The session's shared memory, which the caller owns from now on.

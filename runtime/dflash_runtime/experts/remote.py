@@ -7,7 +7,6 @@ work.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +18,11 @@ from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
-    DflashError,
     ProtocolError,
     one_line,
 )
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring_segment import Segment
 from dflash_protocol.routed_batch import (
     DeviceBatch,
@@ -33,19 +32,28 @@ from dflash_protocol.routed_batch import (
     compact_tokens,
     tail_tokens,
 )
-from dflash_protocol.transport import REQUEST_FAILURES, ClientTransport, TransportCounters
+from dflash_protocol.transport import (
+    REQUEST_FAILURES,
+    ClientTransport,
+    Reply,
+    TransportCounters,
+)
 from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.guard import RequestGuard
 from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
 from dflash_runtime.experts.pieces import Rows, pieces
-from dflash_runtime.experts.remote_ticket import RemoteTicket, Sent
+from dflash_runtime.experts.remote_ticket import (
+    RemoteTicket,
+    Sent,
+    require_finite,
+    what_is_wrong,
+)
+from dflash_runtime.experts.reply_checks import ReplyChecker
 from dflash_runtime.experts.telemetry import PhaseStats
-
-_LOG = logging.getLogger(__name__)
 
 _DEADLINE_FACTOR = 4.0
 _LONGEST_DEADLINE_S = 600.0
@@ -76,11 +84,14 @@ class RemoteExpertCompute:
         spin_s: float | None = None,
         before_sleep: Callable[[], object] = lambda: None,
         mover: DeviceMover | None = None,
+        checker: ReplyChecker | None = None,
     ) -> None:
         """`before_sleep` is called before this thread sleeps until a daemon has answered; `mover`
-        is the device on which rows lie, if it can move them."""
+        is the device on which rows lie, if it can move them; `checker` computes what some replies
+        are compared with."""
         self._link = link
         self._mover = mover
+        self._checker = checker
         self._moved_window = 0
         self._mail: Segment | None = None
         self._route: MailRoute | None = None
@@ -100,15 +111,12 @@ class RemoteExpertCompute:
         self._warm_up_s_per_pair = 0.0
         self._measured_s_per_pair: dict[Phase, float] = {}
         self._pairs_in_flight = 0
-        self._breaker = CircuitBreaker(partial(_note_transition, link))
-        self._probe: Ticket | None = None
         self._num_doublings = 0
-        self._is_troubled = False
-        """Whether the breaker is to be asked and told: not until a request fails."""
         self._num_bytes_counted = 0
         """Of those that the client has sent."""
         self._counters = TransportCounters()
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
+        self._guard = RequestGuard(link, self._stats)
 
     @property
     def stats(self) -> OwnerStats:
@@ -118,20 +126,14 @@ class RemoteExpertCompute:
         if session is not None:
             stats.device = one_line(session.welcome.device)
         stats.restarts = self._link.restarts
-        stats.breaker = self._breaker.state.value
-        stats.breaker_opened = self._breaker.num_opened
+        breaker = self._guard.breaker
+        stats.breaker, stats.breaker_opened = breaker.state.value, breaker.num_opened
         said = self._link.daemon_counters
         stats.daemon_late, stats.daemon_stale = said.late, said.stale
         stats.daemon_checksum_failures = said.checksum_failures
         stats.stale = counters.stale
         stats.widened = counters.widened
-        phases = stats.phases.values()
-        stats.requests = sum(phase.requests for phase in phases)
-        stats.tokens = sum(phase.tokens for phase in phases)
-        stats.pairs = sum(phase.pairs for phase in phases)
-        stats.bytes_sent = sum(phase.bytes_sent for phase in phases)
-        stats.bytes_received = sum(phase.bytes_received for phase in phases)
-        stats.wait_s = sum(phase.wait_s + phase.receive_s for phase in phases)
+        stats.add_up_phases()
         return stats
 
     @property
@@ -145,7 +147,7 @@ class RemoteExpertCompute:
         if session is None:
             self._drop_client()  # its memory is shared with nobody any more
             raise DaemonUnavailable(self._link.lost_reason())
-        is_probe = self._is_troubled and self._is_probe_for_breaker()
+        is_probe = self._guard.is_troubled and self._guard.admit()
         started_s = time.perf_counter()
         try:
             client = self._client_of(session)
@@ -157,14 +159,16 @@ class RemoteExpertCompute:
                 self._fill(client, ticket)
         except DaemonUnavailable as error:
             self._link.mark_lost(session.generation, str(error))
-            self._note_failure(error, cost_s=0.0, is_probe=is_probe)
+            self._guard.note_failure(error, cost_s=0.0, is_probe=is_probe)
             raise
         except BaseException:
             if is_probe:
-                self._breaker.note_probe_abandoned()
+                self._guard.breaker.note_probe_abandoned()
             raise
         if is_probe:
-            self._probe = ticket
+            self._guard.begin_probe(ticket)
+        if self._checker is not None:
+            ticket.is_checked = self._checker.schedule.takes_reply()
         ticket.counted.tokens += compacted.num_tokens
         ticket.counted.pairs += batch.num_pairs
         return ticket
@@ -174,16 +178,18 @@ class RemoteExpertCompute:
         client, generation = self._client, ticket.generation
         if client is None or self._client_generation != generation:
             reason = self._link.lost_reason()
-            if ticket is self._probe:
-                self._note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
+            if self._guard.is_probe(ticket):
+                self._guard.note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
-        replies: list[tuple[Sent, Sums]] = []
+        replies: list[tuple[Sent, Reply]] = []
         collecting_s = time.perf_counter()
         try:
             while ticket.in_flight:
                 sent = ticket.in_flight[0]
                 replies.append((sent, self._wait(client, sent, ticket.batch.phase, ticket.counted)))
                 ticket.in_flight.popleft()
+                if not replies[-1][1].is_finite:
+                    require_finite(ticket, *replies[-1])
                 if ticket.is_whole:
                     break
                 if ticket.window == _PROBE_WINDOW and len(replies) >= _PROBE_WINDOW:
@@ -195,12 +201,15 @@ class RemoteExpertCompute:
             if isinstance(error, DaemonUnavailable):
                 raise
             raise DaemonUnavailable(f"daemon {self._link.name}: {error}") from error
-        if self._is_troubled:
-            self._note_success(ticket)
+        if ticket.is_checked and ticket.batch.num_pairs:
+            self._check(ticket, replies)
+        if self._guard.is_troubled:
+            self._num_doublings = 0
+            self._guard.note_success(ticket)
         # Only now, with every piece at hand, so that a failure leaves `out` as it was.
         started_s = time.perf_counter()
-        for sent, sums in replies:
-            add_sums(out, sums, sent.rows)
+        for sent, reply in replies:
+            add_sums(out, reply.placed, sent.rows)
         ended_s = time.perf_counter()
         ticket.counted.combine_s += ended_s - started_s
         if ticket.chooser is not None and ticket.batch.num_pairs:
@@ -223,14 +232,12 @@ class RemoteExpertCompute:
 
     def abandon(self, ticket: Ticket) -> None:
         assert isinstance(ticket, RemoteTicket)
-        if ticket is self._probe:
-            self._probe = None
-            self._breaker.note_probe_abandoned()
+        self._guard.forget(ticket)
         self._forget(ticket)
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
         session = self._link.session
-        if session is None or self._is_troubled:
+        if session is None or self._guard.is_troubled:
             return None
         try:
             self._client_of(session)
@@ -250,6 +257,7 @@ class RemoteExpertCompute:
     def close(self) -> None:
         self._drop_client()
         self._mover = None  # it holds memory of a device, which is given back
+        self._checker = None  # and this the file
 
     def _forget(self, ticket: RemoteTicket) -> None:
         """What is in flight of a ticket is not waited for."""
@@ -358,7 +366,9 @@ class RemoteExpertCompute:
         counted.receive_s += receive_s
         return Sent(sequence, num_pairs, rows, sent_s, deadline_s)
 
-    def _wait(self, client: ClientTransport, sent: Sent, phase: Phase, counted: PhaseStats) -> Sums:
+    def _wait(
+        self, client: ClientTransport, sent: Sent, phase: Phase, counted: PhaseStats
+    ) -> Reply:
         bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
         started_s = time.monotonic()
         # The deadline runs from the sending: the daemon has been at work since then.
@@ -390,7 +400,33 @@ class RemoteExpertCompute:
             known = self._s_per_pair(phase)
             measured = compute_s / sent.num_pairs
             self._measured_s_per_pair[phase] = known + _RATE_WEIGHT * (measured - known)
-        return reply.placed
+        return reply
+
+    def _check(self, ticket: RemoteTicket, replies: list[tuple[Sent, Reply]]) -> None:
+        """Compare what has come with what is computed here, before any of it is used.
+
+        Raises: DaemonUnavailable if it is wrong, for which the daemon is given up.
+        """
+        checker, session, link = self._checker, self._link.session, self._link
+        if checker is None or session is None or session.generation != ticket.generation:
+            return
+        self._stats.checked += 1
+        reason = what_is_wrong(
+            ticket,
+            replies,
+            checker,
+            global_ids=link.owned.by_layer[ticket.layer_id],
+            payload=PayloadType(session.welcome.payload),
+            # Sums of version 1 were rounded.
+            is_same_class=session.welcome.numeric_class == checker.numeric_class
+            and self._version > 1,
+        )
+        if reason:
+            self._stats.wrong_replies += 1
+            link.give_up(reason)
+            self._drop_client()
+            self._guard.forget(ticket)
+            raise DaemonUnavailable(link.lost_reason())
 
     def _count_sent(self, client: ClientTransport, counted: PhaseStats) -> None:
         counted.bytes_sent += client.bytes_sent - self._num_bytes_counted
@@ -402,44 +438,21 @@ class RemoteExpertCompute:
         """Count a failure, and give the session up unless only this request is concerned."""
         code = error.code if isinstance(error, ProtocolError) else ""
         self._stats.checksum_failures += code == "checksum"
+        self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        is_probe = ticket is self._probe
+        is_probe = self._guard.is_probe(ticket)
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
-            self._link.note("request_failed", str(error))
+            if code == "not_finite":
+                self._mail = self._route = None  # devices must not go on asking each other
+                self._link.note("not_finite", str(error))
+            else:
+                self._link.note("request_failed", str(error))
         else:
             # Whose requests go on failing may do better with new memory and a new generation.
             self._link.mark_lost(ticket.generation, str(error))
             self._drop_client()
-        self._note_failure(error, cost_s=cost_s, is_probe=is_probe)
-
-    def _is_probe_for_breaker(self) -> bool:
-        """Whether the next request is the breaker's probe.
-
-        Raises: DaemonUnavailable if the breaker lets nothing through.
-        """
-        breaker = self._breaker
-        if not breaker.lets_through(time.monotonic()):
-            self._stats.breaker_refused += 1
-            raise DaemonUnavailable(
-                f"daemon {self._link.name}: its circuit breaker is open: {breaker.reason}"
-            )
-        return breaker.state is BreakerState.HALF_OPEN
-
-    def _note_success(self, ticket: Ticket) -> None:
-        now_s = time.monotonic()
-        is_probe = ticket is self._probe
-        if is_probe:
-            self._probe = None
-        self._num_doublings = 0
-        self._breaker.note_success(now_s, is_probe=is_probe)
-        self._is_troubled = not self._breaker.is_calm(now_s)
-
-    def _note_failure(self, error: DflashError, *, cost_s: float, is_probe: bool) -> None:
-        self._is_troubled = True
-        if is_probe:
-            self._probe = None
-        self._breaker.note_failure(time.monotonic(), str(error), cost_s=cost_s, is_probe=is_probe)
+        self._guard.note_failure(error, cost_s=cost_s, is_probe=is_probe)
 
     def _client_of(self, session: Session) -> ClientTransport:
         """The end of the session's data path; a new session gets a new one, made by this thread.
@@ -478,10 +491,3 @@ class RemoteExpertCompute:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-
-def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:
-    """A breaker tells the link: if it knew its compute, neither would end without the collector."""
-    level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
-    _LOG.log(level, "daemon %s: circuit breaker is %s: %s", link.name, state, reason)
-    link.note(f"breaker_{state.name.lower()}", reason)

@@ -29,6 +29,7 @@ from dflash_runtime.experts.pairs import (
     share_of,
     split_by_owner,
 )
+from dflash_runtime.experts.reply_checks import CheckSchedule
 from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
 
@@ -63,8 +64,9 @@ class MoeExpertComputeRuntime:
     `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
     None when all experts are local, or when daemons are required. The experts that `device_owner`,
     an index, answers for are computed by a device's own MoE block: its pairs are counted here and
-    left out otherwise. `offload` says whether that block may compute others' experts too. Used by
-    one thread at a time.
+    left out otherwise. `offload` says whether that block may compute others' experts too; `checks`
+    is the schedule by which daemons' replies are checked, if they are. Used by one thread at a
+    time.
     Owns: owners and fallback.
     """
 
@@ -76,6 +78,7 @@ class MoeExpertComputeRuntime:
         fallback: ExpertCompute | None,
         device_owner: int | None = None,
         offload: OffloadMode = OffloadMode.OFF,
+        checks: CheckSchedule | None = None,
     ) -> None:
         assert len(owners) == len(placement.owners)
         self.hits = HitCounts()
@@ -85,6 +88,7 @@ class MoeExpertComputeRuntime:
         self._device_owner = device_owner
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
         self._lost_reason = ""
+        self._checks = checks
         self._offload = PromptOffload(
             offload, placement, self._owners, fallback=fallback, device_owner=device_owner
         )
@@ -188,6 +192,16 @@ class MoeExpertComputeRuntime:
             else:
                 owner.stats.of_phase(phase).pairs += num_pairs
                 self.hits.remote += num_pairs
+
+    def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
+        """As OtherExperts.is_step_to_be_checked."""
+        checks = self._checks
+        return checks is not None and checks.takes_step(sum(len(each.local_ids) for each in routes))
+
+    def note_checked_step(self, elapsed_s: float) -> None:
+        """As OtherExperts.note_checked_step."""
+        if self._checks is not None:
+            self._checks.note_step(elapsed_s)
 
     @property
     def may_offload(self) -> bool:

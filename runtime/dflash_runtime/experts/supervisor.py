@@ -220,7 +220,7 @@ class _LinkTask:
     async def run(self) -> None:
         backoff_s = 0.0
         try:
-            while True:
+            while not self._link.is_given_up:
                 started_s = self._supervisor.loop.time()
                 pause_s = 0.0
                 try:
@@ -233,6 +233,8 @@ class _LinkTask:
                     self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error}"))
                 if self._supervisor.loop.time() - started_s > _STABLE_S:
                     backoff_s = 0.0
+                if self._link.is_given_up:
+                    break
                 backoff_s = min(max(2 * backoff_s, _BACKOFF_FIRST_S), _BACKOFF_LAST_S)
                 await asyncio.sleep(max(pause_s, backoff_s) * random.uniform(0.75, 1.25))
         except Exception as error:

@@ -11,6 +11,7 @@ from dflash_protocol.errors import (
     DaemonUnavailable,
     DflashError,
     ModelFileError,
+    NotFinite,
     RenderingUnavailable,
     SettingsError,
     UnsupportedModel,
@@ -55,6 +56,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(503, str(error), kind="server_error", code="model_unavailable")
         case RenderingUnavailable():
             return unavailable(str(error), "rendering_unavailable", retry_after_s=1)
+        case NotFinite():
+            return ApiError(500, str(error), kind="server_error", code="not_finite")
         case DflashError():
             return ApiError(500, str(error), kind="server_error")
     return ApiError(500, "internal error; see the server's log", kind="server_error")

@@ -176,7 +176,10 @@ def _cancelled() -> ApiError:
 
 
 def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
+    """Raises: ValueError for a number that JSON has not: NaN, or infinity."""
     return b"".join(
-        b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        b"data: "
+        + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        + b"\n\n"
         for chunk in chunks
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from dflash_protocol.errors import DflashError, one_line
+from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, GenerationStats
 from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
@@ -144,6 +144,8 @@ class EngineWorker:
         except Exception as error:
             if not isinstance(error, DflashError):
                 _LOG.exception("a generation failed")
+            elif isinstance(error, NotFinite):
+                _LOG.error("a generation has no token: %s", error)
             self._metrics.finished.labels("error").inc()
             return error
 

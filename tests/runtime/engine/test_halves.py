@@ -68,6 +68,12 @@ class Asked:
     ) -> None:
         """Not looked at."""
 
+    def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
+        raise NotImplementedError
+
+    def note_checked_step(self, elapsed_s: float) -> None:
+        raise NotImplementedError
+
     def start(
         self,
         layer_id: int,

@@ -27,6 +27,7 @@ from dflash_runtime.experts import supervisor as supervisor_module
 from dflash_runtime.experts.link import Launch
 from dflash_runtime.experts.supervisor import Patience
 from support.descriptors import no_descriptor_left
+from support.processes import wait_until
 from support.scripted_daemon import LINK_ID, PATIENCE_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, assert_starts, started, thread_names
 
@@ -222,6 +223,28 @@ def test_a_killed_child_is_lost_replaced_and_ended_at_the_close(
     assert parent.link.restarts == 1
     parent.supervisor.close()
     assert children() == []
+
+
+def test_a_daemon_that_is_given_up_is_not_greeted_again(
+    undo: ExitStack, daemon: ScriptedDaemon
+) -> None:
+    """However well it may be; others would be greeted again within a tenth of a second."""
+    parent = started(undo, daemon)
+    parent.link.give_up("layer 3: 1 of 96 sums have other bits")
+    assert parent.next_loss() == "layer 3: 1 of 96 sums have other bits"
+    assert parent.link.session is None
+    daemon.expect(Bye, skipping=(Ping,))
+    assert daemon.is_silent(0.5)
+    parent.link.give_up("and again")
+    assert parent.losses.empty()
+
+
+def test_a_child_that_is_given_up_is_ended(undo: ExitStack, daemon: ScriptedDaemon) -> None:
+    parent = started(undo, daemon, launch=launch(LIVES_ON_ITS_LIFELINE))
+    (child,) = [each for each in children() if each.status() != psutil.STATUS_ZOMBIE]
+    parent.link.give_up("layer 3: 1 of 96 sums have other bits")
+    wait_until(lambda: not child.is_running(), "the child to be ended")
+    assert daemon.is_silent(0.3)
 
 
 def test_a_refused_child_is_ended(undo: ExitStack, daemon: ScriptedDaemon) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_protocol.ids import I64Array
+from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.cupy.device import SideStream
 
 if TYPE_CHECKING:
@@ -18,18 +18,28 @@ COPY_DEADLINE_S = 60.0
 
 
 class Shares(NamedTuple):
-    """Shares of a digest, of as many blocks as a launch may have. Shapes: host [blocks] int64."""
+    """What as many blocks as a launch may have find: shares of a digest, or whether there is
+    something that is not finite. Shapes: host [blocks] int64, or uint32."""
 
-    host: I64Array
+    host: AnyArray
     device_address: int
 
 
 class Crossings:
     """One direction of a window: a side stream, and whose digest is found in it now."""
 
-    def __init__(self, mover: PayloadMover, name: str, shares: Shares) -> None:
+    def __init__(
+        self,
+        mover: PayloadMover,
+        name: str,
+        shares: Shares,
+        *,
+        not_finite: Shares | None = None,
+    ) -> None:
+        """`not_finite` is for directions in which sums are moved, of float64."""
         self.mover = mover
         self.shares = shares
+        self.not_finite = not_finite
         self._name = name
         self._held: tuple[object, ...] = ()
         """What the stream may be using, until it is known to have ended."""
@@ -45,6 +55,8 @@ class Crossings:
     def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
         """As PayloadMover.move, in the stream."""
         address = self.shares.device_address
+        if self.not_finite is not None:
+            how["not_finite"] = self.not_finite.device_address
         num_blocks = self.mover.move(source, target, shape, shares=address, side=self.stream, **how)
         return Crossing(self, num_blocks)
 
@@ -71,3 +83,9 @@ class Crossing:
         with self._crossings.mover.lock:
             self._crossings.settle()
             return int(self._crossings.shares.host[: self._num_blocks].sum())
+
+    def is_finite(self) -> bool:
+        """As device_payload.Crossing.is_finite."""
+        not_finite = self._crossings.not_finite
+        assert not_finite is not None
+        return not not_finite.host[: self._num_blocks].any()

@@ -141,9 +141,11 @@ class Sample:
         history: DeviceArray | None = None,
         overlaps_previous: bool = True,
     ) -> None:
-        """``token_ids[t]`` of the largest logit, the lowest of equals, and of NaN before all.
+        """``token_ids[t]`` of the largest logit, the lowest of equals; NOT_FINITE if one is not.
 
         `history`, if there is one, gets each token at its position: one further than its row's.
+        Where positions advance, a token that is not known stands in `history` alone: the next step
+        computes something all the same.
         Shapes: partials [blocks, T] uint64; token_ids, positions [T] int32; history [N] int32.
         Raises: ValueError for an array that is not of this shape, type or device.
         """

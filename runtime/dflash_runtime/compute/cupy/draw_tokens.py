@@ -117,7 +117,7 @@ class DrawTokens:
         further and is that of `positions` afterwards.
 
         What the device cannot be sure of is UNDECIDED in `history`, and the likeliest token in
-        `token_ids`.
+        `token_ids`. Logits that are not finite are NOT_FINITE in `history`.
         Shapes: logits [1, V] float32; partials [blocks, 1] uint64 of the head; token_ids,
         positions [1] int32; history [N] int32, as long as the numbers of `inputs`.
         Raises: ValueError for an array that is not of this shape, type or device.

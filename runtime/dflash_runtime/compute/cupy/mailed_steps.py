@@ -138,6 +138,14 @@ class MailedSteps:
         """A step of a tree's tokens has gone through mailboxes."""
         self._elsewhere.count_mailed(self._routes, 1, phase=Phase.VERIFY, num_tokens=num_tokens)
 
+    def is_to_be_checked(self) -> bool:
+        """Whether the host is to compute a step instead, so that a daemon's reply can be compared
+        with the parent's own; `note_checked` is then told what that has cost."""
+        return self._elsewhere.is_step_to_be_checked(self._routes)
+
+    def note_checked(self, elapsed_s: float) -> None:
+        self._elsewhere.note_checked_step(elapsed_s)
+
     def settle(self) -> None:
         """Steps that were started are counted as their owners'."""
         num_steps, self._num_steps = self._num_steps, 0

@@ -24,6 +24,7 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.temperature import AttentionTemperature
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_runtime.compute.backend import likeliest_of
 from dflash_runtime.compute.cupy.attention_launch import AttentionLauncher
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
 from dflash_runtime.compute.cupy.branch import Branching
@@ -326,8 +327,7 @@ class CupyOps(GatedOps):
         """As backend.ComputeBackend.likeliest: of a step on the device, where logits stay."""
         if isinstance(logits, Product) and logits.x.is_step:
             return self.steps.likeliest(logits)
-        likeliest: I32Array = np.argmax(self.to_host(logits), axis=1).astype(np.int32)
-        return likeliest
+        return likeliest_of(self.to_host(logits))
 
     def joined(self, parts: Sequence[Any]) -> Rows:
         """Values' rows, one after the other."""

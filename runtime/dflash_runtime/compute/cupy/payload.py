@@ -52,6 +52,7 @@ class MovePayloadArgs(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("target", ctypes.c_void_p),
         ("shares", ctypes.c_void_p),
+        ("not_finite", ctypes.c_void_p),
         ("num_rows", ctypes.c_int),
         ("row_pieces", ctypes.c_int),
     )
@@ -126,11 +127,14 @@ class PayloadMover:
         itemsize: int,
         rows: DeviceArray | None = None,
         shares: int | None = None,
+        not_finite: int | None = None,
         side: SideStream | None = None,
     ) -> int:
         """Copy rows from one address to another; how many blocks have left a share of the digest.
 
         `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
+        Of float64 each block tells at the address `not_finite`, if there is one, whether some are
+        NaN or infinite.
         With `side` that is where it runs, of few blocks, and nobody waits for it.
         """
         num_rows, columns = shape
@@ -141,6 +145,7 @@ class PayloadMover:
                 rows=optional_address(rows),
                 target=target,
                 shares=address(self._unused_shares) if shares is None else shares,
+                not_finite=not_finite,
                 num_rows=num_rows,
                 row_pieces=columns * itemsize // _PIECE_BYTES,
             )
@@ -352,18 +357,21 @@ class SegmentWindow:
         with contextlib.ExitStack() as undo:
             mapping = device.map_host(memory)
             undo.callback(mapping.close)
-            block = MappedBlock(device, [((mover.max_blocks,), np.int64)] * 2)
+            places = (mover.max_blocks,)
+            block = MappedBlock(
+                device, [(places, np.int64), (places, np.int64), (places, np.uint32)]
+            )
             undo.callback(block.close)
             self._undo = undo.pop_all()
         self._base = mapping.device_address
-        self._shares, self._read_shares = (
+        self._shares, self._read_shares, not_finite = (
             Shares(host, array.data.ptr)
             for host, array in zip(block.host, block.device, strict=True)
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
         self._out = Crossings(mover, "out", self._shares)
-        self._in = Crossings(mover, "in", self._read_shares)
+        self._in = Crossings(mover, "in", self._read_shares, not_finite=not_finite)
         self._places: DeviceArray | None = None
         """Of rows that are gathered on their way out."""
 

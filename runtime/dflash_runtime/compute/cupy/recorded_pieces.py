@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.device import Graph, KernelDevice
+from dflash_runtime.compute.cupy.values import Rows
 from dflash_runtime.interrupts import uninterrupted
 
 Then: TypeAlias = Callable[[], None]
@@ -26,6 +28,19 @@ class Piece:
 
     graph: Graph
     then: Then | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A step of one context bucket, and what must stay as it is for it."""
+
+    pieces: list[Piece]
+    logits: Rows
+    kept: list[Buffer]
+
+    def close(self) -> None:
+        for piece in self.pieces:
+            piece.graph.close()
 
 
 class _Abandoned(BaseException):

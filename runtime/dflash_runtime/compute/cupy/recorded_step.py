@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ import numpy as np
 from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import DrawOptions
+from dflash_runtime.compute.backend import NOT_FINITE, DrawOptions
 from dflash_runtime.compute.cupy.attention_plan import context_bucket
-from dflash_runtime.compute.cupy.buffers import Buffer
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.draw_tokens import (
     NUM_OPTIONS,
@@ -33,7 +31,12 @@ from dflash_runtime.compute.cupy.mail_moe import MailMoe
 from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
 from dflash_runtime.compute.cupy.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.cupy.ops import CupyOps
-from dflash_runtime.compute.cupy.recorded_pieces import Pause, Piece, record_pieces
+from dflash_runtime.compute.cupy.recorded_pieces import (
+    Pause,
+    Piece,
+    Recording,
+    record_pieces,
+)
 from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
 from dflash_runtime.compute.cupy.shared_moe import SharedMoe
 from dflash_runtime.compute.cupy.values import Product, Rows, StepPositions, StepTokens
@@ -88,13 +91,15 @@ class RecordedStep:
         self._mailed = mailed
         self._mail: MailMoe | None = None
         """What the next step goes through, unless the host is asked."""
+        self._left_to_host_s: float | None = None
+        """When a tree was, to have daemons checked; what that costs is known at the next one."""
         self._is_trial = False
         """Steps are run in vain, and counted by nobody."""
         self._counted: dict[tuple[Phase, int], I64Array] = {}
         """Selections of steps through mailboxes that are no more."""
         self._first_epoch = self._first_id = 0
         """Of the step that was begun last."""
-        self._recordings: dict[tuple[int, bool, MailMoe | None], _Recording] = {}
+        self._recordings: dict[tuple[int, bool, MailMoe | None], Recording] = {}
         self._trees = RecordedTrees(ops, model, cache)
         self._last: Rows | None = None
         self._first = self._position = 0
@@ -251,7 +256,7 @@ class RecordedStep:
         self._cache.count_step()
         self._position += 1
 
-    def _start_mailed(self, mail: MailMoe, recording: _Recording) -> None:
+    def _start_mailed(self, mail: MailMoe, recording: Recording) -> None:
         """A daemon that is gone is noticed when the step's token is asked for."""
         assert self._mailed is not None
         mail.mail.ring()
@@ -266,12 +271,18 @@ class RecordedStep:
         self, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
         """As backend.RecordedStep.verify. Through mailboxes only as many as a step may have."""
+        if self._left_to_host_s is not None and self._mailed is not None:
+            self._mailed.note_checked(time.monotonic() - self._left_to_host_s)
+            self._left_to_host_s = None
         self._choose_way()
         if self._mail is None:
             if self._shared is not None:
                 return None
             return self._trees.run(token_ids, tree, features, moe=self._moe)
         if token_ids.size > MOST_TOKENS:
+            return None
+        if self._is_to_be_checked():
+            self._left_to_host_s = time.monotonic()
             return None
         return self._verify_mailed(self._mail, token_ids, tree, features)
 
@@ -324,6 +335,44 @@ class RecordedStep:
         while self._position < end:
             self.start()
 
+    def _computed_by_host(self, position: int) -> int:
+        """What follows the token of this position, by a step in which the host asks the others, so
+        that each reply is looked at by itself. Steps that were started after it begin anew.
+
+        If mailboxes alone are at fault for logits that are not finite, they are used no more.
+        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        """
+        mail, end, began_s = self._mail, self._position, time.monotonic()
+        assert mail is not None
+        assert self._mailed is not None
+        token_id = self._first_id if position == self._first else int(self._chosen[position])
+        was_finite = self._chosen[position + 1] != NOT_FINITE
+        self._mail = None
+        try:
+            self._begin(token_id, position)
+            self.start()
+            self.token(position + 1)
+        finally:
+            self._mail = mail
+        found = int(self._chosen[position + 1])
+        is_lost = not mail.mail.is_live
+        if is_lost or (found != NOT_FINITE and not was_finite):
+            self._forget_mail()
+            if not is_lost:
+                self._mailed.refuse(DaemonUnavailable("logits of a step through it are not finite"))
+        if found >= 0 and self._position < end:
+            self._begin(found, position + 1)
+            while self._position < end:
+                self.start()
+        if was_finite:
+            self._mailed.note_checked(time.monotonic() - began_s)
+        return found
+
+    def _is_to_be_checked(self) -> bool:
+        """Whether the step whose token is asked for is to be computed by the host, to have the
+        daemons checked."""
+        return self._mailed is not None and not self._is_trial and self._mailed.is_to_be_checked()
+
     def token(self, position: int) -> int | None:
         """The token chosen for a position, by a step that was started; None: the host is to.
 
@@ -346,6 +395,8 @@ class RecordedStep:
             self._redo_failed(position - 1)
             if self._mail is None:
                 return self.token(position)
+            if token_id == NOT_FINITE or self._is_to_be_checked():
+                token_id = self._computed_by_host(position - 1)
         return None if token_id == UNDECIDED else token_id
 
     def logits(self) -> F32Array:
@@ -354,6 +405,9 @@ class RecordedStep:
         if self._mail is not None:
             self._ops.device.synchronize()
             self._redo_failed(self._position - 1)
+            is_known = self._chosen[self._position] != NOT_FINITE
+            if self._mail is not None and (not is_known or self._is_to_be_checked()):
+                self._computed_by_host(self._position - 1)
         logits: F32Array = self._ops.device.download(self._last.array)[0]
         return logits
 
@@ -383,7 +437,7 @@ class RecordedStep:
         del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
         del self._token_ids, self._positions, self._drawing, self._trees
 
-    def _recording(self) -> _Recording:
+    def _recording(self) -> Recording:
         """Of the bucket that the next step is in: tried out and recorded when first needed."""
         bucket = context_bucket(self._position + 1)
         key = bucket, self._is_drawing, self._mail
@@ -391,7 +445,7 @@ class RecordedStep:
             self._recordings[key] = self._recorded(bucket)
         return self._recordings[key]
 
-    def _recorded(self, bucket: int) -> _Recording:
+    def _recorded(self, bucket: int) -> Recording:
         """Try the step out, which compiles and allocates what it needs, then record it."""
         device, buffers, shared = self._ops.device, self._ops.steps.buffers, self._shared
         mail = None if self._mail is None else self._mail.mail
@@ -411,7 +465,7 @@ class RecordedStep:
         if shared is None:
             with buffers.repeated(noted):
                 graph = device.capture(lambda: results.append(self._record(bucket)))
-            return _Recording([Piece(graph, None)], results[0], [])
+            return Recording([Piece(graph, None)], results[0], [])
 
         def record(pause: Pause) -> None:
             shared.begin_recording(pause)
@@ -423,7 +477,7 @@ class RecordedStep:
                 pieces = record_pieces(device, record)
             finally:
                 shared.end_recording()
-        return _Recording(pieces, results[0], kept)
+        return Recording(pieces, results[0], kept)
 
     def _record(self, bucket: int) -> Rows:
         tokens: Any = StepTokens(self._token_ids)
@@ -444,16 +498,3 @@ class RecordedStep:
             history=history,
             drawing=self._drawing if self._is_drawing else None,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """A step of one context bucket, and what must stay as it is for it."""
-
-    pieces: list[Piece]
-    logits: Rows
-    kept: list[Buffer]
-
-    def close(self) -> None:
-        for piece in self.pieces:
-            piece.graph.close()

@@ -19,6 +19,7 @@ import numpy as np
 from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.cupy.branch import Branch
 from dflash_runtime.compute.cupy.buffers import Places
 from dflash_runtime.compute.cupy.decode_tokens import check_token_ids
@@ -50,8 +51,8 @@ class RecordedTrees:
         moe: MoeBlock[Any] | MailMoe,
     ) -> TreeResult | None:
         """A tree's tokens through all layers. With a MailMoe every daemon must be ready for steps
-        of so many tokens, of which none is under way. None: that step has failed, or there is no
-        memory for a recording; the tree is as it was.
+        of so many tokens, of which none is under way. None: that step has failed, or has results
+        that are not finite, or there is no memory for a recording; the tree is as it was.
 
         Shapes: token_ids [W]. `features` are layers whose results are wanted.
         Raises: ContextExceeded, StateNotKept; ValueError for ids that there are not;
@@ -80,7 +81,10 @@ class RecordedTrees:
         recording.graph.replay()
         download = self._ops.device.download
         likeliest: I32Array = download(recording.likeliest)
-        if isinstance(moe, MailMoe) and moe.mail.failed_epoch():
+        # Of what is not finite the host's requests tell whose reply is at fault.
+        if isinstance(moe, MailMoe) and (
+            moe.mail.failed_epoch() or (likeliest == NOT_FINITE).any()
+        ):
             return None
         by_layer: dict[int, F32Array] = {
             layer: download(array) for layer, array in recording.features.items()

@@ -10,6 +10,7 @@ import pytest
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns, team_lanes
 from dflash_runtime.compute.cupy.decode_linear import DecodeLinear, LinearInputs, LinearOutputs
 from dflash_runtime.compute.cupy.decode_linear_shape import (
@@ -216,10 +217,12 @@ def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int)
     assert history.tolist() == [-7] * 8 + [likeliest[0]]
 
 
-def test_sampling_puts_nan_before_all() -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
+    """Whatever the smallest of its logits is."""
     device, rng = EmulatedDevice(runs_backward=True), np.random.default_rng(8)
     weights = random_weights(rng, F32, 40, 64)
-    weights.packed.view(np.float32)[[17, 30], 5] = np.nan
+    weights.packed.view(np.float32)[[17, 30], 5] = bad
     shape = LinearShape(64, 1, ((F32, 40),), LinearInput.PLAIN, has_argmax=True)
     linear = DecodeLinear(device, shape)
     partials = device.empty((linear.num_blocks, 1), np.uint64)
@@ -227,11 +230,17 @@ def test_sampling_puts_nan_before_all() -> None:
     (logits,) = launch(
         device, linear, [weights], LinearInputs(x=x), LinearOutputs(partials=partials)
     )
-    assert logits.argmax() == 17
+    assert np.flatnonzero(~np.isfinite(logits)).tolist() == [17, 30]
     token_ids, positions = device.empty(1, np.int32), device.upload(np.zeros(1, np.int32))
     Sample(device, num_tokens=1, advances=False).launch(partials, token_ids, positions)
-    assert token_ids.tolist() == [17]
+    assert token_ids.tolist() == [NOT_FINITE]
     assert positions.tolist() == [0]
+    # Where a next step reads it, it is a token.
+    history = device.upload(np.full(4, -7, np.int32))
+    sample = Sample(device, num_tokens=1, advances=True)
+    sample.launch(partials, token_ids, positions, history=history)
+    assert 0 <= token_ids[0] < 40
+    assert history.tolist() == [-7, NOT_FINITE, -7, -7]
 
 
 @pytest.mark.parametrize("change", RowChange)

@@ -93,6 +93,25 @@ def test_sums_go_out_and_come_in(rig: Rig, num_rows: int) -> None:
     assert (expected.sums.to_host() == sums).all()
 
 
+@pytest.mark.parametrize("num_rows", [1, 19])
+def test_sums_that_are_not_finite_are_told_while_they_are_read(rig: Rig, num_rows: int) -> None:
+    """Wherever one stands, in whatever word and block; and no large or small number is taken for
+    one, nor what was read before."""
+    sums = rows_of(num_rows).astype(np.float64)
+    largest, smallest = np.finfo(np.float64).max, 5e-324
+    places = [(0, 0), (num_rows - 1, 1), (num_rows // 2, sums.shape[1] - 1)]
+    values = [np.nan, 0.0, np.inf, largest, -np.inf, -largest, smallest, -np.nan, 1.0]
+    for place in places:
+        for value in values:
+            changed = sums.copy()
+            changed[place] = value
+            rig.window.write_sums(256, rig.mover.sums(rig.device.upload(changed)))
+            expected = rig.window.expect_sums(sums.shape)
+            crossing = rig.window.read_sums(256, expected)
+            assert crossing.digest() == digest(changed)
+            assert crossing.is_finite() == np.isfinite(value)
+
+
 def test_what_is_on_its_way_is_kept(rig: Rig) -> None:
     """Nobody else refers to rows, indices or sums any more: the side streams run late here, and
     find out what is gone."""

@@ -85,9 +85,9 @@ KERNEL(draw_token, DrawArgs, BLOCK_THREADS, 1) {
     const u64 best = likeliest(a);
     const int next = (int)load_fresh4(a.positions) + 1;
     const bool is_inside = next >= 0 && next < a.capacity;
-    int token = (int)argmax_index(best), said = token;
+    int token = (int)argmax_index(best), said = is_finite_key(best) ? token : NOT_FINITE;
     const double inverse_temperature = load_fresh_double(a.options + INVERSE_TEMPERATURE);
-    if (inverse_temperature != 0.0) {
+    if (inverse_temperature != 0.0 && said != NOT_FINITE) {
         const Scale scale = {inverse_temperature, value_of_key(best)};
         said = UNDECIDED;
         if (scale.is_good()) {

@@ -26,7 +26,7 @@ struct DrawArgs {
     u64 *keys;                 // [VOCAB] of argmax.cuh, by bin
     int *token_ids;            // [1] out
     int *positions;            // [1], one further afterwards
-    int *history;              // [capacity]: the token at its position, or UNDECIDED
+    int *history;              // [capacity]: the token at its position, or UNDECIDED, or NOT_FINITE
     int num_partials, capacity;
 };
 

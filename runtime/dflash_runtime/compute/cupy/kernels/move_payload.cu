@@ -13,11 +13,16 @@ INLINE u64 mixed(u32 low, u32 high, i64 place) {
     return word ^ word >> 29;
 }
 
+// Of the high word of a double that is NaN or infinite: 1.
+INLINE u32 no_number(u32 high) { return (high & 0x7ff00000u) == 0x7ff00000u; }
+
 struct MovePayloadArgs {
     const u8 *source;  // rows
     const int *rows;   // [num_rows]: which of them; null: the first
     u8 *target;        // [num_rows] rows
     u64 *shares;       // [blocks]: what each of them has found of the digest
+    u32 *not_finite;   // [blocks]: whether each has found a double that is NaN or infinite; null: rows
+                       // are not of doubles, or nobody wants to know
     int num_rows;
     int row_pieces;  // of 16 bytes
 };
@@ -26,8 +31,10 @@ struct MovePayloadArgs {
 // source meanwhile cannot make the two differ.
 KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
     SHARED(u64, sums, WARPS);
+    SHARED(u32, bad_warps, WARPS);
     wait_for_previous();
     u64 sum = 0;
+    u32 bad = 0;
     for (int row = block_index_x(); row < a.num_rows; row += num_blocks_x()) {
         const i64 first = (i64)row * a.row_pieces;
         const i64 from = a.rows ? (i64)(int)load_fresh4(a.rows + row) * a.row_pieces : first;
@@ -36,15 +43,20 @@ KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
             *(uint4 *)(a.target + 16 * (first + i)) = piece;
             sum += mixed(piece.x, piece.y, 2 * (first + i) + 1);
             sum += mixed(piece.z, piece.w, 2 * (first + i) + 2);
+            bad |= no_number(piece.y) | no_number(piece.w);
         }
     }
 #pragma unroll
-    for (int mask = LANES / 2; mask; mask >>= 1) sum += lane_xor(sum, mask);
-    if (lane_index() == 0) sums[warp_index()] = sum;
+    for (int mask = LANES / 2; mask; mask >>= 1) {
+        sum += lane_xor(sum, mask);
+        bad |= lane_xor(bad, mask);
+    }
+    if (lane_index() == 0) sums[warp_index()] = sum, bad_warps[warp_index()] = bad;
     block_barrier();
     if (thread_index()) return;
-    for (int warp = 1; warp < WARPS; warp++) sum += sums[warp];
+    for (int warp = 1; warp < WARPS; warp++) sum += sums[warp], bad |= bad_warps[warp];
     a.shares[block_index_x()] = sum;
+    if (a.not_finite) a.not_finite[block_index_x()] = bad;
 }
 
 struct AddToRowsArgs {

@@ -5,9 +5,10 @@ struct SampleArgs {
     const u64 *partials;  // [blocks, T] keys of argmax.cuh
     int num_partials;     // blocks
     int capacity;         // of history
-    int *token_ids;       // [T] out
+    int *token_ids;       // [T] out; of a row that is not finite NOT_FINITE, or if ADVANCE some token
     int *positions;       // [T], each one further afterwards if ADVANCE
-    int *history;         // null, or [capacity]: the token at its position, which is one further
+    int *history;         // null, or [capacity]: the token, or NOT_FINITE, at its position, which is
+                          // one further
 };
 
 KERNEL(sample, SampleArgs, WARPS *LANES, 1) {
@@ -25,10 +26,10 @@ KERNEL(sample, SampleArgs, WARPS *LANES, 1) {
         block_barrier();
         if (thread_index() == 0) {
             for (int warp = 1; warp < WARPS; warp++) best = larger_key(best, found[warp]);
-            const int token = (int)argmax_index(best);
+            const int token = (int)argmax_index(best), said = is_finite_key(best) ? token : NOT_FINITE;
             const int next = (int)load_fresh4(a.positions + t) + 1;
-            a.token_ids[t] = token;
-            if (a.history && next >= 0 && next < a.capacity) a.history[next] = token;
+            a.token_ids[t] = ADVANCE ? token : said;  // the next step reads that row of a table
+            if (a.history && next >= 0 && next < a.capacity) a.history[next] = said;
             if (ADVANCE) a.positions[t] = next;
         }
         block_barrier();

@@ -1,0 +1,44 @@
+"""A daemon on a GPU whose experts are overwritten when SIGUSR2 comes, as by memory that has failed:
+with the byte that DFLASHTEST_SPOIL names. DFLASHTEST_EMULATED: the GPU is an emulated one.
+
+Example:
+  DFLASHTEST_SPOIL=255 python -m support.spoilt_daemon model.gguf --device cuda:1 \\
+      --listen ipc:///tmp/x/gpu.sock
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_runtime.compute.cupy import resident
+from support import emulated_daemon, watched_daemon
+
+
+def main() -> int:
+    byte, held = int(os.environ["DFLASHTEST_SPOIL"]), []
+    matrices = resident._matrices
+
+    def noted(device: Any, *arguments: Any) -> Any:
+        held.append((device, matrices(device, *arguments)))
+        return held[-1][1]
+
+    def spoil(*_: object) -> None:
+        for device, array in held:
+            device.write(array, np.full(array.size, byte, np.uint8))
+        os.write(sys.stderr.fileno(), b"spoilt\n")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(resident, "_matrices", noted)
+        signal.signal(signal.SIGUSR2, spoil)
+        is_emulated = "DFLASHTEST_EMULATED" in os.environ
+        return emulated_daemon.main() if is_emulated else watched_daemon.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
