@@ -37,8 +37,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
 
     def add(self, kind: str, owner: str, reason: str) -> None:
-        """Note it now; the operator is told of a daemon that is not there, that it is back, and that
-        it has answered wrongly."""
+        """Note it now. The log says of a daemon that it is not there, is back, or answered wrongly."""
         reason = one_line(reason)
         if kind in ("daemon_lost", "daemon_absent", "daemon_refused"):
             _LOG.warning("daemon %s is not there: %s", owner, reason)
