@@ -15,6 +15,7 @@ from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import load_settings, run_directory, share_settings
 from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
+from dflash_protocol.standard_streams import prepare_standard_streams
 
 _EXAMPLES = """examples:
   dflash-moe daemon model.gguf
@@ -25,6 +26,7 @@ _EXAMPLES = """examples:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon. Returns the exit code: 0 stopped, 1 failed, 2 misused."""
+    prepare_standard_streams()
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="dflash-daemon: %(message)s", level=logging.WARNING)
     try:

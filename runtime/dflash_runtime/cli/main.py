@@ -16,6 +16,7 @@ import click
 
 from dflash_protocol import __version__
 from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.standard_streams import prepare_standard_streams
 from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
@@ -59,9 +60,7 @@ cli.add_command(serve)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    prepare_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end the run.
