@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import load_settings, run_directory, share_settings
 from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
@@ -63,6 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         reason = f"{sys.executable} lacks what a daemon needs: {_first_line(error)}"
         print(f"dflash-daemon: error: {reason}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if (lack := lack_of(error)) is None:
+            raise
+        print(f"dflash-daemon: error: {lack}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -116,3 +116,9 @@ def test_somebody_elses_text_is_one_short_line() -> None:
     """Found by fuzzing: a peer's reason filled screens."""
     assert errors.one_line("no\r\n\x1b[31m such thing") == "no[31m such thing"
     assert errors.one_line("x" * 1001) == "x" * 1000
+
+
+def test_what_the_machine_does_not_give_is_told_from_other_errors() -> None:
+    assert errors.lack_of(MemoryError()) == "there is not enough memory"
+    assert "thread" in str(errors.lack_of(RuntimeError("can't start new thread")))
+    assert errors.lack_of(RuntimeError("dictionary changed size during iteration")) is None
