@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 _STDERR_FD = 2
-_REASON = "was cut short while it was in use, or its disk failed (SIGBUS)"
 _kept: list[object] = []
 """Code and text of the handler, needed until the process ends."""
 
@@ -29,7 +28,10 @@ def explain_bus_errors(program: str, model_path: Path) -> None:
     if faulthandler.is_enabled():
         return
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(model_path))
-    line = f"{program}: error: {shown}, or memory shared with another process, {_REASON}\n"
+    line = (
+        f"{program}: error: {shown}, or memory shared with another process, was cut short while it "
+        "was in use, or its disk failed (SIGBUS)\n"
+    )
     text = ctypes.create_string_buffer(line.encode(errors="backslashreplace"))
     try:
         engine, address = _compiled(ctypes.addressof(text), len(text.value))

@@ -103,7 +103,7 @@ def test_a_parent_and_its_daemon_do_not_notice(
 def test_a_server_does_not_notice_but_for_the_date(model: Path, clock: Clock) -> None:
     clock.set(0)
     body = {"prompt": "Once", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    with running_server(model, "--daemon", "cpu", **clock.variables) as server:
+    with running_server(model, "--daemon", "cpu", is_ready=True, **clock.variables) as server:
         url = f"{server.url}/v1/completions"
         with httpx.Client(verify=NO_TLS, timeout=START_S) as client:
             expected = client.post(url, json=body).json()["choices"][0]["text"]

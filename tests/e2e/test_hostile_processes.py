@@ -240,7 +240,7 @@ def test_a_parent_that_was_stopped_until_its_daemon_forgot_it_comes_back(
                     assert tokens == undisturbed
                     elsewhere = [each["requests"].get("fallback", 0) for each in (before, after)]
                     is_new = after["restarts"]["link0"] == num_restarts
-                    return is_new and elsewhere[0] == elsewhere[1]
+                    return bool(is_new and elsewhere[0] == elsewhere[1])
 
                 wait_until(is_back, "the daemon to be used again", pause_s=0.2)
         wait_until(lambda: num_descriptors(daemon.pid) <= num_idle, "descriptors to be free")
