@@ -22,9 +22,11 @@ with open(path, "rb") as file:
     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 os.truncate(path, 10)
 print(mapping[5], flush=True)  # what is there still can be read
-reader = threading.Thread(target=lambda: print(mapping[90_000]))
-reader.start()
-reader.join()
+readers = [threading.Thread(target=lambda: print(mapping[90_000])) for _ in range(4)]
+for reader in readers:
+    reader.start()
+for reader in readers:
+    reader.join()
 print("goes on")
 """
 
