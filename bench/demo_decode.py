@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.machine import processor
+from bench.report import write_result
 
 from dflash_protocol import __version__
 from dflash_runtime import Engine
@@ -64,7 +65,7 @@ def main() -> None:
         print(f"{split:14s}{cells}")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"demo-decode-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(path, json.dumps(record, indent=1) + "\n")
     print(f"kept in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import zmq
 from bench.machine import ROOT, commit, describe
 from bench.pairs import SETTLE_S, Spread
-from bench.report import RESULTS, table
+from bench.report import RESULTS, table, write_result
 
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_protocol import __version__
@@ -487,8 +487,9 @@ def main() -> None:
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         stem = RESULTS / f"ipc-round-trip-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        stem.with_suffix(".json").write_text(json.dumps(record | {"samples": samples}, indent=1))
-        stem.with_suffix(".md").write_text(f"# {record['what']}\n\n{text}\n")
+        samples_text = json.dumps(record | {"samples": samples}, indent=1)
+        write_result(stem.with_suffix(".json"), samples_text)
+        write_result(stem.with_suffix(".md"), f"# {record['what']}\n\n{text}\n")
         print(f"kept in {stem}.md")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy
 from bench.machine import ROOT, commit, describe, processor
 
 from dflash_protocol import __version__
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.text_files import write_file
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -61,6 +64,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
 
 
+def write_result(path: Path, text: str) -> None:
+    """A file of a result, whole or not at all; if it cannot be written, the bench ends with one
+    line. What was measured stands on the terminal then."""
+    try:
+        write_file("result", path, text)
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
+
+
 def save(name: str, record: Mapping[str, Any], tables: str) -> Path:
     """Keep a result as ``<name>-<date>-<cpu>.json`` and ``.md``; returns the Markdown's path."""
     RESULTS.mkdir(exist_ok=True)
@@ -77,7 +89,7 @@ def save(name: str, record: Mapping[str, Any], tables: str) -> Path:
             f" Peer: llama.cpp {peer['llama_cpp']} (ggml {peer['ggml']}, from llama-cpp-python "
             f"{peer['llama_cpp_python']}), variant {peer['variant']}, {peer['compiler']}."
         )
-    (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_result(RESULTS / f"{stem}.json", json.dumps(record, indent=1) + "\n")
     path = RESULTS / f"{stem}.md"
-    path.write_text(f"# {record['what']}\n\n{facts}\n\n{tables}\n")
+    write_result(path, f"# {record['what']}\n\n{facts}\n\n{tables}\n")
     return path.relative_to(ROOT)

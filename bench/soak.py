@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 from bench.daemons import living_daemons, made_up_prompt, time_to_recover, timed_tokens
 from bench.machine import ROOT, commit, describe
-from bench.report import RESULTS, table
+from bench.report import RESULTS, table, write_result
 
 from dflash_protocol import __version__
 from dflash_protocol.settings import Settings, load_settings
@@ -408,9 +408,9 @@ def keep(record: dict[str, Any], text: str) -> Path:
     )
     faults = verdict(record)
     result = "Everything held." if not faults else "Did not hold: " + "; ".join(faults)
-    (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_result(RESULTS / f"{stem}.json", json.dumps(record, indent=1) + "\n")
     path = RESULTS / f"{stem}.md"
-    path.write_text(f"# {record['what']}\n\n{facts}\n\n{result}\n\n{text}\n")
+    write_result(path, f"# {record['what']}\n\n{facts}\n\n{result}\n\n{text}\n")
     return path.relative_to(ROOT)
 
 

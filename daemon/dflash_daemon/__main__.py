@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.for_people import log_to_stderr, said, say
 from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import load_settings, run_directory, share_settings
 from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
+from dflash_protocol.standard_streams import prepare_standard_streams
 
 _PROGRAM = "dflash-daemon"
 _EXAMPLES = """examples:
@@ -26,6 +27,7 @@ _EXAMPLES = """examples:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon. Returns the exit code: 0 stopped, 1 failed, 2 misused."""
+    prepare_standard_streams()
     options = _parser().parse_args(arguments)
     log_to_stderr(_PROGRAM)
     try:
@@ -63,6 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         reason = f"{sys.executable} lacks what a daemon needs: {_first_line(error)}"
         say(f"error: {reason}", program=_PROGRAM)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if (lack := lack_of(error)) is None:
+            raise
+        print(f"dflash-daemon: error: {lack}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -125,7 +125,11 @@ class ControlServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._socket.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket, whether or not it was served: its context waits for that."""
+        self._socket.close()
 
     async def _handle(self, routing_id: bytes, frames: list[bytes]) -> None:
         try:

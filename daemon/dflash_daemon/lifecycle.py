@@ -41,6 +41,7 @@ from dflash_protocol.ring_segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.shared_memory import spin_window_s
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
+from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend
 
 _LOG = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         num_threads=options.num_threads or settings.threads or None,
         cpu_tier=settings.cpu_tier,
     )
+    explain_bus_errors("dflash-daemon", options.model_path)
     try:
         host = ExpertHost(options.model_path, backend)
     except BaseException:
@@ -172,6 +174,7 @@ async def _serve(
         look=host.look,
         secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )
+    control = None
     try:
         data_port = service.start()
         control = ControlServer(
@@ -208,6 +211,8 @@ async def _serve(
     except zmq.ZMQError as error:
         raise DaemonUnavailable(f"cannot listen on {endpoint.address}: {error.strerror}") from error
     finally:
+        if control is not None:
+            control.close()
         service.close()
     if service.failure is not None:
         raise DaemonUnavailable(f"the compute thread failed: {service.failure!r}")

@@ -254,8 +254,10 @@ def _write(target: Path, text: str, *, keep: bool = False) -> None:
             stream.write(text)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(target)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):  # which names the other file, or none
+            raise Failed(f"{target}: {error.strerror}") from error
         raise
     print(f"wrote {target}")
 

@@ -196,11 +196,23 @@ def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKe
         raise file_error(_FILE, folder / existing[0], reason)
     public, secret = (z85.decode(text) for text in zmq.curve_keypair())
     keys = CurveKeys(public, secret)
-    _write(folder / SECRET_FILE, f"{_SECRET_WORD} {secret.hex()}\n", 0o600, replace=force)
-    _write(folder / PUBLIC_FILE, f"{public_line(public)} {comment}\n", 0o644, replace=force)
-    for name, header in _HEADERS.items():
-        if not os.path.lexists(folder / name):
-            _write(folder / name, header, 0o600, replace=False)
+    secret_text = f"{_SECRET_WORD} {secret.hex()}\n"
+    public_text = f"{public_line(public)} {comment}\n"
+    lists = {name: text for name, text in _HEADERS.items() if not os.path.lexists(folder / name)}
+    with contextlib.ExitStack() as undo:
+        # All are written before one is put in its place: a full disk leaves what was there.
+        pair = [
+            (_staged(folder / SECRET_FILE, secret_text, 0o600, undo), folder / SECRET_FILE),
+            (_staged(folder / PUBLIC_FILE, public_text, 0o644, undo), folder / PUBLIC_FILE),
+        ]
+        others = [
+            (_staged(folder / name, text, 0o600, undo), folder / name)
+            for name, text in lists.items()
+        ]
+        for staged, path in pair:
+            _put(staged, path, replace=force)
+        for staged, path in others:
+            _put(staged, path, replace=False)
     return keys
 
 
@@ -360,15 +372,29 @@ def _read(path: Path, limit_bytes: int, *, forbidden_mode: int) -> str:
         raise file_error(_FILE, path, "is not text") from None
 
 
-def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
-    """Write a new file of exactly this mode; one that exists is replaced whole, or not at all."""
-    target = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if replace else path
+def _staged(path: Path, text: str, mode: int, undo: contextlib.ExitStack) -> Path:
+    """A new file of exactly this mode beside the path; removed by `undo` wherever it is not put.
+
+    Raises: SettingsError.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    undo.callback(beside.unlink, missing_ok=True)
     try:
-        with os.fdopen(os.open(target, flags, 0o600), "w", encoding="utf-8") as stream:
+        with os.fdopen(os.open(beside, flags, 0o600), "w", encoding="utf-8") as stream:
             stream.write(text)
             os.fchmod(stream.fileno(), mode)
+    except OSError as error:
+        raise file_error(_FILE, path, str(error.strerror)) from error
+    return beside
+
+
+def _put(staged: Path, path: Path, *, replace: bool) -> None:
+    """Raises: SettingsError, if there is a file already among them unless it is to be replaced."""
+    try:
         if replace:
-            os.replace(target, path)
+            os.replace(staged, path)
+        else:
+            os.link(staged, path)
     except OSError as error:
         raise file_error(_FILE, path, str(error.strerror)) from error

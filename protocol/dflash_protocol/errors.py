@@ -203,3 +203,12 @@ class DaemonUnavailable(DflashError):
 
 class DeadlineExceeded(DaemonUnavailable):
     """Nothing came within the allowed time."""
+
+
+def lack_of(error: MemoryError | RuntimeError) -> str | None:
+    """What the machine did not give a program, for people; None if it is another error."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory"
+    if "can't start new thread" in str(error):
+        return "no thread can be started: too little memory, or too many of them"
+    return None

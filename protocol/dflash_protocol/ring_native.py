@@ -279,8 +279,10 @@ def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
                 return None
 
         def save_overload(self, sig: Any, data: Any) -> None:
-            with suppress(Exception):  # no space, no longer ours to write
+            try:
                 super().save_overload(sig, data)
+            except Exception as error:  # no space, no longer ours to write
+                _say_not_kept(getattr(error, "strerror", None) or str(error))
 
     return Cache(function)
 
@@ -293,13 +295,20 @@ def _cache_folder() -> Path | None:
         folder = parent / f"{_FOLDER_PREFIX}{_sources_digest()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.touch()  # the last use, by which old ones are told
-        others = sorted(parent.glob(f"{_FOLDER_PREFIX}*"), key=lambda each: each.stat().st_mtime)
-        for other in others[:-_NUM_FOLDERS_KEPT]:
+        others = [each for each in parent.glob(f"{_FOLDER_PREFIX}*") if each != folder]
+        others.sort(key=lambda each: each.stat().st_mtime)
+        for other in others[: -(_NUM_FOLDERS_KEPT - 1)]:
             shutil.rmtree(other, ignore_errors=True)
     except (SettingsError, OSError) as error:
-        _LOG.warning("the ring's code will be compiled at every start: %s", error)
+        _say_not_kept(str(error))
         return None
     return folder
+
+
+@cache
+def _say_not_kept(reason: str) -> None:
+    """Once for each reason."""
+    _LOG.warning("the ring's code will be compiled at every start: %s", reason)
 
 
 def _sources_digest() -> str:

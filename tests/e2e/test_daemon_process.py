@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
@@ -71,6 +72,24 @@ def test_it_stops_cleanly_when_told_to(model: Path, run_dir: Path, number: int) 
         daemon.send_signal(number)
         assert daemon.wait(timeout=10) == 0
         assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_while_it_begins_to_listen_ends_it(
+    model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hung then: parents could connect to the sockets that it had, and none was answered."""
+
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    listen = f"ipc://{run_dir}/d.sock"
+    done = run_main(daemon_main, model, "--listen", listen, *REFERENCE)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"dflash-daemon: error: [Errno 28] No space left on device: '{run_dir}/d.sock'"
+    ]
 
 
 def test_an_endpoint_in_use_is_left_to_its_owner(model: Path, run_dir: Path) -> None:

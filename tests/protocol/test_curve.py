@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 import time
@@ -31,6 +32,7 @@ from dflash_protocol.curve import (
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from support.examples import examples
+from support.faults import soft_limit
 
 REMOTE = parse_endpoint("tcp://box.example:5555")
 LOOPBACK = parse_endpoint("tcp://127.0.0.1:5555")
@@ -104,6 +106,29 @@ def test_keys_that_exist_are_only_replaced_by_force(folder: Path, kept: str) -> 
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [SECRET_FILE, PUBLIC_FILE, AUTHORIZED_FILE, KNOWN_FILE]
     )
+
+
+@pytest.mark.parametrize("most_bytes", [0, 90], ids=["nothing fits", "the public key does not"])
+def test_on_a_full_disk_keygen_leaves_what_was_there(tmp_path: Path, most_bytes: int) -> None:
+    """Else a half-written key would be in the way of the next try, or a pair would not be one."""
+    folder = tmp_path / "keys"
+
+    def found() -> dict[str, str]:
+        return {path.name: path.read_text() for path in folder.iterdir()}
+
+    def fail(*, force: bool) -> None:
+        before = found() if folder.is_dir() else {}
+        with (
+            soft_limit(resource.RLIMIT_FSIZE, most_bytes),
+            pytest.raises(SettingsError, match=r"key file .*keys/.*\.key: File too large"),
+        ):
+            generate_keys(folder, comment="x" * 40, force=force)
+        assert found() == before
+
+    fail(force=False)
+    keys = generate_keys(folder, comment="")
+    fail(force=True)
+    assert load_keys(folder) == keys
 
 
 @pytest.mark.parametrize("force", [False, True])

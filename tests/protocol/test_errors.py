@@ -170,3 +170,9 @@ def test_a_models_text_keeps_its_lines_and_loses_what_a_terminal_obeys() -> None
     text = "a\n\tb 👨‍👩‍👧 שלום\u200f"  # joiners and marks of direction belong to texts
     assert for_terminal(text) == text
     assert for_terminal("a\x1b]52;c;AA\x07\r\x9b\x7f\0") == "a\\x1b]52;c;AA\\x07\\r\\x9b\\x7f\\x00"
+
+
+def test_what_the_machine_does_not_give_is_told_from_other_errors() -> None:
+    assert errors.lack_of(MemoryError()) == "there is not enough memory"
+    assert "thread" in str(errors.lack_of(RuntimeError("can't start new thread")))
+    assert errors.lack_of(RuntimeError("dictionary changed size during iteration")) is None

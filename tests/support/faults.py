@@ -69,9 +69,11 @@ def no_more_descriptors(*, num_left: int = 0, pid: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def small_file_system(folder: Path, num_bytes: int) -> Iterator[bool]:
-    """Mount a tmpfs of that size at a folder; False if we may not."""
-    options = f"size={num_bytes},mode=700,uid={os.getuid()}"
+def small_file_system(
+    folder: Path, num_bytes: int = 1 << 20, *, num_inodes: int = 1 << 10
+) -> Iterator[bool]:
+    """Mount a tmpfs of that size at a folder; False if we may not. One inode is its own."""
+    options = f"size={num_bytes},nr_inodes={num_inodes},mode=700,uid={os.getuid()}"
     mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     try:
         is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0

@@ -74,6 +74,11 @@ class _Slot:
             ports.words[index, field] = array.ctypes.data
         self._requests: dict[bytes, _RingRequest] = {}
 
+    def forget(self) -> None:
+        """Nothing will be taken any more, and nothing answered."""
+        self.request = None
+        self._requests.clear()
+
     @property
     def sequence(self) -> int:
         return header_word(self.bytes, ring.SEQUENCE)
@@ -162,8 +167,11 @@ class _Link:
         self.slots = [_Slot(self, self._ports, index) for index in range(segment.shape.num_slots)]
 
     def close(self) -> None:
+        """Its arrays, megabytes of a large model's, go with the last that uses them: slots and
+        requests, which know each other, would wait for the collector of garbage, for long."""
         for slot in self.slots:
-            slot.request = None
+            slot.forget()
+        self.slots = []
         self.segment.close()
 
 

@@ -104,9 +104,12 @@ def generate(**options: Any) -> None:
     token_ids = [] if text is not None else _parse_token_ids(options["token_ids"])
 
     # Late: --help and misuse must not wait for numpy and the rest.
+    from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.cli.progress import ProgressReporter
+    from dflash_runtime.engine.demo_model import demo_model_path
     from dflash_runtime.engine.engine import Engine
 
+    explain_bus_errors("dflash-moe", model or demo_model_path())
     with (
         ProgressReporter(enabled=sys.stderr.isatty()) as progress,
         Engine.open(settings=settings, on_progress=progress.update) as engine,

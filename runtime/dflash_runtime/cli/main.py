@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 misused (a flag, a setting, a prompt), 130 inter
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -14,14 +15,17 @@ from collections.abc import Sequence
 import click
 
 from dflash_protocol import __version__
-from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.for_people import log_to_stderr, say
+from dflash_protocol.standard_streams import prepare_standard_streams
 from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
 from dflash_runtime.cli.keygen import keygen
 from dflash_runtime.cli.serve import serve
 from dflash_runtime.interrupts import interrupt_once
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EBADF)
 
 
 @click.group(
@@ -59,9 +63,7 @@ for _command in cli.commands.values():
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    prepare_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end the run.
@@ -84,6 +86,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _fail(str(error), 2)
     except DflashError as error:
         return _fail(str(error), 1)
+    except (MemoryError, RuntimeError) as error:
+        if (lack := lack_of(error)) is None:
+            raise
+        return _fail(lack, 1)
     except (KeyboardInterrupt, click.Abort):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor while the interpreter ends
         return _fail("interrupted", 130)
@@ -93,7 +99,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 1
     except OSError as error:
         _discard_stdout()
-        return _fail(f"cannot write: {error.strerror}", 1)
+        cannot_write = error.errno in _CANNOT_WRITE and error.filename is None
+        return _fail(f"cannot write: {error.strerror}" if cannot_write else str(error), 1)
     return exit_code if isinstance(exit_code, int) else 0
 
 

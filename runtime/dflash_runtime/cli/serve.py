@@ -46,10 +46,13 @@ def serve(**options: Any) -> None:
 
     # Late: --help and misuse must not wait for numpy and the rest.
     from dflash_protocol.notify import Notifier
+    from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.cli.progress import ProgressReporter
+    from dflash_runtime.engine.demo_model import demo_model_path
     from dflash_runtime.engine.engine import Engine
     from dflash_runtime.serving.server import serve as run_server
 
+    explain_bus_errors("dflash-moe", model or demo_model_path())
     manager = Notifier.of_environment()
     with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
 

@@ -37,7 +37,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
 
     def add(self, kind: str, owner: str, reason: str) -> None:
-        """Note it now. The log says of a daemon that it is not there, is back, or answered wrongly."""
+        """Note it now. The log is told when a daemon is not there, is back, or answered wrongly."""
         reason = one_line(reason)
         if kind in ("daemon_lost", "daemon_absent", "daemon_refused"):
             _LOG.warning("daemon %s is not there: %s", owner, reason)

@@ -18,6 +18,7 @@ from dflash_protocol.settings import child_environment
 from dflash_runtime.experts.link import Launch
 
 _TERMINATE_S = 3.0
+_MEMORY_IS_GONE = ": the model's file was cut short while it was in use, or its disk failed"
 
 
 class DaemonProcess:
@@ -78,7 +79,8 @@ class DaemonProcess:
         code = self._process.returncode
         if code is not None and code < 0:
             named = {number.value: number.name for number in signal.Signals}
-            return f"was ended by {named.get(-code, f'signal {-code}')}"
+            hint = _MEMORY_IS_GONE if -code == signal.SIGBUS else ""
+            return f"was ended by {named.get(-code, f'signal {-code}')}{hint}"
         return f"ended with exit code {code}"
 
     @property

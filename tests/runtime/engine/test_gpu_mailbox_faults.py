@@ -8,6 +8,7 @@ Parents have replicas of all experts, which they use when the daemon is lost: wi
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -22,6 +23,7 @@ from dflash_runtime.compute.cupy import mailed_steps
 from dflash_runtime.compute.cupy.mailbox_layout import MailLayout, mail_layout
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN
 from support.gpu_devices import EMULATED
+from support.hostile_writer import KINDS, hostile_writer
 from support.mailbox_faults import (
     Damage,
     Readings,
@@ -46,6 +48,8 @@ pytestmark = pytest.mark.e2e
 WARM_UP = 2
 """Rounds after which drivers, the C library and we have what is kept for good."""
 ROUNDS = 20
+HARMED_WITHIN_S = 10.0
+HARMLESS = ("stale", "hosts' words")
 DAMAGES = tuple(damages(MailLayout(1, 1, 1)))
 
 
@@ -166,6 +170,38 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
             assert mailed.num_losses == num_before + 1, name
             assert daemon.process.poll() is None
             mailed.await_use()
+
+
+@on_pairs(argvalues=cases(QWEN3MOE))
+def test_what_another_process_of_the_account_writes_into_a_mailbox_becomes_no_token(
+    pair: DevicePair,
+    model: Path,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All the time, from wherever a step is. It does not go as far as to forge: a word with a check
+    that belongs to it and to the very step is taken for right (docs/security.md)."""
+    pair.hide_memory()
+    with (
+        starting_daemon(pair, model, endpoint) as daemon,
+        mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed,
+    ):
+        for kind in KINDS:
+            mailed.await_use()
+            num_before = mailed.num_losses
+            assert mailed.rings.segment is not None
+            shape = mailed.rings.segment.shape
+            with hostile_writer(
+                daemon.pid, kind, mail_at=shape.mail_at, mail_bytes=shape.mail_bytes
+            ):
+                end_s = time.monotonic() + HARMED_WITHIN_S
+                while mailed.num_losses == num_before and time.monotonic() < end_s:
+                    mailed.check_text()
+            # Words that nobody reads again do no harm; of the others, some were read.
+            assert mailed.num_losses > num_before or kind in HARMLESS, kind
+            assert daemon.process.poll() is None, daemon.said
+        mailed.await_use()
+        mailed.check_text()
 
 
 @pytest.mark.timeout(900)

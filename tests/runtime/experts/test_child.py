@@ -162,6 +162,11 @@ async def test_a_child_is_out_of_reach_of_the_terminals_interrupt(nursery: Nurse
     [
         ("raise SystemExit(3)", "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+        (
+            "os.kill(os.getpid(), signal.SIGBUS)",
+            "was ended by SIGBUS: the model's file was cut short while it was in use, or its disk "
+            "failed",
+        ),
         ("os.kill(os.getpid(), 40)", "was ended by signal 40"),
     ],
 )

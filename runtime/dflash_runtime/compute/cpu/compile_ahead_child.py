@@ -11,6 +11,7 @@ import signal
 import sys
 
 from dflash_protocol.parent import end_with_parent
+from dflash_runtime.compute.cpu.kernel_cache import can_keep
 from dflash_runtime.compute.cpu.kernel_jobs import run_job
 from dflash_runtime.compute.cpu.tiers import choose_tier
 
@@ -27,6 +28,8 @@ def main() -> None:
     gc.set_threshold(_OBJECTS_BETWEEN_LOOKS)
     for line in sys.stdin:
         run_job(line.strip())
+        if not can_keep():
+            return  # for nothing: nobody will find it
         os.write(1, line.encode())  # at once, so that it is read at once
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -40,6 +41,8 @@ _NUM_FOLDERS_KEPT = 8
 _LOCK_PATIENCE_S = 60.0
 """How long a process waits for another's compiling before it compiles for itself."""
 _LOCK_POLL_S = 0.02
+_PROBE_BYTES = 64 << 10
+"""A full disk still has room for empty files."""
 
 
 def code_identity() -> str:
@@ -87,22 +90,40 @@ def prepared_folder(given: str | None) -> Path | None:
         folder = parent / f"{_PREFIX}{code_identity()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         probe = folder / f".{os.getpid()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another thread may look at the same time
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)  # another thread may look at the same time
         os.utime(folder)  # the last use, by which old ones are told
     except (SettingsError, OSError) as error:
         _LOG.warning("kernels will be compiled at every start: %s", error)
         return None
-    _remove_old(parent)
+    _remove_old(parent, folder)
     return folder
 
 
-def _remove_old(parent: Path) -> None:
-    """Keep the folders that were used last."""
+def _remove_old(parent: Path, used: Path) -> None:
+    """Keep the folders that were used last, ours among them whatever the clock says."""
     with suppress(OSError):
-        found = sorted(parent.glob(f"{_PREFIX}*"), key=lambda each: each.stat().st_mtime)
-        for folder in found[:-_NUM_FOLDERS_KEPT]:
+        others = [each for each in parent.glob(f"{_PREFIX}*") if each != used]
+        others.sort(key=lambda each: each.stat().st_mtime)
+        for folder in others[: -(_NUM_FOLDERS_KEPT - 1)]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+_cannot_keep = threading.Event()
+
+
+def can_keep() -> bool:
+    """Whether every kernel that this process has compiled is on disk."""
+    return not _cannot_keep.is_set()
+
+
+def _note_lost(error: Exception) -> None:
+    """Say once that compiling was for this process alone."""
+    if not _cannot_keep.is_set():
+        _cannot_keep.set()
+        _LOG.warning("compiled kernels could not be kept, the next start compiles anew: %s", error)
 
 
 class _Locator(CacheLocator):  # type: ignore[misc]
@@ -152,8 +173,10 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with suppress(Exception):  # no space, no longer ours to write, damaged meanwhile
+        try:
             super().save_overload(sig, data)
+        except Exception as error:  # no space, no longer ours to write, damaged meanwhile
+            _note_lost(error)
         self.release()
 
     def release(self) -> None:

@@ -68,7 +68,7 @@ class BinaryCache:
                 with suppress(OSError):
                     os.unlink(temporary)
             return
-        self._remove_old(folder)
+        self._remove_old(folder, folder / key.hex())
 
     def _folder(self) -> Path | None:
         """Made and ours, or None after a warning."""
@@ -80,11 +80,12 @@ class BinaryCache:
             return None
         return folder
 
-    def _remove_old(self, folder: Path) -> None:
-        """Another process may do the same at the same time."""
+    def _remove_old(self, folder: Path, newest: Path) -> None:
+        """Another process may do the same at the same time. `newest` is that whatever the clock
+        says."""
         with suppress(OSError):
             found = [(path, path.stat()) for path in folder.iterdir()]
-            found.sort(key=lambda each: each[1].st_mtime_ns)
+            found.sort(key=lambda each: (each[0] == newest, each[1].st_mtime_ns))
             num_bytes = sum(stat.st_size for _, stat in found)
             for path, stat in found:
                 if num_bytes <= self._max_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -167,14 +168,15 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again(cache_dir: Path) -> No
     assert [came_from_cache() for _ in range(2)] == [False, True]
 
 
-def test_the_folders_used_last_are_kept(cache_dir: Path) -> None:
+@pytest.mark.parametrize("clock", [1e9, time.time() + 1e6], ids=["older", "newer by the clock"])
+def test_the_folders_used_last_are_kept_and_ours_among_them(cache_dir: Path, clock: float) -> None:
     assert not came_from_cache()
     ours = the_folder(cache_dir)
     others = [cache_dir / f"kernels-{index:02}" for index in range(12)]
     for age, folder in enumerate(others):
         folder.mkdir()
         (folder / "some.nbi").touch()
-        os.utime(folder, (1e9 - age, 1e9 - age))
+        os.utime(folder, (clock - age, clock - age))
     kept = [cache_dir / "kernels", cache_dir / "something-else"]
     for folder in kept:
         folder.mkdir()
@@ -210,13 +212,15 @@ def unusable(cache_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if how == "bad settings":
         monkeypatch.setenv("DFLASH_MOE_NO_SUCH_VARIABLE", "1")
         return "DFLASH_MOE_NO_SUCH_VARIABLE"
-    assert how == "not writable"
+    assert how in ("not writable", "full")
+    error = {"not writable": errno.EACCES, "full": errno.ENOSPC}[how]
 
     def refuse(path: Path, *arguments: object, **keywords: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+        path.touch()  # an empty file there is room for
+        raise OSError(error, os.strerror(error), str(path))
 
-    monkeypatch.setattr(Path, "touch", refuse)  # whoever runs this may be allowed everything
-    return "Permission denied"
+    monkeypatch.setattr(Path, "write_bytes", refuse)  # whoever runs this may be allowed everything
+    return os.strerror(error)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +231,7 @@ def unusable(cache_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> str:
         "open to others",
         "a file in its place",
         "not writable",
+        "full",
         "bad settings",
     ],
 )
@@ -240,10 +245,11 @@ def test_an_unusable_cache_is_one_warning_and_no_error(
     (message,) = (text for text in caplog.messages if "kernels will be compiled" in text)
     assert reason in message
     assert not list(cache_dir.rglob("*.nb?"))
+    assert not list(cache_dir.rglob(f".{os.getpid()}"))
 
 
-def test_a_cache_that_fails_later_costs_nothing_but_time(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_fails_later_costs_nothing_but_time_and_is_told_once(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(cache: object, sig: object, target_context: object) -> object:
         raise EOFError("cut off")
@@ -254,8 +260,13 @@ def test_a_cache_that_fails_later_costs_nothing_but_time(
     assert not came_from_cache()
     monkeypatch.setattr(kernel_cache._KernelCache, "_load_overload", load)
     monkeypatch.setattr(kernel_cache._KernelCache, "_save_overload", save)
+    monkeypatch.setattr(kernel_cache, "_cannot_keep", threading.Event())
+    assert kernel_cache.can_keep()
     assert [came_from_cache() for _ in range(2)] == [False, False]
     assert locks_are_free(the_folder(cache_dir))
+    assert not kernel_cache.can_keep()
+    [message] = [text for text in caplog.messages if "could not be kept" in text]
+    assert "no space left on device" in message
 
 
 def test_a_folder_that_becomes_unusable_later_costs_nothing_but_time(cache_dir: Path) -> None:

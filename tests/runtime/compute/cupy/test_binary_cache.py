@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
     assert found == [KEYS[0], KEYS[2], KEYS[3]]
     cache.put(KEYS[1], bytes(400))  # more than all of it
     assert cache.get(KEYS[1]) is None
+
+
+def test_what_is_new_is_kept_though_the_clock_was_set_back(tmp_path: Path) -> None:
+    cache = BinaryCache(tmp_path, max_bytes=200)
+    in_an_hour_s = time.time() + 3600
+    for key in KEYS[:2]:
+        cache.put(key, bytes(50))
+        os.utime(tmp_path / key.hex(), (in_an_hour_s, in_an_hour_s))
+    cache.put(KEYS[2], bytes(50))
+    assert cache.get(KEYS[2]) == bytes(50)
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

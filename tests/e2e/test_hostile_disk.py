@@ -1,0 +1,181 @@
+"""Disks and memory file systems without room, at each place that a program of ours writes to:
+work goes on without what cannot be kept, or one line says which file it is; nothing stays behind.
+
+Keys, caches, results and other small files: tests of their own modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dflash_runtime import Engine
+from support.faults import greedy, small_file_system
+from support.processes import START_S, cli_command, environment, run_cli, wait_until
+from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
+from support.serving import NO_TLS
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = list(range(1, 30))
+NUM_TOKENS = 20
+SHAPE = replace(BLOCK_32_SHAPE, vocab_size=300)
+CACHE_DIR = "DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR"
+WORK_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    return write_qwen3moe(path, SHAPE, seed=3, tensor_type="Q8_0", tokenizer="bytes")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> list[int]:
+    """Also compiles what the tests need."""
+    with Engine.open(model, daemons=["cpu"]) as engine:
+        return greedy(engine, PROMPT, NUM_TOKENS)
+
+
+def generate(model: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    prompt = ",".join(map(str, PROMPT))
+    return run_cli(
+        "generate", model, "--token-ids", prompt, "-n", str(NUM_TOKENS), "--json", *arguments,
+        **extra,
+    )  # fmt: skip
+
+
+def assert_right(done: subprocess.CompletedProcess[str], undisturbed: list[int]) -> list[str]:
+    """Tokens are; returns what was said."""
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == undisturbed
+    return [line for line in done.stderr.splitlines() if line.startswith("dflash-")]
+
+
+# Logs
+
+
+@pytest.mark.parametrize("log", ["full", pytest.param("closed", marks=pytest.mark.slow)])
+def test_a_daemon_whose_log_cannot_be_written_serves(
+    model: Path, undisturbed: list[int], run_dir: Path, log: str
+) -> None:
+    """It was there, and answered nobody: the line that it listens had failed."""
+    listen = f"ipc://{run_dir}/d.sock"
+    redirection = {"full": "2>/dev/full", "closed": "2>&-"}[log]
+    command = [*cli_command(), "daemon", str(model), "--listen", listen]
+    with subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *command], env=environment()
+    ) as process:
+        try:
+            wait_until((run_dir / "d.sock").exists, "the daemon to listen")
+            with Engine.open(model, connect=[listen]) as engine:
+                assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+                assert engine.stats().events == []
+        finally:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(START_S)
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log", ["2>/dev/full", "2>&-"])
+def test_a_server_and_a_command_whose_log_cannot_be_written_do_their_work(
+    model: Path, undisturbed: list[int], log: str
+) -> None:
+    prompt = ",".join(map(str, PROMPT))
+    command = [*cli_command(), "generate", str(model), "--token-ids", prompt, "--daemon", "cpu"]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {log}', "sh", *command, "-n", str(NUM_TOKENS), "--json"],
+        env=environment(), capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert_right(done, undisturbed)
+    port = "18473"  # what port it has would stand in its log
+    command = [*cli_command(), "serve", str(model), "--port", port]
+    with subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {log}', "sh", *command], env=environment()
+    ) as process:
+
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{url}/ready", verify=NO_TLS).status_code == 200
+            return False
+
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until(is_ready, "the server to be ready", pause_s=0.1)
+            body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, verify=NO_TLS, timeout=START_S)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == NUM_TOKENS
+        finally:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(START_S)
+    assert code == 0
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "--json"], ["doctor", "--json"]])
+@pytest.mark.slow
+def test_json_that_cannot_be_written_is_an_error_in_one_line(arguments: list[str]) -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >/dev/full', "sh", *cli_command(), *arguments],
+        env=environment(), capture_output=True, text=True, timeout=4 * START_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "dflash-moe: error: cannot write: No space left on device\n"
+
+
+# Folders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_inodes", [2, 3, 4, 5, 7, 8])
+def test_a_run_folder_without_room_for_a_file_is_an_error_that_names_it_or_costs_nothing_but_time(
+    model: Path, undisturbed: list[int], tmp_path: Path, num_inodes: int
+) -> None:
+    """Room for one more of: the folder, the lock, each of two sockets, a segment, its bells."""
+    folder = Path("/tmp") / f"{tmp_path.parent.name[-8:]}-{num_inodes}"  # sockets' names are short
+    folder.mkdir(mode=0o700)
+    try:
+        with small_file_system(folder, 256 << 20, num_inodes=num_inodes) as is_mounted:
+            if not is_mounted:
+                pytest.skip("may not mount a tmpfs")
+            done = generate(model, "--daemon", "cpu", **{WORK_DIR: str(folder)})
+            assert list(folder.iterdir()) == []
+    finally:
+        folder.rmdir()
+    if num_inodes >= 5:
+        said = assert_right(done, undisturbed)
+        assert len(said) == (num_inodes < 8)
+        assert all("no shared memory: cannot share memory in " in line for line in said)
+    else:
+        assert done.returncode in (1, 2)
+        lines = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert str(folder) in lines[0]
+        assert "No space left on device" in lines[0]
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cache_without_room_is_one_line_and_time(
+    model: Path, undisturbed: list[int], tmp_path: Path
+) -> None:
+    """One kernel of many fits: what was thought to be kept is not."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    with small_file_system(folder, 160 << 10) as is_mounted:
+        if not is_mounted:
+            pytest.skip("may not mount a tmpfs")
+        done = generate(model, **{CACHE_DIR: str(folder)})
+        said = assert_right(done, undisturbed)
+        assert not [path for path in folder.rglob("*") if re.search(r"\.tmp\.|^\.", path.name)]
+        [line] = [line for line in said if "kernels" in line]
+        assert "No space left on device" in line
+        assert len(said) <= 2  # the ring's code is another

@@ -1,0 +1,102 @@
+"""A parent in a process of its own, which writes a text whenever it is asked for one.
+
+As a program: `python -m support.asked_parent MODEL OPTIONS`, with the options of `Engine.open` in
+JSON; for each line that it reads it writes one line a token, then one with what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime import Engine
+from support.processes import START_S, environment
+
+PROMPT = list(range(1, 30))
+
+
+class AskedParent:
+    """The other process, from this one. Owns it."""
+
+    def __init__(self, model: Path, options: dict[str, object], **extra: str) -> None:
+        command = [sys.executable, "-m", "support.asked_parent", str(model), json.dumps(options)]
+        self.process = subprocess.Popen(
+            command,
+            env=environment(**extra),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def begin(self, num_tokens: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{num_tokens}\n")
+        self.process.stdin.flush()
+
+    def read(self) -> Any:
+        """The next token, or a record of what is held after the last one."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"it has ended: {self.process.poll()}"
+        return json.loads(line)
+
+    def read_all(self) -> tuple[list[int], dict[str, Any]]:
+        """The tokens that are still to come, and the record."""
+        tokens = []
+        while isinstance(found := self.read(), int):
+            tokens.append(found)
+        return tokens, found
+
+    def ask(self, num_tokens: int) -> tuple[list[int], dict[str, Any]]:
+        self.begin(num_tokens)
+        return self.read_all()
+
+    def close(self) -> None:
+        """Let it end, if it has not."""
+        with contextlib.suppress(BrokenPipeError), self.process:
+            self.process.send_signal(signal.SIGCONT)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+
+
+@contextlib.contextmanager
+def asked_parent(model: Path, *, extra: dict[str, str], **options: object) -> Iterator[AskedParent]:
+    """See AskedParent; `extra` is added to its environment."""
+    parent = AskedParent(model, options, **extra)
+    try:
+        yield parent
+    finally:
+        parent.close()
+
+
+def main() -> None:
+    with Engine.open(sys.argv[1], **json.loads(sys.argv[2])) as engine:
+        for line in sys.stdin:
+            for token in engine.generate(PROMPT, int(line)):
+                print(token.token_id, flush=True)
+            stats = engine.stats()
+            record = {
+                "events": [event.kind for event in stats.events],
+                "restarts": {name: owner.restarts for name, owner in stats.owners.items()},
+                "requests": {name: owner.requests for name, owner in stats.owners.items()},
+            }
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
