@@ -169,7 +169,8 @@ INLINE void spin_pause() { emulated::spin_pause(); }
 
 // As AMD's side has it.
 INLINE void read_anew() {}
-INLINE void settle(float &) {}
+template <typename T>
+INLINE void settle(T &) {}
 INLINE void assume(bool holds) {
     if (!holds) emulated::fail("assumes what does not hold");
 }

@@ -58,7 +58,8 @@ typedef unsigned long long u64;
 //   spin_pause()                              between two looks at what somebody else is to write
 //   read_anew()                               shared memory that is read after this is read after it, not
 //                                             before a loop, into registers that are not there
-//   settle(float &)                           it is computed here, not where it is next used
+//   settle(float & or int &)                  it is computed here, not where it is next used; what is
+//                                             computed from it is not known before
 //   assume(bool)                              holds; for the compiler alone
 //   CLEARS_ROWS, MOST_TILE_REGISTERS          attention: rows that are loaded in parts are cleared first;
 //                                             registers of a lane for a tile that is read early

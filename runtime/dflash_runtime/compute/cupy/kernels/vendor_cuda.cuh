@@ -158,7 +158,8 @@ INLINE void spin_pause() {
 
 // The compiler knows how many registers there are.
 INLINE void read_anew() {}
-INLINE void settle(float &) {}
+template <typename T>
+INLINE void settle(T &) {}
 INLINE void assume(bool) {}
 constexpr bool CLEARS_ROWS = false;
 constexpr int MOST_TILE_REGISTERS = 256;

@@ -167,7 +167,8 @@ INLINE void read_anew() {
     __builtin_amdgcn_sched_barrier(0);
 #endif
 }
-INLINE void settle(float &value) { asm volatile("" : "+v"(value)); }
+template <typename T>
+INLINE void settle(T &value) { asm volatile("" : "+v"(value)); }
 INLINE void assume(bool holds) { __builtin_assume(holds); }
 constexpr bool CLEARS_ROWS = true;
 constexpr int MOST_TILE_REGISTERS = 64;
