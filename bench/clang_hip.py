@@ -1,7 +1,7 @@
 """Kernels compiled for AMD by clang alone: no GPU, no ROCm, and what the assembly says of each.
 
-HIP's own header is replaced by ``hip_header/``; mathematics is clang's own, and AMD's device library,
-which is linked in: what is called costs registers.
+HIP's own header is replaced by ``hip_header/``; mathematics is clang's own, and AMD's device
+library, which is linked in: what is called costs registers.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class KernelUse:
 
     @property
     def is_clean(self) -> bool:
-        """Whether everything is in registers."""
-        return not (self.scratch_bytes or self.scalar_spills or self.spills)
+        """Whether nothing is in memory; scalars that are spilled go into lanes of registers."""
+        return not (self.scratch_bytes or self.spills)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,6 @@ HIP_FUNCTION Index3 hip_blocks() {
 #define blockDim hip_threads()
 #define gridDim hip_blocks()
 
-template <typename T, int N>
-struct HipVector;
 struct alignas(8) uint2 {
     unsigned x, y;
 };
@@ -100,6 +98,6 @@ HIP_FUNCTION unsigned long long wall_clock64() {
 #if defined(__GFX11__) || defined(__GFX12__)
     return __builtin_amdgcn_s_sendmsg_rtnl(0x83);
 #else
-    return __builtin_readcyclecounter();
+    return __builtin_amdgcn_s_memrealtime();
 #endif
 }
