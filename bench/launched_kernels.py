@@ -162,8 +162,8 @@ def _experts(device: Any) -> None:
             device.label = f"{label}, {_tokens_of(num_tokens)}"
             DecodeExperts(device, shape)
     device.label = "chunks"
-    shape = ExpertShape(hidden_size=_HIDDEN, ffn_size=_FFN, hidden_parts=1, down_parts=1)
-    compile_expert_kernels(device, shape, products_of(device))
+    whole = ExpertShape(hidden_size=_HIDDEN, ffn_size=_FFN, hidden_parts=1, down_parts=1)
+    compile_expert_kernels(device, whole, products_of(device))
 
 
 def _deltas(device: Any) -> None:
