@@ -54,18 +54,20 @@ struct WarpRows {
 
     // All of them will be loaded anew, in parts.
     INLINE void forget_keys() {
-        if constexpr (!CLEARS_ROWS) return;
+        if constexpr (CLEARS_ROWS) {
 #pragma unroll
-        for (int n = 0; n < LANE_KEYS; n++)
+            for (int n = 0; n < LANE_KEYS; n++)
 #pragma unroll
-            for (int step = 0; step < KEY_STEPS; step++) keys[n][step].clear();
+                for (int step = 0; step < KEY_STEPS; step++) keys[n][step].clear();
+        }
     }
     INLINE void forget_values() {
-        if constexpr (!CLEARS_ROWS) return;
+        if constexpr (CLEARS_ROWS) {
 #pragma unroll
-        for (int n = 0; n < LANE_KEYS; n++)
+            for (int n = 0; n < LANE_KEYS; n++)
 #pragma unroll
-            for (int i = 0; i < GROUP_KEYS; i++) values[n][i].clear();
+                for (int i = 0; i < GROUP_KEYS; i++) values[n][i].clear();
+        }
     }
 
     // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
