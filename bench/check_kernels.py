@@ -1,23 +1,29 @@
 """Compiles every GPU kernel for every architecture that a compiler without a GPU knows here.
 
-NVRTC for NVIDIA, Debian's hipcc for AMD, which is installed if it is not there and we may; if it
-cannot be had, that is said, and is an error with --vendor hip. Warnings count as errors. Every file
-is compiled for every architecture, its further variants for one of each vendor's in turn. Newer AMD
-architectures than Debian's device library knows are compiled by hipRTC where there is one.
+NVRTC for NVIDIA. For AMD clang, whose assembly is read too: with the defines of real models'
+launches no kernel of a step may spill registers (`--table` prints all of them). And hipRTC of ROCm
+5.2, for what that knows, with HIP's own header. Debian has both; they are installed if they are not
+there and we may. If they cannot be had, that is said, and is an error with --vendor hip. Warnings
+count as errors. Every file is compiled for every architecture, its further variants for one of each
+compiler's in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.clang_hip import PACKAGES, Assembly, assemble, clang_version, why_no_clang
+from bench.launched_kernels import LaunchedKernel, launched_kernels
 
 from dflash_protocol.errors import DeviceUnavailable, DflashError
 from dflash_protocol.settings import child_environment
@@ -28,11 +34,7 @@ from dflash_runtime.compute.cupy.capabilities import (
     cuda_capabilities,
     hip_capabilities,
 )
-from dflash_runtime.compute.cupy.kernel_sources import (
-    KERNELS_FOLDER,
-    define_options,
-    kernel_source,
-)
+from dflash_runtime.compute.cupy.kernel_sources import define_options, kernel_source
 from dflash_runtime.compute.cupy.kernel_variants import (
     KernelVariant,
     all_variants,
@@ -42,12 +44,18 @@ from dflash_runtime.compute.cupy.rtc import RuntimeCompiler, architecture_option
 
 _CASES = Path(__file__).parents[1] / "tests/support/emulated_device/cases.cu"
 """Uses every name that kernels have in common."""
-_INSTALL = (("apt-get", "update"), ("apt-get", "install", "-y", "--no-install-recommends", "hipcc"))
+_PACKAGES = (*PACKAGES, "libamdhip64-5")
+"""Debian's; the last has hipRTC."""
+_INSTALL = (
+    ("apt-get", "update"),
+    ("apt-get", "install", "-y", "--no-install-recommends", *_PACKAGES),
+)
 _STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
 _LIMIT_S = 600.0
 EXAMPLES = """examples:
   python -m bench.check_kernels
   python -m bench.check_kernels --vendor cuda --file gemm_dense.cu
+  python -m bench.check_kernels --vendor hip --table
 """
 
 
@@ -62,14 +70,51 @@ class Target:
         return f"{self.capabilities.architecture} with logical warps of {self.lanes}"
 
 
+_COMPUTE_CAPABILITIES = ((6, 1), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
 CUDA_TARGETS = (
-    *(Target(cuda_capabilities(*each), 32) for each in ((6, 1), (7, 5), (8, 0), (8, 6), (9, 0))),
+    *(Target(cuda_capabilities(*each), 32) for each in _COMPUTE_CAPABILITIES),
     Target(cuda_capabilities(9, 0), 64),
 )
+NUM_MULTIPROCESSORS = {
+    "gfx906": 60,
+    "gfx90a": 104,
+    "gfx942": 304,
+    "gfx1030": 40,
+    "gfx1100": 48,
+    "gfx1151": 20,
+    "gfx1201": 32,
+}
+"""What clang compiles for, and how many HIP counts of a large card: Radeon VII, MI250X (one of its
+two), MI300X, RX 6900 XT, RX 7900 XTX, Strix Halo, RX 9070 XT; of RDNA it counts pairs."""
 HIP_TARGETS = tuple(
     Target(capabilities, capabilities.lanes)
-    for capabilities in map(hip_capabilities, ("gfx906", "gfx1030"))
+    for capabilities in map(hip_capabilities, NUM_MULTIPROCESSORS)
 )
+HIPRTC_TARGETS = tuple(
+    each for each in HIP_TARGETS if each.capabilities.architecture in ("gfx906", "gfx1030")
+)
+"""What ROCm 5.2 knows well."""
+
+STEP_FILES = frozenset(
+    (
+        *("attention_decode.cu", "attention_merge.cu", "attention_nodes.cu", "attention_tree.cu"),
+        *("delta_step.cu", "delta_tree.cu", "draw.cu", "embed.cu", "experts_decode.cu"),
+        *("linear_decode.cu", "quantise_rows.cu", "router.cu", "sample.cu"),
+    )
+)
+"""Whose kernels take part in steps: they may not spill."""
+DOT4_FILES = frozenset(("linear_decode.cu", "experts_decode.cu"))
+SYSTEM_LOADS = {
+    "gfx906": r"(global|flat)_load_dwordx2 .* glc$",
+    "gfx90a": r"(global|flat)_load_dwordx2 .* glc$",
+    "gfx942": r"(global|flat)_load_dwordx2 .* sc0 sc1$",
+    "gfx1030": r"(global|flat)_load_dwordx2 .* glc dlc$",
+    "gfx1100": r"(global|flat)_load_b64 .* glc$",
+    "gfx1151": r"(global|flat)_load_b64 .* glc$",
+    "gfx1201": r"(global|flat)_load_b64 .* scope:SCOPE_SYS$",
+}
+"""How a half line of a mailbox is read. Source: LLVM's user guide of AMDGPU, memory model: a
+relaxed atomic load of system scope."""
 
 Compile = Callable[[KernelVariant, Target], str]
 """What the compiler complained about; empty = nothing."""
@@ -95,6 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--file", help="only this kernel file, every variant for every architecture"
     )
+    parser.add_argument(
+        "--table", action="store_true", help="print the registers that AMD's kernels take"
+    )
     given = parser.parse_args(arguments)
     begin = time.monotonic()
     try:
@@ -109,12 +157,14 @@ def main(arguments: list[str] | None = None) -> int:
             compilers.append(_nvrtc())
         if given.vendor != "cuda":
             try:
-                compilers.append(_hipcc())
+                compilers += _amd_compilers()
             except (subprocess.SubprocessError, OSError) as error:
                 if given.vendor == "hip":
                     raise
                 print(f"check-kernels: nothing is compiled for AMD: {error}", file=sys.stderr)
         num_failures = _check(variants, compilers, takes_all=given.file is not None)
+        if any(compiler.targets is HIP_TARGETS for compiler in compilers) and not given.file:
+            num_failures += _check_launched(has_table=given.table)
         for file in [] if given.file else files_without_variant(declared):
             print(f"{file} is in nobody's KERNEL_VARIANTS", file=sys.stderr)
             num_failures += 1
@@ -194,14 +244,38 @@ def _nvrtc() -> Compiler:
     return Compiler(compiler.version, by_library, CUDA_TARGETS, by_library)
 
 
-def _hipcc() -> Compiler:
-    """Further variants by hipRTC of the same packages, which reads no headers of the system."""
-    name = f"hipcc {_hipcc_version()}"
+def _amd_compilers() -> list[Compiler]:
+    """Raises: OSError, subprocess.SubprocessError, DeviceUnavailable."""
+    _install()
+    clang = Compiler(clang_version(), _by_clang, HIP_TARGETS, _by_clang)
+    hiprtc = runtime_compiler(Vendor.HIP)
+    by_library = _by_library(hiprtc)
+    return [clang, Compiler(hiprtc.version, by_library, HIPRTC_TARGETS, by_library)]
+
+
+def _install() -> None:
+    """Raises: OSError, subprocess.SubprocessError if one is missing and we cannot have it."""
+    reason = why_no_clang() or _why_no_hiprtc()
+    if reason is None:
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        packages = ", ".join(_PACKAGES)
+        raise OSError(f"{reason}; install Debian's packages {packages}, or use --vendor cuda")
+    for command in _INSTALL:
+        print(" ".join(command), flush=True)
+        environment = {**child_environment(()), "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(
+            command, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S, env=environment
+        )
+    runtime_compiler.cache_clear()
+
+
+def _why_no_hiprtc() -> str | None:
     try:
-        compiler = runtime_compiler(Vendor.HIP)
-    except DeviceUnavailable:
-        return Compiler(name, _by_hipcc, HIP_TARGETS, _by_hipcc)
-    return Compiler(f"{name} and {compiler.version}", _by_hipcc, HIP_TARGETS, _by_library(compiler))
+        runtime_compiler(Vendor.HIP)
+    except DeviceUnavailable as error:
+        return str(error)
+    return None
 
 
 def _by_library(compiler: RuntimeCompiler) -> Compile:
@@ -219,48 +293,78 @@ def _by_library(compiler: RuntimeCompiler) -> Compile:
     return compile_variant
 
 
-def _by_hipcc(variant: KernelVariant, target: Target) -> str:
-    command = (
-        *("hipcc", "--genco", "-x", "hip", *architecture_options(target.capabilities)),
-        *define_options({"LANES": target.lanes, **variant.defines}),
-        *(*_STRICT, "-I", str(KERNELS_FOLDER)),
-        *(str(KERNELS_FOLDER / variant.file), "-o", "/dev/null"),
+def _by_clang(variant: KernelVariant, target: Target) -> str:
+    found = assemble(variant, target.capabilities, lanes=target.lanes)
+    return found.complaint or _wrong_loads(variant, found, target.capabilities)
+
+
+def _wrong_loads(variant: KernelVariant, found: Assembly, capabilities: Capabilities) -> str:
+    """What a mailbox's kernels do not do as they must."""
+    if variant.file != "mailbox_daemon.cu":
+        return ""
+    wanted = SYSTEM_LOADS[capabilities.architecture]
+    if re.search(wanted, found.text, re.MULTILINE):
+        return ""
+    return f"no load is {wanted}"
+
+
+def _check_launched(*, has_table: bool) -> int:
+    """How many of the launched kernels are not as they must be."""
+    rows: dict[str, dict[str, str]] = {}
+    num_failures = 0
+    with ThreadPoolExecutor(len(usable_cores()), "compile") as pool:
+        under_way = []
+        for target in HIP_TARGETS:
+            capabilities = target.capabilities
+            count = NUM_MULTIPROCESSORS[capabilities.architecture]
+            for launched in launched_kernels(capabilities, count):
+                future = pool.submit(
+                    assemble, launched.variant, capabilities, lanes=capabilities.lanes
+                )
+                under_way.append((target, launched, future))
+        for target, launched, future in under_way:
+            found = future.result()
+            architecture = target.capabilities.architecture
+            for complaint in complaints_of(launched, found, target.capabilities):
+                print(f"{architecture}, {launched.label}: {complaint}", file=sys.stderr)
+                num_failures += 1
+            for use in found.uses:
+                name = f"`{use.name}`, {launched.label}"
+                spilled = f", {use.scratch_bytes} B spilled" if not use.is_clean else ""
+                rows.setdefault(name, {})[architecture] = f"{use.registers}{spilled}"
+    print(
+        f"launched for heads of 128: {len(rows)} kernels for {len(HIP_TARGETS)} architectures, "
+        f"{num_failures} complaints"
     )
-    environment = {**child_environment(()), "HIP_PLATFORM": "amd"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=_LIMIT_S, env=environment
-    )
-    if result.returncode or result.stderr:
-        return result.stderr or f"hipcc ended with status {result.returncode}"
-    return ""
+    if has_table:
+        print_table(rows)
+    return num_failures
 
 
-def _hipcc_version() -> str:
-    """Raises: OSError, subprocess.SubprocessError if there is no hipcc and we cannot install it."""
-    if shutil.which("hipcc") is None:
-        if os.geteuid() != 0 or shutil.which("apt-get") is None:
-            raise OSError("there is no hipcc; install Debian's package hipcc, or use --vendor cuda")
-        for command in _INSTALL:
-            print(" ".join(command), flush=True)
-            environment = {**child_environment(()), "DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(
-                command, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S, env=environment
-            )
-    result = subprocess.run(
-        ("hipcc", "--version"),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_LIMIT_S,
-        env={**child_environment(()), "HIP_PLATFORM": "amd"},
-    )
-    return next(_versions(result.stdout), "of unknown version")
+def complaints_of(
+    launched: LaunchedKernel, found: Assembly, capabilities: Capabilities
+) -> list[str]:
+    """What is wrong with a kernel that real models launch."""
+    file = launched.variant.file
+    complaints = [found.complaint] if found.complaint else []
+    if file in STEP_FILES:
+        complaints += [
+            f"{use.name} spills {use.scratch_bytes} bytes a lane"
+            for use in found.uses
+            if not use.is_clean
+        ]
+    if file in DOT4_FILES and capabilities.dot4 and not found.count("v_dot4"):
+        complaints.append(f"{file} has no v_dot4")
+    return complaints
 
 
-def _versions(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        if line.startswith("HIP version:"):
-            yield line.removeprefix("HIP version:").strip()
+def print_table(rows: dict[str, dict[str, str]]) -> None:
+    """Vector registers of a lane, in Markdown; a kernel that an architecture is not given is left
+    blank."""
+    names = tuple(NUM_MULTIPROCESSORS)
+    print(f"| kernel | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for name, row in rows.items():
+        print(f"| {name} | {' | '.join(row.get(each, '') for each in names)} |")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,23 @@ from pathlib import Path
 
 import pytest
 from bench import check_kernels
-from bench.check_kernels import CUDA_TARGETS, HIP_TARGETS, Compiler, Target, assign, main
+from bench.check_kernels import (
+    CUDA_TARGETS,
+    DOT4_FILES,
+    HIP_TARGETS,
+    NUM_MULTIPROCESSORS,
+    STEP_FILES,
+    Compiler,
+    Target,
+    assign,
+    complaints_of,
+    main,
+)
+from bench.clang_hip import Assembly, assemble, why_no_clang
+from bench.launched_kernels import launched_kernels
 
 from dflash_protocol.errors import DeviceUnavailable
+from dflash_runtime.compute.cupy.capabilities import hip_capabilities
 from dflash_runtime.compute.cupy.kernel_variants import (
     KernelVariant,
     all_variants,
@@ -29,7 +43,7 @@ def compilers(complaint: str = "") -> Compiler:
 @pytest.fixture
 def fake_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_kernels, "_nvrtc", compilers)
-    monkeypatch.setattr(check_kernels, "_hipcc", compilers)
+    monkeypatch.setattr(check_kernels, "_amd_compilers", lambda: [compilers()])
 
 
 def test_every_file_is_for_every_target_and_every_variant_for_one() -> None:
@@ -63,7 +77,7 @@ def test_no_target_is_given_what_no_device_of_it_is() -> None:
     counted = Counter(each.defines["N"] for found in chosen.values() for each in found)
     assert all(counted[number] for number in range(4))
     assert variants[0].why_not(TARGETS[0].capabilities, lanes=32) == "no mma"
-    assert variants[0].why_not(TARGETS[4].capabilities, lanes=64) == "logical warps of 64"
+    assert variants[0].why_not(CUDA_TARGETS[-1].capabilities, lanes=64) == "logical warps of 64"
 
 
 @pytest.mark.usefixtures("fake_compilers")
@@ -80,7 +94,7 @@ def test_a_complaint_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     monkeypatch.setattr(check_kernels, "_nvrtc", lambda: compilers("line 3: wrong"))
-    monkeypatch.setattr(check_kernels, "_hipcc", compilers)
+    monkeypatch.setattr(check_kernels, "_amd_compilers", lambda: [compilers()])
     assert main(arguments) == 1
     captured = capsys.readouterr()
     assert "line 3: wrong" in captured.err
@@ -105,7 +119,7 @@ def test_without_a_compiler_nothing_is_passed_over(
     assert capsys.readouterr().err == "check-kernels: no compiler for cuda kernels\n"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert main(["--vendor", "hip"]) == 1
-    assert "there is no hipcc" in capsys.readouterr().err
+    assert "there is no clang-19" in capsys.readouterr().err
 
 
 def test_every_kernel_file_has_a_variant() -> None:
@@ -116,7 +130,71 @@ def test_every_kernel_file_has_a_variant() -> None:
 
 def test_targets_are_those_that_are_promised() -> None:
     found = {str(Target(each.capabilities, each.lanes)) for each in TARGETS}
-    architectures = {f"sm_{number}" for number in ("61", "75", "80", "86", "90a")}
-    architectures |= {"gfx906", "gfx1030"}
+    architectures = {f"sm_{number}" for number in ("61", "75", "80", "86", "90a", "100", "120")}
+    architectures |= {"gfx906", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1151", "gfx1201"}
     assert {text.split()[0] for text in found} == architectures
     assert "sm_90a with logical warps of 64" in found
+
+
+ASSEMBLY = """
+\tv_dot4_i32_iu8 v1, v2, v3, v4 neg_lo:[1,1,0]
+amdhsa.kernels:
+  - .args:
+    .group_segment_fixed_size: 512
+    .name:           linear_decode
+    .private_segment_fixed_size: 0
+    .sgpr_count:     48
+    .sgpr_spill_count: 2
+    .symbol:         linear_decode.kd
+    .vgpr_count:     77
+    .vgpr_spill_count: 0
+"""
+
+
+def test_kernels_of_steps_may_not_spill_and_multiply_bytes_by_fours() -> None:
+    capabilities = hip_capabilities("gfx1100")
+    launched = next(
+        each for each in launched_kernels(capabilities, 48) if each.variant.file in DOT4_FILES
+    )
+    good = Assembly("", ASSEMBLY)
+    (use,) = good.uses
+    assert (use.name, use.registers, use.shared_bytes, use.scalar_spills) == (
+        *("linear_decode", 77, 512),
+        2,
+    )
+    assert complaints_of(launched, good, capabilities) == []
+    spilling = Assembly(
+        "", ASSEMBLY.replace("private_segment_fixed_size: 0", "private_segment_fixed_size: 64")
+    )
+    assert complaints_of(launched, spilling, capabilities) == [
+        "linear_decode spills 64 bytes a lane"
+    ]
+    without = Assembly("", ASSEMBLY.replace("v_dot4", "v_mul"))
+    assert "has no v_dot4" in complaints_of(launched, without, capabilities)[0]
+    assert complaints_of(launched, Assembly("line 3: wrong"), capabilities)[0] == "line 3: wrong"
+
+
+def test_launches_of_real_models_reach_every_kernel_of_a_step() -> None:
+    for architecture, count in NUM_MULTIPROCESSORS.items():
+        capabilities = hip_capabilities(architecture)
+        launched = launched_kernels(capabilities, count)
+        assert {each.variant.file for each in launched} >= STEP_FILES
+        assert all(
+            each.variant.why_not(capabilities, lanes=capabilities.lanes) is None
+            for each in launched
+        )
+        heads = [each.variant.defines.get("KEY_DIM", 128) for each in launched]
+        assert set(heads) == {128}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", NUM_MULTIPROCESSORS)
+def test_attention_of_heads_of_128_stays_in_registers(architecture: str) -> None:
+    reason = why_no_clang()
+    if reason:
+        pytest.skip(reason)
+    capabilities = hip_capabilities(architecture)
+    for launched in launched_kernels(capabilities, NUM_MULTIPROCESSORS[architecture]):
+        if launched.variant.file == "attention_decode.cu":
+            found = assemble(launched.variant, capabilities, lanes=capabilities.lanes)
+            assert complaints_of(launched, found, capabilities) == []

@@ -167,6 +167,16 @@ INLINE u32 load_word(const u32 *p) {
 INLINE u64 clock_ticks() { return emulated::clock_ns(); }
 INLINE void spin_pause() { emulated::spin_pause(); }
 
+// As AMD's side has it.
+INLINE void read_anew() {}
+template <typename T>
+INLINE void settle(T &) {}
+INLINE void assume(bool holds) {
+    if (!holds) emulated::fail("assumes what does not hold");
+}
+constexpr bool CLEARS_ROWS = true;
+constexpr int MOST_TILE_REGISTERS = 64;
+
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() { emulated::current_fiber().has_waited = true; }
 INLINE void previous_has_waited() { wait_for_previous(); }

@@ -60,7 +60,7 @@ class AttentionLauncher:
         """1 to 8 tokens. Shapes: sinks [heads]; out [T, heads * D], with sides if wanted."""
         layer = cache.layers[cache_layer]
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
-        plan = DecodePlan(shape, out.num_tokens, positions.bucket)
+        plan = DecodePlan(shape, out.num_tokens, positions.bucket, self._device.lanes)
         if plan not in self._decodes:
             self._decodes[plan] = DecodeAttention(self._device, plan)
         scratch = self._buffers.take((plan.scratch_bytes,), np.uint8)

@@ -160,6 +160,8 @@ class DecodePlan:
     shape: AttentionShape
     num_tokens: int
     bucket: int
+    lanes: int = 32
+    """Of the device's logical warps; decides speed, not bits."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -178,7 +180,10 @@ class DecodePlan:
 
     @property
     def row_warps(self) -> int:
-        """Rows of warps in a block that read the same keys: as many as registers allow."""
+        """Rows of warps in a block that read the same keys: as many as registers allow. Eight
+        warps of 64 lanes would have 128 registers each on gfx906, where they need 200."""
+        if self.lanes == 64:
+            return 1
         row_tiles = -(-self.num_tokens * self.shape.group // _WARP_ROWS)
         row = max(self.shape.key_row, self.shape.value_row)
         most = 2 if not self.shape.use_mma or row > 128 else 3 if row > 64 else 4

@@ -42,8 +42,8 @@ class TreePlan:
     step: DecodePlan
 
     @staticmethod
-    def of(shape: AttentionShape, bucket: int) -> TreePlan:
-        return TreePlan(DecodePlan(shape, MOST_TOKENS, bucket))
+    def of(shape: AttentionShape, bucket: int, lanes: int = 32) -> TreePlan:
+        return TreePlan(DecodePlan(shape, MOST_TOKENS, bucket, lanes))
 
     def grid(self, num_tokens: int) -> tuple[int, int, int]:
         return replace(self.step, num_tokens=num_tokens).grid_of(self.step.row_warps)
@@ -61,7 +61,7 @@ class TreeAttention:
     """
 
     def __init__(self, device: KernelDevice, shape: AttentionShape, bucket: int) -> None:
-        self.plan = TreePlan.of(shape, bucket)
+        self.plan = TreePlan.of(shape, bucket, device.lanes)
         self.shape = shape
         self._device, self._arrays = device, ArrayChecker(device)
         nodes = device.module("attention_nodes.cu", shape.defines())

@@ -47,6 +47,12 @@ class Capabilities:
     """Copies into shared memory that pass no register."""
     redux: bool
     """Integer reductions of a warp in one instruction."""
+    large_clusters: bool
+    """Clusters of 16 blocks; others have at most 8."""
+    tcgen05: bool
+    """Products with results in memory of their own, in the place of wgmma; not used yet."""
+    shared_kib: int
+    """Shared memory that one block can have. What a device really has its driver says."""
 
     def missing(self) -> tuple[str, ...]:
         """Names of what this architecture lacks."""
@@ -76,6 +82,17 @@ _CUDA_SINCE = {
     "dependent_launch": (9, 0),
     "clusters": (9, 0),
 }
+
+# Source: CUDA C++ programming guide, technical specifications by compute capability. Data centres'
+# processors (9.0, 10.x) have what those of the same age for desktops (8.9, 12.x) have not.
+_CUDA_SHARED_KIB = {
+    **{(6, 1): 48, (6, 2): 48, (7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163},
+    **{(8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227},
+    **{(12, 0): 99, (12, 1): 99},
+}
+_LEAST_SHARED_KIB = 48
+_LARGE_CLUSTERS = (9, 10)
+_TCGEN05 = (10, 11)
 
 # gfx9 has wavefronts of 64 lanes, gfx10 and later of 32 unless asked otherwise.
 _GFX = re.compile(r"gfx(9|1[0-9])([0-9a-f]{2})")
@@ -108,6 +125,9 @@ def cuda_capabilities(major: int, minor: int) -> Capabilities:
         architecture=f"sm_{major}{minor}" + ("a" if wgmma else ""),
         lanes=32,
         wgmma=wgmma,
+        large_clusters=major in _LARGE_CLUSTERS,
+        tcgen05=major in _TCGEN05,
+        shared_kib=_CUDA_SHARED_KIB.get((major, minor), _LEAST_SHARED_KIB),
         **has,
     )
 
@@ -133,6 +153,9 @@ def hip_capabilities(architecture: str) -> Capabilities:
         wgmma=False,
         async_copy=False,
         redux=False,
+        large_clusters=False,
+        tcgen05=False,
+        shared_kib=64,
     )
 
 
@@ -149,4 +172,7 @@ def host_capabilities(*, lanes: int) -> Capabilities:
         wgmma=False,
         async_copy=False,
         redux=False,
+        large_clusters=False,
+        tcgen05=False,
+        shared_kib=96,
     )

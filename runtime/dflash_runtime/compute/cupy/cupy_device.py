@@ -347,7 +347,7 @@ class CupyDevice:
         driver.set_function_attribute(
             handle, FunctionAttribute.MAX_DYNAMIC_SHARED_BYTES, self.max_shared_bytes - static
         )
-        if self.capabilities.clusters:
+        if self.capabilities.large_clusters:
             driver.set_function_attribute(handle, FunctionAttribute.LARGE_CLUSTERS_ALLOWED, 1)
         return CupyKernel(name, handle, args)
 

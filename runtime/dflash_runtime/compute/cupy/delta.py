@@ -166,7 +166,7 @@ class DeltaState:
 
 def step_warps(device: KernelDevice) -> int:
     """Warps of a block that has a head."""
-    return min(_STEP_WARPS, 1024 // device.lanes - 1)
+    return _STEP_WARPS // (device.lanes // 32)
 
 
 class DeltaStep:
@@ -374,7 +374,7 @@ def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVar
     """Of a file whose blocks have a head each."""
     return [
         KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
-        for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS - 1))
+        for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS // 2))
     ]
 
 

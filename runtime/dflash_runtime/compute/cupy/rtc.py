@@ -67,7 +67,10 @@ _NAMES = {
         code_size="GetCodeSize",
         code="GetCode",
         # Before ROCm 5.3 it was a part of the runtime.
-        libraries=("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libamdhip64.so"),
+        libraries=(
+            *("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6"),
+            *("libamdhip64.so", "libamdhip64.so.5"),
+        ),
         wheels=("_rocm_sdk_core/lib/libhiprtc.so.?",),
         folders=("/opt/rocm/lib/libhiprtc.so", "/opt/rocm-*/lib/libhiprtc.so"),
     ),

@@ -13,24 +13,33 @@ from dflash_runtime.compute.cupy.capabilities import (
     host_capabilities,
 )
 
-_EVERYTHING = ("dot4", "dependent_launch", "clusters", "mma", "wgmma", "async_copy", "redux")
+_EVERYTHING = (
+    *("dot4", "dependent_launch", "clusters", "mma", "wgmma", "async_copy", "redux"),
+    *("large_clusters", "tcgen05"),
+)
+_NEW = {"wgmma", "large_clusters", "tcgen05"}
 
 
 @pytest.mark.parametrize(
-    ("compute_capability", "architecture", "missing"),
+    ("compute_capability", "architecture", "missing", "shared_kib"),
     [
-        ((6, 1), "sm_61", set(_EVERYTHING) - {"dot4"}),
-        ((7, 5), "sm_75", set(_EVERYTHING) - {"dot4", "mma"}),
-        ((8, 0), "sm_80", {"dependent_launch", "clusters", "wgmma"}),
-        ((8, 9), "sm_89", {"dependent_launch", "clusters", "wgmma"}),
-        ((9, 0), "sm_90a", set()),
-        ((12, 0), "sm_120", {"wgmma"}),
+        ((6, 1), "sm_61", set(_EVERYTHING) - {"dot4"}, 48),
+        ((7, 5), "sm_75", set(_EVERYTHING) - {"dot4", "mma"}, 64),
+        ((8, 0), "sm_80", {"dependent_launch", "clusters", *_NEW}, 163),
+        ((8, 9), "sm_89", {"dependent_launch", "clusters", *_NEW}, 99),
+        ((9, 0), "sm_90a", {"tcgen05"}, 227),
+        ((10, 0), "sm_100", {"wgmma"}, 227),
+        ((12, 0), "sm_120", _NEW, 99),
+        ((99, 9), "sm_999", _NEW, 48),
     ],
 )
-def test_nvidia(compute_capability: tuple[int, int], architecture: str, missing: set[str]) -> None:
+def test_nvidia(
+    compute_capability: tuple[int, int], architecture: str, missing: set[str], shared_kib: int
+) -> None:
     found = cuda_capabilities(*compute_capability)
     assert (found.architecture, found.lanes) == (architecture, 32)
     assert set(found.missing()) == missing
+    assert found.shared_kib == shared_kib
 
 
 @pytest.mark.parametrize(
@@ -67,7 +76,7 @@ def test_what_kernels_do_without_is_logged(caplog: pytest.LogCaptureFixture) -> 
     host_capabilities(lanes=64).log("host:0")
     assert caplog.messages == [
         "cuda:0 is sm_86 with warps of 32 lanes; kernels do without: "
-        "dependent_launch, clusters, wgmma",
-        "cuda:1 is sm_90a with warps of 32 lanes; kernels do without: nothing",
+        "dependent_launch, clusters, wgmma, large_clusters, tcgen05",
+        "cuda:1 is sm_90a with warps of 32 lanes; kernels do without: tcgen05",
         f"host:0 is host with warps of 64 lanes; kernels do without: {', '.join(_EVERYTHING)}",
     ]

@@ -52,6 +52,24 @@ struct WarpRows {
         for (int e = 0; e < LANE_ROWS; e++) last_visible[e] = last_of(score_row(e));
     }
 
+    // All of them will be loaded anew, in parts.
+    INLINE void forget_keys() {
+        if constexpr (CLEARS_ROWS) {
+#pragma unroll
+            for (int n = 0; n < LANE_KEYS; n++)
+#pragma unroll
+                for (int step = 0; step < KEY_STEPS; step++) keys[n][step].clear();
+        }
+    }
+    INLINE void forget_values() {
+        if constexpr (CLEARS_ROWS) {
+#pragma unroll
+            for (int n = 0; n < LANE_KEYS; n++)
+#pragma unroll
+                for (int i = 0; i < GROUP_KEYS; i++) values[n][i].clear();
+        }
+    }
+
     // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
     template <int SOURCE, typename RowOf>
     INLINE void load_keys(HeadRows rows, RowOf row_of) {
@@ -88,11 +106,13 @@ struct WarpRows {
             for (int r = 0; r < WARP_ROWS; r++) sums[n][r] = 0.0f;
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; step++) {
+
             float key[LANE_KEYS][8];
 #pragma unroll
             for (int n = 0; n < LANE_KEYS; n++) keys[n][step].floats(key[n]);
 #pragma unroll
             for (int r = 0; r < WARP_ROWS; r++) {
+                if (r % 2 == 0) read_anew();
                 const float4 *query = (const float4 *)(queries + r * QUERY_ROW + key_element(step));
                 const float4 low = query[0], high = query[1];
 #pragma unroll
@@ -153,6 +173,14 @@ struct WarpRows {
 #pragma unroll
             for (int d = 0; d < 8; d++) out[r][d] *= factor;
         }
+        settle_out();
+    }
+
+    INLINE void settle_out() {
+#pragma unroll
+        for (int r = 0; r < WARP_ROWS; r++)
+#pragma unroll
+            for (int d = 0; d < 8; d++) settle(out[r][d]);
     }
 
     INLINE void mix() {
@@ -170,6 +198,7 @@ struct WarpRows {
 #pragma unroll
                     for (int d = 0; d < 8; d++) out[r][d] += weight * value[d];
                 }
+                settle_out();
             }
     }
 

@@ -24,6 +24,10 @@ static_assert(KEY_ROW <= 256 && VALUE_ROW <= 256, "heads that registers can hold
 static_assert(KEY_ROW % (KV_Q8_0 ? 32 : 16) == 0 && VALUE_ROW % (KV_Q8_0 ? 32 : 16) == 0,
               "rows of whole loads and blocks");
 
+// Whether a lane has registers for a whole tile, its part of keys and of values.
+constexpr bool HOLDS_TILE =
+    TILE_KEYS * (KEY_ROW + VALUE_ROW) * KV_ELEMENT_BYTES / (4 * LANES) <= MOST_TILE_REGISTERS;
+
 // Queries in shared memory have rows of whole steps of 32, and begin in banks that do not meet.
 constexpr int KEY_STEPS = (KEY_ROW + 31) / 32;
 constexpr int QUERY_COLUMNS = 32 * KEY_STEPS;

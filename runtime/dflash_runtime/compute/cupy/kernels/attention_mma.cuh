@@ -67,6 +67,9 @@ struct WarpRows {
     template <typename LastOf>
     INLINE void limit(LastOf last_of) { last_visible = last_of(row()); }
 
+    INLINE void forget_keys() {}
+    INLINE void forget_values() {}
+
     // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
     template <int SOURCE, typename RowOf>
     INLINE void load_keys(HeadRows rows, RowOf row_of) {

@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr int BLOCK_ROWS = WARPS * WARP_ROWS;
-constexpr bool EARLY_VALUES = VALUE_ROW <= 128;  // registers hold keys and values of a tile
+constexpr bool EARLY_VALUES = HOLDS_TILE && VALUE_ROW <= 128;  // registers hold keys and values of a tile
 
 KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
     SHARED(float, room, WARPS *QUERY_ELEMENTS);
@@ -33,7 +33,11 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
     rows.begin(row_positions + warp_row);
     const int first_key = first_visible(first_position + first_row / GROUP);
     for (int tile = first_key / TILE_KEYS * TILE_KEYS; tile <= last_key; tile += TILE_KEYS) {
-        auto row_of = [&](int key) { return cache_row(min_of(tile + key, last_key)); };
+        auto row_of = [&](int key) {
+            const int position = min_of(tile + key, last_key);
+            assume(position >= 0);
+            return cache_row(position);
+        };
         rows.load_keys<READ_FRESH>(keys, row_of);
         if (EARLY_VALUES) rows.load_values<READ_FRESH>(values, row_of);
         rows.score(queries, tile);

@@ -13,7 +13,7 @@ constexpr int BLOCK_ROWS = WARP_ROWS * ROW_WARPS;
 constexpr int SOURCE = ROW_WARPS == 1 ? READ_ONCE : READ_OFTEN;
 // What registers allow: whether a warp holds a tile's values while it waits for its keys, and how many
 // blocks a multiprocessor takes.
-constexpr bool EARLY_VALUES = ROW_WARPS <= 2 && VALUE_ROW <= 128;
+constexpr bool EARLY_VALUES = HOLDS_TILE && ROW_WARPS <= 2 && VALUE_ROW <= 128;
 enum {
     BLOCKS_AT_ONCE =
         ROW_WARPS > 1 || LANES > 32 || KV_F32 ? 1 : VALUE_ROW > 128 || !USE_MMA ? 2 : 3

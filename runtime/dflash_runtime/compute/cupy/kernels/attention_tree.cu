@@ -47,7 +47,10 @@ KERNEL(attention_tree, AttentionTreeArgs, THREADS, BLOCKS_AT_ONCE) {
     const int sequence_end = min_of(end, tree_begin / TILE_KEYS * TILE_KEYS);
     int tile = begin + warp_index() % KEY_WARPS * TILE_KEYS;
     WarpRows rows;
-    auto cached_row = [&](int key) { return cache_row(tile + key); };
+    auto cached_row = [&](int key) {
+        assume(tile + key >= 0);
+        return cache_row(tile + key);
+    };
     if (tile < sequence_end) {
         rows.load_keys<SOURCE>(keys, cached_row);
         if (EARLY_VALUES) rows.load_values<SOURCE>(values, cached_row);
@@ -92,9 +95,11 @@ KERNEL(attention_tree, AttentionTreeArgs, THREADS, BLOCKS_AT_ONCE) {
             rows.limit([&](int row) {
                 return row_token(first_row + row) == token ? row_positions[first_row + row] : -1;
             });
+            rows.forget_keys();
             rows.load_keys<SOURCE>(keys, before_tree);
             rows.load_keys<READ_FRESH>(key_rows(a.nodes, block_index_y()), node);
             rows.score(queries, tile);
+            rows.forget_values();
             rows.load_values<SOURCE>(values, before_tree);
             rows.load_values<READ_FRESH>(value_rows(a.nodes, block_index_y()), node);
             rows.mix();

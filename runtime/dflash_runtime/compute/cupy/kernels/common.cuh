@@ -56,6 +56,13 @@ typedef unsigned long long u64;
 //   store_word(u32 *, u32), load_word(const u32 *)            the same for 4 bytes
 //   clock_ticks() -> u64                      of a clock of constant rate, the same for all blocks
 //   spin_pause()                              between two looks at what somebody else is to write
+//   read_anew()                               shared memory that is read after this is read after it, not
+//                                             before a loop, into registers that are not there
+//   settle(float & or int &)                  it is computed here, not where it is next used; what is
+//                                             computed from it is not known before
+//   assume(bool)                              holds; for the compiler alone
+//   CLEARS_ROWS, MOST_TILE_REGISTERS          attention: rows that are loaded in parts are cleared first;
+//                                             registers of a lane for a tile that is read early
 //   exp_fast(float), exp2_fast(float), log_fast(float), reciprocal_root(float), reciprocal(float)
 //   exp_double(double)                        within a few units of the last place
 

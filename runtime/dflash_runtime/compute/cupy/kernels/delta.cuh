@@ -70,6 +70,7 @@ struct StateRows {
     INLINE static bool exists(int row, int e) { return row < VALUE_DIM && element(e) < KEY_DIM; }
     // `state`: of the head, [VALUE_DIM, KEY_DIM], finished long ago; null: zeros.
     INLINE void load(const float *state, int first_row) {
+        settle(first_row);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -80,6 +81,7 @@ struct StateRows {
     }
     // The same of what this very thread has stored.
     INLINE void load_stored(const float *state, int first_row) {
+        settle(first_row);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -88,6 +90,7 @@ struct StateRows {
                     values[r][e] = state[(i64)(first_row + r) * KEY_DIM + element(e)];
     }
     INLINE void store(float *state, int first_row) const {
+        settle(first_row);  // addresses are not kept from where it was loaded
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll

@@ -11,7 +11,11 @@ constexpr int THREADS = WARPS * LANES;
 constexpr int ROWS = (VALUE_DIM + WARPS - 1) / WARPS;
 
 struct State : StateRows<ROWS> {
-    INLINE static int first_row() { return warp_index() * ROWS; }
+    INLINE static int first_row() {
+        const int row = warp_index() * ROWS;
+        if constexpr (ROWS * WARPS == VALUE_DIM) assume(row <= VALUE_DIM - ROWS);
+        return row;
+    }
 };
 
 // Brings the state further, by the arrays that `a` has as DeltaStepArgs. input(tap, channel) gives what is

@@ -84,7 +84,9 @@ struct Block {
         using Products = RowProducts<Type, COLUMNS, TEAM_ROWS, Tile::STRIDE, MOST_DEEP>;
         using Sums = TeamSums<TEAM_ROWS * TOKENS, Tile::TEAM_LANES>;
         constexpr int LANES_A_ROW = Tile::STRIDE;
-        const int team = thread_index() / LANES_A_ROW, place = thread_index() % LANES_A_ROW;
+        int thread = thread_index();
+        settle(thread);  // addresses are not kept from tile to tile
+        const int team = thread / LANES_A_ROW, place = thread % LANES_A_ROW;
         const int first = tile * Tile::TILE_ROWS + team * TEAM_ROWS;
         const u8 *begins[TEAM_ROWS];
 #pragma unroll

@@ -81,12 +81,14 @@ struct UnitProducts {
             for (int r = 0; r < NumRows; r++) Weights::unpack(weights[r], raw[r], unit);
 #pragma unroll
             for (int t = 0; t < Tokens; t++) {
+                if (t % 2 == 0) read_anew();  // of eight tokens at once nothing else would fit
                 ActivationUnit act;
                 act.template load<Rows, Weights>(x, first_row + t, unit);
 #pragma unroll
                 for (int r = 0; r < NumRows; r++) {
                     float &sum = sums[r * Tokens + t];
                     sum = add_product<Weights>(sum, weights[r], act);
+                    settle(sum);
                 }
             }
         }

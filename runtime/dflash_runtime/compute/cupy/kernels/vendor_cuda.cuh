@@ -156,6 +156,14 @@ INLINE void spin_pause() {
 #endif
 }
 
+// The compiler knows how many registers there are.
+INLINE void read_anew() {}
+template <typename T>
+INLINE void settle(T &) {}
+INLINE void assume(bool) {}
+constexpr bool CLEARS_ROWS = false;
+constexpr int MOST_TILE_REGISTERS = 256;
+
 INLINE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -19,10 +19,45 @@
 
 #include "vendor_both.cuh"
 
+// Not by __shfl and __shfl_xor, which ask whether the other lane is of the same part of a wavefront: a
+// logical warp is a whole one. (Source: AMD's instruction sets. DS_BPERMUTE_B32 reads the lane of an
+// address, four bytes each. DS_SWIZZLE_B32 has the lane in its own bits, and needs no register for it:
+// within 32 lanes, five bits each for xor, or, and.)
+INLINE u32 word_read(u32 value, int source_lane) {
+    return __builtin_amdgcn_ds_bpermute(source_lane << 2, value);
+}
+INLINE u32 word_xor(u32 value, int mask) {
+#if __clang_major__ >= 17  // older ones unroll no loop of masks around this
+    switch (mask) {
+        case 1: return __builtin_amdgcn_ds_swizzle(value, 1 << 10 | 0x1F);
+        case 2: return __builtin_amdgcn_ds_swizzle(value, 2 << 10 | 0x1F);
+        case 4: return __builtin_amdgcn_ds_swizzle(value, 4 << 10 | 0x1F);
+        case 8: return __builtin_amdgcn_ds_swizzle(value, 8 << 10 | 0x1F);
+        case 16: return __builtin_amdgcn_ds_swizzle(value, 16 << 10 | 0x1F);
+    }
+#endif
+    return word_read(value, __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u)) ^ mask);
+}
+template <typename T, typename Of>
+INLINE T word_by_word(T value, Of of) {
+    static_assert(sizeof(T) % 4 == 0, "lanes exchange words");
+    union {
+        T whole;
+        u32 words[sizeof(T) / 4];
+    } both;
+    both.whole = value;
+#pragma unroll
+    for (u32 &word : both.words) word = of(word);
+    return both.whole;
+}
 template <typename T>
-INLINE T lane_xor(T value, int mask) { return __shfl_xor(value, mask, LANES); }
+INLINE T lane_xor(T value, int mask) {
+    return word_by_word(value, [=](u32 word) { return word_xor(word, mask); });
+}
 template <typename T>
-INLINE T lane_read(T value, int source_lane) { return __shfl(value, source_lane, LANES); }
+INLINE T lane_read(T value, int source_lane) {
+    return word_by_word(value, [=](u32 word) { return word_read(word, source_lane); });
+}
 
 // Which architecture has which instruction: capabilities.py has the same table.
 #if defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || \
@@ -122,6 +157,21 @@ INLINE u32 load_word(const u32 *p) {
 }
 INLINE u64 clock_ticks() { return wall_clock64(); }
 INLINE void spin_pause() { __builtin_amdgcn_s_sleep(1); }
+
+// LLVM moves loads out of a loop, and sums to where they are used, until registers are spilled to
+// memory: hundreds in the attention of heads of 128. Here it is told what it must not move. Numbers of
+// registers: `python -m bench.check_kernels --table`.
+INLINE void read_anew() {
+    asm volatile("" ::: "memory");
+#if __has_builtin(__builtin_amdgcn_sched_barrier)
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+template <typename T>
+INLINE void settle(T &value) { asm volatile("" : "+v"(value)); }
+INLINE void assume(bool holds) { __builtin_assume(holds); }
+constexpr bool CLEARS_ROWS = true;
+constexpr int MOST_TILE_REGISTERS = 64;
 
 // Kernels follow each other whole here.
 INLINE void let_next_begin() {}

@@ -1,0 +1,126 @@
+"""Kernels compiled for AMD by clang alone: no GPU, no ROCm, and what the assembly says of each.
+
+HIP's own header is replaced by ``hip_header/``; mathematics is clang's own, and AMD's device
+library, which is linked in: what is called costs registers.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_protocol.settings import child_environment
+from dflash_runtime.compute.cupy.capabilities import Capabilities
+from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER, define_options
+from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
+from dflash_runtime.compute.cupy.rtc import architecture_options
+
+CLANG = "clang-19"
+PACKAGES = (CLANG, "rocm-device-libs")
+"""Debian's."""
+_HEADERS = Path(__file__).parent / "hip_header"
+_DEVICE_LIBRARY = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode/ocml.bc")
+_STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
+_LIMIT_S = 600.0
+
+_METADATA = re.compile(
+    r"^    \.group_segment_fixed_size: (?P<shared_bytes>\d+)$.*?"
+    r"^    \.name: +(?P<name>\S+)$.*?"
+    r"^    \.private_segment_fixed_size: (?P<scratch_bytes>\d+)$.*?"
+    r"^    \.sgpr_count: +(?P<scalar_registers>\d+)$.*?"
+    r"^    \.sgpr_spill_count: (?P<scalar_spills>\d+)$.*?"
+    r"^    \.vgpr_count: +(?P<registers>\d+)$.*?"
+    r"^    \.vgpr_spill_count: (?P<spills>\d+)$",
+    re.MULTILINE | re.DOTALL,
+)
+_INSTRUCTION = re.compile(r"^\t([a-z][a-z0-9_]+)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """What one kernel takes of a processor."""
+
+    name: str
+    shared_bytes: int
+    scratch_bytes: int
+    """Of memory, for each lane: what is spilled, and arrays that are not in registers."""
+    scalar_registers: int
+    scalar_spills: int
+    registers: int
+    spills: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is in memory; scalars that are spilled go into lanes of registers."""
+        return not (self.scratch_bytes or self.spills)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Of one file. `complaint` is empty if the compiler had none."""
+
+    complaint: str
+    text: str = ""
+
+    @property
+    def uses(self) -> tuple[KernelUse, ...]:
+        """Of all its kernels."""
+        return tuple(
+            KernelUse(
+                **{name: int(text) for name, text in found.groupdict().items() if name != "name"},
+                name=found["name"],
+            )
+            for found in _METADATA.finditer(self.text)
+        )
+
+    def count(self, prefix: str) -> int:
+        """Instructions whose name begins so."""
+        return sum(name.startswith(prefix) for name in _INSTRUCTION.findall(self.text))
+
+
+def why_no_clang() -> str | None:
+    """What is missing; None if kernels can be compiled."""
+    if shutil.which(CLANG) is None:
+        return f"there is no {CLANG}"
+    return None if _DEVICE_LIBRARY.is_file() else f"there is no {_DEVICE_LIBRARY}"
+
+
+def clang_version() -> str:
+    """Raises: OSError, subprocess.SubprocessError."""
+    result = subprocess.run(
+        (CLANG, "--version"),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_LIMIT_S,
+        env=child_environment(()),
+    )
+    found = re.search(r"version ([0-9.]+)", result.stdout)
+    return f"clang {found[1] if found else 'of unknown version'}"
+
+
+def assemble(variant: KernelVariant, capabilities: Capabilities, *, lanes: int) -> Assembly:
+    """The assembly of a file; a warning is a complaint too.
+
+    Raises: OSError, subprocess.SubprocessError.
+    """
+    with tempfile.TemporaryDirectory(prefix="dflash-clang-") as folder:
+        out = Path(folder) / "kernel.s"
+        command = (
+            *(CLANG, "-x", "hip", "--cuda-device-only", "-S", "-nogpuinc", "-nogpulib"),
+            *architecture_options(capabilities),
+            *define_options({"LANES": lanes, **variant.defines}),
+            *(*_STRICT, "-isystem", str(_HEADERS), "-I", str(KERNELS_FOLDER)),
+            *("-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(_DEVICE_LIBRARY)),
+            *(str(KERNELS_FOLDER / variant.file), "-o", str(out)),
+        )
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LIMIT_S, env=child_environment(())
+        )
+        if result.returncode or result.stderr:
+            return Assembly(result.stderr or f"{CLANG} ended with status {result.returncode}")
+        return Assembly("", out.read_text(encoding="utf-8"))

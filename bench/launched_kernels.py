@@ -1,0 +1,191 @@
+"""What a card is given to compile for real models: kernels with the defines of their launches.
+
+Found out by making what launches them, on a device that only notes what it is asked to compile.
+Qwen3-30B-A3B and Qwen3.6-35B-A3B, as Q4_K_M mixes their types: heads of 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_adapters.moe_spec import DeltaShape, KvLayer
+from dflash_adapters.ops import Gating, KvType, RoutingRule
+from dflash_adapters.quant import TensorType
+from dflash_adapters.rope import RopePairing
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.cupy.attention import DecodeAttention, PrefillAttention
+from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan
+from dflash_runtime.compute.cupy.attention_tree import TreeAttention
+from dflash_runtime.compute.cupy.capabilities import Capabilities
+from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.cupy.decode_experts import DecodeExperts
+from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape
+from dflash_runtime.compute.cupy.decode_linear import DecodeLinear
+from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
+from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape
+from dflash_runtime.compute.cupy.decode_tokens import Embed, QuantiseRows, RowChange, Sample
+from dflash_runtime.compute.cupy.delta import DeltaChunk, DeltaPlan, DeltaStep
+from dflash_runtime.compute.cupy.delta_tree import DeltaTree
+from dflash_runtime.compute.cupy.draw_tokens import DrawTokens
+from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
+from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
+from dflash_runtime.compute.cupy.prefill_expert_kernels import ExpertShape, compile_expert_kernels
+from dflash_runtime.compute.cupy.prefill_tiles import products_of
+
+_HIDDEN, _FFN, _EXPERTS, _USED, _VOCABULARY = 2048, 768, 128, 8, 151_936
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128
+_DELTA_HEADS = (16, 32)
+"""Of keys and of values, in the layers without attention of Qwen3.6."""
+_BUCKET = 4096
+
+Q4, Q6, F32 = TensorType.Q4_K, TensorType.Q6_K, TensorType.F32
+
+
+@dataclass(frozen=True)
+class LaunchedKernel:
+    """A file with the defines of a launch, and what that is for."""
+
+    variant: KernelVariant
+    label: str
+
+
+class _Module:
+    """Of which nothing is launched."""
+
+    def kernel(self, name: str, _args: object) -> str:
+        return name
+
+
+@dataclass
+class NotingDevice:
+    """As much of a KernelDevice as is asked by what makes kernels."""
+
+    capabilities: Capabilities
+    num_multiprocessors: int
+    max_shared_bytes: int = 64 * 1024
+    name: str = "hip:0"
+    label: str = ""
+    noted: dict[tuple[str, tuple[str, ...]], LaunchedKernel] = field(default_factory=dict)
+
+    @property
+    def lanes(self) -> int:
+        return self.capabilities.lanes
+
+    def module(self, file: str, defines: Defines) -> _Module:
+        """Note it."""
+        key = file, define_options(defines)
+        self.noted.setdefault(key, LaunchedKernel(KernelVariant(file, defines), self.label))
+        return _Module()
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
+        """Memory that nobody touches."""
+        return np.empty(shape, dtype)
+
+    zeros = empty
+
+
+def launched_kernels(
+    capabilities: Capabilities, num_multiprocessors: int
+) -> tuple[LaunchedKernel, ...]:
+    """Files with their defines on such a device."""
+    device: Any = NotingDevice(capabilities, num_multiprocessors)
+    for note in (_attention, _matrices, _experts, _deltas, _tokens):
+        note(device)
+    noted: dict[object, LaunchedKernel] = device.noted
+    return tuple(noted.values())
+
+
+def _attention(device: Any) -> None:
+    for kv_type in (KvType.F16, KvType.Q8_0, KvType.F32):
+        shape = AttentionShape(
+            _HEADS,
+            KvLayer(_KV_HEADS, _HEAD_DIM, _HEAD_DIM),
+            kv_type,
+            RopePairing.HALF_SPLIT,
+            num_rotated=_HEAD_DIM,
+            use_mma=device.capabilities.mma and kv_type is not KvType.F32,
+        )
+        for num_tokens in (1, 2, MOST_TOKENS):
+            device.label = f"{kv_type} cache, {_tokens_of(num_tokens)}"
+            DecodeAttention(device, DecodePlan(shape, num_tokens, _BUCKET, device.lanes))
+        device.label = f"{kv_type} cache"
+        TreeAttention(device, shape, _BUCKET)
+        device.label = f"{kv_type} cache, chunks"
+        prefill = PrefillAttention(device, shape)
+        device.module("attention_prefill.cu", prefill.plan(512).defines())
+
+
+def _matrices(device: Any) -> None:
+    heads, kv_heads = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
+    for num_tokens in (1, MOST_TOKENS):
+        for label, shape in (
+            (
+                "queries, keys, values",
+                LinearShape(
+                    _HIDDEN,
+                    num_tokens,
+                    ((Q4, heads), (Q4, kv_heads), (Q6, kv_heads)),
+                    LinearInput.NORM,
+                ),
+            ),
+            (
+                "attention's output",
+                LinearShape(heads, num_tokens, ((Q4, _HIDDEN),), LinearInput.QUANTISED, adds=True),
+            ),
+            (
+                "head",
+                LinearShape(
+                    _HIDDEN, num_tokens, ((Q6, _VOCABULARY),), LinearInput.NORM, has_argmax=True
+                ),
+            ),
+        ):
+            device.label = f"{label}, {_tokens_of(num_tokens)}"
+            DecodeLinear(device, shape)
+        device.label = _tokens_of(num_tokens)
+        DecodeRouter(device, RouterShape(num_tokens, _EXPERTS, _HIDDEN, F32))
+
+
+def _experts(device: Any) -> None:
+    rule = RoutingRule(num_experts_used=_USED, gating=Gating.SOFTMAX, normalise=True)
+    for num_tokens in (1, MOST_TOKENS):
+        sizes = (num_tokens, _USED, _EXPERTS, _HIDDEN, _FFN, Q4, Q4)
+        for label, shape in (
+            ("resident, down Q4_K", ExpertsShape(*sizes, Q4, rule=rule)),
+            ("resident, down Q6_K", ExpertsShape(*sizes, Q6, rule=rule)),
+            ("daemon", ExpertsShape(*sizes, Q6, gives_sums=True)),
+            ("mailbox", ExpertsShape(*sizes, Q6, gives_sums=True, takes_request=True)),
+        ):
+            device.label = f"{label}, {_tokens_of(num_tokens)}"
+            DecodeExperts(device, shape)
+    device.label = "chunks"
+    whole = ExpertShape(hidden_size=_HIDDEN, ffn_size=_FFN, hidden_parts=1, down_parts=1)
+    compile_expert_kernels(device, whole, products_of(device))
+
+
+def _deltas(device: Any) -> None:
+    keys, values = _DELTA_HEADS
+    plan = DeltaPlan(DeltaShape(keys, values, _HEAD_DIM, _HEAD_DIM), num_taps=4, finishes=True)
+    for num_tokens in (1, MOST_TOKENS):
+        device.label = _tokens_of(num_tokens)
+        DeltaStep(device, plan, num_tokens)
+    device.label = "trees"
+    DeltaTree(device, plan)
+    device.label = "chunks"
+    DeltaChunk(device, plan)
+
+
+def _tokens(device: Any) -> None:
+    device.label = "Q4_K"
+    Embed(device, Q4, rows=_VOCABULARY, columns=_HIDDEN)
+    device.label = "1 token"
+    Sample(device, num_tokens=1, advances=True)
+    DrawTokens(device, vocab_size=_VOCABULARY)
+    QuantiseRows(device, columns=_HIDDEN, change=RowChange.NORM)
+
+
+def _tokens_of(number: int) -> str:
+    return f"{number} token" + "s" * (number > 1)
