@@ -106,10 +106,10 @@ def generate(**options: Any) -> None:
     # Late: --help and misuse must not wait for numpy and the rest.
     from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.cli.progress import ProgressReporter
-    from dflash_runtime.engine.demo_model import demo_model_path
+    from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
 
-    explain_bus_errors("dflash-moe", model or demo_model_path())
+    explain_bus_errors("dflash-moe", chosen_model_path(settings))
     with (
         ProgressReporter(enabled=sys.stderr.isatty()) as progress,
         Engine.open(settings=settings, on_progress=progress.update) as engine,

@@ -48,11 +48,11 @@ def serve(**options: Any) -> None:
     from dflash_protocol.notify import Notifier
     from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.cli.progress import ProgressReporter
-    from dflash_runtime.engine.demo_model import demo_model_path
+    from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
     from dflash_runtime.serving.server import serve as run_server
 
-    explain_bus_errors("dflash-moe", model or demo_model_path())
+    explain_bus_errors("dflash-moe", chosen_model_path(settings))
     manager = Notifier.of_environment()
     with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
 
