@@ -6,6 +6,7 @@ Knows no setting by name; ``settings_table`` says which setting is of which kind
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -154,7 +155,8 @@ class PathText(Kind):
         self.metavar = metavar
 
     def from_text(self, text: str) -> str:
-        if not text.isprintable():
+        # Wide and unbreakable blanks, which Python does not call printable, stand in names of files.
+        if any(unicodedata.category(character) == "Cc" for character in text):
             raise ValueError("must be a path of printable characters")
         return text
 

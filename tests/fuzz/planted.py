@@ -52,11 +52,16 @@ class OtherBranch(Sound):
         raise SettingsError("not for messages")
 
 
+class _TwoLines(ProtocolError):
+    def __str__(self) -> str:
+        return "one line\nand another"
+
+
 class LongMessage(Sound):
     """Refuses with more than a line."""
 
     def fail(self) -> None:
-        raise ProtocolError("one line\nand another")
+        raise _TwoLines("")
 
 
 class Slow(Sound):

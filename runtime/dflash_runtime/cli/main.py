@@ -86,13 +86,13 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _fail(str(error), 2)
     except DflashError as error:
         return _fail(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):  # before RuntimeError, which an Abort is too
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor while the interpreter ends
+        return _fail("interrupted", 130)
     except (MemoryError, RuntimeError) as error:
         if (lack := lack_of(error)) is None:
             raise
         return _fail(lack, 1)
-    except (KeyboardInterrupt, click.Abort):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nor while the interpreter ends
-        return _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has seen enough.
         _discard_stdout()

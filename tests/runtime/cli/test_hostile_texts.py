@@ -172,9 +172,11 @@ def test_doctor_shows_what_a_launcher_says_on_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_generate_shows_a_daemons_refusal_on_one_line(
-    model: Path, run_dir: Path, as_json: bool
+    model: Path, run_dir: Path, tmp_path: Path, as_json: bool
 ) -> None:
     address = f"ipc://{run_dir}/hostile.sock"
+    named = tmp_path / "m.gguf"  # a model's path must be printable where it is a setting
+    named.symlink_to(model)
     with ScriptedDaemon(address) as daemon:
 
         def refuse() -> None:
@@ -185,7 +187,7 @@ def test_generate_shows_a_daemons_refusal_on_one_line(
         refusing = threading.Thread(target=refuse)
         refusing.start()
         options = ["-p", "x", "-n", "1", "--connect", address, *REFERENCE]
-        done = run_main(main, "generate", model, *options, *(["--json"] if as_json else []))
+        done = run_main(main, "generate", named, *options, *(["--json"] if as_json else []))
         refusing.join()
     assert done.returncode == 1
     assert "refused: A\\x1b[2J" in done.stderr

@@ -156,10 +156,11 @@ async def test_where_all_have_requests_a_new_one_is_closed_at_once() -> None:
 
 async def test_the_last_files_are_not_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as served:
-        lowest = os.dup(0)
-        os.close(lowest)
         # Client and server are one process here: each connection takes two.
-        monkeypatch.setattr(connections, "first_reserved_file", lambda: lowest + 4)
+        lowest = [os.dup(0) for _ in range(4)]
+        for each in lowest:
+            os.close(each)
+        monkeypatch.setattr(connections, "first_reserved_file", lambda: lowest[-1] + 1)
         for _ in range(3):
             await served.connect()
         assert served.num_connections == 2

@@ -55,8 +55,9 @@ class Capabilities:
     """Shared memory that one block can have. What a device really has its driver says."""
 
     def missing(self) -> tuple[str, ...]:
-        """Names of what this architecture lacks."""
-        return tuple(each.name for each in fields(self) if getattr(self, each.name) is False)
+        """Names of what kernels use and this architecture lacks."""
+        names = (each.name for each in fields(self) if getattr(self, each.name) is False)
+        return tuple(name for name in names if name not in _UNUSED)
 
     def log(self, device_name: str) -> None:
         """Say what kernels will do without here."""
@@ -69,6 +70,9 @@ class Capabilities:
             missing,
         )
 
+
+_UNUSED = frozenset({"tcgen05"})
+"""What no kernel uses yet."""
 
 _OLDEST_CUDA = (6, 1)
 """The first with products of bytes that every later one has too."""

@@ -15,9 +15,9 @@ from dflash_runtime.compute.cupy.capabilities import (
 
 _EVERYTHING = (
     *("dot4", "dependent_launch", "clusters", "mma", "wgmma", "async_copy", "redux"),
-    *("large_clusters", "tcgen05"),
+    "large_clusters",
 )
-_NEW = {"wgmma", "large_clusters", "tcgen05"}
+_NEW = {"wgmma", "large_clusters"}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ _NEW = {"wgmma", "large_clusters", "tcgen05"}
         ((7, 5), "sm_75", set(_EVERYTHING) - {"dot4", "mma"}, 64),
         ((8, 0), "sm_80", {"dependent_launch", "clusters", *_NEW}, 163),
         ((8, 9), "sm_89", {"dependent_launch", "clusters", *_NEW}, 99),
-        ((9, 0), "sm_90a", {"tcgen05"}, 227),
+        ((9, 0), "sm_90a", set(), 227),
         ((10, 0), "sm_100", {"wgmma"}, 227),
         ((12, 0), "sm_120", _NEW, 99),
         ((99, 9), "sm_999", _NEW, 48),
@@ -76,7 +76,7 @@ def test_what_kernels_do_without_is_logged(caplog: pytest.LogCaptureFixture) -> 
     host_capabilities(lanes=64).log("host:0")
     assert caplog.messages == [
         "cuda:0 is sm_86 with warps of 32 lanes; kernels do without: "
-        "dependent_launch, clusters, wgmma, large_clusters, tcgen05",
-        "cuda:1 is sm_90a with warps of 32 lanes; kernels do without: tcgen05",
+        "dependent_launch, clusters, wgmma, large_clusters",
+        "cuda:1 is sm_90a with warps of 32 lanes; kernels do without: nothing",
         f"host:0 is host with warps of 64 lanes; kernels do without: {', '.join(_EVERYTHING)}",
     ]
