@@ -155,7 +155,7 @@ class PathText(Kind):
         self.metavar = metavar
 
     def from_text(self, text: str) -> str:
-        # Wide and unbreakable blanks, which Python does not call printable, stand in names of files.
+        # Wide blanks, which Python does not call printable, stand in names of files.
         if any(unicodedata.category(character) == "Cc" for character in text):
             raise ValueError("must be a path of printable characters")
         return text

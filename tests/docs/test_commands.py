@@ -39,7 +39,7 @@ ELSEWHERE = [
     ("README.md", r"^make test\b", "this is a part of it"),
     ("README.md", r"pip install -e", "downloads a gigabyte of CUDA's libraries"),
     ("README.md", r"--device cuda", GPU),
-    ("amd-registers.md", r"check_kernels", "compiles for minutes; CI runs it as make check-kernels"),
+    ("amd-registers.md", r"check_kernels", "compiles for minutes, in make check-kernels"),
     ("operations.md", r"^make build\b", "has run already: what it makes lies there"),
     ("operations.md", r"--device cuda", GPU),
     ("operations.md", r"doctor --mailbox", "needs two GPUs"),
