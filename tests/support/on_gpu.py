@@ -88,6 +88,9 @@ class _NoPool:
     def free_all_blocks(self) -> None:
         """All are free already."""
 
+    def total_bytes(self) -> int:
+        return 0
+
 
 class LikeGpu(_Notes, EmulatedDevice):
     """The emulation, with arrays that are not numpy's."""

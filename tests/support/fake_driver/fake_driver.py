@@ -96,6 +96,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.num_freed = 0
+        self.held_bytes = 0
 
     def malloc(self, num_bytes: int) -> SimpleNamespace:
         if num_bytes > self.limit_bytes:
@@ -107,6 +108,9 @@ class _Pool:
 
     def used_bytes(self) -> int:
         return 0  # the host's
+
+    def total_bytes(self) -> int:
+        return self.held_bytes
 
 
 class _Array:

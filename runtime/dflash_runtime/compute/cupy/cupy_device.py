@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ from dflash_runtime.compute.cupy.rtc import KernelCompiler, runtime_compiler
 from dflash_runtime.compute.cupy.side_stream import CupyMark, CupySideStream, Events
 
 _LOG = logging.getLogger(__name__)
+
+_OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
+"""Device indices and memory pools of closed devices that still had arrays, which the traceback of an
+error keeps, for example. CuPy does not give the driver what they leave in their pool later."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,7 @@ class CupyDevice:
         # A block is taken again as soon as nothing refers to it. That is safe because all that uses
         # it runs in the order of our one stream.
         self._pool = self._cupy.cuda.MemoryPool()
+        self._empty_outlived_pools()
         self.capabilities.log(f"{device} ({driver.device_name(device.index)})")
 
     def memory(self) -> DeviceMemory:
@@ -458,10 +464,19 @@ class CupyDevice:
             self._events.close()
             for module in self._modules.values():
                 self._driver.unload_module(module.handle)
-            with self._cupy.cuda.Device(self._index):
-                self._pool.free_all_blocks()
+            _OUTLIVED_POOLS.append((self._index, self._pool))
+            self._empty_outlived_pools()
             self._driver.destroy_stream(self.stream)
         self._modules.clear()
+
+    def _empty_outlived_pools(self) -> None:
+        """Give the driver what arrays of closed devices have left in their pools."""
+        for _ in range(len(_OUTLIVED_POOLS)):
+            index, pool = _OUTLIVED_POOLS.popleft()
+            with self._cupy.cuda.Device(index):
+                pool.free_all_blocks()
+            if pool.total_bytes():
+                _OUTLIVED_POOLS.append((index, pool))
 
     def _begin(self, what: str) -> None:
         if self._is_recording:
