@@ -51,8 +51,8 @@ from dflash_runtime.compute.cupy.side_stream import CupyMark, CupySideStream, Ev
 _LOG = logging.getLogger(__name__)
 
 _OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
-"""Device indices and memory pools of closed devices that still had arrays, which the traceback of an
-error keeps, for example. CuPy does not give the driver what they leave in their pool later."""
+"""Device indices and memory pools of closed devices that still had arrays, as an error's traceback
+may keep some. CuPy does not give the driver what they leave in their pool later."""
 
 
 @dataclass(frozen=True)
