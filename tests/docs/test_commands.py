@@ -107,6 +107,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     )  # fmt: skip
     for name in ("XDG_CONFIG_HOME", "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("MAKEFLAGS", "MAKELEVEL"):  # of the make that runs the tests: it would say more
+        monkeypatch.delenv(name, raising=False)
     port, tcp_port = free_port(), free_port()
     reader = Reader(
         clone,

@@ -291,7 +291,7 @@ def test_thirty_seconds_of_a_stopped_daemon_and_of_a_stopped_parent_cost_no_toke
         records = dict(
             zip(("daemon", "parent"), pool.map(through, ("daemon", "parent")), strict=True)
         )
-    assert records["daemon"]["events"] == ["daemon_lost"]
+    assert records["daemon"]["events"] == ["daemon_lost", "daemon_back"]
     assert records["daemon"]["restarts"]["link0"] == 1
     # The daemon waits longer than that; its pongs may be taken for missing, or may not.
     assert records["parent"]["restarts"]["link0"] <= 1
