@@ -57,6 +57,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring import MOVED_FACTOR, RingShape
 from dflash_protocol.ring_segment import Segment, open_segment
 from dflash_protocol.transport import LinkLimits
+from dflash_runtime.experts.handshake import OTHER_WEIGHTS
 from dflash_runtime.experts.held_placements import HeldPlacement
 
 _LOG = logging.getLogger(__name__)
@@ -364,7 +365,7 @@ class ControlServer:
             raise HandshakeRefused(
                 f"this daemon's file has other weights: the digest of all its bytes is "
                 f"{known[:16]}, the parent's {one_line(hello.file_digest)[:16]}",
-                code="weights",
+                code=OTHER_WEIGHTS,
             )
         if hello.model_identity != self._host.identity:
             hint = (
