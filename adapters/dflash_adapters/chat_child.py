@@ -41,8 +41,8 @@ _INPUT, _OUTPUT = 0, 1
 _MEMORY_BYTES, _MEMORY_MULTIPLE = 256 << 20, 32
 """Address space: so much, and for each byte of a request so much more."""
 _OPEN_FILES = 16
-_CHUNK_BYTES = 64 << 10
-"""What a pipe holds."""
+_CHUNK_BYTES = 1 << 20
+"""What a pipe holds at most."""
 
 
 def main() -> None:

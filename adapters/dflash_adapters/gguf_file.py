@@ -137,10 +137,6 @@ class GgufFile(Metadata):
         self._require_open()
         self.watch.require_unwritten()
 
-    def look(self) -> None:
-        """The same, at most every tenth of a second; costs next to nothing in between."""
-        self.watch.look()
-
     def identity(self) -> str:
         """SHA-256 of all metadata, the tensor table, the sizes, and samples of every tensor.
 

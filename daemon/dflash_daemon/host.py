@@ -83,7 +83,7 @@ class ExpertHost:
 
     def look(self) -> None:
         """The same, at most every tenth of a second."""
-        self._file.look()
+        self._file.watch.look()
 
     def read_placement(self, path: Path) -> OwnedExperts:
         """Raises: SettingsError if the file is not a placement of this model."""

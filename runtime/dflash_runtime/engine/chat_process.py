@@ -6,6 +6,8 @@ when its input does, and so with us. Knows nothing of what is rendered.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -21,8 +23,8 @@ from dflash_protocol.settings import bare_environment, package_roots
 
 _START_S = 30.0
 """It takes a tenth of a second on a machine that is not busy."""
-_CHUNK_BYTES = 64 << 10
-"""What a pipe holds."""
+_PIPE_BYTES = 1 << 20
+"""What a pipe holds, where the kernel allows it: fewer turns of two processes for a long chat."""
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "jinja2", "markupsafe", "msgpack")
 _RUN = "import sys; sys.path += sys.argv[1:]; from dflash_adapters.chat_child import main; main()"
 """With -I and -S: neither variables, nor the folder we are in, nor what hooks into the start of
@@ -68,6 +70,8 @@ class RenderingProcess:
         self._input, self._output = self._process.stdin, self._process.stdout
         for pipe in (self._input, self._output):
             os.set_blocking(pipe.fileno(), False)
+            with contextlib.suppress(OSError):  # beyond what one account may have
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property
     def is_alive(self) -> bool:
@@ -126,7 +130,7 @@ class RenderingProcess:
         data = bytearray()
         while len(data) < num_bytes:
             self._wait(self._output.fileno(), select.POLLIN, ends_at)
-            part = os.read(self._output.fileno(), min(num_bytes - len(data), _CHUNK_BYTES))
+            part = os.read(self._output.fileno(), min(num_bytes - len(data), _PIPE_BYTES))
             if not part:
                 raise self._ended()
             data += part

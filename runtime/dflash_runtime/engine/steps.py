@@ -63,6 +63,7 @@ class Steps:
         self.num_positions = num_positions
         """How long the sequence can be."""
         self._file = file
+        self._look = file.watch.look
         self._model = model
         self._cache = cache
         self._backend = backend
@@ -220,7 +221,7 @@ class Steps:
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
         self._cut(first_position)
         self._kept.take_up(first_position)
-        self._file.look()
+        self._look()
         phase, started_s = _phase_of(token_ids.size), time.monotonic()
         # A token that is quick is over before it is time for the next look.
         is_quick = phase is Phase.DECODE and self._token_s < LOOK_S / 4
@@ -314,7 +315,8 @@ class Steps:
 
         Raises: NotFinite if one of them is NaN or infinite.
         """
-        if not np.isfinite(logits).all():
+        # For a small vocabulary this takes half the time of `.all()`.
+        if 0 in np.isfinite(logits).tobytes():
             self.refuse_run()
         return logits
 
@@ -353,7 +355,7 @@ class Steps:
     def check(self, run: int) -> None:
         """Raises: as `forward`."""
         self._require_current(run)
-        self._file.look()
+        self._look()
         if self._is_cancelled is not None and self._is_cancelled():
             raise Cancelled
 
@@ -426,7 +428,7 @@ class Steps:
     def _cancellable(self, phase: Phase, *, looks: bool = True) -> MoeBlock[AnyArray]:
         """The same, but the first layer that nobody wants any more raises Cancelled, and if it
         `looks` one that finds the file written to ModelFileError."""
-        compute, look = self._moe(phase), self._file.look
+        compute, look = self._moe(phase), self._look
         if self._is_cancelled is None and not looks:
             return compute
 

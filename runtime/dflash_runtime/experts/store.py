@@ -104,7 +104,7 @@ class _WatchedBank:
         self._file = file
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        self._file.look()
+        self._file.watch.look()
         self._bank.accumulate(batch, out)
 
 
