@@ -69,8 +69,10 @@ def found(path: Path, options: dict[str, Any], *, is_short: bool) -> dict[str, s
                 "logits": _digest(engine.logits(ids).tobytes()),
                 "logits in chunks": _digest(engine.logits(ids, [size - 9, 6, 1, 1, 1]).tobytes()),
             }
-            for name, sampling in (("greedy", {}), ("sampled", {"temperature": 0.8, "seed": 1})):
-                tokens = engine.generate(ids, 6, top_logprobs=3, ignore_eos=True, **sampling)
+            for name, temperature in (("greedy", 0.0), ("sampled", 0.8)):
+                tokens = engine.generate(
+                    ids, 6, temperature=temperature, seed=1, top_logprobs=3, ignore_eos=True
+                )
                 digests[name] = _digest(repr([(t.token_id, t.logprobs) for t in tokens]).encode())
             plain = [t.token_id for t in engine.generate(ids, 6, ignore_eos=True)]
             digests["without probabilities"] = _digest(repr(plain).encode())
