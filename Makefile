@@ -8,14 +8,15 @@ READY     := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz soak check check-kernels format bench bench-cpu bench-ipc build clean
+.PHONY: help demo test test-all fuzz soak check docs check-kernels format bench bench-cpu bench-ipc build clean
 
 help:
 	@echo "make demo      write text with the demo model, its experts in two daemon processes"
 	@echo "make test      run the test suite (make test-all: long fuzzing and the wide matrix too)"
 	@echo "make fuzz      a million damaged inputs for everything that is read from outside"
 	@echo "make soak      write text for ten minutes while its daemons are killed and stopped"
-	@echo "make check     formatting, lint, types, import contracts"
+	@echo "make check     formatting, lint, types, import contracts, tables of docs/"
+	@echo "make docs      write the tables of docs/ that say what the code says"
 	@echo "make check-kernels  compile every GPU kernel for every architecture, without a GPU"
 	@echo "make format    format the code"
 	@echo "make bench     measure the demo model, results in bench/results/"
@@ -60,6 +61,10 @@ check: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tooling.docs --check
+
+docs: $(READY_DEV)
+	$(BIN)/python -m tooling.docs
 
 check-kernels: $(READY_DEV)
 	$(BIN)/python -m bench.check_kernels

@@ -189,6 +189,8 @@ class FileWatch:
                 return  # another thread has done it
             if self._awaited:
                 raise ModelFileError(
+                    # docs: its ctime moved in the first seconds: start again; see *When a model's
+                    # file changes*
                     "changed while it was in use, before its bytes were known well enough to "
                     "compare them; start again with the file as it is now",
                     path=self._shards[0].path,
@@ -216,6 +218,7 @@ class FileWatch:
 
 def _written(shard: _Watched) -> ModelFileError:
     return ModelFileError(
+        # docs: the model's file was changed in place; see *When a model's file changes*
         "was written to while it was in use; start again with the file as it is now",
         path=shard.path,
     )

@@ -169,6 +169,8 @@ class WeightCheck:
                         self._make_digest()
                 except ModelFileError as error:
                     # Those who compute with the file look at it themselves, and say so.
+                    # docs: it could not be made in the background; who computes with the file looks
+                    # at it too
                     _LOG.info("the digest of the model's file: %s", error)
                 left_s = digest_from_s - time.monotonic()
                 wake.wait(left_s if left_s > 0 else None)

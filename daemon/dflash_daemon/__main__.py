@@ -63,6 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"error: {error}", program=_PROGRAM)
         return 1
     except ImportError as error:
+        # docs: the launcher's environment has no such library; install dflash-moe in it, see
+        # `dflash-moe doctor`
         reason = f"{sys.executable} lacks what a daemon needs: {_first_line(error)}"
         say(f"error: {reason}", program=_PROGRAM)
         return 1

@@ -70,6 +70,7 @@ class Authenticator:
                 self._socket.send_multipart([*request[:2], *self._answer(request)])
         except Exception:
             # Whoever waits for an answer is closed by the handshake's time limit.
+            # docs: a bug, with its traceback: report it; start the daemon again
             _LOG.exception("nobody is let in any more")
         finally:
             self._socket.close()
@@ -94,6 +95,7 @@ class Authenticator:
         num_refused = self.num_refused - self._num_reported
         self._num_reported, self._reported_s = self.num_refused, now_s
         where = ascii(address.decode("ascii", "replace"))
+        # docs: if it is a friend, add `dflash-public-key KEY` to `authorized_clients`
         _LOG.warning(
             "refused %d %s; the last from %s with key %s, which is not among the "
             "authorized clients",
@@ -122,4 +124,6 @@ def let_handshakes_yield(io_thread: int) -> None:
         if not is_found:
             time.sleep(0.001)
     if not is_found:
+        # docs: the system does not let a thread lower its priority; a flood of strangers may delay
+        # requests
         _LOG.warning("handshakes of strangers have the same priority as all else")

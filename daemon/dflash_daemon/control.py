@@ -237,6 +237,7 @@ class ControlServer:
         try:
             await asyncio.to_thread(segment.open_window, mover)
         except DeviceUnavailable as error:
+            # docs: its device cannot lock the shared memory; all else goes on, slower
             _LOG.warning("the CPU copies what a parent sends: %s", str(error))
             return False
         except BaseException:
@@ -276,6 +277,7 @@ class ControlServer:
                     file_digest=self._host.weights.full_digest,
                 )
         except (ProtocolError, DeviceOutOfMemory) as error:
+            # docs: it has another model, or asks for what cannot be; the parent says the same
             _LOG.warning("refused a parent: %s", error)
             code = error.code if isinstance(error, ProtocolError) else "memory"
             await self._send(routing_id, Refused(code, str(error)[:1000]))
@@ -284,6 +286,7 @@ class ControlServer:
             await self._send(routing_id, Refused("stopping", f"loading failed: {error}"[:1000]))
             return
         except Exception as error:
+            # docs: a bug, with its traceback: report it. The parent was refused
             _LOG.exception("loading failed")
             await self._send(routing_id, Refused("internal", f"loading failed: {error}"[:1000]))
             return
@@ -369,11 +372,13 @@ class ControlServer:
             )
         if hello.model_identity != self._host.identity:
             hint = (
+                # docs: the daemon has the model that was under this path before
                 "; its file was replaced since it was started: start the daemon again"
                 if change is FileChange.REPLACED
                 else ""
             )
             raise HandshakeRefused(
+                # docs: the files differ; give both sides the same one
                 f"this daemon runs model {self._host.identity[:16]} ({self._host.spec.name}), "
                 f"asked for is model {hello.model_identity[:16]}{hint}",
                 code="model",
@@ -462,6 +467,7 @@ def _nonce_of(hello: Hello, version: int, file_stamp: str) -> bytes | None:
     Raises: ProtocolError if it is no nonce.
     """
     if version == 1 or not hello.nonce:
+        # docs: it is served; that both have the same weights is not known. Have it run this version
         _LOG.warning("a parent does not compare weights: it is an older version of this program")
         return None
     nonce = nonce_from(hello.nonce)

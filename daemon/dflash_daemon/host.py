@@ -145,6 +145,8 @@ class ExpertHost:
                 kept = "; it keeps the experts of its --placement" if self._keeps else ""
                 raise error.with_advice(DAEMON_MEMORY_ADVICE + kept) from error
         if not is_there:
+            # docs: a parent came with a placement that the daemon did not have; those of its own
+            # `--placement` are never dropped
             _LOG.info(
                 "placement %s: %d experts kept, %d loaded, %d dropped",
                 *(owned.fingerprint[:16], held.num_kept, held.num_loaded, held.num_dropped),

@@ -199,6 +199,7 @@ async def _serve(
             f"listening on {endpoint.address}"
         )
         if options.lifeline_fd is None:
+            # docs: parents can connect
             say(summary, program="dflash-daemon")
             # From now on it is told what is loaded for whom. Who spawned a daemon did not ask.
             logging.getLogger("dflash_daemon").setLevel(logging.INFO)
@@ -251,6 +252,7 @@ class _Progress:
         now_s = time.monotonic()
         if now_s - self._said_s >= _PROGRESS_LINE_S:
             self._said_s = now_s
+            # docs: how far starting is, now and then
             _LOG.info("%s", line)
 
 
@@ -272,6 +274,7 @@ async def _get_ready_and_report(
             if stop.is_set():
                 return
             raise
+        # docs: every kernel that the model needs is compiled and has run once
         _LOG.info("ready")
     manager.ready(summary)
     await _report(manager, service, summary)
@@ -302,6 +305,7 @@ async def _watch_file(host: ExpertHost) -> None:
         await asyncio.to_thread(host.require_unwritten)
         if not was_replaced and host.file_change() is FileChange.REPLACED:
             was_replaced = True
+            # docs: the model's path leads to another file now: start the daemon again
             _LOG.warning(
                 "%s was replaced; serving the file that was there before until started again",
                 host.model_path,

@@ -166,6 +166,8 @@ class ComputeService:
                 self._serve_both(server, self._rings)
         except Exception as error:
             # A daemon whose heart beats and whose hands do nothing is worse than none.
+            # docs: a bug, with its traceback: report it. The daemon ends with
+            # exit code 1
             _LOG.exception("the compute thread failed")
             self.failure = error
             self._on_failure()
@@ -265,6 +267,8 @@ class ComputeService:
             server.fail(request.link_id, request.header.sequence, failure)
         except Exception:
             # Whatever it is, the parent can compute this elsewhere and others can be served.
+            # docs: a bug, with its traceback: report it. The parent computed that batch
+            # elsewhere
             _LOG.exception("computing layer %d failed", request.header.layer_id)
             failure = ProtocolError("computing failed inside the daemon", code="internal")
             server.fail(request.link_id, request.header.sequence, failure)

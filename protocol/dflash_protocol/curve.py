@@ -254,6 +254,8 @@ class AuthorizedClients:
                 self._keys = self._read()
             except SettingsError as error:
                 if self._keys:
+                    # docs (daemon): `authorized_clients` cannot be used; connections that exist go
+                    # on
                     _LOG.warning("no client is let in until this is put right: %s", error)
                 self._keys = frozenset()
         return public_key in self._keys

@@ -191,6 +191,7 @@ def _locked_file(path: Path, address: str) -> int:
             pass
         except OSError:
             os.close(fd)
+            # docs: a daemon runs there already; connect to it or choose another path
             raise DaemonUnavailable(f"endpoint {address} is in use by another daemon") from None
         os.close(fd)
 

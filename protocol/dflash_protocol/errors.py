@@ -167,6 +167,9 @@ class DeviceOutOfMemory(DeviceUnavailable):
     ) -> None:
         amount = "memory" if num_bytes is None else f"{num_bytes:,} bytes"
         super().__init__(
+            # docs: of the parent's device: keep fewer experts on it (`--local-experts`, the others
+            # in a `--daemon`), or ask for a smaller `--context`; of a daemon's: the line says so
+            # too
             f"{device} has no {amount}{f' for {what}' if what else ''}: "
             f"{free_bytes:,} of {total_bytes:,} bytes are free{f'; {advice}' if advice else ''}"
         )
@@ -208,7 +211,10 @@ class DeadlineExceeded(DaemonUnavailable):
 def lack_of(error: MemoryError | RuntimeError) -> str | None:
     """What the machine did not give a program, for people; None if it is another error."""
     if isinstance(error, MemoryError):
+        # docs: the program needs more than the machine or its limits (`ulimit`, the service's, the
+        # container's) give
         return "there is not enough memory"
     if "can't start new thread" in str(error):
+        # docs: as for `there is not enough memory`
         return "no thread can be started: too little memory, or too many of them"
     return None

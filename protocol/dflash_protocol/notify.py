@@ -113,6 +113,7 @@ class Notifier:
                 sender.sendto("\n".join(lines).encode(errors="replace"), self._address)
         except OSError as error:  # a timeout is one too
             if not self._has_failed:
+                # docs: NOTIFY_SOCKET leads nowhere; the program goes on, the manager may end it
                 _LOG.warning("the service manager cannot be told: %s", error.strerror or error)
             self._has_failed = True
 

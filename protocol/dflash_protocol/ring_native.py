@@ -308,6 +308,7 @@ def _cache_folder() -> Path | None:
 @cache
 def _say_not_kept(reason: str) -> None:
     """Once for each reason."""
+    # docs: the cache folder cannot be used: `CACHE_DIR`
     _LOG.warning("the ring's code will be compiled at every start: %s", reason)
 
 

@@ -29,6 +29,8 @@ def explain_bus_errors(program: str, model_path: Path) -> None:
         return
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(model_path))
     line = (
+        # docs: the process ends: put the file back as a whole, look at the system's log for errors
+        # of the disk, start again
         f"{program}: error: {shown}, or memory shared with another process, was cut short while it "
         "was in use, or its disk failed (SIGBUS)\n"
     )

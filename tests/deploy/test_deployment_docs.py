@@ -22,7 +22,7 @@ def test_files_that_are_named_exist() -> None:
     assert len(named) > 4
     for name in named:
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\(([^)]+)\)", TEXT):
+    for name in re.findall(r"\]\(([^)#]+)", TEXT):
         assert (ROOT / "docs" / name).exists(), name
 
 

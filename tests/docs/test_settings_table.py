@@ -1,43 +1,20 @@
-"""The table of settings in docs/operations.md says what the table in the code says."""
+"""Settings files of the documents can be read, and each setting is an option of the programs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings_file import DAEMON_KEYS, read_settings_file
 from dflash_protocol.settings_table import (
     KNOBS,
-    SETTINGS_FILE,
     SETTINGS_FLAG,
-    SETTINGS_HELP,
-    Knob,
     knobs_of,
 )
 from dflash_runtime.cli.main import cli
 from support.processes import ROOT, run_cli
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
-HEAD = "| variable | flag | key | default | must be | meaning |"
-
-
-def row(knob: Knob) -> str:
-    flag = f"{knob.flag}`, `--no-{knob.flag[2:]}" if isinstance(knob.kind, Switch) else knob.flag
-    assert knob.is_argument == (knob.field == "model")
-    default = f"`{knob.default_text}`" if knob.default_text else "none"
-    cells = [f"`{knob.variable}`", f"`{flag}`", f"`{knob.key}`", default, knob.kind.allowed]
-    return "| " + " | ".join([*cells, knob.help]) + " |"
-
-
-def test_the_table_of_the_document_is_the_table_of_the_code() -> None:
-    file_row = f"| `{SETTINGS_FILE}` | `{SETTINGS_FLAG}` |  | none | a path | {SETTINGS_HELP} |"
-    expected = [HEAD, "|---|---|---|---|---|---|", file_row, *map(row, KNOBS)]
-    lines = OPERATIONS.splitlines()
-    assert HEAD in lines
-    first = lines.index(HEAD)
-    assert lines[first : first + len(expected)] == expected
-    assert not lines[first + len(expected)].startswith("|")
 
 
 def test_the_file_of_the_document_can_be_read(tmp_path: Path) -> None:
@@ -112,6 +89,10 @@ def test_every_option_is_a_setting_but_those_of_one_run() -> None:
     for name in ("generate", "serve", "inspect"):
         assert "model" in options[name]
     assert set().union(*options.values()) - fields == OF_ONE_RUN
+
+
+def test_the_model_alone_is_an_argument() -> None:
+    assert [knob.field for knob in KNOBS if knob.is_argument] == ["model"]
 
 
 def test_names_are_used_once() -> None:

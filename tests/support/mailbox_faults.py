@@ -36,6 +36,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     MailLayout,
 )
 from dflash_runtime.compute.cupy.parent_mail import ParentMail
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.mailbox_pairs import DevicePair, Pace
 from support.mailbox_rig import PROMPT, Rings, opened, patient_settings, shared_things, tokens
@@ -121,7 +122,7 @@ class Mailing:
 
     @property
     def num_losses(self) -> int:
-        return [event.kind for event in self.engine.stats().events].count("daemon_lost")
+        return [event.kind for event in self.engine.stats().events].count(EventKind.DAEMON_LOST)
 
 
 @contextmanager

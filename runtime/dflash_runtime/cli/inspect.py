@@ -65,6 +65,7 @@ def _digests(file: GgufFile) -> list[str]:
     try:
         folder = cache_directory_in_use()
     except SettingsError as error:
+        # docs: the cache folder cannot be used (`CACHE_DIR`); it is made again next time
         click.echo(f"dflash-moe: the digest is not kept: {error}", err=True)
     num_read = 0
     with ProgressReporter(enabled=sys.stderr.isatty()) as progress:

@@ -114,6 +114,7 @@ def _reference(reason: str = "") -> ComputeBackend:
     from dflash_runtime.compute.reference import ReferenceBackend
 
     if reason:
+        # docs: the interpreter has no numba, or one that does not fit: `dflash-moe doctor`
         _LOG.warning("%s; computing with the slow reference backend", reason)
     return ReferenceBackend()
 

@@ -63,6 +63,8 @@ class RenderingProcess:
             )
         except OSError as error:
             raise RenderingUnavailable(
+                # docs: too many processes or open files, or no memory; it is tried again with the
+                # next chat
                 f"no process for chat templates can be started: {error.strerror or error}"
             ) from error
         assert self._process.stdin is not None
@@ -85,6 +87,8 @@ class RenderingProcess:
             is_ready = self._read(len(READY), time.monotonic() + _START_S) == READY
         except (RenderingEnded, DeadlineExceeded) as error:
             raise RenderingUnavailable(
+                # docs: its interpreter lacks Jinja or msgpack, or memory is short; it is tried
+                # again with the next chat
                 f"the process for chat templates does not start: {error}"
             ) from error
         if not is_ready:

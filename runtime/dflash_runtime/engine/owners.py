@@ -28,6 +28,7 @@ from dflash_runtime.compute import MEMORY_ADVICE, ComputeBackend, ExpertBank
 from dflash_runtime.engine.events import EventLog
 from dflash_runtime.engine.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.handshake import Greeting
 from dflash_runtime.experts.link import DaemonLink, Launch
 from dflash_runtime.experts.modes import ExecutionMode
@@ -145,7 +146,7 @@ class Owners:
                 if fallback_backend.numeric_class != backend.numeric_class:
                     reason = f"fallback {fallback_backend.numeric_class}"
                     self.events.add(
-                        "numeric_class_differs",
+                        EventKind.NUMERIC_CLASS_DIFFERS,
                         "fallback",
                         f"{reason}, parent {backend.numeric_class}",
                     )

@@ -29,6 +29,8 @@ from dflash_runtime.engine.prefix import CachedPrefix
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 
 _NOT_FINITE = (
+    # docs: the model's file is damaged, or memory, or a value has become too large; what was
+    # written until then is right
     "the model's logits are not finite (NaN or infinity), so that no token follows from them: its "
     "file or this machine's memory may be damaged, or a value has become too large"
 )

@@ -18,6 +18,7 @@ from dflash_protocol.settings import child_environment
 from dflash_runtime.experts.link import Launch
 
 _TERMINATE_S = 3.0
+# docs: of a daemon: put the file back as a whole, look at the system's log for errors of the disk
 _MEMORY_IS_GONE = ": the model's file was cut short while it was in use, or its disk failed"
 
 
@@ -79,8 +80,12 @@ class DaemonProcess:
         code = self._process.returncode
         if code is not None and code < 0:
             named = {number.value: number.name for number in signal.Signals}
+            signal_name = named.get(-code, f"signal {-code}")
             hint = _MEMORY_IS_GONE if -code == signal.SIGBUS else ""
-            return f"was ended by {named.get(-code, f'signal {-code}')}{hint}"
+            # docs: a signal ended the daemon: with SIGKILL often the kernel, for lack of memory
+            # (`dmesg`). `… before it was ready, 3 times`: so ended each try of a start; give it
+            # fewer experts. Required daemons get one try
+            return f"was ended by {signal_name}{hint}"
         return f"ended with exit code {code}"
 
     @property

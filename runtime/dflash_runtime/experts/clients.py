@@ -115,6 +115,8 @@ def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -
     try:
         segment.open_window(mover)
     except DeviceUnavailable as error:
+        # docs: its device cannot lock the shared memory (the run directory is on a disk, see
+        # `doctor`; `ulimit -l`; the driver's own limits); all else goes on, slower
         _LOG.warning("daemon %s: the CPU copies what is sent: %s", link.name, str(error))
         return False
     return True

@@ -11,6 +11,7 @@ from functools import partial
 from dflash_protocol.errors import DaemonUnavailable, DflashError
 from dflash_runtime.experts.breaker import BreakerState, CircuitBreaker
 from dflash_runtime.experts.compute import OwnerStats, Ticket
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.link import DaemonLink
 
 _LOG = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class RequestGuard:
         if not self.breaker.lets_through(time.monotonic()):
             self._stats.breaker_refused += 1
             raise DaemonUnavailable(
+                # docs: with `--require-daemons`: the daemon answers its handshake and fails its
+                # requests; the reason stands there, and in its own log
                 f"daemon {self._name}: its circuit breaker is open: {self.breaker.reason}"
             )
         return self.breaker.state is BreakerState.HALF_OPEN
@@ -70,5 +73,7 @@ class RequestGuard:
 def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:
     """A breaker tells the link: if it knew its compute, neither would end without the collector."""
     level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
+    # docs: `open` is a warning: its requests keep failing, so that it is not asked for a while.
+    # `half-open`, `closed`: one request is let through; it is used again
     _LOG.log(level, "daemon %s: circuit breaker is %s: %s", link.name, state, reason)
-    link.note(f"breaker_{state.name.lower()}", reason)
+    link.note(EventKind[f"BREAKER_{state.name}"], reason)

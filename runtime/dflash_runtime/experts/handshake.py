@@ -25,6 +25,7 @@ from dflash_protocol.errors import (
 from dflash_protocol.messages import PROTOCOL_VERSIONS, Hello, Welcome
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.link import DaemonLink
 from dflash_runtime.experts.sharing import SharingPlan
 
@@ -109,13 +110,14 @@ class Comparison:
             return
         if welcome.version == 1:
             link.note(
-                "weights_unchecked",
+                EventKind.WEIGHTS_UNCHECKED,
                 "it speaks version 1 of the protocol, in which weights are not compared",
             )
             return
         whose = f"daemon {link.name} at {link.endpoint.address}"
         if not welcome.file_stamp:
             raise HandshakeRefused(
+                # docs: an older daemon: have it run this version of the program
                 f"{whose} is too old: it does not show that its file has our weights; "
                 "have it run this version of the program",
                 code="too_old",
@@ -133,6 +135,8 @@ class Comparison:
             raise HandshakeRefused(str(error), code="file") from error
         if ours != welcome.blocks_digest:
             raise HandshakeRefused(
+                # docs: the daemon's file is another one, or damaged: give both sides the same file,
+                # and compare `dflash-moe inspect --digest` of both
                 f"{whose} has other weights: blocks of its file were compared with ours; "
                 "give both sides the same file",
                 code=OTHER_WEIGHTS,

@@ -21,6 +21,7 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.messages import Welcome
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring_segment import Segment
+from dflash_runtime.experts.event_kinds import EventKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class DaemonLink:
         *,
         launch: Launch | None,
         numeric_class: str,
-        on_event: Callable[[str, str, str], None],
+        on_event: Callable[[EventKind, str, str], None],
         secure: Callable[[zmq.Socket[Any]], object] | None = None,
     ) -> None:
         self.name = name
@@ -144,10 +145,12 @@ class DaemonLink:
             away_since_s, self._away_since_s = self._away_since_s, None
             self._refused = ""
         if away_since_s is not None:
-            self._on_event("daemon_back", self.name, f"away for {monotonic() - away_since_s:.1f} s")
+            self._on_event(
+                EventKind.DAEMON_BACK, self.name, f"away for {monotonic() - away_since_s:.1f} s"
+            )
         if welcome.numeric_class != self._numeric_class:
             reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
-            self._on_event("numeric_class_differs", self.name, reason)
+            self._on_event(EventKind.NUMERIC_CLASS_DIFFERS, self.name, reason)
         return session
 
     def mark_lost(self, generation: int, reason: str) -> None:
@@ -160,10 +163,10 @@ class DaemonLink:
             self._away_since_s = monotonic()
             self._close_untaken()
             os.eventfd_write(self.lost_fd, 1)
-        self._on_event("daemon_lost", self.name, reason)
+        self._on_event(EventKind.DAEMON_LOST, self.name, reason)
         self._wake_supervisor(generation)
 
-    def mark_absent(self, kind: str, reason: str) -> None:
+    def mark_absent(self, kind: EventKind, reason: str) -> None:
         """Report that the daemon is not there, where there was no session that could be lost."""
         with self._lock:
             if self._away_since_s is None:
@@ -183,7 +186,7 @@ class DaemonLink:
                 self._session = None
                 self._close_untaken()
                 os.eventfd_write(self.lost_fd, 1)
-        self._on_event("wrong_reply", self.name, reason)
+        self._on_event(EventKind.WRONG_REPLY, self.name, reason)
         self._wake_supervisor(generation)
 
     def take_segment(self, session: Session) -> Segment | None:
@@ -202,7 +205,7 @@ class DaemonLink:
             self._untaken.close()
             self._untaken = None
 
-    def note(self, kind: str, reason: str) -> None:
+    def note(self, kind: EventKind, reason: str) -> None:
         """Report something that does not end the session."""
         self._on_event(kind, self.name, reason)
 
@@ -210,7 +213,7 @@ class DaemonLink:
         """Report, once until there is a session again, why none can be had."""
         if reason != self._refused:
             self._refused = reason
-            self.note("daemon_refused", reason)
+            self.note(EventKind.DAEMON_REFUSED, reason)
 
     def close(self) -> None:
         """Release the eventfd and what nobody took. The link must not be used afterwards."""

@@ -182,6 +182,8 @@ class PromptOffload:
         self._logged |= new
         for index in sorted(new):
             name = "the fallback" if index == _FALLBACK else self._placement.owner_names[index]
+            # docs: once for each owner: its CPU would take longer (`PREFILL_OFFLOAD`);
+            # `selections_total{place="offloaded"}` counts them
             _LOG.info(
                 "experts of %s in a chunk of %d tokens: computed on the parent's device, with "
                 "copies of their weights",

@@ -42,6 +42,7 @@ from dflash_protocol.transports.shared_memory import SharedClient
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.clients import open_data_path
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.guard import RequestGuard
 from dflash_runtime.experts.link import DaemonLink, Session
 from dflash_runtime.experts.modes import STREAM_TOKENS, ExecutionMode, ModeChooser
@@ -381,6 +382,7 @@ class RemoteExpertCompute:
             if self._num_doublings < _MOST_DOUBLINGS:
                 self._num_doublings += 1
                 self._measured_s_per_pair[phase] = 2.0 * self._s_per_pair(phase)
+            # docs: the daemon was late: overloaded or stopped; see `IPC_DEADLINE_MS`
             raise DeadlineExceeded(f"no reply within {sent.deadline_s * 1e3:.0f} ms") from None
         finally:
             ended_s = time.monotonic()
@@ -445,9 +447,9 @@ class RemoteExpertCompute:
             self._forget(ticket)
             if code == "not_finite":
                 self._mail = self._route = None  # devices must not go on asking each other
-                self._link.note("not_finite", str(error))
+                self._link.note(EventKind.NOT_FINITE, str(error))
             else:
-                self._link.note("request_failed", str(error))
+                self._link.note(EventKind.REQUEST_FAILED, str(error))
         else:
             # Whose requests go on failing may do better with new memory and a new generation.
             self._link.mark_lost(ticket.generation, str(error))

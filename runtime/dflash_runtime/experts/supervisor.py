@@ -47,6 +47,7 @@ from dflash_protocol.messages import (
 )
 from dflash_protocol.ring_segment import Segment
 from dflash_runtime.experts.child import DaemonProcess
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.handshake import (
     OTHER_WEIGHTS,
     Comparison,
@@ -175,6 +176,7 @@ class Supervisor:
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
+                # docs: a bug, while ending: report it
                 _LOG.error("supervisor: %r", outcome)
 
     def is_waited_for(self, name: str) -> bool:
@@ -238,6 +240,7 @@ class _LinkTask:
                 backoff_s = min(max(2 * backoff_s, _BACKOFF_FIRST_S), _BACKOFF_LAST_S)
                 await asyncio.sleep(max(pause_s, backoff_s) * random.uniform(0.75, 1.25))
         except Exception as error:
+            # docs: a bug, with its traceback: report it. The daemon is not tried again
             _LOG.exception("daemon %s: the supervisor failed", self._link.name)
             self._failed(DaemonUnavailable(f"daemon {self._link.name}: {error!r}"))
             raise
@@ -254,18 +257,21 @@ class _LinkTask:
         is_absent = link.launch is None and isinstance(error, DaemonUnavailable)
         if is_absent and supervisor.tolerates_absent:
             if supervisor.report_first(link.name, None):
-                link.mark_absent("daemon_absent", str(error))
+                link.mark_absent(EventKind.DAEMON_ABSENT, str(error))
         elif supervisor.is_waited_for(link.name):
             if isinstance(error, _EndedEarly) and supervisor.tries_again:
                 self._num_early_ends += 1
                 if self._num_early_ends < _MOST_EARLY_ENDS:
-                    link.mark_absent("daemon_lost", str(error))
+                    link.mark_absent(EventKind.DAEMON_LOST, str(error))
                     return
                 error = DaemonUnavailable(f"{error}, {self._num_early_ends} times")
             supervisor.report_first(link.name, error)
         elif not isinstance(error, DaemonUnavailable) and not _is_busy(error):
             # Trying again does not put this right: it is said aloud, once.
             link.note_refused(str(error))
+        # docs: an attempt to connect failed; it is tried again. Where that does not help, since the
+        # daemon refused us or we refuse its socket, `daemon NAME is not there` and the event
+        # `daemon_refused` say so once
         _LOG.info("daemon %s: %s", link.name, error)
 
     async def _one_session(self) -> None:
@@ -324,6 +330,7 @@ class _LinkTask:
     def _unanswered(self, silence_s: float) -> DaemonUnavailable:
         link = self._link
         return DaemonUnavailable(
+            # docs: no daemon listens there, or it belongs to another user
             f"daemon {link.name}: nothing answers at {link.endpoint.address} "
             f"({silence_s:.0f} s); is it running?"
         )
@@ -407,6 +414,8 @@ class _LinkTask:
         if greeting.is_sharing_required:
             raise HandshakeRefused(f"daemon {link.name} cannot share memory: {reason}")
         level = logging.WARNING if is_surprise else logging.INFO
+        # docs: payloads go through sockets, which is slower. A warning if it was expected to work:
+        # look at the run directory's free space
         _LOG.log(level, "daemon %s: no shared memory: %s", link.name, reason)
         return None
 
@@ -453,11 +462,13 @@ class _LinkTask:
                 await asyncio.wait(waiting[1:], timeout=_END_S)
             if self._process is not None and self._process.has_ended:
                 raise (_EndedEarly if self._process.was_told_to_end else DaemonUnavailable)(
+                    # docs: its own message stands above, on stderr
                     f"daemon {link.name} {self._process.how_it_ended} before it was ready"
                 )
             if disconnected.done():
                 # One that never said a word may not know our key, and never will.
                 raise (_EndedEarly if self._was_heard else DaemonUnavailable)(
+                    # docs: it ended, or does not know the parent's key: see its own messages
                     f"daemon {link.name} at {link.endpoint.address} hung up before it was ready"
                 )
             raise self._unanswered(silence_s)
@@ -521,10 +532,12 @@ class _LinkTask:
                     return f"its file has other weights: {digests(weights, pong.file_digest)}"
             num_missed = 0
             await asyncio.sleep(heartbeat_s)
+        # docs: the daemon hangs, or the machine is stopped; it is tried again
         return f"no heartbeat for {num_missed * heartbeat_s:.1f} s"
 
     async def _disconnected(self, disconnected: _Received) -> str:
         await asyncio.wait([disconnected])
+        # docs: the daemon ended, or the network did; it is tried again
         return "the connection ended"
 
     async def _reported(self, session: Session) -> str:

@@ -133,6 +133,7 @@ class Profile:
                     parts.append(_profile_part(f"{owner} {phase}", new, now))
         parts += [f"{owner}: {text}" for owner, text in (troubles or {}).items() if text]
         if parts:
+            # docs: `IPC_PROFILE`: what a generation cost at the boundary, by owner and phase
             _LOG.info("expert compute: %s", "; ".join(parts))
 
 

@@ -75,6 +75,7 @@ def _read_private(path: Path) -> bytes:
             if not stat.S_ISREG(found.st_mode):
                 raise file_error(_WHAT, path, "is no regular file")
             if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+                # docs: others may read the keys
                 raise file_error(_WHAT, path, "is open to others; chmod 600 it")
             text = os.read(descriptor, _MOST_BYTES + 1)
         finally:
@@ -101,6 +102,7 @@ def listening_socket(host: str, port: int, *, has_keys: bool) -> socket.socket:
         raise SettingsError(f"host {host}: {getattr(error, 'strerror', None) or error}") from error
     if not has_keys and not all(_is_loopback(str(each[4][0])) for each in found):
         raise SettingsError(
+            # docs: name an API key file, or listen on 127.0.0.1
             f"host {host} can be reached from other machines: name an API key file, "
             "or listen on 127.0.0.1"
         )
@@ -115,6 +117,7 @@ def listening_socket(host: str, port: int, *, has_keys: bool) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
+        # docs: another program, perhaps another server, has the address
         raise SettingsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     return listener
 

@@ -140,6 +140,9 @@ class Acceptor:
         if now_s - self._reported_s < _REPORT_EVERY_S:
             return
         self._reported_s = now_s
+        # docs: there was no room for a connection: one whose client said nothing was closed for it,
+        # or it was closed itself since all had requests; or the process had no files left (`ulimit
+        # -n`). See *Bounds* in [serving.md](serving.md)
         _LOG.warning("connections: %s (said at most once a minute)", what)
 
 

@@ -54,6 +54,7 @@ class Gate:
         except Exception as error:
             refusal = api_error(error)
             if refusal is not error:
+                # docs: a bug, with its traceback: report it. The client got status 500
                 _LOG.exception("%s %s failed", scope["method"], scope["path"])
             if not is_started:
                 await refusal.response()(scope, receive, counted)

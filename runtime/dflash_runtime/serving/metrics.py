@@ -41,43 +41,77 @@ _ROUND_TRIPS_S = tuple(2**power * 1e-9 for power in range(13, 36))
 
 _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     # metric: field of OwnerStats, what it counts
-    "owner_requests": ("requests", "Requests to an owner of experts."),
-    "owner_tokens": ("tokens", "Tokens in them."),
-    "owner_pairs": ("pairs", "(token, expert) pairs in them."),
-    "owner_sent_bytes": ("bytes_sent", "Payload sent to an owner."),
-    "owner_received_bytes": ("bytes_received", "Payload received from an owner."),
+    "owner_requests": ("requests", "Requests: one or more for each layer and chunk."),
+    "owner_tokens": ("tokens", "Tokens in requests."),
+    "owner_pairs": ("pairs", "(token, expert) pairs in requests."),
+    "owner_sent_bytes": ("bytes_sent", "Payload sent."),
+    "owner_received_bytes": ("bytes_received", "Payload received."),
     "owner_wait_seconds": ("wait_s", "Time the parent stood still for an owner."),
     "owner_restarts": ("restarts", "Times a daemon came back after it was lost."),
-    "owner_retries": ("retries", "Batches of an owner that were computed elsewhere."),
-    "owner_fallbacks": ("fallbacks", "Those of them that the parent had to compute itself."),
-    "owner_checksum_failures": ("checksum_failures", "Requests that were damaged on the way."),
+    "owner_retries": (
+        "retries",
+        "Batches of a lost or late daemon that a replica or the parent computed.",
+    ),
+    "owner_fallbacks": (
+        "fallbacks",
+        "Batches of a lost or late daemon that the parent computed itself.",
+    ),
+    "owner_checksum_failures": (
+        "checksum_failures",
+        "Requests that were damaged on the way, or their replies.",
+    ),
     "owner_deadline_failures": ("deadline_failures", "Requests that took too long."),
-    "owner_not_finite_replies": ("not_finite", "Replies that were NaN or infinite."),
-    "owner_checked_replies": ("checked", "Batches that were computed here too, and compared."),
-    "owner_wrong_replies": ("wrong_replies", "Those of them that were wrong."),
-    "owner_stale_messages": ("stale", "Messages that answered nothing."),
-    "owner_widened_messages": ("widened", "Messages that a 16-bit type would not hold."),
+    "owner_not_finite_replies": (
+        "not_finite",
+        "Replies that were NaN or infinite, and computed elsewhere.",
+    ),
+    "owner_checked_replies": (
+        "checked",
+        "Batches that the parent computed too, and compared (CHECK_REPLIES).",
+    ),
+    "owner_wrong_replies": (
+        "wrong_replies",
+        "Replies that were checked and wrong: 0, or 1 and the daemon is used no more.",
+    ),
+    "owner_stale_messages": (
+        "stale",
+        "Messages that answered nothing that was waited for: late replies.",
+    ),
+    "owner_widened_messages": (
+        "widened",
+        "Messages with a value that IPC_DTYPE cannot hold, sent as f32.",
+    ),
     "owner_breaker_opened": ("breaker_opened", "Times a daemon's circuit breaker opened."),
     "owner_breaker_refused": ("breaker_refused", "Batches that were not sent since it was open."),
 }
 
 _OWNER_GAUGES: tuple[tuple[str, str, Callable[[OwnerStats], float]], ...] = (
-    ("owner_experts", "Experts of an owner.", lambda owner: owner.num_experts),
+    ("owner_experts", "Experts it holds.", lambda owner: owner.num_experts),
     ("owner_up", "0 while a daemon is lost, else 1.", lambda owner: not owner.is_lost),
 )
 
 _PHASE_COUNTERS: Mapping[str, tuple[str, str]] = {
     # metric: field of PhaseStats, what it counts
-    "owner_phase_requests": ("requests", "Requests by phase."),
-    "owner_phase_queue_seconds": ("queue_s", "Time requests waited at a daemon, as it said."),
-    "owner_phase_compute_seconds": ("compute_s", "Time an owner computed, as it said."),
+    "owner_phase_requests": ("requests", "Requests by phase: they tell the modes apart."),
+    "owner_phase_queue_seconds": (
+        "queue_s",
+        "Time requests waited at a daemon, as it said: for its other parents, or for the request "
+        "before.",
+    ),
+    "owner_phase_compute_seconds": ("compute_s", "Time the owner computed, as it said."),
 }
-
 
 _LAYER_COUNTERS: Mapping[str, tuple[str, str]] = {
     # metric: field of HitCounts, what it counts
-    "layers": ("layers", "Layers of experts, once for each step and chunk."),
-    "layers_hot_only": ("layers_hot_only", "Those that needed nobody but the parent's own device."),
+    "layers": (
+        "layers",
+        "Layers of experts, each once for every step and every chunk of a prompt, or each of its "
+        "halves.",
+    ),
+    "layers_hot_only": (
+        "layers_hot_only",
+        "Those of layers_total that needed only the parent's own device.",
+    ),
 }
 
 _PLACES = ("hot", "remote", "cold", "offloaded")
@@ -100,32 +134,35 @@ class Metrics:
                 name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=_TIMES_S
             )
 
-        self.http_requests = counter("http_requests", "Answers by endpoint.", "endpoint", "status")
+        self.http_requests = counter("http_requests", "Answers.", "endpoint", "status")
         self.rejected = counter("requests_rejected", "Not taken into the queue.", "reason")
-        self.finished = counter("requests_finished", "Generations by how they ended.", "reason")
+        self.finished = counter(
+            "requests_finished", "Generations that ended: stop, length, cancelled, error.", "reason"
+        )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.reused_tokens = counter(
             "prefix_cache_hits", "Tokens of prompts that were not computed again."
         )
-        self.generated_tokens = counter("generation_tokens", "Tokens written.")
+        self.generated_tokens = counter("generation_tokens", "Tokens written, live.")
         self.queue_s = histogram("request_queue_time_seconds", "From asking to the first layer.")
-        self.first_token_s = histogram(
-            "time_to_first_token_seconds", "From asking to the first token."
-        )
+        self.first_token_s = histogram("time_to_first_token_seconds", "From asking.")
         self.token_s = histogram(
-            "time_per_output_token_seconds", "Of each generation, from the second token on."
+            "time_per_output_token_seconds",
+            "From the second token on, one value for each generation.",
         )
         self.whole_s = histogram("e2e_request_latency_seconds", "From asking to the last token.")
         self.prefill_s = histogram("request_prefill_time_seconds", "Computing prompts.")
-        self.decode_s = histogram("request_decode_time_seconds", "Computing all other tokens.")
+        self.decode_s = histogram(
+            "request_decode_time_seconds", "Computing all tokens but the first."
+        )
         self.owner_wait_s = histogram(
             "owner_generation_wait_seconds",
-            "Time the parent stood still for an owner, of each generation.",
+            "Time the parent stood still for an owner, for each generation.",
             "owner",
         )
         self.owner_requests = Histogram(
             "owner_generation_requests",
-            "Requests to an owner, of each generation.",
+            "Requests to an owner, for each generation.",
             ("owner",),
             namespace=NAMESPACE,
             registry=self.registry,
@@ -133,7 +170,7 @@ class Metrics:
         )
         self.running = Gauge(
             "num_requests_running",
-            "Generations that are computed.",
+            "Generations that are computed: 0 or 1.",
             namespace=NAMESPACE,
             registry=self.registry,
         )
@@ -143,7 +180,7 @@ class Metrics:
         """Have the length of the queue among the metrics."""
         Gauge(
             "num_requests_waiting",
-            "Requests in the queue.",
+            "Length of the queue.",
             namespace=NAMESPACE,
             registry=self.registry,
         ).set_function(length)
@@ -196,7 +233,9 @@ def _hits(hits: HitCounts) -> Iterator[Metric]:
         yield CounterMetricFamily(f"{NAMESPACE}_{metric}", text, value=getattr(hits, field))
     selections = CounterMetricFamily(
         f"{NAMESPACE}_selections",
-        "Experts that were chosen, by who computes them.",
+        "Experts that were chosen for a token: hot are computed by the parent's own, remote by "
+        "daemons, cold by the fallback, offloaded by the parent's device with copies of others' "
+        "weights.",
         labels=["place"],
     )
     for place in _PLACES:
@@ -223,7 +262,7 @@ def _owners(owners: Mapping[str, OwnerStats]) -> Iterator[Metric]:
         yield family
     round_trips = HistogramMetricFamily(
         f"{NAMESPACE}_owner_round_trip_seconds",
-        "Time from before a request is packed until its reply is at hand.",
+        "From before a request is packed until its reply is at hand.",
         labels=labels,
     )
     for values, stats in phases:

@@ -108,6 +108,7 @@ def serve(
                     h11_max_incomplete_event_size=_LARGEST_HEAD_BYTES,
                 )
             )
+            # docs: the address is ours; the model is being opened
             say(f"listening on http://{shown_host}:{port}")
             asyncio.run(_Life(state, http, say, manager).run(listener))
 
@@ -139,6 +140,8 @@ class _Life:
                     with contextlib.suppress(RenderingUnavailable):  # the first chat will say so
                         engine.prepare_chat()
                 summary = f"{engine.spec.name}; experts: {', '.join(engine.stats().owners)}"
+                # docs: requests are taken; the summary names the model and the owners of its
+                # experts
                 self._say(f"ready: {summary}")
                 self._manager.ready(summary)
                 await self._until_signalled()
@@ -147,8 +150,10 @@ class _Life:
             if self._state.num_active:
                 num_left = self._state.num_active
                 if num_left == 1:
+                    # docs: a signal came; a second one ends it at once
                     self._say("ending once 1 request has ended")
                 else:
+                    # docs: a signal came; a second one ends them at once
                     self._say(f"ending once {num_left} requests have ended")
                 await self._drained()
         finally:

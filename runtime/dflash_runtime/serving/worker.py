@@ -143,8 +143,12 @@ class EngineWorker:
             return self._run(engine, job)
         except Exception as error:
             if not isinstance(error, DflashError):
+                # docs: a bug, with its traceback: report it. The client got status 500
                 _LOG.exception("a generation failed")
             elif isinstance(error, NotFinite):
+                # docs: its logits are NaN or infinite; the client got status 500 and `not_finite`.
+                # Always: the model's file is damaged (compare it with its source); now and then:
+                # memory, or a value that becomes too large
                 _LOG.error("a generation has no token: %s", error)
             self._metrics.finished.labels("error").inc()
             return error

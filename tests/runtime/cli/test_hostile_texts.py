@@ -23,6 +23,7 @@ from dflash_runtime.cli import progress
 from dflash_runtime.cli.main import main
 from dflash_runtime.cli.output import write_text
 from dflash_runtime.engine.events import EventLog
+from dflash_runtime.experts.event_kinds import EventKind
 from support import gguf_builder as raw
 from support.hostile_texts import FORGED, HOSTILE, HOSTILE_LONG, assert_harmless
 from support.processes import run_main, wait_until
@@ -198,7 +199,7 @@ def test_events_and_stages_are_escaped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = EventLog()
-    events.add("daemon_lost", "cpu0", HOSTILE_LONG)
+    events.add(EventKind.DAEMON_LOST, "cpu0", HOSTILE_LONG)
     (event,) = events.latest()
     assert_harmless(event.reason)
     assert_harmless(caplog.messages[0])

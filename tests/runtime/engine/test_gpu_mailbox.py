@@ -43,6 +43,7 @@ from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
 from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.placement.split import make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory
@@ -191,7 +192,7 @@ def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
         rings.at(2, mailing.daemons[0][1].kill)
         check_same(verified(engine), expected)
         kinds = [event.kind for event in engine.stats().events]
-        assert kinds.count("daemon_lost") == 1
+        assert kinds.count(EventKind.DAEMON_LOST) == 1
         assert rings.count > 2
     for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
         left.unlink()

@@ -13,6 +13,7 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.messages import Welcome
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts import link as link_module
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.link import DaemonLink
 
 WELCOME = Welcome(2, "00ff", "model", "placement", "class", "cpu", 40001, 16, 1 << 30, 1e3)
@@ -161,7 +162,7 @@ def test_a_daemon_that_is_used_again_is_reported_once_with_how_long_it_was_away(
     now_s = 200.0
     link.mark_lost(session.generation, "late")
     now_s = 203.25
-    link.mark_absent("daemon_absent", "nothing answers")
+    link.mark_absent(EventKind.DAEMON_ABSENT, "nothing answers")
     now_s = 265.5
     link.mark_ready(WELCOME)
     assert events == [
@@ -177,7 +178,7 @@ def test_a_daemon_that_is_used_again_is_reported_once_with_how_long_it_was_away(
 def test_one_that_was_not_there_at_first_is_reported_when_it_comes() -> None:
     events: list[tuple[str, str, str]] = []
     link = link_to("cpu0", lambda *event: events.append(event))
-    link.mark_absent("daemon_absent", "nothing answers")
+    link.mark_absent(EventKind.DAEMON_ABSENT, "nothing answers")
     link.mark_ready(WELCOME)
     link.close()
     assert [event[0] for event in events] == ["daemon_absent", "daemon_back"]

@@ -18,6 +18,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.engine.events import EventLog
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.modes import ExecutionMode
 from dflash_runtime.experts.reply_checks import CheckSchedule, ReplyChecker
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -204,8 +205,8 @@ def test_without_a_checker_or_out_of_turn_nothing_is_computed_here(served: Serve
 def test_the_operator_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
     with caplog.at_level(logging.WARNING):
-        events.add("wrong_reply", "cpu0", "layer 3: 1 of 96 sums have other bits")
-        events.add("not_finite", "cpu0", "layer 3: 1 rows of a reply are NaN or infinite")
+        events.add(EventKind.WRONG_REPLY, "cpu0", "layer 3: 1 of 96 sums have other bits")
+        events.add(EventKind.NOT_FINITE, "cpu0", "layer 3: 1 rows of a reply are NaN or infinite")
     assert caplog.messages == [
         "daemon cpu0 is used no more, it has answered wrongly: layer 3: 1 of 96 sums have other "
         "bits"

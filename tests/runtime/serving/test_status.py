@@ -19,6 +19,7 @@ from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.events import Event
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats
+from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.serving import worker
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.status import expert_types, owner_status
@@ -27,10 +28,10 @@ from support.routed_batches import moe_layer
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 NUM_USED = 2
 EVENTS = [
-    Event(1.0, "daemon_lost", "cpu0", "no heartbeat"),
-    Event(2.0, "breaker_open", "cpu1", "3 requests in a row failed"),
-    Event(3.0, "daemon_lost", "cpu0", "the process has ended"),
-    Event(4.0, "daemon_back", "cpu0", "away for 1.0 s"),
+    Event(1.0, EventKind.DAEMON_LOST, "cpu0", "no heartbeat"),
+    Event(2.0, EventKind.BREAKER_OPEN, "cpu1", "3 requests in a row failed"),
+    Event(3.0, EventKind.DAEMON_LOST, "cpu0", "the process has ended"),
+    Event(4.0, EventKind.DAEMON_BACK, "cpu0", "away for 1.0 s"),
 ]
 
 

@@ -54,6 +54,7 @@ def compile_ahead(jobs: Sequence[str], on_progress: OnProgress) -> None:
             num_before = len(jobs) - len(missing)
             _compile(folder, missing, lambda done: on_progress(num_before + done, len(jobs)))
     except OSError as error:
+        # docs: they are compiled when they are needed first
         _LOG.info("kernels are not compiled ahead: %s", error)
 
 

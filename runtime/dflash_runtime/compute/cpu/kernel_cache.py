@@ -96,6 +96,7 @@ def prepared_folder(given: str | None) -> Path | None:
             probe.unlink(missing_ok=True)  # another thread may look at the same time
         os.utime(folder)  # the last use, by which old ones are told
     except (SettingsError, OSError) as error:
+        # docs: the cache folder cannot be used: `CACHE_DIR`
         _LOG.warning("kernels will be compiled at every start: %s", error)
         return None
     _remove_old(parent, folder)
@@ -123,6 +124,7 @@ def _note_lost(error: Exception) -> None:
     """Say once that compiling was for this process alone."""
     if not _cannot_keep.is_set():
         _cannot_keep.set()
+        # docs: once; the cache folder is full, or was removed: `CACHE_DIR`
         _LOG.warning("compiled kernels could not be kept, the next start compiles anew: %s", error)
 
 

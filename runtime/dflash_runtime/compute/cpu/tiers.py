@@ -159,6 +159,7 @@ def _first_that_works(offered: list[Tier], features: dict[str, bool]) -> Tier:
         reason = why_not(tier, target_features(tier, features))
         if reason is None:
             return tier
+        # docs: a slower instruction set is used; results stay right. Often an old LLVM
         _LOG.warning("CPU tier %s does not work here (%s); using %s", tier, reason, following)
     return offered[-1]  # generic: what it needs, every kernel needs
 

@@ -234,8 +234,13 @@ class CupyBackend:
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
             self._close_offload()
+            # docs (parent): there is no room on the device for two layers' experts beside all else,
+            # or no memory can be locked, or no kernel reads them; prompts take as long as their
+            # owners do
             _LOG.warning("experts of prompts stay with their owners: %s", str(error))
         else:
+            # docs (parent): how fast weights come from the file, and the memory on the device that
+            # is kept for them
             _LOG.info(
                 "experts of prompts can be brought here at %.1f GB/s, through %.2f GiB on %s",
                 self._offload.bytes_per_s / 1e9,

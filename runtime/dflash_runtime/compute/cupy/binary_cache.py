@@ -44,6 +44,7 @@ class BinaryCache:
             return None
         checksum, content = found[:_CHECKSUM_BYTES], found[_CHECKSUM_BYTES:]
         if hashlib.sha256(content).digest() != checksum:
+            # docs: once: nothing to do; often: look at the disk
             _LOG.warning("a compiled kernel was damaged on disk and is compiled again: %s", path)
             path.unlink(missing_ok=True)
             return None
@@ -63,6 +64,7 @@ class BinaryCache:
                 stream.write(hashlib.sha256(content).digest() + content)
             os.replace(temporary, folder / key.hex())
         except OSError as error:
+            # docs: it is compiled again at the next start; look at the cache folder, `CACHE_DIR`
             _LOG.warning("a compiled kernel could not be kept: %s", error)
             if temporary is not None:
                 with suppress(OSError):

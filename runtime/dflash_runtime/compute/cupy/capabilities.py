@@ -62,6 +62,7 @@ class Capabilities:
     def log(self, device_name: str) -> None:
         """Say what kernels will do without here."""
         missing = ", ".join(self.missing()) or "nothing"
+        # docs: what a GPU is and which instructions it lacks
         _LOG.info(
             "%s is %s with warps of %d lanes; kernels do without: %s",
             device_name,

@@ -78,6 +78,8 @@ def memory_of(driver: Driver, index: int) -> DeviceMemory:
         is_shared_with_host=bool(driver.device_attribute(index, DeviceAttribute.INTEGRATED)),
     )
     if memory.note:
+        # docs: the driver reports more free memory than there is, as for memory shared with the
+        # host; counted as all of it
         _LOG.warning("memory of %s:%d: %s", driver.vendor, index, memory.note)
     return memory
 
@@ -107,6 +109,7 @@ def describe_gpus(kind: DeviceKind) -> tuple[list[GpuDescription], str | None]:
         try:
             found.append(_describe(driver, Device(kind, index)))
         except DeviceUnavailable as error:
+            # docs: a GPU does not answer its driver; the others are used
             _LOG.warning("%s cannot be asked: %s", Device(kind, index), error)
     return found, None if found else f"the {kind} driver sees no device"
 

@@ -117,6 +117,7 @@ class MailLink:
             self._imported = self._device.import_memory(handle, layout.requests_nbytes)
         except DeviceUnavailable as error:
             self.why_no_peer = one_line(str(error))
+            # docs (parent): no peer access between the two GPUs: mailboxes lie in the host's memory
             _LOG.info("our device does not see that of %s: %s", self.name, self.why_no_peer)
             self._close_imported()
             return

@@ -134,8 +134,11 @@ class MailServer:
             self._serve()
         except DflashError as error:
             if not self._stop.is_set():
+                # docs (daemon): it could not be made ready; the parent's host asks instead
                 _LOG.warning("the mailbox is of no use: %s", one_line(str(error)))
         except Exception:
+            # docs (daemon): a bug, with its traceback: report it. The parent's host asks
+            # instead
             _LOG.exception("the mailbox has failed")
         finally:
             self._end()
@@ -228,6 +231,7 @@ class MailServer:
             handle = self._segment.read_mail(REPLY_MEMORY_AT, HANDLE_BYTES)
             self._peer_memory = self._device.import_memory(handle, self._layout.replies_nbytes)
         except DeviceUnavailable as error:
+            # docs (daemon): no peer access between the two GPUs: mailboxes lie in the host's memory
             _LOG.info("our device does not see the parent's memory: %s", one_line(str(error)))
             return
         own, other = self._own_memory.device_address, self._peer_memory.device_address
@@ -284,6 +288,8 @@ class MailServer:
         medium, is_alone = self._media[self._medium], self._is_alone()
         if is_alone != self._was_alone:
             self._was_alone = is_alone
+            # docs (daemon): `alone`, or `one of several`: then kernels that wait for a parent take
+            # less of the GPU, and a layer takes a little longer
             _LOG.info("the mailbox's parent is %s", "alone" if is_alone else "one of several")
         recorded = medium.steps.get((num_tokens, is_alone))
         if recorded is None:

@@ -104,6 +104,8 @@ class MailedSteps:
 
     def refuse(self, error: DaemonUnavailable) -> None:
         """The present sessions' mailboxes are of no use: their hosts are asked instead."""
+        # docs (parent): a daemon's GPU does not answer ours by itself; the host asks it, which is
+        # slower
         _LOG.warning("no mailbox: %s", one_line(str(error)))
         self._refused = self._routes
         self.close()
@@ -125,6 +127,7 @@ class MailedSteps:
             times_s[uses_peers] = step_s()
         self._uses_peers = times_s[True] <= times_s[False]
         mail.use_peers(self._uses_peers)
+        # docs (parent): which memory GPUs ask each other through: the faster one
         _LOG.info(
             "mailboxes: a step takes %.0f µs by the host's memory, %.0f µs by the devices'",
             *(1e6 * times_s[False], 1e6 * times_s[True]),

@@ -111,6 +111,7 @@ def require_kernels(
         reason = f"rows of {columns} values, which are no multiple of {PRODUCT_COLUMNS}"
     if reason:
         raise UnsupportedModel(
+            # docs: this model's tensors have a type or a width that only CPUs compute
             f"there are no GPU kernels for {reason}; use --device cpu",
             path=file.path,
             field=tensor_name,

@@ -229,6 +229,7 @@ class ParentMail:
             link.use_peers(True)
             trips_s["the devices' memory"] = self._trip_s(link)
         for memory, trip_s in trips_s.items():
+            # docs (parent): its GPU and ours ask each other without any host; what that costs
             _LOG.info(
                 "daemon %s: mailbox, a round trip takes %.1f µs through %s",
                 *(link.name, 1e6 * trip_s, memory),

@@ -388,6 +388,8 @@ class RecordedStep:
                 self._ops.device.synchronize()
                 if chosen[position] == _NONE:
                     raise DeviceUnavailable(
+                        # docs: the device failed without its driver saying so; look at the system's
+                        # log
                         f"{self._ops.device.name}: a step has ended without a token"
                     )
             time.sleep(_LOOK_S)

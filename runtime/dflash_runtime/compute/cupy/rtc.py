@@ -140,6 +140,7 @@ class RuntimeCompiler:
             log = self._fetch(program, "GetProgramLogSize", "GetProgramLog", _MAX_LOG_BYTES)
             text = _without_deprecation(log.rstrip(b"\0").decode(errors="replace"))
             if status:
+                # docs: a kernel does not fit this compiler or device: report it with the log
                 _LOG.error("cannot compile %s %s: %s", source.name, " ".join(options), text)
                 raise KernelCompileError(self._first_error(source, status, text))
             binary = self._fetch(
@@ -222,6 +223,7 @@ class KernelCompiler:
         if found is None:
             compiled = self._compiler.compile(source, options)
             if compiled.warnings:
+                # docs: nothing to do; report it
                 _LOG.warning("the compiler warns of %s: %s", file, compiled.warnings)
             found = compiled.binary
             self._cache.put(key, found)
@@ -255,6 +257,7 @@ def runtime_compiler(vendor: Vendor, newest_major: int | None = None) -> Runtime
         if newest_major is not None and compiler.major > newest_major:
             reasons.append(f"{compiler.version} is too new for the driver")
             continue
+        # docs: which NVRTC or hipRTC was found
         _LOG.info("kernels are compiled by %s, %s", compiler.version, path)
         return compiler
     library, *_ = _NAMES[vendor].libraries
