@@ -15,8 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
-from dflash_adapters.rope import RopeTable
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import I32Array, Phase
 
 A = TypeVar("A")

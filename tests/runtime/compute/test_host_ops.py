@@ -11,8 +11,7 @@ import pytest
 
 from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import Gate, Gating, KvType, RoutingRule
-from dflash_adapters.rope import RopePairing, rope_table
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import rings

@@ -43,10 +43,7 @@ class Dense:
         columns = x.shape[-1]
         if weight.shape != (columns,):
             raise ValueError(f"weight is {weight.shape} for rows of {columns}")
-        if out is None:
-            out = np.empty(x.shape, np.float32)
-        elif out.shape != x.shape or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
+        out = result_array(x.shape, out)
         rows, result = x, out
         if x.ndim != 2:
             # Views: `out` is contiguous, and so is `x` unless the kernel refuses it.
@@ -147,10 +144,7 @@ class Dense:
         num_gates = gate.shape[-1]
         if gate.shape != (num_tokens, num_gates) or not num_gates or columns % num_gates:
             raise ValueError(f"gates are {gate.shape} for rows {x.shape}")
-        if out is None:
-            out = np.empty(x.shape, np.float32)
-        elif out.shape != x.shape:
-            raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
+        out = result_array(x.shape, out)
         kernel, task = gate_tasks.gate_kernel()
         with self._scratch.take(8 * gate_tasks.NUM_WORDS) as (args, counter):
             number, pool = gate_tasks.KINDS[kind], self._pool_for(x.size)
@@ -181,3 +175,12 @@ class _AngleCache:
         sin = (np.sin(angles) * table.scale).astype(np.float32)
         last[1].append((table, cos, sin))
         return cos, sin
+
+
+def result_array(shape: tuple[int, ...], out: F32Array | None) -> F32Array:
+    """A new array, or `out` after a look at it."""
+    if out is None:
+        return np.empty(shape, np.float32)
+    if out.shape != shape or not out.flags.c_contiguous:
+        raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
+    return out

@@ -411,12 +411,6 @@ class RecordedStep:
         logits: F32Array = self._ops.device.download(self._last.array)[0]
         return logits
 
-    def tokens(self, first: int, last: int) -> I32Array:
-        """Tokens chosen for these positions, once everything that was started is done."""
-        self._ops.device.synchronize()
-        self._redo_failed(self._first)
-        return self._chosen[first:last].copy()
-
     def close(self) -> None:
         """As backend.RecordedStep.close, whoever still refers to this. Twice does nothing."""
         if self._is_closed:
