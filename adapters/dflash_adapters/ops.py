@@ -134,12 +134,6 @@ class KvCache(Protocol):
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot of this cache; rows from its position on may be overwritten."""
 
-    def truncate(self, num_positions: int) -> None:
-        """Forget what is after so many positions; what has no positions begins anew with 0.
-
-        Raises: StateNotKept if there is a state of more positions than that.
-        """
-
 
 class Ops(Protocol[A]):
     """Operations of one device. Arrays are float32 unless said otherwise."""

@@ -160,7 +160,7 @@ class RecordedStep:
             if self._mail is not None and self._mail.mail.failed_epoch():
                 raise DaemonUnavailable("a step that was tried has failed")
             times_s.append((time.perf_counter() - began_s) / num_steps)
-        self._cache.truncate(0)
+        self._cache.begin_step(0)
         return min(times_s)
 
     def _prepare_all(self) -> None:
@@ -171,7 +171,6 @@ class RecordedStep:
                 self._is_drawing = is_drawing
                 self._recording()
             position = context_bucket(position + 1)
-        self._cache.truncate(0)
         self.begin(0, 0)
 
     def choose_by(self, options: DrawOptions | None) -> None:
