@@ -17,7 +17,6 @@ from dflash_runtime.compute.cpu.attention_elements import element_functions
 from dflash_runtime.compute.cpu.attention_split import SPLIT, partial_bytes, scratch_bytes
 from dflash_runtime.compute.cpu.attention_tasks import attend_task, attention_kernel, store_task
 from dflash_runtime.compute.cpu.attention_tiles import BLOCK
-from dflash_runtime.compute.cpu.dense import result_array
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache, LayerCache
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
@@ -81,7 +80,10 @@ class Attention:
         ):
             raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} do not fit {kv}")
         shape = (num_tokens, num_heads, kv.value_dim)
-        out = result_array(shape, out)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape:
+            raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
         if sinks is None:
             sinks = _NO_SINKS
         elif sinks.shape != (num_heads,):

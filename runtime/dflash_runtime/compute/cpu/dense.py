@@ -144,7 +144,10 @@ class Dense:
         num_gates = gate.shape[-1]
         if gate.shape != (num_tokens, num_gates) or not num_gates or columns % num_gates:
             raise ValueError(f"gates are {gate.shape} for rows {x.shape}")
-        out = result_array(x.shape, out)
+        if out is None:
+            out = np.empty(x.shape, np.float32)
+        elif out.shape != x.shape:
+            raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
         kernel, task = gate_tasks.gate_kernel()
         with self._scratch.take(8 * gate_tasks.NUM_WORDS) as (args, counter):
             number, pool = gate_tasks.KINDS[kind], self._pool_for(x.size)
