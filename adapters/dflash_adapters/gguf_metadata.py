@@ -73,15 +73,15 @@ class Metadata:
             self._fail(key, value, f"{number} is outside {minimum} … {maximum}")
         return number
 
-    def get_float(self, key: str, default: float | None = None, *, finite: bool = True) -> float:
-        """A 32- or 64-bit float."""
+    def get_float(self, key: str, default: float | None = None) -> float:
+        """A finite 32- or 64-bit float."""
         if default is not None and key not in self._values:
             return default
         value = self._require(key)
         number = value.scalar
         if value.is_array or value.value_type not in _FLOATS or not isinstance(number, float):
             self._fail(key, value, "is not a float")
-        if finite and not math.isfinite(number):
+        if not math.isfinite(number):
             self._fail(key, value, f"{number} is not finite")
         return number
 
@@ -150,16 +150,14 @@ class Metadata:
             self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
         return tuple((self._read_array(key, value, num_layers).view(np.uint8) != 0).tolist())
 
-    def get_float_array(
-        self, key: str, *, finite: bool = True, max_length: int = MAX_ARRAY_LENGTH
-    ) -> F32Array:
-        """An array of floats. Shapes: [array_length] float32."""
+    def get_float_array(self, key: str, *, max_length: int = MAX_ARRAY_LENGTH) -> F32Array:
+        """An array of finite floats. Shapes: [array_length] float32."""
         value = self._array(key)
         if value.value_type not in _FLOATS:
             self._fail(key, value, "is not an array of floats")
         with np.errstate(over="ignore"):
             numbers = self._read_array(key, value, max_length).astype(np.float32)
-        if finite and not np.isfinite(numbers).all():
+        if not np.isfinite(numbers).all():
             self._fail(key, value, "an element is not finite")
         return numbers
 

@@ -47,9 +47,8 @@ from dflash_adapters.keys import (
 )
 from dflash_adapters.moe_spec import CAUSAL, Mask, ModelSpec, MoeLayer
 from dflash_adapters.ops import Gating, KvCache, MoeBlock, OnLayer, Ops, RoutingRule, nobody_looks
-from dflash_adapters.rope import RopePairing
+from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.routed_experts import ExpertSizes, plan_experts
-from dflash_adapters.temperature import AttentionTemperature
 from dflash_adapters.tensors import Tensors
 from dflash_protocol.ids import I32Array
 

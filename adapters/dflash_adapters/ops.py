@@ -15,8 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
-from dflash_adapters.rope import RopeTable
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import I32Array, Phase
 
 A = TypeVar("A")
@@ -134,12 +133,6 @@ class KvCache(Protocol):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot of this cache; rows from its position on may be overwritten."""
-
-    def truncate(self, num_positions: int) -> None:
-        """Forget what is after so many positions; what has no positions begins anew with 0.
-
-        Raises: StateNotKept if there is a state of more positions than that.
-        """
 
 
 class Ops(Protocol[A]):

@@ -1,7 +1,8 @@
-"""Rotary position embedding: frequencies from metadata, with linear and YaRN context scaling.
+"""What positions do to queries and keys: rotary embedding, its frequencies from metadata, with
+linear and YaRN context scaling; and temperature, factors of queries alone.
 
-Knows nothing of arrays on devices: a table is a few float64 numbers that a backend turns into
-whatever its kernel wants.
+Knows nothing of arrays on devices: a table is a few float64 numbers, and a temperature two, that a
+backend turns into whatever its kernel wants.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, F64Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array
 
 
 class RopePairing(StrEnum):
@@ -85,3 +86,20 @@ def rope_table(
     per_log = 0.1 * math.log(yarn.factor)
     scale = (1.0 + per_log) / (1.0 + yarn.log_multiplier * per_log)
     return RopeTable(pairing, num_rotated, scaled, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTemperature:
+    """Queries are multiplied by ``1 + slope * ln(floor((position + 1) / period) + 1)``.
+
+    Source: Nakanishi 2025 (arXiv 2501.19399).
+    """
+
+    period: int
+    slope: float
+
+    def factors(self, positions: I32Array) -> F32Array:
+        """Shapes: positions, result [T]."""
+        periods = np.floor((positions.astype(np.float64) + 1.0) / self.period)
+        factors: F32Array = (1.0 + self.slope * np.log(periods + 1.0)).astype(np.float32)
+        return factors

@@ -123,33 +123,6 @@ def stacked_experts(
     )
 
 
-def merged_experts(
-    file: GgufFile,
-    name: str,
-    *,
-    num_experts: int,
-    rows: int,
-    columns: int,
-    bias: str | None = None,
-    scale: str | None = None,
-) -> tuple[ExpertProjection, ExpertProjection]:
-    """Gate and up of all experts of a layer, stored as one tensor [E, 2 rows, columns], gate first.
-
-    `bias` [E, 2 rows] is split as the rows are; `scale` [E] is that of both.
-    Raises: as `stacked_experts`.
-    """
-    both = stacked_experts(
-        file,
-        name,
-        num_experts=num_experts,
-        rows=2 * rows,
-        columns=columns,
-        bias=bias,
-        scale=scale,
-    )
-    return halves(both)
-
-
 def separate_experts(
     file: GgufFile, names: Sequence[str], *, rows: int, columns: int
 ) -> ExpertProjection:

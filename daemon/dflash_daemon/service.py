@@ -121,9 +121,6 @@ class ComputeService:
         """What was agreed on with that link, if there is one."""
         return self._links.get(link_id)
 
-    def knows_link(self, link_id: str) -> bool:
-        return link_id in self._links
-
     @property
     def num_links(self) -> int:
         return len(self._links)

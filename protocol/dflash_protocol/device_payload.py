@@ -16,7 +16,6 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, U8Array
 SomeRows: TypeAlias = slice | I32Array
 """Rows of an array: a run of them, or their indices."""
 
-_WORD_BYTES = 8
 _ODD = 0x9E3779B97F4A7C15
 
 

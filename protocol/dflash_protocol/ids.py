@@ -5,7 +5,6 @@ thing                   name
 ======================  =================================================================
 index in the model      ``global_expert_id``: 0 … num_experts-1 of one layer
 index at one owner      ``local_expert_id``: index among one owner's experts of that layer
-one expert of a layer   ``ExpertKey(layer_id, global_expert_id)``
 no expert               ``-1``, only in arrays; ``None`` in scalars
 ======================  =================================================================
 
@@ -19,7 +18,7 @@ Array types: the element type is in the name, the shape is in the docstring of t
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +29,6 @@ F64Array: TypeAlias = npt.NDArray[np.float64]
 I32Array: TypeAlias = npt.NDArray[np.int32]
 I64Array: TypeAlias = npt.NDArray[np.int64]
 U8Array: TypeAlias = npt.NDArray[np.uint8]
-
-
-class ExpertKey(NamedTuple):
-    """One expert of one layer, by its index in the model."""
-
-    layer_id: int
-    global_expert_id: int
 
 
 class Phase(StrEnum):

@@ -85,9 +85,9 @@ class Notifier:
         if status != self._status:
             self._send("", status)
 
-    def stopping(self, status: str = "stopping") -> None:
+    def stopping(self) -> None:
         """Nothing new is taken any more."""
-        self._send("STOPPING=1", status)
+        self._send("STOPPING=1", "stopping")
 
     async def report(self, *, is_healthy: Callable[[], bool], status: Callable[[], str]) -> None:
         """Be alive while `is_healthy`, and keep the status up to date; until cancelled."""

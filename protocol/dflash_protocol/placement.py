@@ -191,11 +191,6 @@ class Placement:
             tables[layer_id] = LayerRouting(owner_index, local_id, sole_owner, is_identity)
         return tables
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over every owner's canonical bytes, in order. Names do not count."""
-        return digest("placement-v1", [owned.canonical_bytes for owned in self.owners])
-
 
 def _sole_owner(owner_index: I32Array, local_id: I32Array) -> tuple[int | None, bool]:
     """Index of the owner of all experts, None if there is none, and whether local id = global id.

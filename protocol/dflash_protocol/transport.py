@@ -82,7 +82,6 @@ class TransportCounters:
     bytes_sent: int = 0
     bytes_received: int = 0
     """Arrays only, not headers."""
-    pack_s: float = 0.0
     send_s: float = 0.0
     receive_s: float = 0.0
 

@@ -76,11 +76,6 @@ def test_get_float_checks_type_and_finiteness(tmp_path: Path, value: bytes, reas
         file.get_float("k")
 
 
-def test_get_float_gives_what_is_not_finite_when_asked(tmp_path: Path) -> None:
-    with metadata_file(tmp_path, k=raw.scalar(raw.FLOAT32, float("inf"))) as file:
-        assert file.get_float("k", finite=False) == float("inf")
-
-
 def test_get_bool_and_get_str_check_their_type(tmp_path: Path) -> None:
     with metadata_file(
         tmp_path, number=raw.scalar(raw.UINT8, 1), bad=raw.string(b"\xff"), ok=raw.string("ab")

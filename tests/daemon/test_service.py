@@ -207,10 +207,10 @@ def test_a_failing_kernel_is_an_internal_error_and_the_next_request_is_served(
 def test_a_link_is_served_from_when_it_is_added_until_it_is_dropped(rig: Rig) -> None:
     first, second = rig.client("aa" * 8), rig.client("bb" * 8)
     assert rig.service.num_links == 2
-    assert rig.service.knows_link("aa" * 8)
+    assert rig.service.limits_of("aa" * 8) is not None
     rig.service.drop_link("aa" * 8)
     rig.service.drop_link("never there")
-    assert not rig.service.knows_link("aa" * 8)
+    assert rig.service.limits_of("aa" * 8) is None
     assert rig.service.num_links == 1
     assert refusal(first, batch_of(3, PAIRS)).code == "unknown_link"
     assert_serves(second)

@@ -155,18 +155,6 @@ def placement(*lists: Lists, names: tuple[str, ...] | None = None) -> Placement:
     return Placement({0: 3}, names, tuple(OwnedExperts.from_lists(each) for each in lists))
 
 
-def test_placement_fingerprint_depends_on_owners_in_order_but_not_on_names() -> None:
-    first = placement({0: [0, 1]}, {0: [2]})
-    assert first.fingerprint == placement({0: [0, 1]}, {0: [2]}, names=("a", "b")).fingerprint
-    others = [
-        placement({0: [2]}, {0: [0, 1]}),
-        placement({0: [1, 0]}, {0: [2]}),
-        placement({0: [0, 1]}, {0: [2]}, {}),
-        placement({0: [0, 1, 2]}),
-    ]
-    assert len({each.fingerprint for each in (first, *others)}) == 5
-
-
 @examples(100)
 @given(st.data())
 def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) -> None:

@@ -57,7 +57,7 @@ def test_slots_follow_one_another_and_hold_the_largest_message(shape: RingShape)
 
 
 def test_a_header_has_its_words_where_they_are_drawn() -> None:
-    header = struct.Struct(ring.HEADER_FORMAT)
+    header = struct.Struct("<9q2d5q")
     assert header.size == ring.HEADER_BYTES
     values = [0] * ring.HEADER_WORDS
     values[ring.SEQUENCE], values[ring.CHECKSUM] = 7, 9

@@ -9,8 +9,7 @@ import numpy as np
 
 from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
-from dflash_adapters.rope import RopePairing, rope_table
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
 from dflash_runtime.compute.cupy.attention import (
     DecodeAttention,

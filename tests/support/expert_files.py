@@ -16,7 +16,7 @@ import numpy as np
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer
 from dflash_adapters.quant import TensorType
-from dflash_adapters.tensors import merged_experts, stacked_experts
+from dflash_adapters.tensors import halves, stacked_experts
 from dflash_protocol.ids import F32Array
 from support.llama_oracle import quantise
 
@@ -59,6 +59,7 @@ def write_expert_layer(
     vectors = {name: _random_bias(name, shape[:2], seed) for name, shape in shapes.items()}
     if merged:
         stored_types["gate_up"] = types[0]
+        shapes["gate_up"] = (num_experts, 2 * ffn_size, hidden_size)
         matrices["gate_up"] = np.concatenate([matrices.pop("gate"), matrices.pop("up")], axis=1)
         vectors["gate_up"] = np.concatenate([vectors.pop("gate"), vectors.pop("up")], axis=1)
 
@@ -95,18 +96,10 @@ def write_expert_layer(
                 scale=tensor_name(name, "scale") if scales else None,
             )
 
-        def merged_projections() -> tuple[ExpertProjection, ExpertProjection]:
-            return merged_experts(
-                file,
-                tensor_name("gate_up", "weight"),
-                num_experts=num_experts,
-                rows=ffn_size,
-                columns=hidden_size,
-                bias=tensor_name("gate_up", "bias") if biases else None,
-                scale=tensor_name("gate_up", "scale") if scales else None,
-            )
-
-        gate, up = merged_projections() if merged else (projection("gate"), projection("up"))
+        if merged:
+            gate, up = halves(projection("gate_up"))
+        else:
+            gate, up = projection("gate"), projection("up")
         down = projection("down")
     return MoeLayer(
         layer_id=layer_id,

@@ -77,7 +77,6 @@ class StreamClient:
         self._before_sleep = before_sleep
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._lost_fd = lost_fd
         self._lost_reason = lost_reason
         self._sequence = 0
         self._num_tokens: dict[int, int] = {}
@@ -114,14 +113,13 @@ class StreamClient:
         self._poller.register(lost_fd, zmq.POLLIN)
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
-        counters, started_s = self._counters, time.perf_counter()
+        counters = self._counters
         bytes_before = counters.bytes_sent
         self._sequence += 1
         frames = self._codec.encode(
             batch, sequence=self._sequence, layer_id=layer_id, deadline_s=deadline_s
         )
         packed_s = time.perf_counter()
-        counters.pack_s += packed_s - started_s
         try:
             if len(frames) == 1:
                 self._socket.send(frames[0], zmq.NOBLOCK)

@@ -126,12 +126,3 @@ class SequenceState:
             state.conv_positions = state.delta_positions = snapshot.num_positions
         for ring, kept in zip(self.rings, snapshot.rings, strict=True):
             ring.restore(kept)
-
-    def truncate(self, num_positions: int) -> None:
-        for ring in self.rings:
-            ring.require(num_positions)
-        for state in self.recurrent:
-            if num_positions == 0:
-                state.conv_positions = state.delta_positions = 0
-            elif max(state.conv_positions, state.delta_positions) > num_positions:
-                raise StateNotKept(wanted=num_positions, kept=state.num_positions)

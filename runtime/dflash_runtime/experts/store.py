@@ -52,7 +52,6 @@ def load_banks(
     *,
     owned: OwnedExperts,
     read_now: bool,
-    on_progress: LoadProgress = lambda num_done, num_total: None,
 ) -> dict[int, ExpertBank]:
     """A bank for each layer in which something is owned.
 
@@ -61,14 +60,12 @@ def load_banks(
     ModelFileError if the file was written to meanwhile.
     """
     banks: dict[int, ExpertBank] = {}
-    for num_done, (layer_id, global_expert_ids) in enumerate(sorted(owned.by_layer.items())):
-        on_progress(num_done, len(owned.by_layer))
+    for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
         layer = spec.by_layer_id[layer_id]
         if read_now:
             read_experts(file, layer, global_expert_ids)
         bank = backend.load_experts(file, layer, global_expert_ids)
         banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
-    on_progress(len(owned.by_layer), len(owned.by_layer))
     return banks
 
 

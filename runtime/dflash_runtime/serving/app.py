@@ -22,10 +22,9 @@ from dflash_protocol import __version__
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.serving.ascii_json import JSONResponse
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.description import describe, model_id
-from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error
 from dflash_runtime.serving.gate import CLIENT, KEY, Gate
 from dflash_runtime.serving.generation import GenerationResponse
 from dflash_runtime.serving.jobs import Channel, Job

@@ -1,4 +1,4 @@
-"""Errors as clients see them: a status and OpenAI's JSON.
+"""Errors as clients see them, a status and OpenAI's JSON, and how JSON goes out.
 
 Knows nothing of routes.
 """
@@ -6,6 +6,9 @@ Knows nothing of routes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from starlette import responses
 
 from dflash_protocol.errors import (
     DaemonUnavailable,
@@ -16,7 +19,16 @@ from dflash_protocol.errors import (
     SettingsError,
     UnsupportedModel,
 )
-from dflash_runtime.serving.ascii_json import JSONResponse
+from dflash_protocol.for_people import ascii_json
+
+
+class JSONResponse(responses.JSONResponse):
+    """What the server says of itself, in ASCII: whatever a name holds does nothing in the terminal
+    of a client like curl, and clients read the same from it."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return ascii_json(content).encode()
 
 
 class ApiError(Exception):

@@ -203,10 +203,7 @@ def test_position_0_begins_anew_whatever_there_was(ops: HostOps) -> None:
     for bounds in ((40, 90), (90, 91)):
         both(ops, cache, shape, bounds)
     np.testing.assert_array_equal(both(ops, cache, shape, (0, 40)), expected)
-    cache.truncate(40)
-    cache.truncate(50)
     both(ops, cache, shape, (40, 41))
-    cache.truncate(0)
     np.testing.assert_array_equal(both(ops, cache, shape, (0, 40)), expected)
 
 
@@ -217,8 +214,6 @@ def test_a_state_that_was_not_kept_is_not_gone_on_from(ops: HostOps) -> None:
     for bounds in ((39, 45), (41, 45)):
         with pytest.raises(StateNotKept):
             both(ops, cache, shape, bounds)
-    with pytest.raises(StateNotKept):
-        cache.truncate(39)
     for num_positions in (39, 41):
         with pytest.raises(StateNotKept):
             cache.snapshot(num_positions)

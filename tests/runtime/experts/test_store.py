@@ -164,19 +164,6 @@ def test_local_ids_follow_the_order_of_the_owned_list(model: GgufFile, spec: Moe
             assert own == output(everything[layer_id], global_expert_id)
 
 
-def test_progress_goes_from_nothing_to_all_layers(model: GgufFile, spec: MoeSpec) -> None:
-    reports: list[tuple[int, int]] = []
-    load_banks(
-        ReferenceBackend(),
-        model,
-        spec,
-        owned=OWNED,
-        read_now=True,
-        on_progress=lambda num_done, num_total: reports.append((num_done, num_total)),
-    )
-    assert reports == [(0, 2), (1, 2), (2, 2)]
-
-
 def test_an_owner_of_nothing_gets_no_banks(
     model: GgufFile, spec: MoeSpec, touched: dict[str, list[Range]]
 ) -> None:

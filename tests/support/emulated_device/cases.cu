@@ -26,8 +26,6 @@ KERNEL(sum_rows, SumArgs, 256, 1) {
     }
 }
 
-CONSTANT(i8, table, 4) = {1, -2, 3, -4};
-
 struct NamesArgs {
     const u8 *in;
     u32 *out;
@@ -51,7 +49,7 @@ KERNEL(every_name, NamesArgs, 64, 1) {
     u32 neighbour = words[num_threads() - 1 - thread];
     u64 wide = lane_read(a.wide + (u64)lane_index(), LANES - 1);
     u32 before = atomic_add(a.counter, 1u);
-    memory_fence();
+    memory_fence_of_system();
     u32 values[] = {
         neighbour,
         (u32)lane_xor(thread, LANES / 2),
@@ -67,13 +65,11 @@ KERNEL(every_name, NamesArgs, 64, 1) {
         load_weights1(a.in + 3),
         (in16.z == in8.x) + 2u * (in16.w == in8.y) + 4u * (fresh16.z == fresh8.x),
         load_fresh4(a.in + 4) ^ load_weights4(a.in + 4),
-        (u32)table[thread & 3],
         float_to_bits(lanes_max((float)lane_index()) + max_of(0.5f, 0.25f)),
         (u32)lanes_sum(1) + (u32)lanes_sum<8>(lane_index()) + (u32)min_of(thread, 0),
         float_to_bits(bfloat_to_float(0x4049)),
         before < 64,
-        (u32)(block_index_y() + num_blocks_x() + num_blocks_y() + num_blocks_z()
-              + block_index_z()),
+        (u32)(block_index_y() + num_blocks_x() + block_index_z()),
     };
     for (u32 i = 0; i < sizeof values / sizeof values[0]; i++)
         a.out[i * (u32)num_threads() + (u32)thread] = values[i];

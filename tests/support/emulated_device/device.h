@@ -17,7 +17,6 @@ void *memcpy(void *, const void *, decltype(sizeof 0)) noexcept;
 
 // Not always inlined: each copy would be compiled again.
 #define INLINE inline
-#define CONSTANT(TYPE, NAME, COUNT) alignas(16) static const TYPE NAME[COUNT]
 
 // The launcher is NAME_launch, NAME_args_bytes what Python's mirror of the arguments must take.
 #define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS)                                               \
@@ -49,8 +48,6 @@ INLINE int block_index_x() { return emulated::block.index_x; }
 INLINE int block_index_y() { return emulated::block.index_y; }
 INLINE int block_index_z() { return emulated::block.index_z; }
 INLINE int num_blocks_x() { return emulated::block.launch->grid_x; }
-INLINE int num_blocks_y() { return emulated::block.launch->grid_y; }
-INLINE int num_blocks_z() { return emulated::block.launch->grid_z; }
 INLINE int thread_index() { return emulated::block.current; }
 INLINE int num_threads() { return emulated::block.launch->num_threads; }
 
@@ -186,5 +183,4 @@ INLINE u32 atomic_add(u32 *p, u32 value) {
     *p = before + value;
     return before;
 }
-INLINE void memory_fence() {}
 INLINE void memory_fence_of_system() {}

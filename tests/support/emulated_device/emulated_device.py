@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from dflash_protocol.errors import DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.capabilities import Capabilities, host_capabilities
+from dflash_runtime.compute.cupy.capabilities import Capabilities, Vendor
 from dflash_runtime.compute.cupy.device import (
     DeviceArray,
     Graph,
@@ -42,6 +42,23 @@ _MAX_THREADS = 1024
 _STACK_BYTES = 256 * 1024
 """As in scheduler.h."""
 _POISON = 0xFF
+
+
+def host_capabilities(*, lanes: int) -> Capabilities:
+    """Of the emulation: what is portable, and what mma.cuh emulates."""
+    return Capabilities(
+        vendor=Vendor.HOST,
+        architecture="host",
+        lanes=lanes,
+        dot4=False,
+        dependent_launch=False,
+        clusters=False,
+        mma=lanes == 32,
+        wgmma=False,
+        async_copy=False,
+        redux=False,
+        large_clusters=False,
+    )
 
 
 class _Range(ctypes.Structure):

@@ -48,7 +48,6 @@ _FLOAT32, _HALVES, _BYTES = (
 ELEMENTS = {KvType.F32: _FLOAT32, KvType.F16: _HALVES, KvType.Q8_0: _BYTES}
 
 _ELEMENT_BYTES = {_FLOAT32: 4, _HALVES: 2, _BYTES: 1}
-_VALUE_BLOCK_BYTES = {_FLOAT32: 4 * LANES, _HALVES: 2 * LANES, _BYTES: 2 + LANES}
 
 _LINE = 64
 
@@ -305,15 +304,3 @@ def drop_first(builder: Any, lanes: Any, count: Any) -> Any:
     numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
     is_kept = builder.icmp_signed(">=", numbers, emit_splat(builder, count))
     return builder.select(is_kept, lanes, emit_constant(lanes_of(FLOAT), float("-inf")))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def value_block_bytes(typing_context: Any, element: Any) -> Any:
-    """What 32 values take."""
-    del typing_context
-
-    def emit(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-        del context, builder, sig, arguments
-        return I64(_VALUE_BLOCK_BYTES[element])
-
-    return i64(element), emit

@@ -43,10 +43,7 @@ class Dense:
         columns = x.shape[-1]
         if weight.shape != (columns,):
             raise ValueError(f"weight is {weight.shape} for rows of {columns}")
-        if out is None:
-            out = np.empty(x.shape, np.float32)
-        elif out.shape != x.shape or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
+        out = result_array(x.shape, out)
         rows, result = x, out
         if x.ndim != 2:
             # Views: `out` is contiguous, and so is `x` unless the kernel refuses it.
@@ -181,3 +178,12 @@ class _AngleCache:
         sin = (np.sin(angles) * table.scale).astype(np.float32)
         last[1].append((table, cos, sin))
         return cos, sin
+
+
+def result_array(shape: tuple[int, ...], out: F32Array | None) -> F32Array:
+    """A new array, or `out` after a look at it."""
+    if out is None:
+        return np.empty(shape, np.float32)
+    if out.shape != shape or not out.flags.c_contiguous:
+        raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
+    return out

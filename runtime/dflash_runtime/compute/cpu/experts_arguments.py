@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dflash_runtime.compute.cpu import vector as v
-from dflash_runtime.compute.cpu.arguments import get
 from dflash_runtime.compute.cpu.compiling import helper
 from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, ROW_BYTES
+from dflash_runtime.compute.cpu.words import get
 
 # What a call is about: one int64 each.
 (

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_runtime.compute.cpu import vector as v
-from dflash_runtime.compute.cpu.arguments import get
 from dflash_runtime.compute.cpu.compiling import helper
 from dflash_runtime.compute.cpu.experts_arguments import (
     ACTIVATION,
@@ -54,6 +53,7 @@ from dflash_runtime.compute.cpu.vector.types import (
     primitive,
     void,
 )
+from dflash_runtime.compute.cpu.words import get
 
 GATE_UP_ROWS = 32
 """Rows of gate and of up that a thread takes at once."""

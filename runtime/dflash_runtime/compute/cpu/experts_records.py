@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dflash_runtime.compute.cpu import vector as v
-from dflash_runtime.compute.cpu.arguments import get
 from dflash_runtime.compute.cpu.experts_arguments import (
     ACTIVATION_RECORDS,
     ACTIVATIONS,
@@ -22,6 +21,7 @@ from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
 from dflash_runtime.compute.cpu.panels.quantising import quantise, regroup
 from dflash_runtime.compute.cpu.parallel import claim
 from dflash_runtime.compute.cpu.products import group_size
+from dflash_runtime.compute.cpu.words import get
 
 
 def quantise_hidden(args: int, counter: int, worker_idx: int) -> None:

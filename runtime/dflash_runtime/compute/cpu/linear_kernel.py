@@ -7,7 +7,6 @@ from typing import Any
 
 from dflash_protocol.ids import F32Array, I32Array, I64Array
 from dflash_runtime.compute.cpu import vector as v
-from dflash_runtime.compute.cpu.arguments import get
 from dflash_runtime.compute.cpu.compiling import (
     Kernel,
     RowFunction,
@@ -29,6 +28,7 @@ from dflash_runtime.compute.cpu.products import (
 )
 from dflash_runtime.compute.cpu.untyped import types
 from dflash_runtime.compute.cpu.vector.types import i64, void
+from dflash_runtime.compute.cpu.words import get
 
 # What a call is about: one int64 each.
 (

@@ -13,17 +13,15 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
-from dflash_adapters.rope import RopeTable
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.attention import Attention
-from dflash_runtime.compute.cpu.dense import Dense
+from dflash_runtime.compute.cpu.dense import Dense, result_array
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.linear import Linear
 from dflash_runtime.compute.cpu.linear_kernel import embed_kernel
 from dflash_runtime.compute.cpu.matrix import ROW_BYTES, CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.recurrent import Recurrent
-from dflash_runtime.compute.cpu.results import result_array
 from dflash_runtime.compute.cpu.rows import expand_function
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers

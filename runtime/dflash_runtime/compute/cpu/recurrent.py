@@ -11,9 +11,9 @@ import numpy as np
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu import conv_tasks, delta_tasks, delta_tree
 from dflash_runtime.compute.cpu import delta_parts as d
+from dflash_runtime.compute.cpu.dense import result_array
 from dflash_runtime.compute.cpu.recurrent_state import RecurrentState
 from dflash_runtime.compute.cpu.recurrent_tiles import products_function
-from dflash_runtime.compute.cpu.results import result_array
 from dflash_runtime.compute.cpu.scratch import Scratch
 from dflash_runtime.compute.cpu.workers import Workers
 from dflash_runtime.compute.delta_inputs import DeltaInputs

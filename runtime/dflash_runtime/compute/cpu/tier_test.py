@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import platform
 import subprocess
 import sys
@@ -29,8 +28,6 @@ from dflash_runtime.compute.cpu.panels.emitting import I8, I64, Vec, load, look_
 from dflash_runtime.compute.cpu.tiers import Tier, assumed
 from dflash_runtime.compute.cpu.untyped import ir, llvm
 from dflash_runtime.compute.cpu.vector.types import lanes_of
-
-_LOG = logging.getLogger(__name__)
 
 _PREFIX = "cpu-tier-"
 _WORKS = "works"

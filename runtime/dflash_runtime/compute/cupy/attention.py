@@ -90,7 +90,6 @@ class DecodeAttention:
         scratch: DeviceArray,
         out: Rows,
         sinks: DeviceArray | None = None,
-        overlaps_previous: bool = True,
     ) -> None:
         """Write the step's keys and values, then let every token see all up to its own.
 
@@ -121,7 +120,6 @@ class DecodeAttention:
                 partials=partials,
                 statistics=statistics,
             ),
-            overlaps_previous=overlaps_previous,
         )
         self._device.launch(self._merge, plan.merge_grid, plan.merge_threads, merging)
 
@@ -180,7 +178,6 @@ class PrefillAttention:
         scratch: DeviceArray,
         out: DeviceArray,
         sinks: DeviceArray | None = None,
-        overlaps_previous: bool = True,
     ) -> None:
         """Write the chunk's keys and values, then let every token see all up to its own.
 
@@ -208,7 +205,6 @@ class PrefillAttention:
                 cache=cache,
                 queries=queries,
             ),
-            overlaps_previous=overlaps_previous,
         )
         self._device.launch(
             how.kernel,

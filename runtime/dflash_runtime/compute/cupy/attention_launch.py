@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflash_adapters.rope import RopeTable
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.attention import (
     DecodeAttention,

@@ -49,15 +49,10 @@ class Capabilities:
     """Integer reductions of a warp in one instruction."""
     large_clusters: bool
     """Clusters of 16 blocks; others have at most 8."""
-    tcgen05: bool
-    """Products with results in memory of their own, in the place of wgmma; not used yet."""
-    shared_kib: int
-    """Shared memory that one block can have. What a device really has its driver says."""
 
     def missing(self) -> tuple[str, ...]:
         """Names of what kernels use and this architecture lacks."""
-        names = (each.name for each in fields(self) if getattr(self, each.name) is False)
-        return tuple(name for name in names if name not in _UNUSED)
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) is False)
 
     def log(self, device_name: str) -> None:
         """Say what kernels will do without here."""
@@ -72,9 +67,6 @@ class Capabilities:
         )
 
 
-_UNUSED = frozenset({"tcgen05"})
-"""What no kernel uses yet."""
-
 _OLDEST_CUDA = (6, 1)
 """The first with products of bytes that every later one has too."""
 
@@ -88,16 +80,7 @@ _CUDA_SINCE = {
     "clusters": (9, 0),
 }
 
-# Source: CUDA C++ programming guide, technical specifications by compute capability. Data centres'
-# processors (9.0, 10.x) have what those of the same age for desktops (8.9, 12.x) have not.
-_CUDA_SHARED_KIB = {
-    **{(6, 1): 48, (6, 2): 48, (7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163},
-    **{(8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227},
-    **{(12, 0): 99, (12, 1): 99},
-}
-_LEAST_SHARED_KIB = 48
 _LARGE_CLUSTERS = (9, 10)
-_TCGEN05 = (10, 11)
 
 # gfx9 has wavefronts of 64 lanes, gfx10 and later of 32 unless asked otherwise.
 _GFX = re.compile(r"gfx(9|1[0-9])([0-9a-f]{2})")
@@ -131,8 +114,6 @@ def cuda_capabilities(major: int, minor: int) -> Capabilities:
         lanes=32,
         wgmma=wgmma,
         large_clusters=major in _LARGE_CLUSTERS,
-        tcgen05=major in _TCGEN05,
-        shared_kib=_CUDA_SHARED_KIB.get((major, minor), _LEAST_SHARED_KIB),
         **has,
     )
 
@@ -159,25 +140,4 @@ def hip_capabilities(architecture: str) -> Capabilities:
         async_copy=False,
         redux=False,
         large_clusters=False,
-        tcgen05=False,
-        shared_kib=64,
-    )
-
-
-def host_capabilities(*, lanes: int) -> Capabilities:
-    """Of the emulation: what is portable, and what mma.cuh emulates."""
-    return Capabilities(
-        vendor=Vendor.HOST,
-        architecture="host",
-        lanes=lanes,
-        dot4=False,
-        dependent_launch=False,
-        clusters=False,
-        mma=lanes == 32,
-        wgmma=False,
-        async_copy=False,
-        redux=False,
-        large_clusters=False,
-        tcgen05=False,
-        shared_kib=96,
     )

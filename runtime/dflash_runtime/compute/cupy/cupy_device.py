@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,8 +46,6 @@ from dflash_runtime.compute.cupy.driver_table import DeviceAttribute, FunctionAt
 from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
 from dflash_runtime.compute.cupy.rtc import KernelCompiler, runtime_compiler
 from dflash_runtime.compute.cupy.side_stream import CupyMark, CupySideStream, Events
-
-_LOG = logging.getLogger(__name__)
 
 _OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
 """Device indices and memory pools of closed devices that still had arrays, as an error's traceback

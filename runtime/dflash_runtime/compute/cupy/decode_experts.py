@@ -217,8 +217,6 @@ class DecodeExperts:
         choice: Choice,
         x: Rows | MailRequest,
         hidden: Rows,
-        *,
-        overlaps_previous: bool = True,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for what is not resident.
 
@@ -250,7 +248,6 @@ class DecodeExperts:
             tuning.gate_up_warps * self._device.lanes,
             args,
             shared_bytes=self._gate_up_bytes,
-            overlaps_previous=overlaps_previous,
         )
 
     def _set_rows(self, args: GateUpArgs, x: Rows) -> None:
@@ -273,7 +270,6 @@ class DecodeExperts:
         out: DeviceArray | MailReply,
         *,
         replies: MailReplies | None = None,
-        overlaps_previous: bool = True,
     ) -> None:
         """Add each token's terms, rounded once, to `out`; or write their float64 sums there, or to
         a mailbox.
@@ -307,7 +303,6 @@ class DecodeExperts:
             tuning.down_warps * self._device.lanes,
             args,
             shared_bytes=self._down_bytes,
-            overlaps_previous=overlaps_previous,
         )
 
     def _rows_and_columns(self, name: str) -> tuple[int, int]:

@@ -125,7 +125,6 @@ class DecodeLinear:
         inputs: LinearInputs,
         *,
         outputs: LinearOutputs | None = None,
-        overlaps_previous: bool = True,
     ) -> None:
         """``out[i] = rows @ weights[i].T``, or added to it.
 
@@ -153,7 +152,6 @@ class DecodeLinear:
             self.tuning.warps * self._device.lanes,
             args,
             shared_bytes=self._shared_bytes,
-            overlaps_previous=overlaps_previous,
         )
 
     def _fill_inputs(self, args: LinearDecodeArgs, inputs: LinearInputs) -> None:

@@ -139,7 +139,6 @@ class Sample:
         positions: DeviceArray,
         *,
         history: DeviceArray | None = None,
-        overlaps_previous: bool = True,
     ) -> None:
         """``token_ids[t]`` of the largest logit, the lowest of equals; NOT_FINITE if one is not.
 
@@ -164,7 +163,6 @@ class Sample:
             (1, 1, 1),
             self._warps * self._device.lanes,
             args,
-            overlaps_previous=overlaps_previous,
         )
 
 
@@ -192,7 +190,6 @@ class QuantiseRows:
         eps: float = 0.0,
         factors: DeviceArray | None = None,
         values: DeviceArray | None = None,
-        overlaps_previous: bool = True,
     ) -> None:
         """Quantise each row, and write to `values` what was quantised.
 
@@ -222,7 +219,6 @@ class QuantiseRows:
             (num_rows, 1, 1),
             self._warps * self._device.lanes,
             args,
-            overlaps_previous=overlaps_previous,
         )
 
 

@@ -181,11 +181,6 @@ class DeltaStep:
         module = device.module("delta_step.cu", defines)
         self._kernel = module.kernel("delta_step", DeltaStepArgs)
 
-    @property
-    def has_quants(self) -> bool:
-        """It writes int8 rows too."""
-        return self.shape.has_quants
-
     def launch(
         self,
         inputs: DeltaInputs,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -265,6 +266,26 @@ class KernelDevice(Protocol):
 
         Raises: what a kernel did wrong; DeviceUnavailable if it takes longer than `deadline_s`.
         """
+
+
+@dataclass(slots=True, eq=False)
+class PreparedLaunch:
+    """A kernel and all that it is launched with, again and again; `args`, which are copied by each
+    launch, may be changed in between.
+
+    To fill in and check a kernel's arguments takes longer than to start it, and the layers of a
+    chunk are launched with the same ones, chunk after chunk, but for where their rows are.
+    """
+
+    kernel: Kernel
+    grid: Grid
+    block: int
+    args: ctypes.Structure
+    shared_bytes: int = 0
+
+    def start(self, device: KernelDevice) -> None:
+        """As KernelDevice.launch."""
+        device.launch(self.kernel, self.grid, self.block, self.args, shared_bytes=self.shared_bytes)
 
 
 def address(array: DeviceArray, offset_bytes: int = 0) -> int:

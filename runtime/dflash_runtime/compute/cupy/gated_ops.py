@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import Gate, KvCache
+from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cupy.branch import Branch, Branching
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
@@ -28,7 +30,6 @@ from dflash_runtime.compute.cupy.delta_tree import DeltaTree
 from dflash_runtime.compute.cupy.device import KernelDevice
 from dflash_runtime.compute.cupy.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
-from dflash_runtime.compute.cupy.lacking_ops import LackingOps
 from dflash_runtime.compute.cupy.steps import Steps
 from dflash_runtime.compute.cupy.values import (
     Activated,
@@ -46,8 +47,11 @@ from dflash_runtime.compute.cupy.values import (
 )
 
 
-class GatedOps(LackingOps):
+class GatedOps:
     """What CupyOps is made of besides itself."""
+
+    model_path: Path | None = None
+    """The file that matrices were loaded from last, for messages."""
 
     steps: Steps
     trees: Branching
@@ -58,6 +62,16 @@ class GatedOps(LackingOps):
         self._delta_steps: dict[tuple[DeltaPlan, int], DeltaStep] = {}
         self._delta_chunks: dict[DeltaPlan, DeltaChunk] = {}
         self._delta_trees: dict[DeltaPlan, DeltaTree] = {}
+
+    def lacks(self, operation: str) -> NoReturn:
+        """Refuse a model that needs what the host backends compute and this one does not.
+
+        Raises: UnsupportedModel naming the operation.
+        """
+        raise UnsupportedModel(
+            f"it needs {operation}, which is not computed on a GPU yet: use --backend cpu",
+            path=self.model_path or "model",
+        )
 
     def add_bias(self, x: Any, bias: Any, out: Any = None) -> Rows:
         rows = self._rows_of(x)

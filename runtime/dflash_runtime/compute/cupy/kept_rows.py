@@ -120,9 +120,3 @@ class KeptRows:
         for ring in self.rings:
             ring.require(num_positions)
         self.states.require(num_positions)
-
-    def truncate(self, num_positions: int) -> None:
-        """As ops.KvCache.truncate."""
-        for ring in self.rings:
-            ring.require(num_positions)
-        self.states.truncate(num_positions)

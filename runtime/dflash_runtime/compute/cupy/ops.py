@@ -21,8 +21,7 @@ from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import KvLayer, RecurrentLayer
 from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
-from dflash_adapters.rope import RopeTable
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import likeliest_of
 from dflash_runtime.compute.cupy.attention_launch import AttentionLauncher

@@ -14,6 +14,7 @@ from dflash_runtime.compute.cupy.device import (
     DeviceArray,
     Kernel,
     KernelDevice,
+    PreparedLaunch,
     address,
     optional_address,
 )
@@ -37,7 +38,6 @@ from dflash_runtime.compute.cupy.prefill_weights import (
     half_row_bytes,
     product_row_bytes,
 )
-from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
 
 _MOST_KNOWN = 1024
 """More than a model has of matrices that are multiplied together."""

@@ -19,6 +19,7 @@ from dflash_runtime.compute.cupy.device import (
     Grid,
     Kernel,
     KernelDevice,
+    PreparedLaunch,
     address,
     optional_address,
 )
@@ -47,7 +48,6 @@ from dflash_runtime.compute.cupy.prefill_weights import (
     check_type,
     half_row_bytes,
 )
-from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64

@@ -12,11 +12,16 @@ import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cupy.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.cupy.device import (
+    DeviceArray,
+    Kernel,
+    KernelDevice,
+    PreparedLaunch,
+    address,
+)
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.layouts import FIELDS, UNIT, num_units, row_bytes
 from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
-from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
 
 _UNIT_THREADS = 256
 

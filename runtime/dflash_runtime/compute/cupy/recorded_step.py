@@ -160,7 +160,7 @@ class RecordedStep:
             if self._mail is not None and self._mail.mail.failed_epoch():
                 raise DaemonUnavailable("a step that was tried has failed")
             times_s.append((time.perf_counter() - began_s) / num_steps)
-        self._cache.truncate(0)
+        self._cache.begin_step(0)
         return min(times_s)
 
     def _prepare_all(self) -> None:
@@ -171,7 +171,6 @@ class RecordedStep:
                 self._is_drawing = is_drawing
                 self._recording()
             position = context_bucket(position + 1)
-        self._cache.truncate(0)
         self.begin(0, 0)
 
     def choose_by(self, options: DrawOptions | None) -> None:
@@ -412,12 +411,6 @@ class RecordedStep:
                 self._computed_by_host(self._position - 1)
         logits: F32Array = self._ops.device.download(self._last.array)[0]
         return logits
-
-    def tokens(self, first: int, last: int) -> I32Array:
-        """Tokens chosen for these positions, once everything that was started is done."""
-        self._ops.device.synchronize()
-        self._redo_failed(self._first)
-        return self._chosen[first:last].copy()
 
     def close(self) -> None:
         """As backend.RecordedStep.close, whoever still refers to this. Twice does nothing."""

@@ -141,17 +141,6 @@ class RecurrentStates:
         for kept in self._kept:
             kept.oldest = kept.newest = num_positions
 
-    def truncate(self, num_positions: int) -> None:
-        """As ops.KvCache.truncate."""
-        newest = [kept.newest for kept in self._kept]
-        if num_positions and newest and min(newest) == max(newest) <= num_positions:
-            return
-        self.require(num_positions)
-        for kept in self._kept:
-            kept.newest = num_positions
-            if not num_positions:
-                kept.oldest = 0
-
 
 def state_bytes(layers: Sequence[RecurrentLayer]) -> int:
     """Device memory that RecurrentStates takes."""

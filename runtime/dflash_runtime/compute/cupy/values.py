@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dflash_adapters.moe_spec import DeltaShape
 from dflash_adapters.ops import RoutingRule
-from dflash_adapters.rope import RopeTable
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.cupy.buffers import Buffer, array_of
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS

@@ -16,8 +16,7 @@ import pytest
 from dflash_adapters import llama4
 from dflash_adapters.moe_spec import KvLayer, Mask
 from dflash_adapters.ops import KvType
-from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopePairing, YarnScaling, rope_table
 from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute import rings

@@ -9,8 +9,7 @@ import pytest
 
 from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
-from dflash_adapters.rope import RopePairing
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.reference.kv_cache import cached_rows
 from support.attention_rig import AttentionRig, LayerCase, relative_error

@@ -7,8 +7,7 @@ import pytest
 
 from dflash_adapters.moe_spec import Mask
 from dflash_adapters.ops import KvType
-from dflash_adapters.rope import RopePairing
-from dflash_adapters.temperature import AttentionTemperature
+from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_runtime.compute.cupy.attention_plan import PrefillPlan
 from support.attention_rig import AttentionRig, LayerCase, relative_error
 

@@ -81,11 +81,11 @@ def check(
     for _ in range(4):
         step.start()
         chosen.append(int(step.logits().argmax()))
-    assert step.tokens(first + 1, first + 5).tolist() == chosen
+    assert [step.token(first + index) for index in range(1, 5)] == chosen
     step.begin(int(ids[first]), first)
     for _ in range(4):  # without waiting for any
         step.start()
-    assert step.tokens(first + 1, first + 5).tolist() == chosen
+    assert [step.token(first + index) for index in range(1, 5)] == chosen
     step.close()
     model.close()
 

@@ -10,8 +10,8 @@ from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.cupy.capabilities import (
     cuda_capabilities,
     hip_capabilities,
-    host_capabilities,
 )
+from support.emulated_device.emulated_device import host_capabilities
 
 _EVERYTHING = (
     *("dot4", "dependent_launch", "clusters", "mma", "wgmma", "async_copy", "redux"),
@@ -21,25 +21,22 @@ _NEW = {"wgmma", "large_clusters"}
 
 
 @pytest.mark.parametrize(
-    ("compute_capability", "architecture", "missing", "shared_kib"),
+    ("compute_capability", "architecture", "missing"),
     [
-        ((6, 1), "sm_61", set(_EVERYTHING) - {"dot4"}, 48),
-        ((7, 5), "sm_75", set(_EVERYTHING) - {"dot4", "mma"}, 64),
-        ((8, 0), "sm_80", {"dependent_launch", "clusters", *_NEW}, 163),
-        ((8, 9), "sm_89", {"dependent_launch", "clusters", *_NEW}, 99),
-        ((9, 0), "sm_90a", set(), 227),
-        ((10, 0), "sm_100", {"wgmma"}, 227),
-        ((12, 0), "sm_120", _NEW, 99),
-        ((99, 9), "sm_999", _NEW, 48),
+        ((6, 1), "sm_61", set(_EVERYTHING) - {"dot4"}),
+        ((7, 5), "sm_75", set(_EVERYTHING) - {"dot4", "mma"}),
+        ((8, 0), "sm_80", {"dependent_launch", "clusters", *_NEW}),
+        ((8, 9), "sm_89", {"dependent_launch", "clusters", *_NEW}),
+        ((9, 0), "sm_90a", set()),
+        ((10, 0), "sm_100", {"wgmma"}),
+        ((12, 0), "sm_120", _NEW),
+        ((99, 9), "sm_999", _NEW),
     ],
 )
-def test_nvidia(
-    compute_capability: tuple[int, int], architecture: str, missing: set[str], shared_kib: int
-) -> None:
+def test_nvidia(compute_capability: tuple[int, int], architecture: str, missing: set[str]) -> None:
     found = cuda_capabilities(*compute_capability)
     assert (found.architecture, found.lanes) == (architecture, 32)
     assert set(found.missing()) == missing
-    assert found.shared_kib == shared_kib
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dflash_protocol.ids import F64Array
 from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.reference import ReferenceBackend
-from dflash_runtime.compute.reference.activations import activate
+from dflash_runtime.compute.reference.experts import activate
 from support.expert_files import write_expert_layer
 from support.float64_experts import activated, expert_sums, read_experts
 from support.routed_batches import batch_of, moe_layer

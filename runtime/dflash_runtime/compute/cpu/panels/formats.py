@@ -15,8 +15,6 @@ from dflash_runtime.compute.cpu.panels import formats_32 as of_32
 from dflash_runtime.compute.cpu.panels import formats_256 as of_256
 from dflash_runtime.compute.cpu.panels.rows import Quads, Rows, ScalesAndOffsets
 
-_FULL_BYTE_BITS = 8
-
 
 @dataclass(frozen=True, slots=True)
 class PanelFormat:
@@ -30,11 +28,6 @@ class PanelFormat:
     chunk_blocks: int
     """Blocks of 32 that one call of `scales` and `quads` emits."""
     scales_a_block: int = 1
-
-    @property
-    def is_full_byte(self) -> bool:
-        """See `bits`."""
-        return self.bits == _FULL_BYTE_BITS
 
     @property
     def chunk_bytes(self) -> int:

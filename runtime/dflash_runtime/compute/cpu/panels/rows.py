@@ -16,7 +16,7 @@ from dflash_runtime.compute.cpu.panels.emitting import (
     load,
     shuffle,
 )
-from dflash_runtime.compute.cpu.vector.types import FLOAT, emit_splat, lanes_of
+from dflash_runtime.compute.cpu.vector.types import FLOAT, lanes_of
 
 NUM_ROWS = 16
 """Rows of a panel."""
@@ -85,8 +85,3 @@ def words_of(quad: Vec) -> list[Vec]:
     """A quad's four steps as words."""
     words = quad.as_type(lanes_of(I32, 64))
     return [words.take(list(range(first, first + NUM_ROWS))) for first in range(0, 64, NUM_ROWS)]
-
-
-def splat_lanes(scalar: Vec) -> Vec:
-    """One number for every row."""
-    return Vec(scalar.builder, emit_splat(scalar.builder, scalar.value, NUM_ROWS))

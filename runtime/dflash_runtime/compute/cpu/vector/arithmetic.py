@@ -154,10 +154,10 @@ def widen(builder: Any, value: Any) -> Any:
     return builder.fpext(value, DOUBLE)
 
 
-def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any], lanes: int = 1) -> Any:
-    """Fold the upper half onto the lower until that many lanes are left."""
+def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Fold the upper half onto the lower until one lane is left."""
     width = values.type.count
-    while width > lanes:
+    while width > 1:
         width //= 2
         lower = emit_shuffle(builder, values, values, list(range(width)))
         upper = emit_shuffle(builder, values, values, list(range(width, 2 * width)))

@@ -31,12 +31,11 @@ typedef unsigned long long u64;
 //
 //   KERNEL(name, Args, threads, min_blocks)   begins a kernel; its only argument is `const Args a`
 //   INLINE                                    a function that is always inlined
-//   CONSTANT(type, name, count)               a table in constant memory: `= {…};` follows
 //   SHARED(type, name, count)                 an array of a block, 16-byte aligned
 //   DYNAMIC_SHARED(name)                      u8 *name: the bytes asked for at launch, aligned alike
 //   block_barrier()                           all threads of the block
-//   block_index_x/y/z(), num_blocks_x/y/z(), thread_index(), num_threads()   int; blocks of threads
-//                                             are one-dimensional
+//   block_index_x/y/z(), num_blocks_x(), thread_index(), num_threads()   int; blocks of threads are
+//                                             one-dimensional
 //   lane_xor(value, mask), lane_read(value, source_lane)      u32, i32, float, u64; whole logical warp
 //   dot4(a, b, sum)                           sum + products of four signed bytes each
 //   half_to_float(u32 low 16 bits), float_to_half(float) -> u16 (to nearest even)
@@ -48,8 +47,8 @@ typedef unsigned long long u64;
 //   previous_has_waited()                     that one has let us begin after its own wait: instead of
 //                                             ours, where only what came before it is read or written
 //   atomic_add(u32 *, u32) -> u32 before      integers only: sums of floats would depend on the order
-//   memory_fence()                            writes before it are seen by whoever sees writes after it
-//   memory_fence_of_system()                  the same, the host and other devices included
+//   memory_fence_of_system()                  writes before it are seen by whoever sees writes after it,
+//                                             the host and other devices included
 //   store_line(pointer, uint4), load_line(pointer) -> uint4   16 bytes, either half as one access, past
 //                                             every cache: for what other devices read and write
 //   store_half_line(pointer, u32, u32)        one of the halves

@@ -113,17 +113,6 @@ INLINE float weight_of(const Unpacked &weights, int j, int i) {
     return fmaf(weights.scale[j], byte, weights.offset[j]);
 }
 
-// A unit's weights rounded to halves: out[16 * j + i] is element i of granule j. Unrolled by the
-// caller's use of constant indices only if `out` is in registers.
-template <int Type, int Columns>
-INLINE void dequantise_unit(u16 (&out)[64], const typename Format<Type, Columns>::Raw &raw,
-                            int unit) {
-    Unpacked weights;
-    Format<Type, Columns>::unpack(weights, raw, unit);
-#pragma unroll
-    for (int i = 0; i < 64; i++) out[i] = float_to_half(weight_of(weights, i / 16, i % 16));
-}
-
 // Rows of plain floats: units are 16 bytes.
 template <int Type, int Columns>
 struct FloatRow {

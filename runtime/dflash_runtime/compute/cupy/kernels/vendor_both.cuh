@@ -6,11 +6,8 @@ INLINE int block_index_x() { return blockIdx.x; }
 INLINE int block_index_y() { return blockIdx.y; }
 INLINE int block_index_z() { return blockIdx.z; }
 INLINE int num_blocks_x() { return gridDim.x; }
-INLINE int num_blocks_y() { return gridDim.y; }
-INLINE int num_blocks_z() { return gridDim.z; }
 INLINE int thread_index() { return threadIdx.x; }
 INLINE int num_threads() { return blockDim.x; }
 
 INLINE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
-INLINE void memory_fence() { __threadfence(); }
 INLINE void memory_fence_of_system() { __threadfence_system(); }

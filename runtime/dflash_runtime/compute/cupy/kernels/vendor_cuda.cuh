@@ -6,7 +6,6 @@
 #define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS)                                          \
     static_assert(LANES == 32 || (THREADS) <= 15 * 64, "too many logical warps");        \
     extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const ARGS a)
-#define CONSTANT(TYPE, NAME, COUNT) __constant__ __align__(16) const TYPE NAME[COUNT]
 #define SHARED(TYPE, NAME, COUNT) __shared__ __align__(16) TYPE NAME[COUNT]
 #define DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) u8 NAME[]
 

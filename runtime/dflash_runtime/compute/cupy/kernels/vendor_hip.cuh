@@ -13,7 +13,6 @@
 #define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS) \
     extern "C" __global__ void __launch_bounds__(THREADS) NAME(const ARGS a)
 #define ALIGNED_16 __attribute__((aligned(16)))
-#define CONSTANT(TYPE, NAME, COUNT) __constant__ ALIGNED_16 const TYPE NAME[COUNT]
 #define SHARED(TYPE, NAME, COUNT) __shared__ ALIGNED_16 TYPE NAME[COUNT]
 #define DYNAMIC_SHARED(NAME) extern __shared__ ALIGNED_16 u8 NAME[]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cupy.prepared_launch import PreparedLaunch
+from dflash_runtime.compute.cupy.device import PreparedLaunch
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.device_checks import CASES, SumArgs
 
