@@ -241,19 +241,19 @@ def test_a_missing_key_is_named(tmp_path: Path, shape: RandomShape, key: str) ->
 @pytest.mark.parametrize(
     ("shape", "key", "value", "reason"),
     [
-        (OLMOE, "expert_used_count", 12, "12 experts used of 11"),
-        (OLMOE, "attention.head_count_kv", 2, "3 heads cannot share 2"),
-        (QWEN2MOE, "expert_shared_feed_forward_length", 0, "0 is out of range"),
-        (QWEN2MOE, "rope.scaling.factor", 0.5, "out of range"),
-        (LLAMA, "attention.scale", -1.0, "out of range"),
-        (LAGUNA, "attention.head_count", [6, 4, 2], "has 3 entries for 2 layers"),
-        (LAGUNA, "attention.head_count", [6, 0], "0 is out of range"),
-        (LAGUNA, "attention.head_count_kv", [4, 4], "6 heads cannot share 4"),
-        (LAGUNA, "attention.sliding_window_pattern", [True], "has 1 entries for 2 layers"),
-        (LAGUNA, "attention.sliding_window_pattern", [1, 2], "outside 0 … 1"),
-        (LAGUNA, "rope.dimension_count", 14, "14 of 12 cannot be rotated"),
-        (LAGUNA, "rope.dimension_count_swa", 5, "5 of 12 cannot be rotated"),
-        (LLAMA4, "interleave_moe_layer_step", 0, "0 is out of range"),
+        (OLMOE, "expert_used_count", 12, r"\b12 .*\b11\b"),
+        (OLMOE, "attention.head_count_kv", 2, r"\b3 heads\b.*\b2\b"),
+        (QWEN2MOE, "expert_shared_feed_forward_length", 0, r"\b0 .*range"),
+        (QWEN2MOE, "rope.scaling.factor", 0.5, "range"),
+        (LLAMA, "attention.scale", -1.0, "range"),
+        (LAGUNA, "attention.head_count", [6, 4, 2], r"\b3 .*\b2 layers"),
+        (LAGUNA, "attention.head_count", [6, 0], r"\b0 .*range"),
+        (LAGUNA, "attention.head_count_kv", [4, 4], r"\b6 heads\b.*\b4\b"),
+        (LAGUNA, "attention.sliding_window_pattern", [True], r"\b1 .*\b2 layers"),
+        (LAGUNA, "attention.sliding_window_pattern", [1, 2], "0 … 1"),
+        (LAGUNA, "rope.dimension_count", 14, r"\b14 .*\b12\b"),
+        (LAGUNA, "rope.dimension_count_swa", 5, r"\b5 .*\b12\b"),
+        (LLAMA4, "interleave_moe_layer_step", 0, r"\b0 .*range"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
@@ -269,17 +269,17 @@ YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}
 @pytest.mark.parametrize(
     ("shape", "changes", "reason"),
     [
-        (OLMOE, {"attention.clamp_kqv": 8.0}, "only 0.0 is known"),
-        (OLMOE, {"rope.dimension_count": 8}, "differs from attention.key_length 14"),
-        (QWEN2MOE, {"attention.value_length": 4}, "differs from attention.key_length 8"),
-        (LLAMA, {"rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
-        (LAGUNA, {"expert_gating_func": 9}, "9 is not known"),
-        (LAGUNA, {**YARN, "rope.scaling.yarn_attn_factor": 1.5}, "only 1 and 1.20794 are known"),
-        (LAGUNA, {**YARN, "rope.scaling.yarn_ext_factor": 0.5}, "only 1 is known"),
-        (LAGUNA, {**YARN, "rope.scaling.yarn_log_multiplier": 0.1}, "only 0 is known"),
-        (LLAMA4, {"expert_used_count": 2}, "2, only 1 is known"),
-        (LLAMA4, {"attention.sliding_window": 0}, "attention to everything in every layer"),
-        (LLAMA4, {"attention.sliding_window_pattern": 3}, "3, only 4 is known"),
+        (OLMOE, {"attention.clamp_kqv": 8.0}, r": .*\b0\.0\b"),
+        (OLMOE, {"rope.dimension_count": 8}, r"attention\.key_length 14\b"),
+        (QWEN2MOE, {"attention.value_length": 4}, r"attention\.key_length 8\b"),
+        (LLAMA, {"rope.scaling.type": "longrope"}, "'longrope'"),
+        (LAGUNA, {"expert_gating_func": 9}, r": .*\b9\b"),
+        (LAGUNA, {**YARN, "rope.scaling.yarn_attn_factor": 1.5}, r"\b1\.5\b.*\b1 .*\b1\.20794\b"),
+        (LAGUNA, {**YARN, "rope.scaling.yarn_ext_factor": 0.5}, r": .*\b1\b"),
+        (LAGUNA, {**YARN, "rope.scaling.yarn_log_multiplier": 0.1}, r": .*\b0\b"),
+        (LLAMA4, {"expert_used_count": 2}, r": .*\b2\b.*\b1\b"),
+        (LLAMA4, {"attention.sliding_window": 0}, "every layer"),
+        (LLAMA4, {"attention.sliding_window_pattern": 3}, r": .*\b3\b.*\b4\b"),
     ],
 )
 def test_a_setting_that_is_not_computed_here_is_unsupported(
@@ -293,7 +293,7 @@ def test_a_setting_that_is_not_computed_here_is_unsupported(
 def test_betas_of_yarn_that_cannot_be_are_refused(tmp_path: Path) -> None:
     key = "laguna.rope.scaling.yarn_beta_fast"
     keys = {f"laguna.{name}": value for name, value in YARN.items()} | {key: 0.5}
-    refuse(write_model(tmp_path / "model.gguf", LAGUNA, seed=1, keys=keys), key, "out of range")
+    refuse(write_model(tmp_path / "model.gguf", LAGUNA, seed=1, keys=keys), key, "range")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -304,7 +304,7 @@ def test_rope_factors_that_cannot_be_are_refused(tmp_path: Path, value: float) -
     with GgufFile.open(path) as file:
         assert llama.read_spec(file).num_layers == 2
         ops: Ops[AnyArray] = ReferenceOps()
-        with pytest.raises(ModelFileError, match="not 4 positive numbers"):
+        with pytest.raises(ModelFileError, match=r"rope_freqs\.weight\b.*\b4\b"):
             llama.load(file, ops)
 
 

@@ -62,12 +62,12 @@ def test_what_cannot_be_sent_is_the_callers_to_change(monkeypatch: pytest.Monkey
     nested: list[Any] = []
     for _ in range(1100):
         nested = [nested]
-    with pytest.raises(SettingsError, match="cannot be rendered: nested too deeply"):
+    with pytest.raises(SettingsError, match="nested"):
         through(nested)
-    with pytest.raises(SettingsError, match="cannot be rendered: they hold a set, which JSON"):
+    with pytest.raises(SettingsError, match=r"\bset\b.*JSON"):
         through({1})
     monkeypatch.setattr("dflash_adapters.chat_messages.MAX_REQUEST_BYTES", 1 << 20)
-    with pytest.raises(SettingsError, match="larger than 1 MiB"):
+    with pytest.raises(SettingsError, match="1 MiB"):
         through("a" * (1 << 20))
     assert MAX_REQUEST_BYTES <= 1 << 30
 
@@ -97,7 +97,7 @@ def test_a_request_with_a_wrong_field_is_refused(field: str, value: object) -> N
         decode_request(msgpack.packb(values | {field: value}))
     values.pop(field, None)
     if field != "another":
-        with pytest.raises(ProtocolError, match="other fields"):
+        with pytest.raises(ProtocolError, match="fields"):
             decode_request(msgpack.packb(values))
 
 

@@ -184,7 +184,7 @@ def test_closing_gives_back_descriptors_and_mappings(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     with (
         GgufFile.open(sound_file().write(tmp_path / "m.gguf")) as file,
-        pytest.raises(ModelFileError, match=r"blk\.0\.none: required tensor is missing"),
+        pytest.raises(ModelFileError, match=r"blk\.0\.none\b.*missing"),
     ):
         file.tensor("blk.0.none")
 
@@ -305,7 +305,7 @@ def test_it_is_noticed_what_becomes_of_the_file(
         happens(path)
         assert file.change() is change
         if change is FileChange.WRITTEN:
-            with pytest.raises(ModelFileError, match="was written to while it was in use"):
+            with pytest.raises(ModelFileError, match=r"\bwritten\b"):
                 file.require_unwritten()
         else:
             file.require_unwritten()

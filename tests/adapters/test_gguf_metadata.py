@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,7 @@ def test_a_missing_key_is_an_error_unless_there_is_a_default(tmp_path: Path) -> 
             lambda key: file.get_uint_per_layer(key, 2),
         ]
         for getter in getters:
-            with pytest.raises(ModelFileError, match="no: required key is missing") as caught:
+            with pytest.raises(ModelFileError, match=r": no\b.*missing") as caught:
                 getter("no")
             assert caught.value.field == "no"
 
@@ -47,17 +46,17 @@ def test_a_missing_key_is_an_error_unless_there_is_a_default(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (raw.scalar(raw.FLOAT32, 1.0), "not an integer"),
-        (raw.scalar(raw.BOOL, 1), "not an integer"),
-        (raw.string("1"), "not an integer"),
-        (raw.array(raw.UINT32, [1]), "not an integer"),
-        (raw.scalar(raw.INT32, -1), "-1 is outside 0 … 100"),
-        (raw.scalar(raw.UINT64, 101), "101 is outside 0 … 100"),
+        (raw.scalar(raw.FLOAT32, 1.0), "integer"),
+        (raw.scalar(raw.BOOL, 1), "integer"),
+        (raw.string("1"), "integer"),
+        (raw.array(raw.UINT32, [1]), "integer"),
+        (raw.scalar(raw.INT32, -1), "-1 .*0 … 100"),
+        (raw.scalar(raw.UINT64, 101), "101 .*0 … 100"),
     ],
 )
 def test_get_uint_checks_type_and_range(tmp_path: Path, value: bytes, reason: str) -> None:
     with metadata_file(tmp_path, k=value) as file:
-        with pytest.raises(ModelFileError, match=re.escape(reason)) as caught:
+        with pytest.raises(ModelFileError, match=reason) as caught:
             file.get_uint("k", 3, maximum=100)
         assert caught.value.offset_bytes is not None
 
@@ -65,10 +64,10 @@ def test_get_uint_checks_type_and_range(tmp_path: Path, value: bytes, reason: st
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (raw.scalar(raw.UINT32, 1), "not a float"),
-        (raw.array(raw.FLOAT32, [1]), "not a float"),
-        (raw.scalar(raw.FLOAT32, float("nan")), "not finite"),
-        (raw.scalar(raw.FLOAT64, float("-inf")), "not finite"),
+        (raw.scalar(raw.UINT32, 1), "float"),
+        (raw.array(raw.FLOAT32, [1]), "float"),
+        (raw.scalar(raw.FLOAT32, float("nan")), "finite"),
+        (raw.scalar(raw.FLOAT64, float("-inf")), "finite"),
     ],
 )
 def test_get_float_checks_type_and_finiteness(tmp_path: Path, value: bytes, reason: str) -> None:
@@ -80,13 +79,13 @@ def test_get_bool_and_get_str_check_their_type(tmp_path: Path) -> None:
     with metadata_file(
         tmp_path, number=raw.scalar(raw.UINT8, 1), bad=raw.string(b"\xff"), ok=raw.string("ab")
     ) as file:
-        with pytest.raises(ModelFileError, match="not a bool"):
+        with pytest.raises(ModelFileError, match=r"number.* bool"):
             file.get_bool("number")
-        with pytest.raises(ModelFileError, match="not a string"):
+        with pytest.raises(ModelFileError, match=r"number.* string"):
             file.get_str("number")
-        with pytest.raises(ModelFileError, match=r"bad .*not valid UTF-8"):
+        with pytest.raises(ModelFileError, match=r"bad .*UTF-8"):
             file.get_str("bad")
-        with pytest.raises(ModelFileError, match="2 bytes; at most 1"):
+        with pytest.raises(ModelFileError, match=r"\b2 bytes\b.* 1\b"):
             file.get_str("ok", max_bytes=1)
 
 
@@ -104,18 +103,18 @@ def test_array_getters_check_type_range_and_length(tmp_path: Path) -> None:
         assert file.get_uint_array("ints").dtype == np.int64
         assert file.get_uint_array("empty").tolist() == []
         failures: list[tuple[Callable[[], object], str]] = [
-            (lambda: file.get_uint_array("negative"), "an element is outside"),
-            (lambda: file.get_uint_array("huge"), "an element is outside"),
-            (lambda: file.get_uint_array("huge", maximum=2**64), "an element is outside"),
-            (lambda: file.get_uint_array("ints", maximum=4), "outside 0 … 4"),
-            (lambda: file.get_uint_array("ints", max_length=1), "2 elements; at most 1"),
-            (lambda: file.get_uint_array("floats"), "not an array of integers"),
-            (lambda: file.get_uint_array("bools"), "not an array of integers"),
-            (lambda: file.get_uint_array("general.architecture"), "not an array"),
-            (lambda: file.get_float_array("ints"), "not an array of floats"),
-            (lambda: file.get_float_array("floats"), "not finite"),
-            (lambda: file.strings("ints"), "not an array of strings"),
-            (lambda: file.array_length("general.architecture"), "not an array"),
+            (lambda: file.get_uint_array("negative"), r"\belement\b.* 0 … "),
+            (lambda: file.get_uint_array("huge"), r"\belement\b.* 0 … "),
+            (lambda: file.get_uint_array("huge", maximum=2**64), r"\belement\b.* 0 … "),
+            (lambda: file.get_uint_array("ints", maximum=4), "0 … 4"),
+            (lambda: file.get_uint_array("ints", max_length=1), r"\b2 elements\b.* 1\b"),
+            (lambda: file.get_uint_array("floats"), "array of integers"),
+            (lambda: file.get_uint_array("bools"), "array of integers"),
+            (lambda: file.get_uint_array("general.architecture"), "array"),
+            (lambda: file.get_float_array("ints"), "array of floats"),
+            (lambda: file.get_float_array("floats"), "finite"),
+            (lambda: file.strings("ints"), "array of strings"),
+            (lambda: file.array_length("general.architecture"), "array"),
         ]
         for call, reason in failures:
             with pytest.raises(ModelFileError, match=reason):
@@ -128,9 +127,9 @@ def test_per_layer_values_are_a_scalar_or_one_a_layer(tmp_path: Path) -> None:
     ) as file:
         assert file.get_uint_per_layer("one", 3) == (8, 8, 8)
         assert file.get_uint_per_layer("many", 2) == (8, 4)
-        with pytest.raises(ModelFileError, match="2 entries for 3 layers"):
+        with pytest.raises(ModelFileError, match=r"\b2 .*\b3 layers"):
             file.get_uint_per_layer("many", 3)
-        with pytest.raises(ModelFileError, match="8 is outside 0 … 7"):
+        with pytest.raises(ModelFileError, match=r"8 .*0 … 7"):
             file.get_uint_per_layer("one", 2, maximum=7)
 
 
@@ -147,10 +146,10 @@ def test_flags_are_one_a_layer_or_one_for_all(tmp_path: Path) -> None:
         assert file.get_bool_per_layer("many", 2) == (True, False)
         assert file.get_bool_per_layer("numbers", 2) == (False, True)
         for key, num_layers, reason in (
-            ("many", 3, "2 entries for 3 layers"),
-            ("numbers", 1, "2 entries for 1 layers"),
-            ("others", 2, "outside 0 … 1"),
-            ("words", 2, "not an array of integers"),
+            ("many", 3, r"\b2 .*\b3 layers"),
+            ("numbers", 1, r"\b2 .*\b1 layers"),
+            ("others", 2, "0 … 1"),
+            ("words", 2, "array of integers"),
             ("no", 2, "missing"),
         ):
             with pytest.raises(ModelFileError, match=reason):
@@ -180,9 +179,9 @@ def test_strings_of_any_length_are_read_one_after_another(
 def test_a_string_too_long_to_be_read_is_refused_when_asked_for(tmp_path: Path) -> None:
     too_long = bytes(MAX_STRING_BYTES + 1)
     with metadata_file(tmp_path, k=raw.strings([too_long]), s=raw.string(too_long)) as file:
-        with pytest.raises(ModelFileError, match="too long"):
+        with pytest.raises(ModelFileError, match=r": k\b"):
             list(file.strings("k"))
-        with pytest.raises(ModelFileError, match="at most"):
+        with pytest.raises(ModelFileError, match=rf": s\b.*\b{MAX_STRING_BYTES}\b"):
             file.get_str("s")
 
 
@@ -191,6 +190,6 @@ def test_an_array_too_long_to_be_read_is_refused_when_asked_for(tmp_path: Path) 
     header = struct.pack("<IIQ", raw.ARRAY, raw.UINT8, count)
     with (
         metadata_file(tmp_path, k=header + bytes(count)) as file,
-        pytest.raises(ModelFileError, match="elements; at most"),
+        pytest.raises(ModelFileError, match=rf"\b{count} elements\b.*\b{MAX_ARRAY_LENGTH}\b"),
     ):
         file.get_uint_array("k")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_a_wrong_key_is_looked_for_in_the_first_shard(tmp_path: Path) -> None:
     paths = write_split(tmp_path, 2)
     with GgufFile.open(paths[1]) as file:
         assert file.path == paths[1]
-        with pytest.raises(ModelFileError, match="required key is missing") as caught:
+        with pytest.raises(ModelFileError, match=r"qwen3moe\.block_count\b.*missing") as caught:
             file.get_uint("qwen3moe.block_count")
         assert caught.value.path == paths[0]
 
@@ -94,11 +95,11 @@ def other_architecture() -> GgufBuilder:
 
 
 SPLIT_ERRORS: dict[str, tuple[dict[int, GgufBuilder], str, str]] = {
-    "wrong number": ({1: shard_builder(2, 3)}, "split.no", "is 2, expected 1"),
-    "wrong count": ({2: shard_builder(2, 4)}, "split.count", "is 4, expected 3"),
-    "not a shard": ({1: GgufBuilder()}, "split.no", "required key is missing"),
-    "wrong total": ({0: shard_builder(0, 3, 4)}, "split.tensors.count", "claims 4 tensors"),
-    "another model": ({1: other_architecture()}, "general.architecture", "is llama"),
+    "wrong number": ({1: shard_builder(2, 3)}, "split.no", r"\b2\b.*\b1\b"),
+    "wrong count": ({2: shard_builder(2, 4)}, "split.count", r"\b4\b.*\b3\b"),
+    "not a shard": ({1: GgufBuilder()}, "split.no", "missing"),
+    "wrong total": ({0: shard_builder(0, 3, 4)}, "split.tensors.count", "4 tensors"),
+    "another model": ({1: other_architecture()}, "general.architecture", "llama"),
     "tensor in two shards": (
         {
             0: shard_builder(0, 3, 4),
@@ -116,26 +117,26 @@ def test_shards_that_disagree_are_refused(tmp_path: Path, case: str) -> None:
     paths = write_split(tmp_path, 3, replaced)
     error = refusal(paths[0])
     assert error.field == field
-    assert reason in error.reason
+    assert re.search(reason, error.reason)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     paths = write_split(tmp_path, 3)
     paths[1].unlink()
     for path in (paths[0], paths[2]):
-        with pytest.raises(ModelFileError, match=r"m-00002-of-00003\.gguf: cannot be opened"):
+        with pytest.raises(ModelFileError, match=r"m-00002-of-00003\.gguf.*No such file"):
             GgufFile.open(path)
 
 
 def test_a_shard_under_another_name_is_refused(tmp_path: Path) -> None:
     first = write_split(tmp_path, 3)[0]
     for name, reason in {
-        "renamed.gguf": "is not named",
-        "m-00001-of-00002.gguf": "its name says 1 of 2",
-        "m-00004-of-00003.gguf": "its name says 4 of 3",
-        "m-00000-of-00003.gguf": "its name says 0 of 3",
+        "renamed.gguf": r"\bname",
+        "m-00001-of-00002.gguf": r"\b1 of 2\b",
+        "m-00004-of-00003.gguf": r"\b4 of 3\b",
+        "m-00000-of-00003.gguf": r"\b0 of 3\b",
     }.items():
-        assert reason in refusal(Path(shutil.copy(first, tmp_path / name))).reason
+        assert re.search(reason, refusal(Path(shutil.copy(first, tmp_path / name))).reason)
 
 
 def test_more_shards_than_descriptors_are_refused(tmp_path: Path) -> None:
@@ -171,5 +172,5 @@ def test_it_is_noticed_what_becomes_of_any_shard(tmp_path: Path) -> None:
         file.require_unwritten()
         os.utime(paths[2], ns=(0, paths[2].stat().st_mtime_ns + 1))
         assert file.change() is FileChange.WRITTEN
-        with pytest.raises(ModelFileError, match=r"00003-of-00003\.gguf: was written to"):
+        with pytest.raises(ModelFileError, match=r"00003-of-00003\.gguf.*\bwritten\b"):
             file.require_unwritten()

@@ -121,15 +121,15 @@ def test_the_result_is_the_callers_own() -> None:
 
 
 def test_bytes_that_do_not_fit_the_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"33 items of uint8 for Q8_0 of shape \(32,\), .* 34"):
+    with pytest.raises(ValueError, match=r"\b33 .*\buint8\b.*\bQ8_0\b.*\(32,\).* 34"):
         dequantise(np.zeros(33, dtype=np.uint8), TensorType.Q8_0, (32,))
-    with pytest.raises(ValueError, match="34 items of int8"):
+    with pytest.raises(ValueError, match=r"\b34 .*\bint8\b"):
         dequantise(np.zeros(34, dtype=np.int8), TensorType.Q8_0, (32,))
-    with pytest.raises(ValueError, match="multiple of Q8_0's block"):
+    with pytest.raises(ValueError, match=r"\bQ8_0\b.*block"):
         dequantise(np.zeros(34, dtype=np.uint8), TensorType.Q8_0, (16, 2))
 
 
 @pytest.mark.parametrize("tensor_type", _INTEGERS, ids=lambda t: t.name)
 def test_integers_are_no_weights(tensor_type: TensorType) -> None:
-    with pytest.raises(ValueError, match="integers, not weights"):
+    with pytest.raises(ValueError, match="integers"):
         dequantise(np.zeros(8, dtype=np.uint8), tensor_type, (1,))

@@ -244,13 +244,13 @@ WHOLE_NUMBERS = [
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
-    (0, "0 is out of range"),
-    (1 << 31, "is out of range"),
-    ((1 << 32) - 1, "is out of range"),
-    (-1, "-1 is outside"),
-    (1.0, "is not an integer"),
-    ("2", "is not an integer"),
-    (True, "is not an integer"),
+    (0, r"\b0 .*range"),
+    (1 << 31, "range"),
+    ((1 << 32) - 1, "range"),
+    (-1, r"-1 .*\b0 … "),
+    (1.0, "integer"),
+    ("2", "integer"),
+    (True, "integer"),
 ]
 
 
@@ -263,18 +263,18 @@ def test_a_key_of_an_impossible_value_is_named(tmp_path: Path, key: str) -> None
 @pytest.mark.parametrize(
     ("key", "value", "field", "reason"),
     [
-        ("attention.head_count_kv", 3, "attention.head_count_kv", "4 heads cannot share 3"),
-        ("attention.head_count_kv", 8, "attention.head_count_kv", "4 heads cannot share 8"),
-        ("expert_used_count", 4, "expert_used_count", "4 experts used of 3"),
-        ("attention.layer_norm_rms_epsilon", math.nan, None, "not finite"),
-        ("attention.layer_norm_rms_epsilon", math.inf, None, "not finite"),
-        ("attention.layer_norm_rms_epsilon", 1, None, "not a float"),
-        ("rope.freq_base", 0.0, None, "out of range"),
-        ("rope.freq_base", 1.0, None, "out of range"),
-        ("rope.freq_base", -5.0, None, "out of range"),
-        ("rope.freq_base", math.nan, None, "not finite"),
-        ("rope.scaling.factor", 0.0, None, "out of range"),
-        ("rope.scaling.factor", -2.0, None, "out of range"),
+        ("attention.head_count_kv", 3, "attention.head_count_kv", r"\b4 heads\b.*\b3\b"),
+        ("attention.head_count_kv", 8, "attention.head_count_kv", r"\b4 heads\b.*\b8\b"),
+        ("expert_used_count", 4, "expert_used_count", r"\b4 .*\b3\b"),
+        ("attention.layer_norm_rms_epsilon", math.nan, None, "finite"),
+        ("attention.layer_norm_rms_epsilon", math.inf, None, "finite"),
+        ("attention.layer_norm_rms_epsilon", 1, None, "float"),
+        ("rope.freq_base", 0.0, None, "range"),
+        ("rope.freq_base", 1.0, None, "range"),
+        ("rope.freq_base", -5.0, None, "range"),
+        ("rope.freq_base", math.nan, None, "finite"),
+        ("rope.scaling.factor", 0.0, None, "range"),
+        ("rope.scaling.factor", -2.0, None, "range"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
@@ -294,17 +294,17 @@ def test_an_epsilon_that_is_none_is_refused(tmp_path: Path, epsilon: float) -> N
 @pytest.mark.parametrize(
     ("changes", "field", "reason"),
     [
-        ({"attention.value_length": 4}, "attention.value_length", "differs from .* 6"),
-        ({"rope.dimension_count": 4}, "rope.dimension_count", "differs from .* 6"),
+        ({"attention.value_length": 4}, "attention.value_length", r"attention\.key_length 6\b"),
+        ({"rope.dimension_count": 4}, "rope.dimension_count", r"attention\.key_length 6\b"),
         (
             {"attention.key_length": 7, "attention.value_length": 7, "rope.dimension_count": 7},
             "attention.key_length",
-            "odd head dimension",
+            "odd",
         ),
-        ({"rope.scaling.type": "longrope"}, "rope.scaling.type", "rope scaling 'longrope'"),
-        ({"rope.scaling.type": ""}, "rope.scaling.type", "rope scaling ''"),
-        ({"rope.scaling.type": "a\nb"}, "rope.scaling.type", "rope scaling"),
-        ({"rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor", "only 1 is known"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type", "'longrope'"),
+        ({"rope.scaling.type": ""}, "rope.scaling.type", "''"),
+        ({"rope.scaling.type": "a\nb"}, "rope.scaling.type", r"a\\nb"),
+        ({"rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor", r": .*\b1\b"),
     ],
 )
 def test_a_setting_that_is_not_computed_here_is_unsupported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -48,7 +49,7 @@ def test_a_dense_model_is_told_that_it_is_one(
 ) -> None:
     with (
         model_of(tmp_path, architecture, expert_count) as file,
-        pytest.raises(UnsupportedModel, match=f"'{architecture}' is a dense model") as caught,
+        pytest.raises(UnsupportedModel, match=rf"'{architecture}'.*\bdense\b") as caught,
     ):
         adapter_for(file)
     assert caught.value.field == "general.architecture"
@@ -61,7 +62,9 @@ def test_an_unknown_architecture_is_told_the_known_ones(tmp_path: Path, architec
     """Also one that would name another module."""
     with (
         model_of(tmp_path, architecture, 8) as file,
-        pytest.raises(UnsupportedModel, match=r"unknown architecture .*; supported: qwen3moe"),
+        pytest.raises(
+            UnsupportedModel, match=rf"{re.escape(repr(architecture))}.*supported: qwen3moe"
+        ),
     ):
         adapter_for(file)
 

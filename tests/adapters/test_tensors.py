@@ -109,13 +109,13 @@ def test_what_does_not_fit_is_refused(file: GgufFile) -> None:
             file, "exps.weight", num_experts=E, rows=rows, columns=COLUMNS, **names
         )
 
-    with pytest.raises(ModelFileError, match=r"exps.weight.*expected \(3, 9, 32\)"):
+    with pytest.raises(ModelFileError, match=r"exps.weight.* \(3, 9, 32\)"):
         stack(rows=9)
-    with pytest.raises(ModelFileError, match=r"exps.scale.*expected \(3, 10\)"):
+    with pytest.raises(ModelFileError, match=r"exps.scale.* \(3, 10\)"):
         stack(bias="exps.scale")
-    with pytest.raises(ModelFileError, match=r"exps.bias.*expected \(3,\)"):
+    with pytest.raises(ModelFileError, match=r"exps.bias.* \(3,\)"):
         stack(scale="exps.bias")
     with pytest.raises(ModelFileError, match="missing"):
         stack(bias="none")
-    with pytest.raises(UnsupportedModel, match=r"half.scale.*F16, only F32"):
+    with pytest.raises(UnsupportedModel, match=r"half.scale.* F16\b.* F32\b"):
         stack(scale="half.scale")

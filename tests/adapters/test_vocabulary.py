@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "pre", "words"),
     [
-        ("bert", None, "tokenizer model bert"),
-        ("gpt2", "deepseek-v3", "pre-tokenizer deepseek-v3"),
-        ("gpt2", "a\nb", "pre-tokenizer a\\nb"),
+        ("bert", None, " bert "),
+        ("gpt2", "deepseek-v3", "pre-tokenizer deepseek-v3 "),
+        ("gpt2", "a\nb", "pre-tokenizer a\\nb "),
     ],
 )
 def test_other_kinds_of_tokenizer_are_unsupported(
@@ -54,7 +55,7 @@ def test_other_kinds_of_tokenizer_are_unsupported(
         pytest.raises(UnsupportedModel) as caught,
     ):
         load_tokenizer(file)
-    assert caught.value.reason == f"{words} is not supported"
+    assert words in caught.value.reason
 
 
 _Change = Callable[[RawVocabulary], None]
@@ -87,80 +88,84 @@ CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
     "a byte without token": (
         lambda vocabulary: vocabulary.tokens.__setitem__(0, "first"),
         "tokens",
-        "no token for the byte 0x00",
+        r"\b0x00\b",
     ),
-    "the same token twice": (with_token("hel"), "tokens", "tokens 257 and 259 are the same"),
-    "an empty token": (with_token(""), "tokens", "token 259 has 0 bytes"),
-    "a very long token": (with_token("x" * 4097), "tokens", "token 259 has 4097 bytes"),
-    "a token not UTF-8": (with_token(b"\xff"), "tokens", "token 259 is not valid UTF-8"),
-    "too few types": (changed(types=[NORMAL] * 258), "token_type", "258 types for 259 tokens"),
-    "type zero": (changed(types=[0] * 259), "token_type", "token 0 of type 0"),
-    "type six": (with_token("<0x0A>", 6), "token_type", "token 259 of type 6"),
+    "the same token twice": (with_token("hel"), "tokens", r"\b257\b.*\b259\b"),
+    "an empty token": (with_token(""), "tokens", r"token 259\b.*\b0 bytes"),
+    "a very long token": (with_token("x" * 4097), "tokens", r"token 259\b.*\b4097 bytes"),
+    "a token not UTF-8": (with_token(b"\xff"), "tokens", r"token 259\b.*UTF-8"),
+    "too few types": (changed(types=[NORMAL] * 258), "token_type", r"\b258 types\b.*\b259 tokens"),
+    "type zero": (changed(types=[0] * 259), "token_type", r"token 0\b.*type 0\b"),
+    "type six": (with_token("<0x0A>", 6), "token_type", r"token 259\b.*type 6\b"),
     "negative type": (changed(types=[-1] * 259), "token_type", "outside"),
-    "merge of one": (changed(merges=["he"]), "merges", "merge 0 is not two tokens"),
-    "merge of nothing": (changed(merges=["h "]), "merges", "merge 0 is not two tokens"),
-    "merge not UTF-8": (changed(merges=[b"\xff h"]), "merges", "merge 0 is not valid UTF-8"),
-    "unknown left": (changed(merges=["h e", "hx l"]), "merges", "merge 1 needs hx"),
-    "unknown right": (changed(merges=["h ll"]), "merges", "merge 0 needs ll"),
-    "unknown result": (changed(merges=["h x"]), "merges", "merge 0 needs hx"),
-    "a line break in a merge": (changed(merges=["h \n"]), "merges", "merge 0 needs \\n"),
+    "merge of one": (changed(merges=["he"]), "merges", r"merge 0\b.*\btwo\b"),
+    "merge of nothing": (changed(merges=["h "]), "merges", r"merge 0\b.*\btwo\b"),
+    "merge not UTF-8": (changed(merges=[b"\xff h"]), "merges", r"merge 0\b.*UTF-8"),
+    "unknown left": (changed(merges=["h e", "hx l"]), "merges", r"merge 1\b.* hx\b"),
+    "unknown right": (changed(merges=["h ll"]), "merges", r"merge 0\b.* ll\b"),
+    "unknown result": (changed(merges=["h x"]), "merges", r"merge 0\b.* hx\b"),
+    "a line break in a merge": (changed(merges=["h \n"]), "merges", r"merge 0\b.* \\n"),
     "eos beyond the end": (
         with_key("ggml.eos_token_id", raw.scalar(raw.UINT32, 259)),
         "eos_token_id",
-        "259 is outside 0 … 258",
+        r"\b259 .*\b0 … 258",
     ),
     "eot negative": (
         with_key("ggml.eot_token_id", raw.scalar(raw.INT32, -1)),
         "eot_token_id",
-        "-1 is outside",
+        r"-1 .*\b0 … ",
     ),
     "adds a token it has not": (
         with_key("ggml.add_bos_token", raw.scalar(raw.BOOL, 1)),
         "add_bos_token",
-        "there is no bos token",
+        r"\bbos\b",
     ),
     "template not UTF-8": (
         with_key("chat_template", raw.string(b"\xff")),
         "chat_template",
-        "not valid UTF-8",
+        "UTF-8",
     ),
 }
 
 
 PIECE_CONTRADICTIONS: dict[str, tuple[_Change, str, str]] = {
     "no tokens": (changed(tokens=[]), "tokens", "0 tokens"),
-    "a byte without piece": (without_a_byte, "tokens", "no token for the byte 0x80"),
-    "the same piece twice": (with_token("<s>"), "tokens", "tokens 1 and 260 are the same"),
-    "an empty piece": (with_token(""), "tokens", "token 260 has 0 bytes"),
+    "a byte without piece": (without_a_byte, "tokens", r"\b0x80\b"),
+    "the same piece twice": (with_token("<s>"), "tokens", r"\b1\b.*\b260\b"),
+    "an empty piece": (with_token(""), "tokens", r"token 260\b.*\b0 bytes"),
     "a byte spelled otherwise": (
         with_token("<0x0a>", 6),
         "token_type",
-        "token 260 is of type byte, but spelled <0x0a>",
+        r"token 260\b.*\bbyte\b.*<0x0a>",
     ),
-    "a byte over two lines": (with_token("\n", 6), "token_type", "but spelled \\n"),
-    "type zero": (changed(types=[0] * 260), "token_type", "token 0 of type 0"),
-    "type seven": (with_token("x", 7), "token_type", "token 260 of type 7"),
-    "type of 32 bits": (with_token("x", 2**31 - 1), "token_type", "token 260 of type 2147483647"),
+    "a byte over two lines": (with_token("\n", 6), "token_type", r"\bbyte\b.*\\n"),
+    "type zero": (changed(types=[0] * 260), "token_type", r"token 0\b.*type 0\b"),
+    "type seven": (with_token("x", 7), "token_type", r"token 260\b.*type 7\b"),
+    "type of 32 bits": (
+        with_token("x", 2**31 - 1),
+        "token_type",
+        r"token 260\b.*type 2147483647\b",
+    ),
     "negative type": (changed(types=[-1] * 260), "token_type", "outside"),
-    "too many types": (changed(types=[NORMAL] * 261), "token_type", "261 types for 260 tokens"),
-    "too few scores": (changed(scores=[0.0] * 259), "scores", "259 scores for 260 tokens"),
-    "too many scores": (changed(scores=[0.0] * 261), "scores", "261 scores for 260 tokens"),
-    "a score that is none": (changed(scores=[float("nan")] * 260), "scores", "not finite"),
-    "an endless score": (changed(scores=[float("inf")] * 260), "scores", "not finite"),
+    "too many types": (changed(types=[NORMAL] * 261), "token_type", r"\b261 types\b.*\b260 tokens"),
+    "too few scores": (changed(scores=[0.0] * 259), "scores", r"\b259 scores\b.*\b260 tokens"),
+    "too many scores": (changed(scores=[0.0] * 261), "scores", r"\b261 scores\b.*\b260 tokens"),
+    "a score that is none": (changed(scores=[float("nan")] * 260), "scores", "finite"),
+    "an endless score": (changed(scores=[float("inf")] * 260), "scores", "finite"),
     "a space prefix of another type": (
         with_key("ggml.add_space_prefix", raw.scalar(raw.UINT32, 1)),
         "add_space_prefix",
-        "is not a bool",
+        r"\bbool\b",
     ),
     "eos beyond the end": (
         with_key("ggml.eos_token_id", raw.scalar(raw.UINT32, 260)),
         "eos_token_id",
-        "260 is outside 0 … 259",
+        r"\b260 .*\b0 … 259",
     ),
     "fim_pad beyond the end": (
         with_key("ggml.fim_pad_token_id", raw.scalar(raw.UINT32, 2**32 - 1)),
         "fim_pad_token_id",
-        "4294967295 is outside 0 … 259",
+        r"\b4294967295 .*\b0 … 259",
     ),
 }
 
@@ -188,7 +193,7 @@ def test_a_vocabulary_that_contradicts_itself_is_refused(
         load_tokenizer(file)
     assert caught.value.field is not None
     assert caught.value.field.removeprefix("tokenizer.").removeprefix("ggml.") == key
-    assert reason in caught.value.reason
+    assert re.search(reason, caught.value.reason)
     assert "\n" not in str(caught.value)
     with GgufFile.open(make().write(tmp_path / "m.gguf")) as file:
         assert load_tokenizer(file) is not None
@@ -203,7 +208,7 @@ def test_a_flood_of_special_tokens_is_refused(tmp_path: Path) -> None:
     vocabulary.scores = None
     with (
         GgufFile.open(vocabulary.write(tmp_path / "m.gguf")) as file,
-        pytest.raises(ModelFileError, match=r"token_type: 65539 special tokens; at most 65536"),
+        pytest.raises(ModelFileError, match=r"token_type\b.* 65539 .* 65536\b"),
     ):
         load_tokenizer(file)
 
@@ -214,7 +219,7 @@ def test_a_vocabulary_without_merges_key_is_refused(tmp_path: Path) -> None:
     builder.add("tokenizer.ggml.tokens", raw.strings(list(byte_characters())))
     with (
         GgufFile.open(builder.write(tmp_path / "m.gguf")) as file,
-        pytest.raises(ModelFileError, match="merges: required key is missing"),
+        pytest.raises(ModelFileError, match=r"merges\b.*missing"),
     ):
         load_tokenizer(file)
 

@@ -200,6 +200,6 @@ def test_what_ends_the_hashing_is_raised() -> None:
     "text", ["", "5e" * 15, "5e" * 17, "5E" * 16, "xy" * 16, " " * 32, "é" * 32]
 )
 def test_what_is_no_nonce_is_refused(text: str) -> None:
-    with pytest.raises(ProtocolError, match="a nonce must be 16 bytes"):
+    with pytest.raises(ProtocolError, match=r"nonce\b.*\b16 bytes"):
         nonce_from(text)
     assert nonce_from("5e" * 16) == b"\x5e" * 16

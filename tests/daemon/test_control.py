@@ -103,7 +103,7 @@ async def test_a_placement_that_does_not_match_its_fingerprint_is_refused(daemon
     parent = daemon.parent()
     refused = await parent.refused_hello(placement_fingerprint=OTHER.fingerprint)
     assert refused.code == "malformed"
-    assert "does not match its fingerprint" in refused.reason
+    assert "fingerprint" in refused.reason
     assert daemon.host.store.num_experts == 0, "nothing was loaded"
     await parent.assert_welcome()
 
@@ -114,7 +114,7 @@ async def test_a_placement_of_experts_that_do_not_exist_is_refused(
 ) -> None:
     parent = daemon.parent()
     refused = await parent.refused_hello(OwnedExperts.from_lists(lists))
-    assert "placement: layer" in refused.reason
+    assert "layer" in refused.reason
     await parent.assert_welcome()
 
 

@@ -65,7 +65,9 @@ async def test_an_older_parent_is_served_and_named_in_the_log(
     caplog.set_level("WARNING", logger="dflash_daemon")
     welcome = await daemon.parent().hello(nonce="", file_stamp="")
     assert welcome.blocks_digest == ""
-    assert "a parent does not compare weights" in caplog.text
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "weights" in record.getMessage()
     version1 = await daemon.parent().hello(versions=(1,))
     assert (version1.version, version1.file_stamp) == (1, "")
 
@@ -102,7 +104,7 @@ async def test_a_file_that_is_touched_is_served_and_one_overwritten_is_not(
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     refused = await daemon.parent().refused_hello()
     assert refused.code == "file"
-    assert "was written to while it was in use; start the daemon again" in refused.reason
+    assert "written" in refused.reason
 
 
 async def test_nothing_is_answered_from_a_file_that_was_overwritten(own_copy: Daemon) -> None:
@@ -118,7 +120,7 @@ async def test_nothing_is_answered_from_a_file_that_was_overwritten(own_copy: Da
     failed = await daemon.compute(welcome)
     assert isinstance(failed, ProtocolError)
     assert failed.code == "file"
-    assert "was written to while it was in use" in str(failed)
+    assert "written" in str(failed)
 
 
 async def test_a_parent_that_left_while_blocks_were_hashed_leaves_nothing_loaded_for_it(

@@ -96,8 +96,9 @@ def test_placements_come_and_go_with_their_memory(host: ExpertHost, gpus: Emulat
         assert device.num_bytes == with_second
     host.release(second)
     gpus.free_bytes = 1000
-    with pytest.raises(DeviceOutOfMemory, match=r"1,000 of .* bytes are free"):
+    with pytest.raises(DeviceOutOfMemory) as caught:
         host.load(OwnedExperts.from_lists({0: [1], 1: [1]}))
+    assert caught.value.free_bytes == 1000
     del second, layer_0
     assert device.num_bytes < with_first  # what had to go for it has gone
     gpus.free_bytes = 1 << 40
@@ -134,7 +135,7 @@ def test_what_is_within_a_kept_placement_takes_no_memory_and_has_the_same_bits(
         alone.close()
     host.release(held)
     gpus.free_bytes = 1000
-    with pytest.raises(DeviceOutOfMemory, match="it keeps the experts of its --placement"):
+    with pytest.raises(DeviceOutOfMemory, match="--placement"):
         host.load(SECOND)
 
 

@@ -144,7 +144,7 @@ def test_a_link_is_served_its_own_experts_and_no_others(undo: ExitStack) -> None
     rig.service.add_link("aa" * 8, LinkLimits(HIDDEN_SIZE, CAPACITY, 8), {})
     error = refusal(poor, batch_of(3, PAIRS))
     assert error.code == "not_owned"
-    assert "no experts of layer 3" in str(error)
+    assert "layer 3" in str(error)
     assert_serves(client)
     assert refusal(client, batch_of(3, PAIRS), layer_id=2).code == "not_owned"
     assert refusal(client, batch_of(3, PAIRS), layer_id=(1 << 32) - 1).code == "not_owned"
@@ -199,7 +199,10 @@ def test_a_failing_kernel_is_an_internal_error_and_the_next_request_is_served(
         error = refusal(client, batch_of(3, PAIRS))
     assert error.code == "internal"
     assert "secret" not in str(error)
-    assert "computing layer 3 failed" in caplog.text
+    [record] = caplog.records
+    assert record.args == (3,)
+    assert record.exc_info is not None
+    assert record.exc_info[1] is failure
     rig.bank.failure = None
     assert_serves(client)
 
@@ -267,7 +270,7 @@ def test_a_request_whose_deadline_passed_before_it_is_begun_is_dropped(rig: Rig)
     rig.bank.has_entered.clear()
     rig.bank.gate.set()
     client.wait(running, deadline_s=PATIENCE_S)
-    with pytest.raises(ProtocolError, match="past its deadline of 50 ms") as caught:
+    with pytest.raises(ProtocolError, match=r"\b50 ms") as caught:
         client.wait(late, deadline_s=PATIENCE_S)
     assert caught.value.code == "late"
     reply = client.wait(patient, deadline_s=PATIENCE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,15 +130,15 @@ def test_it_takes_away_what_it_wrote(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--daemon", "../x"], "--daemon '../x': must be NAME[=DEVICE][@PROGRAM]"),
-        (["--daemon", "a b"], "must be NAME"),
-        (["--daemon", "cpu\n"], "must be NAME"),
-        (["--daemon", "cpu", "--daemon", "cpu"], "two daemons have the same name"),
-        (["--daemon", "cpu@/no/such/program"], "'/no/such/program' is not the absolute path"),
-        (["--daemon", "cpu@bin/true"], "is not the absolute path"),
-        (["--model", "a\nDFLASH_PROGRAM=/evil"], "cannot be written down"),
-        (["--prefix", "/no/such"], "/root/no/such/bin/dflash-moe does not exist"),
-        (["--daemon", "cpu@/bin/sh"], "'/bin/sh' is not the absolute path of a program below /"),
+        (["--daemon", "../x"], "--daemon '../x'"),
+        (["--daemon", "a b"], "--daemon 'a b'"),
+        (["--daemon", "cpu\n"], "--daemon 'cpu\\n'"),
+        (["--daemon", "cpu", "--daemon", "cpu"], "name"),
+        (["--daemon", "cpu@/no/such/program"], "'/no/such/program'"),
+        (["--daemon", "cpu@bin/true"], "'bin/true'"),
+        (["--model", "a\nDFLASH_PROGRAM=/evil"], "DFLASH_PROGRAM=/evil"),
+        (["--prefix", "/no/such"], "/root/no/such/bin/dflash-moe "),
+        (["--daemon", "cpu@/bin/sh"], "'/bin/sh'"),
         (["--wheel", "/no/such.whl"], "/no/such.whl: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -170,7 +171,7 @@ def test_who_is_not_root_is_told_so(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for command in ("install", "uninstall"):
         assert script.main([command]) == 1
-        assert "run this as root, or with --root" in capsys.readouterr().err
+        assert "--root" in capsys.readouterr().err
 
 
 def on_this_machine(
@@ -234,7 +235,7 @@ def test_without_a_model_it_takes_the_demo_model(
     below = tmp_path / "root" / prefix.relative_to("/")
     shutil.copytree(prefix, below)
     line = run_install("install", "--root", tmp_path / "root", "--prefix", prefix, code=1)
-    assert "error: give --model; " in line
+    assert re.match(r".*error: .*--model\b", line)
 
 
 def test_a_command_that_fails_is_named(
@@ -252,7 +253,7 @@ def test_a_command_that_fails_is_named(
     monkeypatch.setattr(script, "UNIT_FOLDER", tmp_path)
     monkeypatch.setattr(script, "_run", fails)
     assert script.main(["uninstall"]) == 1
-    assert "exit code 3: systemctl disable --now" in capsys.readouterr().err
+    assert re.search(r"\b3: systemctl disable --now", capsys.readouterr().err)
 
 
 MACHINE = ("/opt", "/etc", "/usr/local", "/var/cache", "/run/dflash-moe")

@@ -94,39 +94,39 @@ def test_a_folder_is_no_model_file(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "nosuch", expert_count=4)
-    check_fails(1, "unknown architecture 'nosuch'; supported: .*qwen3moe", "inspect", path)
+    check_fails(1, "'nosuch'.*supported: .*qwen3moe", "inspect", path)
 
 
 def test_a_dense_model_is_said_to_be_one(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", block_count=1)
-    check_fails(1, "dense model: it has no experts", "generate", path, "-p", "x")
+    check_fails(1, r"'llama'.*\bdense\b", "generate", path, "-p", "x")
 
 
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (["--token-ids", "1,-2"], 2, "token id -2 at position 1"),
-        (["--token-ids", "300"], 2, "token id 300 at position 0 is not within 0..299"),
+        (["--token-ids", "1,-2"], 2, r"-2\b.*\b1\b"),
+        (["--token-ids", "300"], 2, r"\b300\b.*\b0\b.* 0\.\.299"),
         (["--token-ids", "1,x"], 2, "--token-ids"),
-        (["--token-ids", "99999999999999999999"], 2, "too large"),
-        (["-p", "x", "-n", "0"], 2, "must be 1 or more"),
-        (["-p", "x", "-n", "-4"], 2, "must be 1 or more"),
-        (["-p", ""], 2, "prompt is empty"),
-        (["-p", "x" * 300], 2, "a prompt of .* tokens does not fit the context of 256 positions"),
-        (["-p", "x", "--context", "100000"], 2, "made for up to 256"),
-        ([], 2, "exactly one of"),
-        (["-p", "x", "--token-ids", "1"], 2, "exactly one of"),
+        (["--token-ids", "99999999999999999999"], 2, r"--token-ids\b.*large"),
+        (["-p", "x", "-n", "0"], 2, r"\b1 or more"),
+        (["-p", "x", "-n", "-4"], 2, r"\b1 or more"),
+        (["-p", ""], 2, "prompt .*empty"),
+        (["-p", "x" * 300], 2, r"\d tokens .*context.* 256 "),
+        (["-p", "x", "--context", "100000"], 2, r"\b256\b"),
+        ([], 2, "--token-ids"),
+        (["-p", "x", "--token-ids", "1"], 2, "--token-ids"),
         (["-p", "x", "--temp", "-1"], 2, "temperature=-1"),
         (["-p", "x", "--top-p", "0"], 2, "top_p"),
         (["-p", "x", "--backend", "gpu"], 2, "gpu"),
         (["-p", "x", "--no-such-flag"], 2, "no-such-flag"),
-        (["-p", "x", "--local-experts", "9"], 2, "layer 0 has 4"),
-        (["-p", "x", "--local-experts", "2"], 2, "add a daemon"),
-        (["-p", "x", "--daemon", "tpu"], 2, "--daemon='tpu': must be DEVICE"),
+        (["-p", "x", "--local-experts", "9"], 2, r"layer 0\b.* 4\b"),
+        (["-p", "x", "--local-experts", "2"], 2, r"\bdaemon\b"),
+        (["-p", "x", "--daemon", "tpu"], 2, "--daemon='tpu'.* DEVICE"),
         (["-p", "x", "--daemon", "cpu@/no/such/python"], 2, "No such file"),
-        (["-p", "x", "--daemon", "cpu@/etc/passwd"], 2, "not an executable"),
-        (["-p", "x", "--connect", "http://localhost"], 2, "neither ipc:///absolute/path nor tcp"),
-        (["-p", "x", "--connect", "ipc:///" + "d" * 120], 2, "longer than 100"),
+        (["-p", "x", "--daemon", "cpu@/etc/passwd"], 2, "/etc/passwd.*executable"),
+        (["-p", "x", "--connect", "http://localhost"], 2, "'http://localhost'.* ipc:///.* tcp:"),
+        (["-p", "x", "--connect", "ipc:///" + "d" * 120], 2, r"\b100\b"),
         (["--prompt-file", "/no/such/file"], 2, "No such file"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -237,7 +237,8 @@ def test_a_full_or_closed_stdout_is_no_traceback(redirection: str, arguments: li
     assert "Traceback" not in done.stderr
     if redirection == ">/dev/full":
         assert done.returncode == 1
-        assert "cannot write" in done.stderr
+        assert done.stderr.startswith("dflash-moe: error: ")
+        assert "No space left on device" in done.stderr
 
 
 def test_files_in_the_current_folder_are_not_imported(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 import socket
 import stat
@@ -135,20 +136,20 @@ def test_tcp_on_the_loopback_address_works(model: Path, host: str) -> None:
             assert engine.stats().owners["link0"].bytes_received > 0
             socket.create_connection((host, data_port), timeout=10).close()
         code, message = daemon_fails(model, "--listen", endpoint)
-        assert (code, "cannot listen" in message) == (1, True)
+        assert (code, "Address already in use" in message) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--listen", "tcp://0.0.0.0:7777"], "not a loopback address"),
-        (["--listen", "ipc:///" + "x" * 101], "longer than 100"),
-        (["--listen", "somewhere"], "neither ipc"),
-        (["--device", "tpu:0"], "--device='tpu:0': must be auto, cpu, cuda:N or hip:N"),
+        (["--listen", "tcp://0.0.0.0:7777"], "tcp://0.0.0.0:7777"),
+        (["--listen", "ipc:///" + "x" * 101], " 100"),
+        (["--listen", "somewhere"], "'somewhere'"),
+        (["--device", "tpu:0"], "--device='tpu:0': "),
         (["--device", "cuda:1023"], "device cuda:1023: "),
-        (["--threads", "x"], "--threads='x': must be a whole number from 0 to 1024"),
-        (["--ipc-transport", "pigeon"], "must be one of auto, device, shared, stream"),
-        (["--settings", "/no/such.toml"], "settings file /no/such.toml: No such file"),
+        (["--threads", "x"], "--threads='x': "),
+        (["--ipc-transport", "pigeon"], " auto, device, shared, stream"),
+        (["--settings", "/no/such.toml"], "/no/such.toml: No such file"),
         (["--what"], "--what"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -165,9 +166,9 @@ def test_misuse_is_one_line(arguments: list[str], message: str) -> None:
     ("arguments", "message"),
     [
         (["--listen", "ipc:///no/such/folder/d.sock"], "No such file"),
-        (["--device", "hip:0", "--backend", "cpu"], "backend cpu does not compute on hip:0"),
+        (["--device", "hip:0", "--backend", "cpu"], "hip:0"),
         (["--placement", "/no/such/file"], "No such file"),
-        (["--lifeline-fd", "77"], "life-line descriptor 77"),
+        (["--lifeline-fd", "77"], "descriptor 77"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -196,8 +197,9 @@ def test_a_placement_file_is_loaded_at_once(model: Path, run_dir: Path, tmp_path
                 assert engine.stats().owners["link0"].requests > 0
         daemon.terminate()
         _, said = daemon.communicate(timeout=START_S)
-    lines = [line.rpartition(": ")[2] for line in said.splitlines() if ": placement " in line]
-    assert lines == [f"{num_experts} experts kept, {num_more} loaded, 0 dropped"]
+    [line] = [line for line in said.splitlines() if ": placement " in line]
+    kept_loaded_dropped = re.findall(r"\d+", line.rpartition(": ")[2])
+    assert [int(each) for each in kept_loaded_dropped] == [num_experts, num_more, 0]
 
 
 def test_daemons_end_with_a_parent_that_is_killed(model: Path) -> None:
@@ -267,7 +269,7 @@ def test_a_launcher_that_fails_is_reported(model: Path) -> None:
         cli_main, "generate", model, "--token-ids", "1", "--daemon", "cpu@/bin/false"
     )  # fmt: skip
     assert done.returncode == 1
-    assert "ended with exit code 1 before it was ready" in done.stderr
+    assert re.search(r"\bcpu0\b.* exit code 1\b", done.stderr)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -37,7 +37,7 @@ def test_with_warm_kernels_it_is_ready_at_once(model: Path, run_dir: Path, tmp_p
         running_daemon(model, f"ipc://{run_dir}/d.sock", **manager.environment()) as daemon,
     ):
         ready = manager.wait_for("READY")
-        assert "listening on" in ready["STATUS"]
+        assert f"ipc://{run_dir}/d.sock" in ready["STATUS"]
         assert manager.told[0]["STATUS"].startswith("compile ")
         daemon.terminate()
         manager.wait_for("STOPPING")

@@ -8,22 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
-from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
+from support import undisturbed as rig
 from support.descriptors import num_descriptors
 from support.faults import (
     greedy,
@@ -40,38 +39,17 @@ from support.processes import (
     wait_for_ends,
     wait_until,
 )
-from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
+from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT, settings_with
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = list(range(1, 30))
-NUM_TOKENS = 40
-KILL_AFTER = 12
+model = rig.model
+undisturbed = rig.undisturbed
+endpoint = rig.endpoint
+
 MOSTLY_SHARED = ("shared", pytest.param("stream", marks=pytest.mark.slow))
 LITTLE_BYTES = 256 << 10
 """Less than a ring of these models needs."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    return write_qwen3moe(path, BLOCK_32_SHAPE, seed=3, tensor_type="Q8_0")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Path) -> list[int]:
-    """Also compiles what the tests need, so that nothing is written under their limits."""
-    with Engine.open(model, daemons=["cpu"]) as engine:
-        return greedy(engine, PROMPT, NUM_TOKENS)
-
-
-@pytest.fixture
-def endpoint(run_dir: Path) -> str:
-    return f"ipc://{run_dir}/daemon.sock"
-
-
-def settings_with(**changes: Any) -> Settings:
-    return replace(load_settings(), heartbeat_ms=200, **changes)
 
 
 def transport_of(engine: Engine) -> set[str]:
@@ -128,10 +106,10 @@ def test_without_room_for_shared_memory_sockets_are_used_and_the_log_says_why(
                 assert engine.stats().events == []
             [message] = caplog.messages
             reason = {"limit": "File too large", "full": "No space left on device"}[how]
-            assert "no shared memory: cannot share memory in " in message
+            assert str(folder) in message
             assert message.endswith(reason)
             required = settings_with(ipc_transport="shared")
-            with pytest.raises(HandshakeRefused, match=f"cannot share memory.*{reason}"):
+            with pytest.raises(HandshakeRefused, match=f"{folder}.*{reason}"):
                 Engine.open(model, connect=[listen], settings=required)
             assert not list(folder.glob("ring-*"))
         with running_daemon(model, listen), Engine.open(model, connect=[listen]) as engine:
@@ -227,15 +205,14 @@ def test_a_second_daemon_on_an_endpoint_ends_and_the_first_goes_on(
         tokens = []
         for token in engine.generate(PROMPT, NUM_TOKENS):
             tokens.append(token.token_id)
-            if len(tokens) == KILL_AFTER:
+            if len(tokens) == FAULT_AFTER:
                 done = subprocess.run(
                     second, env=environment(), capture_output=True, text=True, timeout=START_S
                 )
                 assert done.returncode == 1
                 [line] = done.stderr.splitlines()
-                assert (
-                    line == f"dflash-daemon: error: endpoint {endpoint} is in use by another daemon"
-                )
+                assert line.startswith("dflash-daemon: error: ")
+                assert endpoint in line
         assert tokens == undisturbed
         assert first.poll() is None
         stats = engine.stats()
@@ -267,15 +244,15 @@ def test_a_daemon_stopped_in_mid_generation_costs_two_deadlines_at_most_and_is_u
             for token in engine.generate(PROMPT, NUM_TOKENS):
                 tokens.append(token.token_id)
                 waits_s.append(time.monotonic() - last_s)
-                if len(tokens) == KILL_AFTER:
+                if len(tokens) == FAULT_AFTER:
                     daemon.send_signal(signal.SIGSTOP)
                 last_s = time.monotonic()
             assert tokens == undisturbed
-            longest_s = max(waits_s[KILL_AFTER:])
+            longest_s = max(waits_s[FAULT_AFTER:])
             assert longest_s < 2 * deadline_s
             [event] = engine.stats().events
             assert event.kind == "daemon_lost"
-            assert "no reply within" in event.reason or "no heartbeat" in event.reason
+            assert re.search("reply|heartbeat", event.reason)
         finally:
             daemon.send_signal(signal.SIGCONT)
         assert_comes_back(engine, undisturbed, transport=transport)
@@ -405,7 +382,7 @@ def test_a_required_daemon_that_is_lost_is_an_error_in_either_phase_until_it_is_
         tokens = engine.generate(PROMPT, NUM_TOKENS)
         assert phase == "prefill" or next(tokens).token_id == undisturbed[0]
         spawned_daemons()[0].kill()
-        with pytest.raises(DaemonUnavailable, match=r"^daemon cpu0: .*; daemons are required$"):
+        with pytest.raises(DaemonUnavailable, match=r"\bcpu0: .*required"):
             list(tokens)
 
         def is_back() -> bool:

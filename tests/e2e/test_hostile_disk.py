@@ -11,38 +11,25 @@ import json
 import re
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from dflash_runtime import Engine
+from support import undisturbed as rig
 from support.faults import greedy, small_file_system
 from support.processes import START_S, cli_command, environment, run_cli, wait_until
-from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 from support.serving import NO_TLS
+from support.undisturbed import NUM_TOKENS, PROMPT
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = list(range(1, 30))
-NUM_TOKENS = 20
-SHAPE = replace(BLOCK_32_SHAPE, vocab_size=300)
+model = rig.model
+undisturbed = rig.undisturbed
+
 CACHE_DIR = "DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR"
 WORK_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    return write_qwen3moe(path, SHAPE, seed=3, tensor_type="Q8_0", tokenizer="bytes")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Path) -> list[int]:
-    """Also compiles what the tests need."""
-    with Engine.open(model, daemons=["cpu"]) as engine:
-        return greedy(engine, PROMPT, NUM_TOKENS)
 
 
 def generate(model: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -129,7 +116,7 @@ def test_json_that_cannot_be_written_is_an_error_in_one_line(arguments: list[str
         env=environment(), capture_output=True, text=True, timeout=4 * START_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "dflash-moe: error: cannot write: No space left on device\n"
+    assert re.fullmatch(r"dflash-moe: error: .*No space left on device\n", done.stderr)
 
 
 # Folders
@@ -154,7 +141,7 @@ def test_a_run_folder_without_room_for_a_file_is_an_error_that_names_it_or_costs
     if num_inodes >= 5:
         said = assert_right(done, undisturbed)
         assert len(said) == (num_inodes < 8)
-        assert all("no shared memory: cannot share memory in " in line for line in said)
+        assert all(str(folder) in line for line in said)
     else:
         assert done.returncode in (1, 2)
         lines = [line for line in done.stderr.splitlines() if "error: " in line]

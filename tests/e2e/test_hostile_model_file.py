@@ -8,37 +8,23 @@ import os
 import shutil
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dflash_runtime import Engine
-from support.faults import greedy
+from support import undisturbed as rig
 from support.processes import START_S, cli_command, environment, running_daemon
-from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
+from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = list(range(1, 30))
-SHAPE = replace(BLOCK_32_SHAPE, vocab_size=300, context_length=1024)
-NUM_TOKENS = 40
-CUT_AFTER = 12
-READ = "was cut short while it was in use, or its disk failed (SIGBUS)"
-NOTICED = "was written to while it was in use"
+model = rig.model
+undisturbed = rig.undisturbed
+
+READ = "SIGBUS"
+NOTICED = "written"
 """Whoever looks before it reads, or else."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    return write_qwen3moe(path, SHAPE, seed=3, tensor_type="Q8_0", tokenizer="bytes")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Path) -> list[int]:
-    with Engine.open(model) as engine:
-        return greedy(engine, PROMPT, NUM_TOKENS)
 
 
 def cut(path: Path) -> None:
@@ -64,7 +50,7 @@ def test_a_daemon_whose_file_is_cut_ends_and_its_parent_goes_on_with_its_own(
         tokens = []
         for token in engine.generate(PROMPT, NUM_TOKENS):
             tokens.append(token.token_id)
-            if len(tokens) == CUT_AFTER:
+            if len(tokens) == FAULT_AFTER:
                 cut(copy)
         assert tokens == undisturbed
         assert [event.kind for event in engine.stats().events] == ["daemon_lost"]
@@ -93,7 +79,7 @@ def test_a_program_whose_file_is_cut_ends_and_what_it_wrote_was_right(
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        written = process.stdout.read(CUT_AFTER)
+        written = process.stdout.read(FAULT_AFTER)
         cut(copy)
         written += process.stdout.read()
         said = process.stderr.read().decode().splitlines()

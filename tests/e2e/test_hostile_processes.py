@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,25 @@ import psutil
 import pytest
 
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
-from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
-from support.asked_parent import PROMPT, asked_parent
+from support import undisturbed as rig
+from support.asked_parent import asked_parent
 from support.descriptors import num_descriptors
 from support.faults import greedy, shared_memory_of, soft_limit, spawned_daemons
 from support.processes import START_S, cli_command, environment, running_daemon, wait_until
-from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 from support.serving import NO_TLS, RunningServer, running_server
+from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT, settings_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SHAPE = replace(BLOCK_32_SHAPE, vocab_size=300, context_length=4096)
-NUM_TOKENS = 40
-AFTER = 12
+model = rig.model
+undisturbed = rig.undisturbed
+endpoint = rig.endpoint
+
 STOPPED_S = 30.0
 SILENCE_S = 1.0
 DEADLINE = "DFLASH_MOE_EXPERT_COMPUTE_IPC_DEADLINE_MS"
 HEARTBEAT = "DFLASH_MOE_EXPERT_COMPUTE_HEARTBEAT_MS"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    return write_qwen3moe(path, SHAPE, seed=3, tensor_type="Q8_0", tokenizer="bytes")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Path) -> list[int]:
-    """Also compiles what the tests need."""
-    with Engine.open(model, daemons=["cpu"]) as engine:
-        return greedy(engine, PROMPT, NUM_TOKENS)
-
-
-@pytest.fixture
-def endpoint(run_dir: Path) -> str:
-    return f"ipc://{run_dir}/daemon.sock"
-
-
-def settings_with(**changes: Any) -> Settings:
-    return replace(load_settings(), heartbeat_ms=200, **changes)
 
 
 # Memory
@@ -194,7 +172,7 @@ def test_a_parent_killed_within_a_text_costs_others_nothing(
         for _ in range(3):
             with asked_parent(model, extra=extra, connect=[endpoint]) as parent:
                 parent.begin(2000)
-                for token in undisturbed[:AFTER]:
+                for token in undisturbed[:FAULT_AFTER]:
                     assert parent.read() == token
                 assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
                 parent.process.kill()
@@ -224,7 +202,7 @@ def test_a_parent_that_was_stopped_until_its_daemon_forgot_it_comes_back(
             assert parent.ask(NUM_TOKENS)[0] == undisturbed
             for round_idx in range(2):
                 parent.begin(NUM_TOKENS)
-                tokens = [parent.read() for _ in range(AFTER)]
+                tokens = [parent.read() for _ in range(FAULT_AFTER)]
                 os.kill(parent.pid, signal.SIGSTOP)
                 if transport == "shared":
                     wait_until(lambda: not shared_memory_of(daemon.pid), "it to be forgotten")
@@ -262,7 +240,7 @@ def test_thirty_seconds_of_a_stopped_daemon_and_of_a_stopped_parent_cost_no_toke
             assert parent.ask(NUM_TOKENS)[0] == undisturbed
             victim = parent.pid if who == "parent" else daemon.pid
             parent.begin(NUM_TOKENS)
-            tokens = [parent.read() for _ in range(AFTER)]
+            tokens = [parent.read() for _ in range(FAULT_AFTER)]
             os.kill(victim, signal.SIGSTOP)
             begin_s = time.monotonic()
             try:

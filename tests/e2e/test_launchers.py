@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -66,8 +67,8 @@ def check_slow_daemon(record: dict[str, object], python: Path) -> None:
     assert owners["cpu0"]["requests"] > 0
     assert [event["kind"] for event in events] == ["numeric_class_differs"]
     assert "reference" in events[0]["reason"]
-    warning = f"dflash-daemon: {python} cannot run the cpu kernels (No module named 'numba')"
-    assert f"{warning}; computing with the slow reference backend" in str(record["stderr"])
+    warned = rf"dflash-daemon: {re.escape(str(python))}\b.*No module named 'numba'.*\breference\b"
+    assert re.search(warned, str(record["stderr"]))
     assert len(tokens) == 4
 
 
@@ -101,10 +102,9 @@ def test_kernels_that_are_asked_for_by_name_are_refused_in_one_line(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == (
-        f"dflash-daemon: error: {without_numba} cannot run the cpu kernels "
-        "(No module named 'numba'); install numba or use backend reference\n"
-    )
+    python = re.escape(str(without_numba))
+    error = rf"dflash-daemon: error: {python}\b.*No module named 'numba'.* backend reference\n"
+    assert re.fullmatch(error, done.stderr)
 
 
 def test_nothing_of_our_environment_that_leads_to_libraries_reaches_it(
@@ -148,11 +148,11 @@ def test_nothing_of_our_environment_that_leads_to_libraries_reaches_it(
     ("linked", "with_ours", "message"),
     [
         ((), False, "No module named dflash_daemon"),
-        ((), True, "lacks what a daemon needs: No module named"),
+        ((), True, "No module named"),
         pytest.param(
             ("numpy",),
             True,
-            "lacks what a daemon needs: No module named",
+            "No module named",
             marks=pytest.mark.slow,
         ),
     ],
@@ -169,9 +169,7 @@ def test_an_environment_that_lacks_more_fails_with_the_reason_in_one_line(
     python = make_environment(tmp_path / "env", linked=linked, with_ours=with_ours)
     done = run_main(main, *generate(model), "--daemon", f"cpu@{python}")
     assert done.returncode == 1
-    assert done.stderr == (
-        "dflash-moe: error: daemon cpu0 ended with exit code 1 before it was ready\n"
-    )
+    assert re.fullmatch(r"dflash-moe: error: .*\bcpu0\b.* exit code 1\b.*\n", done.stderr)
     # It may have been started again before the first failure was told.
     lines = capfd.readouterr().err.splitlines()
     assert lines
@@ -218,7 +216,7 @@ def test_an_engine_takes_from_the_settings_what_it_is_not_told(model: Path, run_
 
 def test_a_daemon_that_refuses_its_settings_is_reported(model: Path) -> None:
     daemon = DaemonSetting("cpu", environment=(("DFLASH_MOE_NO_SUCH", "1"),))
-    with pytest.raises(DaemonUnavailable, match="ended with exit code 2 before it was ready"):
+    with pytest.raises(DaemonUnavailable, match=r"\bcpu0\b.* exit code 2\b"):
         Engine.open(model, daemons=[daemon], backend="reference")
 
 
@@ -240,5 +238,6 @@ def test_with_an_environment_of_its_own_and_other_versions(model: Path, tmp_path
     launchers = json.loads(doctor.stdout)["launchers"]
     assert {name: launchers[1]["packages"][name] for name in theirs} == theirs
     backends = launchers[1]["backends"]
-    assert (backends["reference"], backends["cpu"]) == (None, "numba is not installed")
-    assert "has no CuPy" in backends["cuda"]
+    assert backends["reference"] is None
+    assert "numba" in backends["cpu"]
+    assert "CuPy" in backends["cuda"]

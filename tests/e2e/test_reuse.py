@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -88,6 +89,14 @@ def rest_of_log(process: subprocess.Popen[str]) -> list[str]:
     return [line.removeprefix("dflash-daemon: ") for line in errors.splitlines()]
 
 
+def placements_in(log: list[str]) -> list[tuple[int, int, int]]:
+    """How many experts were kept, loaded and dropped for each placement that a daemon tells of."""
+    lines = (line.partition(": ") for line in log)
+    texts = (text for what, _, text in lines if what.startswith("placement "))
+    counts = (list(map(int, re.findall(r"\d+", text))) for text in texts)
+    return [(kept, loaded, dropped) for kept, loaded, dropped in counts]
+
+
 def logits(engine: Engine) -> F32Array:
     return engine.logits(IDS)
 
@@ -118,13 +127,11 @@ def test_other_placements_load_and_drop_the_difference(
             np.testing.assert_array_equal(logits(engine), expected)
             assert engine.stats().owners["link0"].requests > 0
         time.sleep(0.3)  # for its goodbye to come before the next one's hello
-    lines = [line.partition(": ") for line in rest_of_log(daemon)]
-    log = [text for what, _, text in lines if what.startswith("placement ")]
     few, many = (num_layers * (SHAPE.num_experts - local) for local in (4, 2))
-    assert log == [
-        f"0 experts kept, {few} loaded, 0 dropped",
-        f"{few} experts kept, {many - few} loaded, 0 dropped",
-        f"{few} experts kept, 0 loaded, {many - few} dropped",
+    assert placements_in(rest_of_log(daemon)) == [
+        (0, few, 0),
+        (few, many - few, 0),
+        (few, 0, many - few),
     ]
 
 
@@ -138,7 +145,9 @@ def test_parents_of_different_placements_work_at_the_same_time(
         expected = logits(first)
         for engine in (second, first, second):
             np.testing.assert_array_equal(logits(engine), expected)
-    assert not any(line.endswith(" 0 loaded, 0 dropped") for line in rest_of_log(daemon))
+    placements = placements_in(rest_of_log(daemon))
+    assert placements
+    assert not any(changes == [0, 0] for _, *changes in placements)
 
 
 def test_a_file_that_was_replaced_is_served_as_it_was_to_whoever_had_it(
@@ -150,7 +159,7 @@ def test_a_file_that_was_replaced_is_served_as_it_was_to_whoever_had_it(
         before = logits(engine)
         write_qwen3moe(tmp_path / "other.gguf", SHAPE, seed=99).replace(model)
         np.testing.assert_array_equal(logits(engine), before)
-        with pytest.raises(HandshakeRefused, match="was replaced since it was started"):
+        with pytest.raises(HandshakeRefused, match="file was replaced"):
             open_engine()
         with open_engine(kept, require_daemons=True) as same:
             np.testing.assert_array_equal(logits(same), before)
@@ -158,9 +167,8 @@ def test_a_file_that_was_replaced_is_served_as_it_was_to_whoever_had_it(
         assert [event.kind for event in engine.stats().events] == []
         np.testing.assert_array_equal(logits(engine), before)
     log = rest_of_log(daemon)
-    assert [line for line in log if "was replaced" in line and "refused" not in line] == [
-        f"{model} was replaced; serving the file that was there before until started again"
-    ]
+    [line] = [line for line in log if "replaced" in line and "refused" not in line]
+    assert str(model) in line
     with Engine.open(model, backend="reference") as other:
         assert not np.array_equal(logits(other), before)
 
@@ -185,10 +193,7 @@ def test_a_file_that_was_written_to_ends_its_daemon_and_the_parent_computes_on(
         assert engine.stats().events[0].kind == "daemon_lost"
         np.testing.assert_array_equal(logits(engine), before)
         assert engine.stats().owners["fallback"].requests > 0
-    assert rest_of_log(daemon)[-1] == (
-        f"error: {model}: was written to while it was in use; "
-        "start again with the file as it is now"
-    )
+    assert re.match(rf"error: {re.escape(str(model))}: .*\bwritten\b", rest_of_log(daemon)[-1])
 
 
 def test_a_parent_does_not_fall_back_on_a_file_that_was_written_to(
@@ -199,6 +204,6 @@ def test_a_parent_does_not_fall_back_on_a_file_that_was_written_to(
         change_last_byte(model)
         assert daemon.wait(START_S) == 1
         wait_until(lambda: engine.stats().events, "an event")
-        with pytest.raises(ModelFileError, match="was written to while it was in use"):
+        with pytest.raises(ModelFileError, match=r"\bwritten\b"):
             logits(engine)
     rest_of_log(daemon)

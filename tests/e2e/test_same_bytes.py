@@ -90,9 +90,10 @@ def test_a_daemon_with_other_weights_is_refused_at_the_first_handshake(
         assert file.identity() == other_file.identity()
     with (
         running_daemon(other, endpoint),
-        pytest.raises(HandshakeRefused, match="has other weights"),
+        pytest.raises(HandshakeRefused) as caught,
     ):
         Engine.open(model, connect=[endpoint])
+    assert caught.value.code == "weights"
 
 
 def zeroed(path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_run_ends_with_an_error_when_its_file_is_overwritten(
         tokens = engine.generate(PROMPT, 3)
         next(tokens)
         happens(path)
-        with pytest.raises(ModelFileError, match="while it was in use"):
+        with pytest.raises(ModelFileError, match=r"\bwritten\b"):
             list(tokens)
 
 
@@ -149,6 +150,6 @@ def test_a_long_prompt_ends_between_two_layers(
             zeroed_with_its_time_put_back(path)
         return False
 
-    with Engine.open(path) as engine, pytest.raises(ModelFileError, match="was written to"):
+    with Engine.open(path) as engine, pytest.raises(ModelFileError, match=r"\bwritten\b"):
         list(engine.generate(PROMPT, 1, is_cancelled=before_layer))
     assert len(layers) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -77,7 +78,7 @@ def test_a_signal_lets_running_requests_end_and_refuses_others(
         ended_s = time.monotonic()
         assert server.process.wait(START_S) == 0
         assert time.monotonic() - ended_s < 5
-    assert any("ending once 2 requests" in line for line in server.lines)
+    assert any(re.search(r"\b2 requests", line) for line in server.lines)
     assert not any("Traceback" in line for line in server.lines), server.lines
 
 
@@ -88,9 +89,11 @@ def test_a_second_signal_waits_for_nobody(model: Path) -> None:
         ) as stream:
             next(stream)
             server.process.terminate()
-            wait_until(lambda: any("ending once" in line for line in server.lines), "the first")
+            wait_until(
+                lambda: any(re.search(r"\b1 request\b", line) for line in server.lines), "the first"
+            )
             server.process.terminate()
-            with pytest.raises(openai.APIError, match="shutting down"):
+            with pytest.raises(openai.APIError, match="shutting"):
                 list(stream)
         assert server.process.wait(5) == 0
 
@@ -135,7 +138,7 @@ def test_a_daemon_that_is_not_there_yet_is_used_once_it_comes(model: Path, run_d
         expected = text_of(server, "a", 8)
         props = server.get("/props").json()
         assert [event["kind"] for event in props["events"]] == ["daemon_absent"]
-        assert any("is not there: " in line for line in server.lines)
+        assert any("link0" in line and endpoint in line for line in server.lines)
         with running_daemon(model, endpoint, ["--backend", "reference"]):
             metric = 'dflash_moe_owner_up{kind="daemon",owner="link0"}'
             wait_until(lambda: server.metric(metric) == 1, "the daemon to be used", within_s=30)
@@ -145,9 +148,9 @@ def test_a_daemon_that_is_not_there_yet_is_used_once_it_comes(model: Path, run_d
             assert server.metric(requests) > before
             events = server.get("/props").json()["events"]
             assert [event["kind"] for event in events] == ["daemon_absent", "daemon_back"]
-            assert events[1]["reason"].startswith("away for ")
-            line = f"daemon link0 is used again: {events[1]['reason']}"
-            wait_until(lambda: any(line in each for each in server.lines), "the line")
+            assert events[1]["owner"] == "link0"
+            told = re.compile(rf"\blink0\b.*{re.escape(events[1]['reason'])}")
+            wait_until(lambda: any(map(told.search, server.lines)), "the line")
 
 
 @pytest.mark.parametrize("mode", ["stream", pytest.param("batched", marks=pytest.mark.slow)])
@@ -190,7 +193,7 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(model: Path) -> None:
 def test_a_key_file_is_asked_for_beyond_this_machine(model: Path, tmp_path: Path) -> None:
     refused = run_main(main, "serve", model, "--host", "0.0.0.0", "--port", "0")
     assert refused.returncode == 2
-    assert "name an API key file" in refused.stderr
+    assert "API key file" in refused.stderr
     keys = tmp_path / "keys"
     keys.write_text("a-key-that-is-long-enough\n")
     keys.chmod(0o644)
@@ -236,7 +239,7 @@ def test_probes_answer_while_the_model_is_loaded(model: Path, run_dir: Path) -> 
         response = server.get("/ready")
         assert (response.status_code, response.json()["status"]) == (503, "loading")
         assert server.process.wait(30) == 1
-    assert "nothing answers" in server.lines[-1]
+    assert f"ipc://{run_dir}/nobody.sock" in server.lines[-1]
 
 
 def test_a_signal_while_the_model_is_loaded_ends_it(model: Path, run_dir: Path) -> None:

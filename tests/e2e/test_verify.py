@@ -295,7 +295,7 @@ def test_empty_trees_and_paths_are_nothing(local: Pair) -> None:
 def test_a_path_counts_once_and_only_if_it_is_one(local: Pair) -> None:
     engine = local.engine
     engine.prefill(PROMPT)
-    with pytest.raises(SettingsError, match="nothing to accept"):
+    with pytest.raises(SettingsError, match="accept"):
         engine.accept([])
     engine.verify([5, 6, 7], [-1, 0, 0])
     paths: list[Any] = [[1], [0, 0], [0, 1, 2], [3], [-1], [1 << 70], [0.5], [None], "0", 0, None]
@@ -303,7 +303,7 @@ def test_a_path_counts_once_and_only_if_it_is_one(local: Pair) -> None:
         with pytest.raises(SettingsError, match=r"path|node"):
             engine.accept(path)
     engine.accept([0, 2])
-    with pytest.raises(SettingsError, match="nothing to accept"):
+    with pytest.raises(SettingsError, match="accept"):
         engine.accept([0])
     check_next(local, [*PROMPT, 5, 7])
 
@@ -311,18 +311,18 @@ def test_a_path_counts_once_and_only_if_it_is_one(local: Pair) -> None:
 @pytest.mark.parametrize(
     ("tokens", "parents", "reason"),
     [
-        ([1, 2], [-1], "2 tokens with 1 parents"),
-        ([1], [-1, 1], "parent 1 at position 1 is not within -1..0"),
-        ([1], [-1, -1], "1 tokens with 2 parents"),
-        ([], [-1], "0 tokens with 1 parents"),
-        ([1] * 65, range(-1, 64), "up to 64"),
-        ([1], [0], "before its children"),
-        ([1, 2], [1, 0], "before its children"),
-        ([1, 2], [-1, -2], "not within -1..1"),
-        ([1, 2], [-1, 1 << 70], "not within -1..1"),
-        ([1, 2], [-1, 0.0], "no whole number"),
-        ([1], [None], "no whole number"),
-        ([1], [[-1]], "no whole number"),
+        ([1, 2], [-1], r"\b2 tokens\b.*\b1 parents"),
+        ([1], [-1, 1], r"parent 1\b.*position 1\b.*-1\.\.0"),
+        ([1], [-1, -1], r"\b1 tokens\b.*\b2 parents"),
+        ([], [-1], r"\b0 tokens\b.*\b1 parents"),
+        ([1] * 65, range(-1, 64), r"\b64\b"),
+        ([1], [0], "children"),
+        ([1, 2], [1, 0], "children"),
+        ([1, 2], [-1, -2], r"-1\.\.1\b"),
+        ([1, 2], [-1, 1 << 70], r"-1\.\.1\b"),
+        ([1, 2], [-1, 0.0], "whole number"),
+        ([1], [None], "whole number"),
+        ([1], [[-1]], "whole number"),
         ([1], None, "sequence"),
         ([1], "0", "sequence"),
         ([-1], [-1], "token id -1"),
@@ -359,18 +359,18 @@ def test_there_must_be_a_sequence_and_no_other(local: Pair) -> None:
         with pytest.raises(SettingsError, match="empty"):
             engine.prefill([])
         for call in calls:
-            with pytest.raises(SettingsError, match="call prefill first"):
+            with pytest.raises(SettingsError, match="prefill"):
                 call()
         engine.prefill(PROMPT)
         engine.verify([1], [-1])
         engine.logits([1, 2])
         for call in calls:
-            with pytest.raises(SettingsError, match="taken over"):
+            with pytest.raises(SettingsError, match="another"):
                 call()
         engine.prefill(PROMPT)
         engine.verify([1], [-1])
     for call in calls:
-        with pytest.raises(SettingsError, match="call prefill first"):
+        with pytest.raises(SettingsError, match="prefill"):
             call()
     with pytest.raises(SettingsError, match="closed"):
         engine.prefill(PROMPT)
@@ -395,7 +395,7 @@ def test_a_tree_that_failed_halfway_has_changed_nothing(
     with pytest.raises(DaemonUnavailable):
         engine.verify([1, 2, 3], [-1, 0, 0])
     monkeypatch.undo()
-    with pytest.raises(SettingsError, match="nothing to accept"):
+    with pytest.raises(SettingsError, match="accept"):
         engine.accept([0])
     check_next(local, PROMPT)
 

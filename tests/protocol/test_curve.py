@@ -96,7 +96,7 @@ def test_keys_that_exist_are_only_replaced_by_force(folder: Path, kept: str) -> 
     for name in {SECRET_FILE, PUBLIC_FILE} - {kept}:
         (folder / name).unlink()
     content = (folder / kept).read_bytes()
-    with pytest.raises(SettingsError, match="exists; --force"):
+    with pytest.raises(SettingsError, match="--force"):
         generate_keys(folder, comment="")
     assert (folder / kept).read_bytes() == content
     after = generate_keys(folder, comment="", force=True)
@@ -120,7 +120,7 @@ def test_on_a_full_disk_keygen_leaves_what_was_there(tmp_path: Path, most_bytes:
         before = found() if folder.is_dir() else {}
         with (
             soft_limit(resource.RLIMIT_FSIZE, most_bytes),
-            pytest.raises(SettingsError, match=r"key file .*keys/.*\.key: File too large"),
+            pytest.raises(SettingsError, match=r"keys/.*\.key: File too large"),
         ):
             generate_keys(folder, comment="x" * 40, force=force)
         assert found() == before
@@ -178,21 +178,21 @@ def mode(bits: int) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (Path.unlink, "does not exist; make keys with: dflash-moe keygen"),
-        (mode(0o640), "open to others; chmod go-rwx it"),
-        (mode(0o604), "open to others"),
-        (make_link, "is a link"),
-        (make_fifo, "no regular file"),
+        (Path.unlink, "dflash-moe keygen"),
+        (mode(0o640), "chmod go-rwx"),
+        (mode(0o604), "chmod go-rwx"),
+        (make_link, r"\blink\b"),
+        (make_fifo, r"\bregular\b"),
         (make_socket, "secret.key"),
-        (make_folder, "no regular file"),
-        (written(""), "not a secret key"),
-        (written("dflash-secret-key"), "not a secret key"),
-        (written(public_line(KEY)), "not a secret key"),
-        (written("dflash-secret-key " + "0" * 63), "64 hexadecimal digits"),
-        (written("dflash-secret-key " + "\u0660" * 64), "64 hexadecimal digits"),
-        (written("dflash-secret-key " + "g" * 64), "64 hexadecimal digits"),
-        (written(b"\xff\xfe" * 40), "not text"),
-        (written("dflash-secret-key " + " " * 5000), "longer than 4096"),
+        (make_folder, r"\bregular\b"),
+        (written(""), " secret "),
+        (written("dflash-secret-key"), " secret "),
+        (written(public_line(KEY)), " secret "),
+        (written("dflash-secret-key " + "0" * 63), " 64 "),
+        (written("dflash-secret-key " + "\u0660" * 64), " 64 "),
+        (written("dflash-secret-key " + "g" * 64), " 64 "),
+        (written(b"\xff\xfe" * 40), r"\btext\b"),
+        (written("dflash-secret-key " + " " * 5000), r"\b4096\b"),
     ],
 )
 def test_a_secret_key_that_cannot_be_trusted_is_refused_by_name(
@@ -216,14 +216,14 @@ def test_a_folder_that_others_can_write_to_is_refused(folder: Path) -> None:
         lambda: generate_keys(folder, comment="", force=True),
         lambda: client_security(folder, REMOTE),
     ):
-        with pytest.raises(SettingsError, match="open to others; chmod go-w it"):
+        with pytest.raises(SettingsError, match="chmod go-w"):
             use()
 
 
 def test_a_link_to_a_folder_and_a_missing_folder_are_refused(folder: Path) -> None:
     link = folder.with_name("link")
     link.symlink_to(folder)
-    with pytest.raises(SettingsError, match="is a link"):
+    with pytest.raises(SettingsError, match=r"/link\b.* link\b"):
         load_keys(link)
     with pytest.raises(SettingsError, match="dflash-moe keygen"):
         load_keys(folder / "none")
@@ -235,7 +235,7 @@ def test_a_link_to_a_folder_and_a_missing_folder_are_refused(folder: Path) -> No
 @pytest.mark.parametrize("name", ["", SECRET_FILE])
 def test_keys_of_another_user_are_refused(folder: Path, name: str) -> None:
     os.chown(folder / name, 12345, 12345)
-    with pytest.raises(SettingsError, match="belongs to another user"):
+    with pytest.raises(SettingsError, match=r"\buser\b"):
         load_keys(folder)
 
 
@@ -289,7 +289,7 @@ def test_a_list_that_goes_bad_lets_nobody_in_until_it_is_good(
 
 def test_a_secret_key_among_public_ones_is_noticed(folder: Path) -> None:
     (folder / AUTHORIZED_FILE).write_text((folder / SECRET_FILE).read_text())
-    with pytest.raises(SettingsError, match="line 1: this is a secret key") as caught:
+    with pytest.raises(SettingsError, match=r"line 1\b.*secret") as caught:
         AuthorizedClients(folder / AUTHORIZED_FILE)
     assert load_keys(folder).secret.hex() not in str(caught.value)
 
@@ -363,7 +363,7 @@ def test_a_daemon_needs_keys_beyond_this_machine_only(folder: Path, tmp_path: Pa
         server_security(nowhere, LOOPBACK, is_configured=True)
     for address in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://10.0.0.7:5555"):
         endpoint = parse_endpoint(address)
-        with pytest.raises(SettingsError, match=r"not a loopback address.*keygen"):
+        with pytest.raises(SettingsError, match=r"dflash-moe keygen"):
             server_security(nowhere, endpoint, is_configured=False)
         security = server_security(folder, endpoint, is_configured=False)
         assert security is not None
@@ -401,7 +401,7 @@ def test_a_daemon_is_known_by_host_and_better_by_port(folder: Path) -> None:
     assert known("tcp://127.0.0.1:5555") == KEY
     assert known("tcp://127.0.0.1:5556") is None
     assert known("tcp://[fe80::1]:7") == KEY
-    with pytest.raises(SettingsError, match="must be known"):
+    with pytest.raises(SettingsError, match=KNOWN_FILE):
         known("tcp://[fe80::1]:8")
 
 
@@ -410,7 +410,7 @@ def test_two_keys_of_one_daemon_are_refused(folder: Path) -> None:
     (folder / KNOWN_FILE).write_text(line + line)
     assert client_security(folder, REMOTE) is not None
     (folder / KNOWN_FILE).write_text(f"{line}box.example {public_line(OTHER_KEY)}\n")
-    with pytest.raises(SettingsError, match="line 2: another key"):
+    with pytest.raises(SettingsError, match=r"line 2\b"):
         client_security(folder, REMOTE)
 
 

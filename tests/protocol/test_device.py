@@ -25,7 +25,7 @@ def test_what_is_written_is_read_back(kind: DeviceKind, index: int) -> None:
 def test_there_is_one_cpu() -> None:
     assert parse_device("cpu") == parse_device("cpu", default_index=3) == CPU
     assert str(CPU) == "cpu"
-    with pytest.raises(ValueError, match="one cpu"):
+    with pytest.raises(ValueError, match="cpu"):
         parse_device("cpu:0")
 
 
@@ -35,7 +35,7 @@ def test_there_is_one_cpu() -> None:
      "cuda:0:1", "cuda:00000", ":0", "auto"],
 )  # fmt: skip
 def test_what_is_no_device_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^must be cpu, cuda:N or hip:N"):
+    with pytest.raises(ValueError, match=r"cpu.* cuda:N.* hip:N"):
         parse_device(text)
 
 
@@ -59,5 +59,5 @@ def test_a_process_has_the_device_of_its_settings(text: str, device: Device | No
 
 
 def test_a_wrong_device_is_refused_with_its_name() -> None:
-    with pytest.raises(SettingsError, match=f"^{VARIABLE}='gpu': must be auto, cpu, cuda:N or hip"):
+    with pytest.raises(SettingsError, match=f"^{VARIABLE}='gpu'.* auto.* cpu.* cuda:N.* hip"):
         load_settings({VARIABLE: "gpu"})

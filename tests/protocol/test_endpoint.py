@@ -98,7 +98,7 @@ def test_tcp_endpoint_has_its_data_port_told(text: str, host: str, port: int) ->
     ],
 )
 def test_what_is_no_endpoint_is_refused_saying_what_is(text: str) -> None:
-    with pytest.raises(SettingsError, match="neither ipc:///absolute/path nor tcp://host:port"):
+    with pytest.raises(SettingsError, match=r"ipc:///.* tcp://"):
         parse_endpoint(text)
 
 
@@ -108,7 +108,7 @@ def test_a_path_of_100_bytes_is_the_longest(letter: str) -> None:
     assert len(longest.encode()) == 100
     parsed = parse_endpoint(f"ipc://{longest}")
     assert all(len(os.fsencode(path)) < 108 for path in parsed.socket_paths)
-    with pytest.raises(SettingsError, match="101 bytes is longer than 100"):
+    with pytest.raises(SettingsError, match=r"\b101\b.*\b100\b"):
         parse_endpoint(f"ipc://{longest}x")
 
 
@@ -157,7 +157,7 @@ def test_a_claim_locks_its_path_and_removes_everything_at_close(endpoint: Endpoi
 def test_a_path_is_for_one_claim_at_a_time(endpoint: Endpoint) -> None:
     first = IpcClaim(endpoint)
     for _ in range(2):
-        with pytest.raises(DaemonUnavailable, match="claimed is in use by another daemon"):
+        with pytest.raises(DaemonUnavailable, match=r"claimed\b.*daemon"):
             IpcClaim(endpoint)
     first.close()
     assert_can_be_claimed(endpoint)
@@ -177,7 +177,7 @@ def test_a_path_of_another_process_is_in_use_until_it_ends(endpoint: Endpoint) -
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(DaemonUnavailable, match="in use by another daemon"):
+        with pytest.raises(DaemonUnavailable, match="daemon"):
             IpcClaim(endpoint)
         other.kill()
     assert_can_be_claimed(endpoint)
@@ -201,7 +201,7 @@ def test_a_foreign_listener_is_not_robbed(
     path = endpoint.socket_paths[which]
     foreign_socket.bind(str(path))
     foreign_socket.listen()
-    with pytest.raises(DaemonUnavailable, match="in use by another program"):
+    with pytest.raises(DaemonUnavailable, match="program"):
         IpcClaim(endpoint)
     assert path.exists()
     foreign_socket.close()
@@ -223,7 +223,7 @@ def test_a_foreign_listener_that_accepts_nobody_is_not_waited_for(
     except BlockingIOError:
         pass  # the queue is full: a blocking connect would now wait for ever
     try:
-        with pytest.raises(DaemonUnavailable, match="in use by another program"):
+        with pytest.raises(DaemonUnavailable, match="program"):
             IpcClaim(endpoint)
     finally:
         for client in queued:
@@ -241,7 +241,7 @@ def test_what_is_no_socket_is_left_alone(endpoint: Endpoint, tmp_path: Path, kin
         path.mkdir()
     else:
         path.symlink_to(tmp_path if kind == "link" else tmp_path / "nothing")
-    with pytest.raises(SettingsError, match=r"claimed\.data exists and is no socket"):
+    with pytest.raises(SettingsError, match=r"claimed\.data\b.*socket"):
         IpcClaim(endpoint)
     assert list(path.parent.iterdir()) == [path], "a refused claim leaves nothing of its own"
     if kind == "folder":
@@ -262,7 +262,7 @@ def test_a_lock_that_is_a_link_is_not_followed(endpoint: Endpoint, tmp_path: Pat
 
 
 def test_the_last_folder_is_made_and_those_above_are_not(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="nowhere/deep cannot be made: No such file or dir"):
+    with pytest.raises(SettingsError, match=r"nowhere/deep .*No such file or dir"):
         IpcClaim(parse_endpoint(f"ipc://{run_dir}/nowhere/deep/x"))
     folder = run_dir / "made"
     try:
@@ -273,7 +273,7 @@ def test_the_last_folder_is_made_and_those_above_are_not(run_dir: Path, tmp_path
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    with pytest.raises(SettingsError, match="other accounts may write to the folder"):
+    with pytest.raises(SettingsError, match="accounts"):
         IpcClaim(parse_endpoint(f"ipc://{open_to_all}/made/x"))
     assert not list(open_to_all.iterdir())
 
@@ -282,9 +282,7 @@ def test_the_last_folder_is_made_and_those_above_are_not(run_dir: Path, tmp_path
 def test_a_folder_that_others_may_write_to_is_not_listened_in(run_dir: Path, mode: int) -> None:
     run_dir.chmod(mode)
     try:
-        with pytest.raises(
-            SettingsError, match=f"other accounts may write to the folder {run_dir}"
-        ):
+        with pytest.raises(SettingsError, match=f"accounts .*{run_dir}"):
             IpcClaim(parse_endpoint(f"ipc://{run_dir}/x"))
     finally:
         run_dir.chmod(0o700)
@@ -305,7 +303,7 @@ def test_a_lock_that_its_owner_removed_meanwhile_is_no_lock(
 
     monkeypatch.setattr(fcntl, "flock", flock_after_close)
     second = IpcClaim(endpoint)
-    with pytest.raises(DaemonUnavailable, match="in use by another daemon"):
+    with pytest.raises(DaemonUnavailable, match="daemon"):
         IpcClaim(endpoint)
     second.close()
     assert_can_be_claimed(endpoint)

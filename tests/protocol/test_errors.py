@@ -173,6 +173,6 @@ def test_a_models_text_keeps_its_lines_and_loses_what_a_terminal_obeys() -> None
 
 
 def test_what_the_machine_does_not_give_is_told_from_other_errors() -> None:
-    assert errors.lack_of(MemoryError()) == "there is not enough memory"
+    assert "memory" in str(errors.lack_of(MemoryError()))
     assert "thread" in str(errors.lack_of(RuntimeError("can't start new thread")))
     assert errors.lack_of(RuntimeError("dictionary changed size during iteration")) is None

@@ -123,39 +123,39 @@ def test_what_the_older_reader_takes_is_read(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no rows of counts"),
-        (HEADER, "no rows of counts"),
-        ("1,2\n3\n", "line 2, layer 1: 1 counts for 2 experts"),
-        ("1,2\n3,4,5\n", "line 2, layer 1: more than 2 counts"),
-        ("1,2\n3,,4\n", "line 2, layer 1: '' is not a count"),
-        (",1\n", "line 1, layer 0: '' is not a count"),
-        (",,,\n", "line 1, layer 0: '' is not a count"),
-        ("1,-2\n", "line 1, layer 0: '-2' is not a count"),
-        ("1,+2\n", r"line 1, layer 0: '\+2' is not a count"),
-        ("1,2.5\n", "line 1, layer 0: '2.5' is not a count"),
-        ("1,0x10\n", "line 1, layer 0: '0x10' is not a count"),
-        ("1,\N{ARABIC-INDIC DIGIT ONE}\n", "line 1, layer 0: '.*' is not a count"),
-        (b"1,\xff\n", r"line 1, layer 0: '\\ufffd' is not a count"),
-        (b"1,2\0\n", r"line 1, layer 0: '2\\x00' is not a count"),
-        ("1," + "x" * 5000, "line 1, layer 0: 'x{24}' is not a count"),
-        ("1,18446744073709551616\n", "line 1, layer 0: 18446744073709551616 does not fit"),
-        ("1," + "9" * 9999, "line 1, layer 0: 9{24} does not fit 64 bits"),
-        (HEADER + "1,2,3,4\n", "n_layer is 2, there are 1 rows"),
-        (HEADER + "1,2,3,4\n" * 3, "n_layer is 2, there are 3 rows"),
-        (HEADER + "1,2,3\n" * 2, "line 2, layer 0: 3 counts for 4 experts"),
-        (HEADER + HEADER + "1,2,3,4\n" * 2, "line 2: a header below the first line"),
-        ("1,2,3,4\n" + HEADER, "line 2: a header below the first line"),
-        ("# n_layer=2\n1\n2\n", "line 1: header is not"),
-        ("# hotness table: n_layer=-1 n_expert=4 n_expert_used=2\n", "line 1: header is not"),
-        ("# hotness table: n_layer=1 n_expert=1 n_expert_used=" + "1" * 99, "header is not"),
-        ("# hotness table: n_layer=0 n_expert=4 n_expert_used=2\n1,2,3,4", "0 layers of 4"),
+        ("", "no rows"),
+        (HEADER, "no rows"),
+        ("1,2\n3\n", "line 2, layer 1.* 1 .* 2 "),
+        ("1,2\n3,4,5\n", "line 2, layer 1.* 2 "),
+        ("1,2\n3,,4\n", "line 2, layer 1.* ''"),
+        (",1\n", "line 1, layer 0.* ''"),
+        (",,,\n", "line 1, layer 0.* ''"),
+        ("1,-2\n", "line 1, layer 0.* '-2'"),
+        ("1,+2\n", r"line 1, layer 0.* '\+2'"),
+        ("1,2.5\n", "line 1, layer 0.* '2.5'"),
+        ("1,0x10\n", "line 1, layer 0.* '0x10'"),
+        ("1,\N{ARABIC-INDIC DIGIT ONE}\n", "line 1, layer 0.* '.+'"),
+        (b"1,\xff\n", r"line 1, layer 0.* '\\ufffd'"),
+        (b"1,2\0\n", r"line 1, layer 0.* '2\\x00'"),
+        ("1," + "x" * 5000, "line 1, layer 0.* 'x{24}'"),
+        ("1,18446744073709551616\n", "line 1, layer 0.* 18446744073709551616 "),
+        ("1," + "9" * 9999, "line 1, layer 0.* 9{24} .*64"),
+        (HEADER + "1,2,3,4\n", r"n_layer\b.* 2\b.* 1 "),
+        (HEADER + "1,2,3,4\n" * 3, r"n_layer\b.* 2\b.* 3 "),
+        (HEADER + "1,2,3\n" * 2, "line 2, layer 0.* 3 .* 4 "),
+        (HEADER + HEADER + "1,2,3,4\n" * 2, r"line 2\b.*header"),
+        ("1,2,3,4\n" + HEADER, r"line 2\b.*header"),
+        ("# n_layer=2\n1\n2\n", r"line 1\b.*header"),
+        ("# hotness table: n_layer=-1 n_expert=4 n_expert_used=2\n", r"line 1\b.*header"),
+        ("# hotness table: n_layer=1 n_expert=1 n_expert_used=" + "1" * 99, "header"),
+        ("# hotness table: n_layer=0 n_expert=4 n_expert_used=2\n1,2,3,4", r"\b0 layers\b.* 4\b"),
         (
             "# hotness table: n_layer=999999999 n_expert=999999999 n_expert_used=2\n1",
-            "line 1: 999999999 layers of 999999999 experts",
+            "line 1.* 999999999 layers.* 999999999 experts",
         ),
         (
             "# hotness table: n_layer=1 n_expert=2 n_expert_used=3\n1,2",
-            "n_expert_used is 3, n_expert 2",
+            r"n_expert_used\b.* 3\b.*n_expert\b.* 2\b",
         ),
     ],
     ids=range(28),
@@ -186,7 +186,7 @@ def test_a_wrong_file_is_refused_naming_the_line_and_the_value(
 def test_what_would_take_much_time_or_memory_is_refused_first(
     tmp_path: Path, content: bytes
 ) -> None:
-    reason = "more than|not a count|no rows|does not fit|header is not|n_layer"
+    reason = r"more|line 1, layer 0\b|no rows|header|n_layer"
     started_s = time.thread_time()
     refuse(tmp_path, content, reason)
     assert time.thread_time() - started_s < 1.0
@@ -199,7 +199,7 @@ def test_what_would_take_much_time_or_memory_is_refused_first(
 
 
 def test_a_huge_or_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="/dev/zero: larger than 6 MiB"):
+    with pytest.raises(SettingsError, match=r"/dev/zero.* 6 MiB"):
         read_hotness(Path("/dev/zero"))
     with pytest.raises(SettingsError, match="No such file or directory"):
         read_hotness(tmp_path / "nothing.csv")
@@ -219,7 +219,7 @@ def test_the_file_of_another_model_is_refused(
 ) -> None:
     path = tmp_path / "hotness.csv"
     path.write_text(OLDER_FILE)
-    with pytest.raises(SettingsError, match="2 layers of 4 experts, the model has"):
+    with pytest.raises(SettingsError, match=r"2 layers.* 4 experts.*model"):
         read_hotness(path, num_layers=num_layers, num_experts=num_experts)
     assert read_hotness(path, num_layers=2, num_experts=4).counts.tolist() == COUNTS
 
@@ -236,6 +236,6 @@ def test_the_file_of_another_model_is_refused(
     ids=["no layers", "one dimension", "too many", "none used", "too many used"],
 )
 def test_what_no_reader_would_take_is_not_written(tmp_path: Path, hotness: Hotness) -> None:
-    with pytest.raises(SettingsError, match=r"counts are|experts used"):
+    with pytest.raises(SettingsError, match=r"counts|experts used"):
         write_hotness(tmp_path / "hotness.csv", hotness)
     assert list(tmp_path.iterdir()) == []

@@ -168,7 +168,7 @@ def test_moved_rows_are_refused_by_who_has_no_device(run_dir: Path) -> None:
     try:
         sequence = pair.client.submit(1, batches(5)[1], deadline_s=PATIENCE_S)
         assert pair.server.try_receive() is None
-        with pytest.raises(ProtocolError, match="not negotiated") as caught:
+        with pytest.raises(ProtocolError, match="negotiated") as caught:
             pair.client.wait(sequence, deadline_s=PATIENCE_S)
         assert caught.value.code == "malformed"
     finally:
@@ -188,7 +188,7 @@ def test_what_is_too_large_is_never_written(pair: MovedPair) -> None:
             weights=np.ones(1, np.float32),
         ),
     ):
-        with pytest.raises(ProtocolError, match="exceed the capacity") as caught:
+        with pytest.raises(ProtocolError, match="capacity") as caught:
             pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
         assert caught.value.code == "capacity"
     assert (pair.memory == before).all()

@@ -125,10 +125,11 @@ def test_a_manager_that_is_gone_is_mentioned_once(
     with caplog.at_level(logging.WARNING):
         notifier.ready("listening")
         notifier.alive()
-    assert [record.message for record in caplog.records] == [
-        "the service manager cannot be told: "
-        + ("No such file or directory" if address.startswith("/") else "Connection refused")
-    ]
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.args == (
+        "No such file or directory" if address.startswith("/") else "Connection refused",
+    )
 
 
 def test_a_manager_that_does_not_read_stops_nobody_for_long(
@@ -149,7 +150,7 @@ def test_a_manager_that_does_not_read_stops_nobody_for_long(
 
 @pytest.mark.parametrize("address", ["relative", "@", "/", "vsock:2:1234", "/" + "x" * 107, "/\0"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(SettingsError, match="must be"):
+    with pytest.raises(SettingsError, match=r"absolute path|bytes"):
         Notifier(address)
 
 

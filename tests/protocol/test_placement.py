@@ -100,7 +100,7 @@ def test_any_bytes_are_canonical_or_refused(frame: bytes) -> None:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (b"\0\0\0", "whole number of int32"),
+        (b"\0\0\0", "int32"),
         (wire(0), "cut short"),
         (wire(0, 2, 1), "cut short"),
         (wire(0, 1, 1, 2), "cut short"),
@@ -109,15 +109,15 @@ def test_any_bytes_are_canonical_or_refused(frame: bytes) -> None:
         (wire(0, -BIG - 1, 1), "empty"),
         (wire(0, BIG, 1), "cut short"),
         (wire(BIG, BIG), "cut short"),
-        (wire(0, 1, 1, 0, 1, 2), "layer 0 after layer 0"),
-        (wire(2, 1, 1, 0, 1, 2), "layer 0 after layer 2"),
+        (wire(0, 1, 1, 0, 1, 2), r"layer 0\b.*layer 0\b"),
+        (wire(2, 1, 1, 0, 1, 2), r"layer 0\b.*layer 2\b"),
         (wire(-1, 1, 0), "layer -1"),
-        (wire(1, 1, 0), "layer 1 has no experts"),
-        (wire(BIG, 1, 0), f"layer {BIG} has no experts"),
+        (wire(1, 1, 0), r"layer 1\b.*experts"),
+        (wire(BIG, 1, 0), rf"layer {BIG}\b.*experts"),
         (wire(0, 1, 4), "outside 0..3"),
         (wire(0, 1, -1), "outside 0..3"),
         (wire(0, 1, BIG), "outside 0..3"),
-        (wire(0, 2, 1, 1), "names expert 1 twice"),
+        (wire(0, 2, 1, 1), r"expert 1\b.*twice"),
     ],
 )
 def test_a_wrong_wire_form_is_refused_and_costs_no_memory(frame: bytes, reason: str) -> None:
@@ -174,7 +174,7 @@ def test_first_owner_that_holds_an_expert_answers_for_it(data: st.DataObject) ->
     }
     names = tuple(f"owner{index}" for index in range(len(everyone)))
     if None in naive.values():
-        with pytest.raises(ProtocolError, match="has no owner"):
+        with pytest.raises(ProtocolError, match="owner"):
             Placement(experts_per_layer, names, tuple(everyone))
         return
     routing = Placement(experts_per_layer, names, tuple(everyone)).routing
@@ -222,11 +222,11 @@ def test_without_the_lost_the_next_owner_answers_and_else_nobody(data: st.DataOb
 @pytest.mark.parametrize(
     ("lists", "reason"),
     [
-        ([{0: [0, 1]}], "layer 0 expert 2 has no owner"),
-        ([], "layer 0 expert 0 has no owner"),
+        ([{0: [0, 1]}], "layer 0 expert 2 .*owner"),
+        ([], "layer 0 expert 0 .*owner"),
         ([{0: [0, 1, 2]}, {0: [3]}], "outside 0..2"),
-        ([{0: [0, 1, 2]}, {1: [0]}], "layer 1 has no experts"),
-        ([{0: [0, 1, 2, 2]}], "names expert 2 twice"),
+        ([{0: [0, 1, 2]}, {1: [0]}], r"layer 1\b.*experts"),
+        ([{0: [0, 1, 2, 2]}], r"expert 2\b.*twice"),
     ],
 )
 def test_a_placement_that_does_not_fit_the_model_is_refused(
@@ -237,7 +237,7 @@ def test_a_placement_that_does_not_fit_the_model_is_refused(
 
 
 def test_a_placement_names_every_owner() -> None:
-    with pytest.raises(ProtocolError, match="differ in number"):
+    with pytest.raises(ProtocolError, match=r"owner names\b.*lists"):
         placement({0: [0, 1, 2]}, names=())
 
 

@@ -159,37 +159,37 @@ def test_a_placement_of_no_layers_owns_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "version must be 1"),
-        ({"version": "1"}, "version must be 1"),
-        ({"version": None}, "version must be 1"),
-        ({"n_layer": 2}, "list of n_layer lists"),
-        ({"n_layer": None}, "list of n_layer lists"),
-        ({"hot_expert_ids": None}, "list of n_layer lists"),
-        ({"hot_expert_ids": {"0": [1]}}, "list of n_layer lists"),
-        ({"hot_expert_ids": [[3], None, []]}, "layer 1 is not a list of expert ids"),
-        ({"hot_expert_ids": [[3], [], [1.0]]}, r"layer 2: 1\.0 is not an expert id in 0\.\.3"),
-        ({"hot_expert_ids": [[True], [], []]}, "layer 0: True is not an expert id"),
-        ({"hot_expert_ids": [["1"], [], []]}, "layer 0: '1' is not an expert id"),
-        ({"hot_expert_ids": [["\n" * 500], [], []]}, "layer 0: '.* is not an expert id"),
-        ({"hot_expert_ids": [[[1]], [], []]}, "layer 0: a list of 1 is not an expert id"),
-        ({"hot_expert_ids": [[-1], [], []]}, "layer 0: -1 is not an expert id"),
-        ({"hot_expert_ids": [[], [], [4]]}, r"layer 2: 4 is not an expert id in 0\.\.3"),
-        ({"hot_expert_ids": [[2**31], [], []]}, "layer 0: 2147483648 is not an expert id"),
-        ({"hot_expert_ids": [[10**400], [], []]}, "layer 0: a number beyond 64 bits is not"),
-        ({"hot_expert_ids": [[0, 1, 1], [], []]}, "layer 0 names expert 1 twice"),
-        ({"hot_counts": [2, 0]}, "hot_counts must be a list of n_layer numbers"),
-        ({"hot_counts": {"0": 2}}, "hot_counts must be a list of n_layer numbers"),
-        ({"hot_counts": [2, 1, 0]}, "layer 1: hot_counts says 1, hot_expert_ids has 0 ids"),
-        ({"hot_counts": [2, 0, True]}, "layer 2: hot_counts says True, hot_expert_ids has 1"),
-        ({"total_hot": 4}, "total_hot is 4, the layers have 3 ids"),
-        ({"total_hot": 3.0}, r"total_hot is 3\.0, the layers have 3 ids"),
-        ({"n_expert_used": 0}, "n_expert_used is 0, must be 1 to 4"),
-        ({"n_expert_used": 5}, "n_expert_used is 5, must be 1 to 4"),
-        ({"n_expert": 0}, f"n_expert is 0, must be 1 to {MAX_IDS}"),
-        ({"n_expert": 10**9}, f"n_expert is 1000000000, must be 1 to {MAX_IDS}"),
-        ({"n_expert": "4"}, "n_expert is '4', must be"),
-        ({"n_expert": 5}, "n_expert is 5, the model says 4"),
-        ({"n_expert": None}, "n_expert is missing, the model says 4"),
+        ({"version": 2}, r"version\b.* 1\b"),
+        ({"version": "1"}, r"version\b.* 1\b"),
+        ({"version": None}, r"version\b.* 1\b"),
+        ({"n_layer": 2}, "n_layer"),
+        ({"n_layer": None}, "n_layer"),
+        ({"hot_expert_ids": None}, "n_layer"),
+        ({"hot_expert_ids": {"0": [1]}}, "n_layer"),
+        ({"hot_expert_ids": [[3], None, []]}, r"layer 1\b.*list"),
+        ({"hot_expert_ids": [[3], [], [1.0]]}, r"layer 2\b.* 1\.0 .*0\.\.3"),
+        ({"hot_expert_ids": [[True], [], []]}, r"layer 0\b.* True .*expert id"),
+        ({"hot_expert_ids": [["1"], [], []]}, r"layer 0\b.* '1' .*expert id"),
+        ({"hot_expert_ids": [["\n" * 500], [], []]}, r"layer 0\b.* '.*expert id"),
+        ({"hot_expert_ids": [[[1]], [], []]}, r"layer 0\b.*list of 1 .*expert id"),
+        ({"hot_expert_ids": [[-1], [], []]}, r"layer 0\b.* -1 .*expert id"),
+        ({"hot_expert_ids": [[], [], [4]]}, r"layer 2\b.* 4 .*0\.\.3"),
+        ({"hot_expert_ids": [[2**31], [], []]}, r"layer 0\b.* 2147483648 .*expert id"),
+        ({"hot_expert_ids": [[10**400], [], []]}, r"layer 0\b.* 64 .*expert id"),
+        ({"hot_expert_ids": [[0, 1, 1], [], []]}, r"layer 0\b.*expert 1\b.*twice"),
+        ({"hot_counts": [2, 0]}, r"hot_counts\b.*n_layer"),
+        ({"hot_counts": {"0": 2}}, r"hot_counts\b.*n_layer"),
+        ({"hot_counts": [2, 1, 0]}, r"layer 1\b.*hot_counts .*\b1\b.*hot_expert_ids .*\b0\b"),
+        ({"hot_counts": [2, 0, True]}, r"layer 2\b.*hot_counts .*\bTrue\b.*hot_expert_ids .*\b1\b"),
+        ({"total_hot": 4}, r"total_hot\b.* 4\b.* 3 "),
+        ({"total_hot": 3.0}, r"total_hot\b.* 3\.0\b.* 3 "),
+        ({"n_expert_used": 0}, r"n_expert_used\b.* 0\b.* 1 .* 4\b"),
+        ({"n_expert_used": 5}, r"n_expert_used\b.* 5\b.* 1 .* 4\b"),
+        ({"n_expert": 0}, rf"n_expert\b.* 0\b.* 1 .* {MAX_IDS}\b"),
+        ({"n_expert": 10**9}, rf"n_expert\b.* 1000000000\b.* 1 .* {MAX_IDS}\b"),
+        ({"n_expert": "4"}, r"n_expert\b.* '4'"),
+        ({"n_expert": 5}, r"n_expert\b.* 5\b.*model .*4\b"),
+        ({"n_expert": None}, r"n_expert\b.*missing\b.*model .*4\b"),
     ],
 )
 def test_a_wrong_file_is_refused_naming_what(
@@ -204,8 +204,8 @@ def test_a_wrong_file_is_refused_naming_what(
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [
-        ([[], [0], []], "layer 1 has no experts"),
-        ([[], [], [1, 3]], r"layer 2 has expert id 3, outside 0\.\.2"),
+        ([[], [0], []], r"layer 1\b.*experts"),
+        ([[], [], [1, 3]], r"layer 2\b.*expert id 3\b.*0\.\.2"),
     ],
 )
 def test_a_sound_file_of_another_model_is_refused(
@@ -227,12 +227,12 @@ def test_a_sound_file_of_another_model_is_refused(
         (b'{"version": 1} trailing', "not JSON"),
         (b'{"version": \xff}', "not JSON"),
         (b'{"a":' * 900, "not JSON"),
-        (b"[" * 100_000, f"more than {MAX_LAYERS} lists"),
+        (b"[" * 100_000, rf"\b{MAX_LAYERS} lists"),
         (b"9" * 5000, "not JSON"),
-        (b"[1]", "version must be 1"),
-        (b"null", "version must be 1"),
-        (b'{"version": 1, "version": 1}', "key 'version' occurs twice"),
-        (b'{"version": NaN}', "version must be 1"),
+        (b"[1]", r"version\b.* 1\b"),
+        (b"null", r"version\b.* 1\b"),
+        (b'{"version": 1, "version": 1}', "'version'.*twice"),
+        (b'{"version": NaN}', r"version\b.* 1\b"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[:12].decode(errors="replace"),
 )
@@ -254,8 +254,8 @@ def test_a_huge_or_endless_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate((4 << 20) + 1)
-    refuse(tmp_path, path, "larger than 4 MiB")
-    refuse(tmp_path, Path("/dev/zero"), "larger than 4 MiB")
+    refuse(tmp_path, path, "4 MiB")
+    refuse(tmp_path, Path("/dev/zero"), "4 MiB")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_what_would_take_much_memory_is_refused_first(tmp_path: Path, content: b
     path.write_bytes(content)
     tracemalloc.start()
     try:
-        refuse(tmp_path, path, "more than|list of n_layer")
+        refuse(tmp_path, path, f"{MAX_IDS}|{MAX_LAYERS}|n_layer")
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -296,13 +296,13 @@ def test_the_largest_file_is_read_soon(tmp_path: Path) -> None:
     ("lists", "sizes", "reason"),
     [
         ({0: [4]}, (3, 4, 2), r"layer 0: 4 is not an expert id in 0\.\.3"),
-        ({0: [1, 1]}, (3, 4, 2), "layer 0 names expert 1 twice"),
-        ({3: [1]}, (3, 4, 2), "layer 3 of 3 layers"),
-        ({0: [1]}, (3, 4, 5), "n_expert_used is 5"),
-        ({}, (3, 4, 0), "must be 1 or more"),
-        ({}, (0, 4, 1), "must be 1 or more"),
+        ({0: [1, 1]}, (3, 4, 2), r"layer 0\b.*expert 1\b.*twice"),
+        ({3: [1]}, (3, 4, 2), r"layer 3\b.* 3 "),
+        ({0: [1]}, (3, 4, 5), r"n_expert_used\b.* 5\b"),
+        ({}, (3, 4, 0), r"\b1 or more"),
+        ({}, (0, 4, 1), r"\b1 or more"),
         ({}, (10**12, 4, 1), "n_layer"),
-        ({}, (1, 10**12, 1), "n_expert is 1000000000000"),
+        ({}, (1, 10**12, 1), r"n_expert\b.* 1000000000000\b"),
     ],
 )
 def test_what_no_reader_would_take_is_not_written(

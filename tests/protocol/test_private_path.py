@@ -58,8 +58,8 @@ def test_a_folder_of_another_account_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_away(folder, monkeypatch)
-    assert_refused(folder / "cpu.sock", r"folder .* belongs to another account \(user \d+\); use a")
-    assert_refused(folder / "deeper" / "cpu.sock", "belongs to another account")
+    assert_refused(folder / "cpu.sock", r"folder .*\buser \d+\b.*folder")
+    assert_refused(folder / "deeper" / "cpu.sock", r"\buser \d+\b")
 
 
 def test_a_socket_of_another_account_is_refused_in_a_folder_of_ours_too(
@@ -69,19 +69,17 @@ def test_a_socket_of_another_account_is_refused_in_a_folder_of_ours_too(
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         give_away(path, monkeypatch)
-        assert_refused(path, r"belongs to another account \(user \d+\)")
+        assert_refused(path, r"\buser \d+\b")
 
 
 @pytest.mark.parametrize(
     ("mode", "advice"),
-    [(0o770, "chmod go-w "), (0o707, "chmod go-w "), (0o1777, "use a folder of your own")],
+    [(0o770, "chmod go-w "), (0o707, "chmod go-w "), (0o1777, "folder of your own")],
 )
 def test_a_folder_that_others_may_write_to_is_refused(folder: Path, mode: int, advice: str) -> None:
     """A sticky one too: whoever comes first has the socket's name."""
     folder.chmod(mode)
-    assert_refused(
-        folder / "cpu.sock", f"other accounts may write to the folder {folder}; {advice}"
-    )
+    assert_refused(folder / "cpu.sock", f"{folder}.*{advice}")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_a_link_that_another_account_has_put_into_a_shared_folder_is_refused(
     (shared / "moe").symlink_to(folder)
     assert is_there(shared / "moe" / "cpu.sock")
     give_away(shared / "moe", monkeypatch)
-    assert_refused(shared / "moe" / "cpu.sock", "belongs to another account")
+    assert_refused(shared / "moe" / "cpu.sock", r"\buser \d+\b")
 
 
 def test_links_in_a_circle_and_files_on_the_way_are_refused(folder: Path) -> None:

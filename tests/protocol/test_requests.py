@@ -203,26 +203,26 @@ HUGE = (1 << 32) - 1
 @pytest.mark.parametrize(
     ("offset", "form", "value", "reason", "code"),
     [
-        (8, "B", 2, "a message of kind 2 where requests belong", "unknown_type"),
-        (8, "B", 0, "a message of kind 0", "unknown_type"),
-        (9, "B", 3, "unknown phase", "malformed"),
-        (10, "B", 4, "unknown phase or payload", "malformed"),
-        (10, "B", 0, "payload type f64 was not negotiated", "malformed"),
-        (10, "B", 2, "payload type f16 was not negotiated", "malformed"),
-        (11, "B", 1, "a header that cannot be", "malformed"),
-        (16, "<Q", 8, "request 8 came after 8", "stale"),
-        (24, "<Q", 1, "belongs to another link", "stale"),
-        (32, "<I", 9, "9 tokens exceed the capacity of 8", "capacity"),
-        (32, "<I", HUGE, "exceed the capacity", "capacity"),
-        (32, "<I", 1, "header says", "malformed"),
-        (32, "<I", 0, "header says", "malformed"),
-        (36, "<I", 5, "more groups than pairs", "malformed"),
-        (36, "<I", HUGE, "more groups than pairs", "malformed"),
-        (36, "<I", 1, "header says", "malformed"),
-        (40, "<I", 3, "header says", "malformed"),
-        (40, "<I", HUGE, "header says", "malformed"),
-        (48, "<d", float("nan"), "cannot be", "malformed"),
-        (56, "<d", float("inf"), "cannot be", "malformed"),
+        (8, "B", 2, r"kind 2\b", "unknown_type"),
+        (8, "B", 0, r"kind 0\b", "unknown_type"),
+        (9, "B", 3, "phase", "malformed"),
+        (10, "B", 4, "payload", "malformed"),
+        (10, "B", 0, r"\bf64\b.*negotiated", "malformed"),
+        (10, "B", 2, r"\bf16\b.*negotiated", "malformed"),
+        (11, "B", 1, "header", "malformed"),
+        (16, "<Q", 8, r"\b8\b.*\b8\b", "stale"),
+        (24, "<Q", 1, "link", "stale"),
+        (32, "<I", 9, r"\b9 tokens\b.*capacity.* 8\b", "capacity"),
+        (32, "<I", HUGE, "capacity", "capacity"),
+        (32, "<I", 1, r"bytes\b.*header", "malformed"),
+        (32, "<I", 0, r"bytes\b.*header", "malformed"),
+        (36, "<I", 5, r"groups\b.*pairs", "malformed"),
+        (36, "<I", HUGE, r"groups\b.*pairs", "malformed"),
+        (36, "<I", 1, r"bytes\b.*header", "malformed"),
+        (40, "<I", 3, r"bytes\b.*header", "malformed"),
+        (40, "<I", HUGE, r"bytes\b.*header", "malformed"),
+        (48, "<d", float("nan"), "header", "malformed"),
+        (56, "<d", float("inf"), "header", "malformed"),
     ],
 )
 def test_a_request_that_does_not_hold_together_is_refused_before_anything_is_allocated(
@@ -245,7 +245,7 @@ def test_a_request_that_does_not_hold_together_is_refused_before_anything_is_all
 
 def test_more_pairs_than_the_tokens_can_have_are_refused() -> None:
     frames = request_frames(batch_of(2, PAIRS))
-    with pytest.raises(ProtocolError, match="4 pairs are too many for 2 tokens"):
+    with pytest.raises(ProtocolError, match=r"\b4 pairs\b.*\b2 tokens"):
         decode_request(frames, limits_of(max_experts_used=1))
     assert decode_request(frames, limits_of(max_experts_used=2))[1].num_pairs == 4
 
@@ -256,7 +256,7 @@ def test_a_sequence_must_be_larger_than_all_before_it() -> None:
     for sequence in (1, 2, 5):
         decode_request(request_frames(batch, sequence), limits)
     for replayed in (5, 3, 1):
-        with pytest.raises(ProtocolError, match="came after 5") as caught:
+        with pytest.raises(ProtocolError, match=rf"\b{replayed}\b.*\b5\b") as caught:
             decode_request(request_frames(batch, replayed), limits)
         assert caught.value.code == "stale"
     decode_request(request_frames(batch, 6), limits)
@@ -266,16 +266,16 @@ def test_arrays_in_both_places_are_refused() -> None:
     sealed = seal(1, 1, 0, arrays=(b"1234",), num_bytes=4)
     frames = raw([sealed[0], b"5678"])
     frames = forged(frames, 11, "B", 1)
-    with pytest.raises(ProtocolError, match="both behind the header and in frames"):
+    with pytest.raises(ProtocolError, match=r"header\b.*frames"):
         decode_request(frames, limits_of(generation=0))
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"x" * (HEADER_BYTES - 1)]])
 def test_a_message_without_a_header_is_refused_on_both_sides(frames: list[bytes]) -> None:
     assert sequence_of(frames) == 0
-    with pytest.raises(ProtocolError, match="without a header"):
+    with pytest.raises(ProtocolError, match="header"):
         decode_request(frames, limits_of())
-    with pytest.raises(ProtocolError, match="without a header"):
+    with pytest.raises(ProtocolError, match="header"):
         codec_of().decode(frames, {9: 2})
 
 
@@ -296,7 +296,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_a_protocol_error(
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_an_answer_of_another_shape_is_a_protocol_error(num_tokens: int) -> None:
-    with pytest.raises(ProtocolError, match="not the shape of its request"):
+    with pytest.raises(ProtocolError, match="shape"):
         codec_of().decode(ANSWER, {9: num_tokens})
 
 

@@ -259,7 +259,7 @@ def test_a_folder_that_cannot_be_used_costs_time_and_no_more(
     tmp_path.chmod(0o755)
     monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(tmp_path))
     assert ring_native._cache_folder.__wrapped__() is None
-    assert "compiled at every start" in caplog.text
+    assert str(tmp_path) in caplog.text
     tmp_path.chmod(0o700)
     folder = ring_native._cache_folder.__wrapped__()
     assert folder is not None

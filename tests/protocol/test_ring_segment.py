@@ -97,7 +97,7 @@ def test_making_and_closing_leaves_nothing(run_dir: Path) -> None:
 def test_another_shape_or_generation_is_refused(
     run_dir: Path, segment: Segment, shape: RingShape, generation: int
 ) -> None:
-    reason = r"expected|another version, shape or generation"
+    reason = r"expected|generation"
     with no_descriptor_left(), pytest.raises(ProtocolError, match=reason):
         open_segment(run_dir, segment.name, shape, generation=generation)
     open_segment(run_dir, segment.name, SHAPE, generation=4).close()
@@ -114,7 +114,7 @@ def test_a_file_that_was_cut_is_refused_and_not_mapped(run_dir: Path, segment: S
     ["", ".", "..", "../x", "/etc/passwd", "ring-1-1-", f"ring-1-1-{'0' * 32}\n", "ring-1-1-é"],
 )
 def test_a_name_names_a_segment_of_the_folder_and_nothing_else(run_dir: Path, name: str) -> None:
-    with pytest.raises(ProtocolError, match="none of ours"):
+    with pytest.raises(ProtocolError, match="name"):
         open_segment(run_dir, name, SHAPE, generation=4)
 
 
@@ -162,7 +162,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(run_dir: Path, tmp_path: Pat
     (tmp_path / "open").chmod(0o755)
     with no_descriptor_left():
         for folder in (tmp_path / "link", tmp_path / "open", tmp_path / "none"):
-            with pytest.raises(DaemonUnavailable, match="cannot share memory in"):
+            with pytest.raises(DaemonUnavailable, match=str(folder)):
                 create_segment(folder, SHAPE, generation=1)
             with pytest.raises(DaemonUnavailable):
                 open_segment(folder, fresh_name(), SHAPE, generation=1)
@@ -334,6 +334,6 @@ def test_facts_that_were_tampered_with_are_refused(run_dir: Path, segment: Segme
         at = segment.address + ring.FACTS_AT + 8 * word
         before = ctypes.string_at(at, 8)
         ctypes.memmove(at, struct.pack("<q", 1 << 40), 8)
-        with pytest.raises(ProtocolError, match="another version, shape or generation"):
+        with pytest.raises(ProtocolError, match="generation"):
             open_segment(run_dir, segment.name, SHAPE, generation=4)
         ctypes.memmove(at, before, 8)

@@ -132,21 +132,21 @@ def test_any_text_is_a_number_in_bounds_or_refused(text: str) -> None:
 def test_an_unknown_variable_of_ours_is_refused_in_a_short_line_with_the_nearest_names(
     name: str, near: str | None
 ) -> None:
-    with pytest.raises(SettingsError, match=f"^unknown variable '{name[:70]}") as caught:
+    with pytest.raises(SettingsError, match=f"'{name[:70]}") as caught:
         load_settings({name: "1"})
     reason = str(caught.value)
     assert len(reason) < 250
     if near is None:
-        assert reason.endswith("; docs/operations.md lists them all")
+        assert "docs/operations.md" in reason
     else:
-        assert re.findall(r"DFLASH_MOE_\w+", reason.partition("did you mean ")[2])[0] == near
+        assert re.findall(r"DFLASH_MOE_\w+", reason.partition(f"'{name}'")[2])[0] == near
     assert load_settings({PREFIX + "IPC_DEADLINE_MS": "7"}).deadline_ms == 7
 
 
 def test_a_number_may_be_left_to_the_program() -> None:
     name = PREFIX + "IPC_SPIN_US"
     assert load_settings({name: "auto"}) == load_settings({})
-    with pytest.raises(SettingsError, match=f"{name}='Auto': must be auto or a whole number"):
+    with pytest.raises(SettingsError, match=f"{name}='Auto'.* auto "):
         load_settings({name: "Auto"})
 
 
@@ -158,7 +158,7 @@ def test_a_word_is_one_of_the_known(
         assert getattr(load_settings({PREFIX + variable: word}), field) == word
     allowed = ", ".join(words)
     for text in ("", words[1].upper(), "sse", words[1] + " "):
-        with pytest.raises(SettingsError, match=f"{variable}='{text}': must be one of {allowed}$"):
+        with pytest.raises(SettingsError, match=f"{variable}='{text}'.* {allowed}$"):
             load_settings({PREFIX + variable: text})
     assert getattr(load_settings({}), field) == default
 
@@ -170,7 +170,7 @@ def test_a_switch_is_on_or_off(variable: str, field: str) -> None:
     for text in ("0", "false", "no", "OFF"):
         assert getattr(load_settings({PREFIX + variable: text}), field) is False
     for text in ("", "2", "maybe"):
-        with pytest.raises(SettingsError, match=f"{variable}='{text}': must be 1 or 0"):
+        with pytest.raises(SettingsError, match=f"{variable}='{text}'.* 1 or 0"):
             load_settings({PREFIX + variable: text})
 
 
@@ -184,7 +184,7 @@ def test_a_path_is_taken_as_it_is_unless_it_would_break_the_line(variable: str, 
 
 def test_a_batch_beyond_its_bound_is_refused_and_the_bound_can_be_raised() -> None:
     assert load_settings({}).stream_batch == 4
-    with pytest.raises(SettingsError, match=f"{PREFIX}BATCH=64: must be at most {PREFIX}BATCH_MAX"):
+    with pytest.raises(SettingsError, match=f"{PREFIX}BATCH=64.* {PREFIX}BATCH_MAX"):
         load_settings({PREFIX + "BATCH": "64"})
     loaded = load_settings({PREFIX + "BATCH": "64", PREFIX + "BATCH_MAX": "64"})
     assert loaded.stream_batch == 64
@@ -212,23 +212,23 @@ def test_daemons_of_a_variable() -> None:
     "text", ["cpu,", "cpu@", "CPU", "cuda:", "cuda:x", "@python", "c\npu", "c:0:1"]
 )
 def test_what_is_no_daemon_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match=f"^{PREFIX}DAEMONS=.*must be DEVICE") as caught:
+    with pytest.raises(SettingsError, match=f"^{PREFIX}DAEMONS=.* DEVICE") as caught:
         load_settings({PREFIX + "DAEMONS": text})
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_more_daemons_than_anybody_has_are_refused() -> None:
     assert len(load_settings({PREFIX + "DAEMONS": ",".join(["cpu"] * 64)}).daemons) == 64
-    with pytest.raises(SettingsError, match="must be at most 64"):
+    with pytest.raises(SettingsError, match=rf"{PREFIX}DAEMONS\b.* 64\b"):
         load_settings({PREFIX + "DAEMONS": ",".join(["cpu"] * 65)})
-    with pytest.raises(SettingsError, match="--daemon is given 65 times"):
+    with pytest.raises(SettingsError, match=r"--daemon .*65"):
         load_settings({}, flags={"daemons": ["cpu"] * 65})
 
 
 def test_endpoints_of_a_variable() -> None:
     loaded = load_settings({PREFIX + "CONNECT": "ipc:///run/a,tcp://127.0.0.1:7000"})
     assert loaded.connect == ("ipc:///run/a", "tcp://127.0.0.1:7000")
-    with pytest.raises(SettingsError, match=f"^{PREFIX}CONNECT=.*'http://x' is neither ipc"):
+    with pytest.raises(SettingsError, match=f"^{PREFIX}CONNECT=.*'http://x'.* ipc:"):
         load_settings({PREFIX + "CONNECT": "ipc:///run/a,http://x"})
 
 
@@ -236,9 +236,9 @@ def test_where_a_daemon_listens_and_what_it_keeps_to() -> None:
     loaded = load_settings({PREFIX + "LISTEN": "ipc:///run/a", PREFIX + "CORES": "0-3,8"})
     assert (loaded.listen, loaded.cores) == ("ipc:///run/a", "0-3,8")
     assert load_settings({PREFIX + "LISTEN": "", PREFIX + "CORES": ""}) == Settings()
-    with pytest.raises(SettingsError, match=f"^{PREFIX}LISTEN='here': endpoint 'here' is neither"):
+    with pytest.raises(SettingsError, match=f"^{PREFIX}LISTEN='here'.* ipc:"):
         load_settings({PREFIX + "LISTEN": "here"})
-    with pytest.raises(SettingsError, match=f"^{PREFIX}CORES='all': must be numbers and ranges"):
+    with pytest.raises(SettingsError, match=f"^{PREFIX}CORES='all'"):
         load_settings({PREFIX + "CORES": "all"})
 
 
@@ -288,11 +288,11 @@ def test_a_file_that_is_named_counts_instead_of_the_variables(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("environment", "flags", "message"),
     [
-        ({PREFIX + "IPC_MODE": "x"}, {"ipc_mode": "stream"}, f"^{PREFIX}IPC_MODE='x': must be one"),
-        ({}, {"ipc_mode": "x"}, "^--ipc-mode='x': must be one of auto, batched, stream$"),
-        ({}, {"threads": "1025"}, "^--threads='1025': must be a whole number from 0 to 1024$"),
-        ({}, {"daemons": ("cpu", "!")}, "^--daemon='!': must be DEVICE"),
-        ({}, {"connect": ("here",)}, "^--connect='here': endpoint 'here' is neither"),
+        ({PREFIX + "IPC_MODE": "x"}, {"ipc_mode": "stream"}, f"^{PREFIX}IPC_MODE='x'"),
+        ({}, {"ipc_mode": "x"}, "^--ipc-mode='x'.* auto, batched, stream$"),
+        ({}, {"threads": "1025"}, "^--threads='1025'.* 0 .* 1024$"),
+        ({}, {"daemons": ("cpu", "!")}, "^--daemon='!'.* DEVICE"),
+        ({}, {"connect": ("here",)}, "^--connect='here'.* ipc:"),
     ],
 )
 def test_a_bad_value_is_named_by_where_it_stands_even_if_another_one_counts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -80,58 +81,58 @@ def test_a_value_of_another_type_is_refused_with_file_and_key(
 ) -> None:
     reason = refusal(file, f"{knob.key} = {toml}\n")
     assert reason.startswith(f"{file}: {knob.key}=")
-    assert ": must be " in reason
+    assert len(reason) > len(f"{file}: {knob.key}={toml}: ")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("heartbeat_ms = true", "heartbeat_ms=True: must be a whole number from 10 to 60000"),
-        ('heartbeat_ms = "50"', "heartbeat_ms='50': must be a whole number"),
-        ("ipc_required = 1", "ipc_required=1: must be true or false"),
-        ('ipc_mode = "fast"', "ipc_mode='fast': must be one of auto, batched, stream"),
-        ('cache_dir = "a\\u0000b"', "cache_dir='a\\x00b': must be a path of printable"),
-        ('connect = "ipc:///x"', "connect='ipc:///x': must be an array of strings"),
-        ('connect = ["x"]', "connect=['x']: endpoint 'x' is neither"),
-        ("connect = [1]", "connect=[1]: must be an array of strings"),
-        ("ipc_modes = 1", "unknown key 'ipc_modes'; did you mean ipc_mode"),
-        ("zzz = 1", "unknown key 'zzz'; docs/operations.md lists them all"),
-        ('local_experts = "most"', "local_experts='most': must be auto or a whole number from 0"),
-        ('cores = "all"', "cores='all': must be numbers and ranges with commas"),
-        ('listen = "x"', "listen='x': endpoint 'x' is neither"),
-        ("[server]\nport = 1", "unknown key 'server'"),
-        ('daemons = "cpu"', "unknown key 'daemons'"),
-        ('"a\\nb" = 1', "unknown key 'a\\nb'"),
+        ("heartbeat_ms = true", r"heartbeat_ms=True\b.* 10 .* 60000"),
+        ('heartbeat_ms = "50"', r"heartbeat_ms='50'.* 10 .* 60000"),
+        ("ipc_required = 1", r"ipc_required=1\b.* true or false"),
+        ('ipc_mode = "fast"', "ipc_mode='fast'.* auto, batched, stream"),
+        ('cache_dir = "a\\u0000b"', r"cache_dir='a\\x00b'.*path"),
+        ('connect = "ipc:///x"', "connect='ipc:///x'.*array"),
+        ('connect = ["x"]', r"connect=\['x'\].* ipc:"),
+        ("connect = [1]", r"connect=\[1\].*array"),
+        ("ipc_modes = 1", r"'ipc_modes'.* ipc_mode\b"),
+        ("zzz = 1", r"'zzz'.* docs/operations\.md"),
+        ('local_experts = "most"', "local_experts='most'.* auto .* 0"),
+        ('cores = "all"', "cores='all'"),
+        ('listen = "x"', "listen='x'.* ipc:"),
+        ("[server]\nport = 1", "key 'server'"),
+        ('daemons = "cpu"', "key 'daemons'"),
+        ('"a\\nb" = 1', r"key 'a\\nb'"),
         ("heartbeat_ms = 50\nheartbeat_ms = 60", "Cannot overwrite a value"),
         ("heartbeat_ms 50", "Expected '='"),
-        (b"\xff\xfe", "not UTF-8 text"),
+        (b"\xff\xfe", "UTF-8"),
         ("x = " + "9" * 6000, "integer string conversion"),
-        ("x = " + "[" * 50_000, "nested too deeply"),
-        (b"#" * ((1 << 20) + 1), "larger than 1 MiB"),
-        ("daemon = 1", "daemon: must be at most 64 tables"),
-        ("daemon = [1]", "daemon[0]=1: must be a table"),
-        ("[daemon]", "daemon: must be at most 64 tables"),
-        ("[[daemon]]\n" * 65, "daemon: must be at most 64 tables"),
-        ("[[daemon]]\nport = 1", "daemon[0]: unknown key 'port'; known are name, device, launcher"),
-        ("[[daemon]]\n[[daemon]]\ndevice = 0", "daemon[1].device=0: must be DEVICE[@LAUNCHER]"),
-        ('[[daemon]]\ndevice = "cpu@x"', "daemon[0].device='cpu@x': must be"),
-        ('[[daemon]]\nname = "a/b"', "daemon[0].name='a/b': must be a letter"),
-        ('[[daemon]]\nname = "local"', "daemon[0].name='local': must be"),
-        ("[[daemon]]\nthreads = 0", "daemon[0].threads=0: must be a whole number from 1 to 1024"),
-        ("[[daemon]]\ncores = [0]", "daemon[0].cores=[0]: must be text"),
-        ("[[daemon]]\nlauncher = 1", "daemon[0].launcher=1: must be a path"),
-        ("[[daemon]]\nenv = 1", "daemon[0].env=1: must be a table of variables"),
-        ('[[daemon]]\nenv = {A = 1}', "the value of A must be text"),
-        ('[[daemon]]\nenv = {"A=B" = "x"}', "'A=B' is no name of a variable"),
-        ('[[daemon]]\nenv = {A = "x\\u0000"}', "the value of A must be text"),
+        ("x = " + "[" * 50_000, "nested"),
+        (b"#" * ((1 << 20) + 1), "1 MiB"),
+        ("daemon = 1", "daemon: .*64 tables"),
+        ("daemon = [1]", r"daemon\[0\]=1\b.*table"),
+        ("[daemon]", "daemon: .*64 tables"),
+        ("[[daemon]]\n" * 65, "daemon: .*64 tables"),
+        ("[[daemon]]\nport = 1", r"daemon\[0\].* 'port'.* name, device, launcher"),
+        ("[[daemon]]\n[[daemon]]\ndevice = 0", r"daemon\[1\]\.device=0\b.* DEVICE\[@LAUNCHER\]"),
+        ('[[daemon]]\ndevice = "cpu@x"', r"daemon\[0\]\.device='cpu@x'"),
+        ('[[daemon]]\nname = "a/b"', r"daemon\[0\]\.name='a/b'.*letter"),
+        ('[[daemon]]\nname = "local"', r"daemon\[0\]\.name='local'"),
+        ("[[daemon]]\nthreads = 0", r"daemon\[0\]\.threads=0\b.* 1 .* 1024"),
+        ("[[daemon]]\ncores = [0]", r"daemon\[0\]\.cores=\[0\].*text"),
+        ("[[daemon]]\nlauncher = 1", r"daemon\[0\]\.launcher=1\b.*path"),
+        ("[[daemon]]\nenv = 1", r"daemon\[0\]\.env=1\b.*table"),
+        ('[[daemon]]\nenv = {A = 1}', r"daemon\[0\]\.env=.* A .*text"),
+        ('[[daemon]]\nenv = {"A=B" = "x"}', r"daemon\[0\]\.env=.* 'A=B' .*name"),
+        ('[[daemon]]\nenv = {A = "x\\u0000"}', r"daemon\[0\]\.env=.* A .*text"),
         (
             '[[daemon]]\nenv = {DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE = "stream"}',
-            "a spawned daemon does not read it: unknown variable "
-            "'DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE'; did you mean",
+            r"daemon\[0\]\.env\b.*daemon.* "
+            "'DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE'",
         ),
         (
             '[[daemon]]\nenv = {DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER = "sse"}',
-            "must be one of auto, amx",
+            r"CPU_TIER\b.* auto, amx",
         ),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else "bytes",
@@ -141,7 +142,7 @@ def test_what_is_wrong_is_said_in_one_line_with_file_and_key(
 ) -> None:
     reason = refusal(file, content)
     assert str(file) in reason
-    assert message in reason
+    assert re.search(message, reason)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

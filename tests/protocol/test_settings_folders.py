@@ -89,7 +89,7 @@ def test_the_keys_directory_falls_back_to_config_home_then_home_and_is_not_made(
 def test_a_directory_that_is_a_link_is_refused(directory: Directory, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(SettingsError, match="link is a link or belongs to another"):
+    with pytest.raises(SettingsError, match=r"/link\b.* link "):
         directory(str(tmp_path / "link"))
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     with pytest.raises(SettingsError, match="dangling"):
@@ -102,7 +102,7 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     with monkeypatch.context() as somebody_else:
         somebody_else.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-        with pytest.raises(SettingsError, match="another user"):
+        with pytest.raises(SettingsError, match=f"{tmp_path}.* user"):
             directory(str(tmp_path))
 
 
@@ -113,7 +113,7 @@ def test_a_directory_that_others_may_enter_is_refused(
     folder = tmp_path / "some"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(SettingsError, match="open to others; chmod 700"):
+    with pytest.raises(SettingsError, match="chmod 700"):
         directory(str(folder))
     folder.chmod(0o700)
     assert directory(str(folder)) == folder
@@ -124,7 +124,7 @@ def test_a_directory_that_cannot_be_made_is_refused_with_the_reason(
 ) -> None:
     (tmp_path / "file").write_text("")
     what = request.node.callspec.params["directory"]
-    with pytest.raises(SettingsError, match=f"{what} directory .*file: File exists"):
+    with pytest.raises(SettingsError, match=f"{what} .*file: File exists"):
         directory(str(tmp_path / "file"))
     with pytest.raises(SettingsError, match="Not a directory"):
         directory(str(tmp_path / "file" / "below"))

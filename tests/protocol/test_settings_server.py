@@ -46,6 +46,6 @@ def test_a_variable_sets_its_field(
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_the_name(variable: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=f"^{PREFIX}{variable}=.*: must be ") as caught:
+    with pytest.raises(SettingsError, match=f"^{PREFIX}{variable}=") as caught:
         load_settings({PREFIX + variable: value})
     assert len(str(caught.value).splitlines()) == 1

@@ -58,10 +58,10 @@ def pair(run_dir: Path) -> Iterator[Pair]:
 def test_when_all_slots_were_given_up_the_link_says_so(pair: Pair) -> None:
     for _ in range(NUM_SLOTS):
         pair.client.forget(submitted(pair))
-    with pytest.raises(DaemonUnavailable, match="given up"):
+    with pytest.raises(DaemonUnavailable, match="slots"):
         submitted(pair)
     requests = [received(pair) for _ in range(NUM_SLOTS)]
-    with pytest.raises(DaemonUnavailable, match="given up"):
+    with pytest.raises(DaemonUnavailable, match="slots"):
         submitted(pair)
     for request in requests:  # late, but then nobody writes these slots any more
         pair.server.reply(request, sums_of(request.batch), 0.0)
@@ -71,7 +71,7 @@ def test_when_all_slots_were_given_up_the_link_says_so(pair: Pair) -> None:
 def test_a_request_that_finds_no_slot_waits_no_longer_than_its_deadline(pair: Pair) -> None:
     sequences = [submitted(pair) for _ in range(NUM_SLOTS)]
     started_s = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="no free slot within 30 ms"):
+    with pytest.raises(DeadlineExceeded, match=r"slot\b.* 30 ms"):
         pair.client.submit(0, BATCH, deadline_s=0.03)
     assert time.monotonic() - started_s >= 0.03
     pair.lose()
@@ -156,7 +156,7 @@ def test_what_a_link_has_taken_goes_with_it_and_not_with_the_collector_of_garbag
 
 
 def test_a_link_of_another_width_is_refused(pair: Pair, run_dir: Path) -> None:
-    with pytest.raises(ValueError, match="rows of 5"):
+    with pytest.raises(ValueError, match=r"rows\b.* 5\b"):
         pair.server.add_link("x", pair.segment, LinkLimits(5, 1, 1))
     assert_serves(pair)
 
@@ -245,7 +245,7 @@ def test_arrays_with_gaps_are_not_taken_for_such_without(pair: Pair) -> None:
     with pytest.raises(ValueError, match="gaps"):
         pair.server.reply(request, np.repeat(sums, 2, axis=1)[:, ::2], 0.0)
     for wrong in (sums[0], sums[None], sums[:, :-1].copy()):
-        with pytest.raises(ValueError, match="sums of shape"):
+        with pytest.raises(ValueError, match=r"shape"):
             pair.server.reply(request, wrong, 0.0)
     pair.server.reply(request, sums, 0.0)
     np.testing.assert_array_equal(pair.client.wait(sequence, deadline_s=1.0).sums, sums)
@@ -277,7 +277,7 @@ def test_a_short_deadline_is_spun_out_only_if_spinning_was_of_use(
         pair.client.wait(sequence, deadline_s=1.0)
         late = submitted(pair)
         before_s = time.thread_time()
-        with pytest.raises(DeadlineExceeded, match="no reply within 200 ms"):
+        with pytest.raises(DeadlineExceeded, match=r"reply\b.* 200 ms"):
             pair.client.wait(late, deadline_s=0.2)
         assert (time.thread_time() - before_s > 0.02) == is_spun
         pair.client.forget(late)

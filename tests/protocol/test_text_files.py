@@ -15,7 +15,7 @@ def test_what_is_written_is_read_up_to_the_bound(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_file("some file", path, "1234")
     assert read_file("some file", path, limit_bytes=4) == b"1234"
-    with pytest.raises(SettingsError, match=f"some file {path}: larger than 0 MiB"):
+    with pytest.raises(SettingsError, match=f"some file {path}.* 0 MiB"):
         read_file("some file", path, limit_bytes=3)
     write_file("some file", path, "")
     assert read_file("some file", path, limit_bytes=0) == b""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -229,7 +230,7 @@ def test_a_link_without_a_handshake_is_told_to_say_hello(wire: Wire) -> None:
     client = wire.client(link_id="ab" * 8, is_known=False)
     error = failure_of(wire, client, batch_of(2, PAIRS))
     assert error.code == "unknown_link"
-    assert "say hello" in str(error)
+    assert "hello" in str(error)
     wire.links["ab" * 8] = LinkLimits(HIDDEN_SIZE, CAPACITY, 8)
     wire.assert_serves(client)
 
@@ -238,7 +239,7 @@ def test_more_tokens_than_negotiated_are_refused(wire: Wire) -> None:
     client = wire.client()
     error = failure_of(wire, client, batch_of(CAPACITY + 1, {}))
     assert error.code == "capacity"
-    assert f"{CAPACITY + 1} tokens exceed the capacity of {CAPACITY}" in str(error)
+    assert re.search(rf"\b{CAPACITY + 1} tokens\b.* {CAPACITY}\b", str(error))
     wire.assert_serves(client)
 
 
@@ -386,7 +387,7 @@ def test_a_peer_that_gives_no_name_is_an_unknown_link(wire: Wire) -> None:
 def test_nothing_within_the_deadline_is_said_so_and_the_late_reply_is_harmless(wire: Wire) -> None:
     client = wire.client()
     late = client.submit(0, batch_of(1, {}), deadline_s=0.02)
-    with pytest.raises(DeadlineExceeded, match="no reply within 20 ms"):
+    with pytest.raises(DeadlineExceeded, match=r"reply\b.* 20 ms"):
         client.wait(late, deadline_s=0.02)
     wire.server.reply(wire.receive(), np.zeros((1, HIDDEN_SIZE)), 0.0)
     wire.assert_serves(client)
@@ -432,7 +433,7 @@ def test_a_forgotten_request_is_answered_to_nobody(wire: Wire) -> None:
 def test_an_address_that_cannot_be_tried_is_unavailable_and_leaks_no_socket() -> None:
     with ExitStack() as undo:
         context = undo.enter_context(zmq.Context())
-        with pytest.raises(DaemonUnavailable, match="cannot reach tcp://no host:1: "):
+        with pytest.raises(DaemonUnavailable, match="tcp://no host:1: "):
             client_of(undo, context, "tcp://no host:1", 0, "ab" * 8)
 
 
@@ -445,7 +446,7 @@ def test_a_parent_cannot_fill_the_servers_memory_with_requests(wire: Wire) -> No
         for _ in range(50_000):
             greedy.submit(0, batch, deadline_s=PATIENCE_S)
 
-    with pytest.raises(DaemonUnavailable, match="queue is full"):
+    with pytest.raises(DaemonUnavailable, match="queue"):
         submit_many()
     wire.assert_serves_in_turn(modest)
 
@@ -478,12 +479,12 @@ def test_a_reply_that_arrived_counts_although_the_link_is_lost(wire: Wire) -> No
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (lambda n: [b"garbage"], "without a header"),
-        (lambda n: request_of(n, batch_of(2, PAIRS)), "a message of kind 1 on the data socket"),
-        (lambda n: reply_to(n, 0), "not the shape"),
-        (lambda n: reply_to(n, 1), "not the shape"),
-        (lambda n: reply_to(n, 3), "not the shape"),
-        (lambda n: [frame[:-8] for frame in reply_to(n, 2)], "was damaged"),
+        (lambda n: [b"garbage"], "header"),
+        (lambda n: request_of(n, batch_of(2, PAIRS)), r"kind 1\b"),
+        (lambda n: reply_to(n, 0), "shape"),
+        (lambda n: reply_to(n, 1), "shape"),
+        (lambda n: reply_to(n, 3), "shape"),
+        (lambda n: [frame[:-8] for frame in reply_to(n, 2)], "damaged"),
     ],
 )
 def test_a_malformed_answer_is_a_protocol_error(
@@ -520,7 +521,7 @@ def test_a_parent_whose_daemon_takes_nothing_is_told_so(run_dir: Path) -> None:
             for _ in range(10_000):
                 client.submit(0, empty, deadline_s=1.0)
 
-        with pytest.raises(DaemonUnavailable, match="queue is full"):
+        with pytest.raises(DaemonUnavailable, match="queue"):
             submit_many()
 
 

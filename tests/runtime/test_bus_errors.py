@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -34,8 +35,7 @@ print("goes on")
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "{path}, or memory shared with another process, was cut short while it was in use, "
-             "or its disk failed (SIGBUS)"),
+        ([], r"program: error: {path}\b.*\bSIGBUS\b.*\n"),
         (["-X", "faulthandler"], None),
     ],
     ids=["ours", "faulthandler's"],
@@ -55,4 +55,4 @@ def test_one_line_is_said_and_the_process_ends_by_the_signal(
         assert done.stderr.startswith("Fatal Python error: Bus error")
     else:
         shown = str(path).replace("\n", "\\n")
-        assert done.stderr == f"program: error: {says.format(path=shown)}\n"
+        assert re.fullmatch(says.format(path=re.escape(shown)), done.stderr)

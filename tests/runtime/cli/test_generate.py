@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_a_model_whose_logits_are_nan_ends_it_with_one_line(
     out, err = capfd.readouterr()
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith("dflash-moe: error: the model's logits are not finite (NaN or infinity)")
+    assert re.match("dflash-moe: error: .*logits.*NaN", line)
 
 
 def test_the_record_of_a_text_is_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -132,9 +132,9 @@ def test_what_is_missing_or_misshapen_is_named(
 @pytest.mark.parametrize(
     ("shape", "expert_count", "reason"),
     [
-        (LlamaShape(), None, "'llama' is a dense model"),
-        (OlmoeShape(architecture="gemma3"), 0, "'gemma3' is a dense model"),
-        (OlmoeShape(architecture="mixtral"), 8, "unknown architecture 'mixtral'"),
+        (LlamaShape(), None, r"'llama'.*\bdense\b"),
+        (OlmoeShape(architecture="gemma3"), 0, r"'gemma3'.*\bdense\b"),
+        (OlmoeShape(architecture="mixtral"), 8, "'mixtral'"),
     ],
 )
 def test_other_models_are_told_which_are_supported(
@@ -143,7 +143,7 @@ def test_other_models_are_told_which_are_supported(
     keys = {f"{shape.architecture}.expert_count": expert_count}
     error = refusal(write_model(tmp_path / "model.gguf", shape, seed=1, keys=keys))
     assert error.field == "general.architecture"
-    assert reason in str(error)
+    assert re.search(reason, str(error))
     assert f"supported: {', '.join(ARCHITECTURES)}" in str(error)
 
 
@@ -198,4 +198,4 @@ def test_a_digest_that_cannot_be_kept_is_shown_all_the_same(
     path = write_model(tmp_path / "m.gguf", OlmoeShape(), seed=1)
     lines = lines_of(path, "--digest")
     assert f"sha256        {hashlib.sha256(path.read_bytes()).hexdigest()}  m.gguf" in lines
-    assert any("the digest is not kept" in line for line in lines)
+    assert any(str(tmp_path / "cache") in line for line in lines)

@@ -115,7 +115,7 @@ def test_a_server_takes_its_own_settings_along(
 
 
 def test_a_wrong_flag_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"^--heartbeat-ms='9': must be a whole number from 10"):
+    with pytest.raises(SettingsError, match=r"^--heartbeat-ms='9'.* 10 "):
         taken("--heartbeat-ms", "9")
     assert taken("--heartbeat-ms", "10").heartbeat_ms == 10
 

@@ -49,12 +49,12 @@ def test_without_cupy_a_gpu_is_refused_with_what_to_do(
         if name != "dev" and name.startswith("rocm" if device.kind == "hip" else "cuda")
     }
     assert extras
-    with pytest.raises(SettingsError, match=f"^device {device}: .* has no CuPy") as caught:
+    with pytest.raises(SettingsError, match=f"^device {device}: .*CuPy") as caught:
         open_backend(device)
     assert len(str(caught.value).splitlines()) == 1
     # A clone's pip finds no dflash-moe: what is advised is what the extra would install.
     assert "dflash-moe[" not in str(caught.value)
-    caught.match(f"install it with {sys.executable} -m pip install '.*, or use device cpu$")
+    caught.match(f"{sys.executable} -m pip install '.*device cpu$")
     for requirements in extras.values():
         for requirement in requirements:
             assert f"'{requirement}'" in str(caught.value)
@@ -66,9 +66,7 @@ def test_a_version_without_kernels_for_gpus_says_so(monkeypatch: pytest.MonkeyPa
     install(monkeypatch, "cupy")
     monkeypatch.setattr(devices, "_GPU_MODULE", "dflash_runtime.compute.not_in_this_version")
     for device in GPUS:
-        with pytest.raises(
-            SettingsError, match=f"^device {device}: this version of dflash-moe has"
-        ):
+        with pytest.raises(SettingsError, match=f"^device {device}: .*version"):
             open_backend(device)
 
 
@@ -91,7 +89,7 @@ def test_the_module_of_gpus_is_asked_for_its_backend(
 
 @pytest.mark.parametrize("name", [BackendName.CPU, BackendName.REFERENCE])
 def test_a_backend_of_the_cpu_is_refused_on_a_gpu(name: BackendName) -> None:
-    with pytest.raises(SettingsError, match=f"^backend {name} does not compute on cuda:1"):
+    with pytest.raises(SettingsError, match=rf"^backend {name}\b.*\bcuda:1\b"):
         open_backend(GPUS[0], backend=name)
 
 

@@ -236,7 +236,7 @@ def test_routing_that_cannot_be_is_refused(ops: HostOps) -> None:
         RoutingRule(1, Gating.SIGMOID, False, num_groups=3, num_groups_used=1),
         RoutingRule(5, Gating.SIGMOID, False, num_groups=2, num_groups_used=1),
     ):
-        with pytest.raises(ValueError, match="experts used of 8 in"):
+        with pytest.raises(ValueError, match=r"experts\b.*\b8\b"):
             ops.route(logits, rule)
 
 

@@ -79,7 +79,7 @@ def test_what_is_no_path_is_refused(nodes: list[int]) -> None:
     tree, path = tree_of([-1, 0, 0, 1, -1]), np.array(nodes, np.int32)
     tree.keep(lambda path: pytest.fail("kept"))
     for check in (tree.check_path, tree.accept):
-        with pytest.raises(ValueError, match="not a way"):
+        with pytest.raises(ValueError, match="way"):
             check(path)
 
 
@@ -262,11 +262,11 @@ def test_tokens_must_be_as_many_as_the_trees(ops: HostOps) -> None:
     for parents in ([-1, 0], [-1, 0, 1, 2]):
         cache.tree = kv_cache.tree = tree_of(parents, 5)
         positions = cache.tree.positions
-        with pytest.raises(ValueError, match="3 tokens for a tree of"):
+        with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
             layer.compute(cache, new, positions)
-        with pytest.raises(ValueError, match="3 tokens for a tree of"):
+        with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
             layer.delta(cache, new, new.mixed, positions)
-        with pytest.raises(ValueError, match="3 tokens for a tree of"):
+        with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
             ops.attention(q, q, q, kv_cache, 0, positions, 1.0)
 
 

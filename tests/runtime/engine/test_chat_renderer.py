@@ -95,7 +95,7 @@ def test_messages_nested_too_deeply_are_the_callers_to_change(
     nested: list[Any] = []
     for _ in range(depth):
         nested = [nested]
-    with pytest.raises(SettingsError, match="the messages cannot be rendered"):
+    with pytest.raises(SettingsError, match="messages"):
         sound.render(ChatRequest("x", nested))
     assert sound.render(ChatRequest("x", ASKED)) == "x"
 
@@ -113,7 +113,7 @@ def test_one_that_hangs_is_killed_and_the_next_waits_for_nothing(
     first, second = (run(escaped, "result = os.getpid()") for _ in range(2))
     assert first != second  # one is to spare, and has worked
     started_s = time.monotonic()
-    with pytest.raises(UnsupportedModel, match=r"tokenizer\.chat_template: .*takes too long"):
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.chat_template: .*\blong\b"):
         run(escaped, program)
     assert time.monotonic() - started_s < DEADLINE_S + 0.1 + 1.0
     assert run(escaped, "result = os.getpid()") == second
@@ -123,7 +123,7 @@ def test_one_that_hangs_is_killed_and_the_next_waits_for_nothing(
 def test_memory_is_bounded_by_what_was_asked(escaped: ChatRenderer) -> None:
     take = "result = len(bytearray({} << 20))"
     assert run(escaped, take.format(150)) == str(150 << 20)
-    with pytest.raises(UnsupportedModel, match="is gone: it ended with exit code 1"):
+    with pytest.raises(UnsupportedModel, match=r"\bexit code 1\b"):
         run(escaped, take.format(300))
     assert run(escaped, take.format(300), ["a" * (4 << 20)]) == str(300 << 20)
 
@@ -134,7 +134,7 @@ def test_the_kernel_ends_one_whose_parent_does_not_look() -> None:
     try:
         process.await_ready()
         message = encode_request(ChatRequest(STUCK, [], deadline_s=0.1))
-        with pytest.raises(RenderingEnded, match="too much of the processor's time"):
+        with pytest.raises(RenderingEnded, match="processor"):
             process.ask(message, deadline_s=60, max_reply_bytes=0)
     finally:
         process.end()
@@ -189,7 +189,7 @@ def test_it_has_nothing_of_ours_and_writes_no_file(
     path = tmp_path / "file"
     path.touch()
     assert run(escaped, f"result = open({str(path)!r}, 'rb').read()") == "b''"
-    with pytest.raises(UnsupportedModel, match="is gone"):
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.chat_template: .*\bgone\b"):
         run(escaped, f"result = os.write(os.open({str(path)!r}, os.O_WRONLY), b'x')")
     assert path.read_bytes() == b""
     assert run(escaped, "result = resource.getrlimit(resource.RLIMIT_CORE)") == "(0, 0)"
@@ -222,7 +222,7 @@ def test_nothing_is_started_before_it_is_needed_and_all_is_ended() -> None:
     renderer.close()
     assert children() == before
     renderer.close()
-    with pytest.raises(RenderingUnavailable, match="being closed"):
+    with pytest.raises(RenderingUnavailable, match="closed"):
         renderer.render(ChatRequest("x", ASKED))
 
 
@@ -275,13 +275,13 @@ def test_many_conversations_at_once_share_a_few_processes(escaped: ChatRenderer)
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("os.write(1, b'R' + b'\\xff' * 4); time.sleep(9)", "too long"),
-        ("os.write(1, b'R' + b'\\x01\\0\\0\\0\\xc1'); time.sleep(9)", "not msgpack"),
+        ("os.write(1, b'R' + b'\\xff' * 4); time.sleep(9)", r"\blong\b"),
+        ("os.write(1, b'R' + b'\\x01\\0\\0\\0\\xc1'); time.sleep(9)", "msgpack"),
         (
             "os.write(1, b'R' + b'\\x09\\0\\0\\0'); os.read(0, 9)",
-            "is gone: it ended with exit code 0",
+            r"\bexit code 0\b",
         ),
-        ("os.write(1, b'R'); os.read(0, 9); os.kill(os.getpid(), 11)", "is gone: .* by SIGSEGV"),
+        ("os.write(1, b'R'); os.read(0, 9); os.kill(os.getpid(), 11)", "SIGSEGV"),
     ],
 )
 def test_answers_that_are_none_are_the_templates_fault(program: str, reason: str) -> None:
@@ -296,9 +296,9 @@ def test_answers_that_are_none_are_the_templates_fault(program: str, reason: str
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (["/nowhere/python"], "can be started: No such file"),
-        (["/bin/false"], "does not start: it ended with exit code 1"),
-        (["/bin/echo", "hello"], "does not start"),
+        (["/nowhere/python"], "No such file"),
+        (["/bin/false"], r"\bexit code 1\b"),
+        (["/bin/echo", "hello"], r"\bstart\b"),
     ],
 )
 def test_one_that_cannot_be_started_is_no_fault_of_the_template(

@@ -102,7 +102,7 @@ def test_settings_say_what_the_caller_does_not(model: Path) -> None:
         assert (engine.kv_type, engine.num_positions) == (KvType.F16, 20)
     with Engine.open(model, settings=settings, kv_type="auto", context=30) as engine:
         assert (engine.kv_type, engine.num_positions) == (KvType.F32, 30)
-    with pytest.raises(SettingsError, match="add a daemon"):
+    with pytest.raises(SettingsError, match=r"\bdaemon\b"):
         Engine.open(settings=replace(settings, local_experts=1))
 
 
@@ -115,9 +115,9 @@ def test_a_device_is_opened_or_refused_with_what_to_do(
             found = engine.logits(PROMPT).tobytes()
             assert found == (expected := expected or found)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(SettingsError, match=r"^device='gpu': must be auto, cpu, cuda:N or hip:N$"):
+    with pytest.raises(SettingsError, match=r"^device='gpu'.* auto, cpu, cuda:N or hip:N$"):
         Engine.open(model, device="gpu")
-    with pytest.raises(SettingsError, match=r"^device hip:1: .* -m pip install 'cupy-rocm"):
+    with pytest.raises(SettingsError, match=r"^device hip:1\b.* -m pip install 'cupy-rocm"):
         Engine.open(model, settings=Settings(device=parse_device("hip:1")))
     with Engine.open(
         model, device="cpu", backend="reference", settings=Settings(device=parse_device("hip:1"))
@@ -140,14 +140,16 @@ def test_a_prompt_may_fill_the_context_and_no_more(model: Path) -> None:
     with Engine.open(model, backend="reference", context=10) as engine:
         assert len(list(engine.generate(list(range(10)), 5, ignore_eos=True))) == 1
         assert engine.last_generation.finish_reason == "context"
-        with pytest.raises(ContextExceeded, match=r"11 tokens .* 10 positions") as caught:
+        with pytest.raises(ContextExceeded, match=r"\(--context\).*\b256$") as caught:
             engine.generate(list(range(11)), 5)
-        caught.match(r"; shorten it or raise the context \(--context\), to at most 256$")
+        assert (caught.value.num_tokens, caught.value.num_positions) == (11, 10)
 
 
 def test_a_context_that_is_the_largest_is_not_to_be_raised(engine: Engine) -> None:
-    with pytest.raises(ContextExceeded, match=r"of 256 positions; shorten it$"):
+    with pytest.raises(ContextExceeded) as caught:
         engine.generate([1] * 257, 5)
+    assert caught.value.num_positions == 256
+    assert "--context" not in str(caught.value)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_yielded(model: Path) -> None:
@@ -168,7 +170,7 @@ def test_an_interleaved_call_ends_the_generation_before_it_instead_of_corrupting
     first = engine.generate(PROMPT, 20, ignore_eos=True)
     assert [t.token_id for t in itertools.islice(first, 5)] == expected[:5]
     engine.logits([9, 9, 9, 9])
-    with pytest.raises(SettingsError, match="taken over"):
+    with pytest.raises(SettingsError, match="another call"):
         next(first)
     assert token_ids(engine, 20) == expected
 
@@ -220,7 +222,7 @@ def test_a_failure_late_in_opening_leaves_nothing_behind(
 def test_a_cache_larger_than_memory_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     shape = Qwen3MoeShape(num_layers=1, vocab_size=300, context_length=2**31 - 1)
     path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=1)
-    with pytest.raises(SettingsError, match="GiB for keys and values"):
+    with pytest.raises(SettingsError, match=r"\bGiB\b.*keys and values"):
         Engine.open(path, daemons=["cpu"], context=2**31 - 1)
 
 

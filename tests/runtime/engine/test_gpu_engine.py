@@ -170,7 +170,7 @@ def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus
         assert written == expected[: len(written)]
         # Another call begins anew, and finds nothing of what was guessed.
         assert generated(engine, prompt, 11, reuse_prefix=True) == expected
-        with pytest.raises(SettingsError, match="taken over"):
+        with pytest.raises(SettingsError, match="another call"):
             engine.verify([1], [-1])
 
 
@@ -206,7 +206,7 @@ def test_what_a_tree_needs_is_given_back(
         monkeypatch.setattr(gpus.opened[0], "empty", full)
         with pytest.raises(DeviceOutOfMemory):
             engine.verify(prompt_of(9), chain)
-        with pytest.raises(SettingsError, match="nothing to accept"):
+        with pytest.raises(SettingsError, match="accept"):
             engine.accept([0])
         found = engine.verify([1, 2, 3, 4], [-1, 0, 0, 1], feature_layers=[1])
         assert (found.features[1] == expected.features[1]).all()
@@ -248,7 +248,7 @@ def test_what_recorded_trees_need_is_kept_for_some_kinds_of_them(
         monkeypatch.setattr(gpus.opened[0], "empty", full)
         with pytest.raises(DeviceOutOfMemory):
             engine.verify(*tree, feature_layers=[0])
-        with pytest.raises(SettingsError, match="nothing to accept"):
+        with pytest.raises(SettingsError, match="accept"):
             engine.accept([0])
         monkeypatch.setattr(gpus.opened[0], "empty", empty)
         for layers in ([1], [0, 1]):
@@ -347,10 +347,9 @@ def test_a_device_is_given_back_and_a_failed_load_leaves_nothing(
         assert gpus.opened[-1].num_bytes == 0
     assert needed[0] == needed[1] > 0
     gpus.free_bytes = 12345
-    with pytest.raises(
-        DeviceOutOfMemory, match=r"GiB experts.*12,345 of .* are free; .*--local-experts"
-    ):
+    with pytest.raises(DeviceOutOfMemory, match=r"GiB experts.*--local-experts") as lacking:
         opened(model)
+    assert lacking.value.free_bytes == 12345
     gpus.free_bytes = 1 << 40
     empty, num_calls = EmulatedDevice.empty, 0
 
@@ -374,6 +373,6 @@ def test_a_device_is_given_back_and_a_failed_load_leaves_nothing(
 def test_a_model_that_kernels_cannot_read_is_refused(tmp_path: Path, gpus: EmulatedGpus) -> None:
     shape = Qwen3MoeShape("odd", hidden_size=52)
     path = write_qwen3moe(tmp_path / "odd.gguf", shape, seed=1)
-    with pytest.raises(UnsupportedModel, match=r"kernels for rows of 52 values.*device cpu"):
+    with pytest.raises(UnsupportedModel, match=r"\b52\b.*device cpu"):
         Engine.open(path, device="cuda:0")
     assert MAX_CHUNK < CONTEXT  # or else chunks were never cut above

@@ -125,7 +125,7 @@ def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
 
         monkeypatch.setattr(recorded, "token", once_not_finite)
         assert tokens(engine, count) == mailed.expected
-        assert refused == ["logits of a step through it are not finite"]
+        assert ["logits" in reason for reason in refused] == [True]
         assert kinds(engine) == []
         num_rung = mailed.rings.count
         assert tokens(engine, count) == mailed.expected
@@ -150,5 +150,5 @@ def test_steps_that_are_chosen_go_by_the_host_and_a_wrong_daemon_is_given_up(
             assert tokens(engine, count) == mailed.expected
         assert kinds(engine) == ["wrong_reply"]
         reason = engine.stats().events[-1].reason
-        assert "of their length from those computed here" in reason
+        assert reason.startswith("layer ")
         assert engine.stats().owners["link0"].is_lost

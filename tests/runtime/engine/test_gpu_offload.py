@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_a_lost_daemon_is_not_missed_by_prompts(
     run = split.steps.begin()
     hidden = split.steps.forward(run, IDS[:16], 0)
     assert (split.steps.head(hidden) == resident[:16]).all()
-    with pytest.raises(DaemonUnavailable, match="gone; daemons are required"):
+    with pytest.raises(DaemonUnavailable, match=r"gone; .*required"):
         split.steps.forward(run, IDS[16:17], 16)
 
 
@@ -211,9 +212,10 @@ def test_cold_experts_of_prompts_are_brought_to_the_device(
         list(engine.generate(IDS[:16].tolist(), 3, ignore_eos=True))
         hits = engine.stats().hits
         assert hits.cold == 2 * PAIRS_OF_TOKEN
-    texts = [record.getMessage() for record in caplog.records]
-    assert sum("can be brought here at" in text for text in texts) == 1
-    assert sum("experts of the fallback in a chunk of 16 tokens" in text for text in texts) == 1
+    told = [record.args for record in caplog.records if record.module == "offload"]
+    assert told == [("the fallback", 16)]
+    place = [text for text in caplog.messages if re.search(r" GB/s\b.*\bhost:0\b", text)]
+    assert len(place) == 1
     for device in gpus.opened:
         assert not device.num_bytes
         assert not device._range_bytes  # nothing is mapped any more
@@ -261,14 +263,14 @@ def test_without_room_on_the_device_owners_are_asked(
 
     with monkeypatch.context() as patched:
         patched.setattr(EmulatedDevice, "copy_stream", fails(lambda: DeviceUnavailable("no more")))
-        check("experts of prompts stay with their owners: no more")
+        check(": no more")
 
     def lacking() -> DeviceOutOfMemory:
         return DeviceOutOfMemory("host:0", num_bytes=9, free_bytes=1, total_bytes=8)
 
     with monkeypatch.context() as patched:
         patched.setattr("dflash_runtime.compute.cupy.offload.ExpertOffload._load", fails(lacking))
-        check("experts of prompts stay with their owners: host:0")
+        check(": host:0")
 
 
 @pytest.mark.e2e

@@ -126,7 +126,7 @@ def test_a_step_that_nobody_can_finish_fails_and_the_next_one_does_not(
     model: Path, undo: contextlib.ExitStack
 ) -> None:
     split = opened(undo, model, {LOCAL_OWNER: {0: WHOLE[0], 1: [0, 1]}, "lost1": {1: [2, 3, 4]}})
-    with pytest.raises(DaemonUnavailable, match="gone; daemons are required"):
+    with pytest.raises(DaemonUnavailable, match=r"gone; .*required"):
         split.logits()
     recorded = split.steps.recorded(split.steps.begin())
     assert recorded is not None

@@ -47,10 +47,10 @@ def option(command: tuple[str, ...], flag: str) -> str | None:
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:", "cpu:0", "auto", "cuda:1024"])
 def test_an_unknown_device_is_refused_with_the_place_and_the_known_ones(device: str) -> None:
-    with pytest.raises(SettingsError, match=f"^daemon='{device}': must be DEVICE.*cpu, cuda:N or"):
+    with pytest.raises(SettingsError, match=f"^daemon='{device}'.* DEVICE.*cpu, cuda:N"):
         choose_daemon(device, 0, Settings())
     setting = DaemonSetting(device, source="moe.toml: daemon[0]")
-    with pytest.raises(SettingsError, match=rf"^moe.toml: daemon\[0\]='{device}': must be cpu, "):
+    with pytest.raises(SettingsError, match=rf"^moe.toml: daemon\[0\]='{device}'.* cpu, "):
         choose_daemon(setting, 0, Settings())
     assert choose_daemon("cpu", 0, Settings()).device == CPU
 
@@ -78,15 +78,15 @@ def test_a_parents_backend_is_its_daemons_where_they_compute_alike(backend: str)
     ("launcher", "message"),
     [
         ("/no/such/python", "'/no/such/python': No such file"),
-        ("/etc/passwd", "'/etc/passwd' is not an executable file"),
-        ("/tmp", "'/tmp' is not an executable file"),
+        ("/etc/passwd", "'/etc/passwd'.*executable"),
+        ("/tmp", "'/tmp'.*executable"),
         ("no-such-program", "'no-such-program': No such file"),
     ],
 )
 def test_a_launcher_that_cannot_be_executed_is_refused(launcher: str, message: str) -> None:
-    with pytest.raises(SettingsError, match=f"daemon launcher {message}"):
+    with pytest.raises(SettingsError, match=f"launcher {message}"):
         choose_daemon(f"cpu@{launcher}", 0, Settings())
-    with pytest.raises(SettingsError, match=f"daemon launcher {message}"):
+    with pytest.raises(SettingsError, match=f"launcher {message}"):
         choose_daemon("cpu", 0, Settings(ipc_bin=launcher))
 
 
@@ -118,7 +118,7 @@ def test_names_are_given_and_must_differ() -> None:
     assert daemon_names(choices, endpoints) == ["cpu0", "x", "cpu2", "link0", "link1"]
     for name in ("cpu0", "link1"):
         twins = choose_daemons(["cpu", DaemonSetting("cpu", name=name)], Settings())
-        with pytest.raises(SettingsError, match=f"two daemons are called '{name}'"):
+        with pytest.raises(SettingsError, match=f"daemons .*'{name}'"):
             daemon_names(twins, endpoints)
 
 

@@ -74,7 +74,7 @@ def opened(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_one_nan_of_the_last_norm_is_an_error(opened: Opened, model: str, device: str) -> None:
     engine = opened(model, device)
     for options in WAYS.values():
-        with pytest.raises(NotFinite, match="logits are not finite") as caught:
+        with pytest.raises(NotFinite, match="logits") as caught:
             list(engine.generate(PROMPT, 4, ignore_eos=True, **options))
         assert "\n" not in str(caught.value)
     with pytest.raises(NotFinite):

@@ -83,13 +83,13 @@ def test_tools_and_what_else_the_template_reads_reach_it(engine: Engine) -> None
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_computed(engine: Engine) -> None:
-    with pytest.raises(SettingsError, match="no chat template; give a plain prompt"):
+    with pytest.raises(SettingsError, match=r"chat template\b.*plain prompt"):
         engine.chat(ASKED, 4)
-    with pytest.raises(SettingsError, match=r"the chat template refuses: No\."):
+    with pytest.raises(SettingsError, match=r": No\.$"):
         engine.chat(ASKED, 4, template="{{ raise_exception('No.') }}")
-    with pytest.raises(UnsupportedModel, match=r"m\.gguf: tokenizer\.chat_template: line 1"):
+    with pytest.raises(UnsupportedModel, match=r"m\.gguf: tokenizer\.chat_template: line 1\b"):
         engine.chat(ASKED, 4, template="{% if %}")
-    with pytest.raises(SettingsError, match="the prompt is empty"):
+    with pytest.raises(SettingsError, match=r"prompt\b.*empty"):
         engine.chat(ASKED, 4, template="{{ '' }}")
     with pytest.raises(ContextExceeded):
         engine.chat([{"role": "user", "content": "a" * 300}], 4, template=TEMPLATE)
@@ -108,9 +108,9 @@ def test_processes_for_chats_are_started_by_the_first_chat(model: Path) -> None:
 
 
 def test_without_a_tokenizer_there_are_no_texts() -> None:
-    with pytest.raises(SettingsError, match="no tokenizer; give token ids"):
+    with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
         text_ids(None, "x")
-    with pytest.raises(SettingsError, match="no tokenizer; give token ids"):
+    with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
         chat_ids(None, ASKED, renderer=ChatRenderer(), template=TEMPLATE, path=Path("m.gguf"))
 
 
@@ -148,5 +148,5 @@ def test_the_prompt_of_a_chat_is_put_into_the_files_template(chat_model: Path, m
     assert load_file(chat_model).decode(asked) == "user: Hi\nassistant: "
     done = run_main(main, "generate", model, *options)
     assert done.returncode == 2
-    assert "this model has no chat template; give a plain prompt" in done.stderr
+    assert "chat template" in done.stderr
     assert done.stdout == ""

@@ -269,7 +269,7 @@ def test_an_option_out_of_range_is_refused_with_its_name(
     name: str, bad: list[float], good: list[float]
 ) -> None:
     for value in bad:
-        with pytest.raises(SettingsError, match=f"^{name}=.*: must be "):
+        with pytest.raises(SettingsError, match=f"^{name}="):
             SamplingOptions(**{name: value})  # type: ignore[arg-type]
     for value in good:
         Sampler(SamplingOptions(**{name: value}))(row([0.0, 1.0]))  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def test_an_option_out_of_range_is_refused_with_its_name(
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed"])
 def test_an_option_of_another_type_is_refused_with_its_name(name: str) -> None:
     for value in ("0.5", [1], 1j, b"1"):
-        with pytest.raises(SettingsError, match=f"^{name}=.*: must be a"):
+        with pytest.raises(SettingsError, match=f"^{name}="):
             SamplingOptions(**{name: value})  # type: ignore[arg-type]
 
 
@@ -294,5 +294,5 @@ def test_an_option_of_another_type_is_refused_with_its_name(name: str) -> None:
     ],
 )
 def test_an_option_that_is_almost_a_number_is_refused(name: str, value: object) -> None:
-    with pytest.raises(SettingsError, match=f"^{name}=.*: must be a"):
+    with pytest.raises(SettingsError, match=f"^{name}="):
         SamplingOptions(**{name: value})  # type: ignore[arg-type]

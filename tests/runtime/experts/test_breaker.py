@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -53,12 +54,11 @@ def test_it_opens_after_three_failures_in_a_row_and_says_so_once() -> None:
     assert rig.may_send()
     rig.fail()
     assert not rig.may_send()
-    assert (rig.breaker.num_opened, rig.breaker.reason) == (
-        1,
-        "3 requests in a row failed: no luck",
-    )
-    reason = "3 requests in a row failed: no luck; asked again in 0.5 s"
-    assert rig.transitions == [(OPEN, reason)]
+    assert rig.breaker.num_opened == 1
+    assert re.search(r"\b3 requests\b.*: no luck", rig.breaker.reason)
+    [(state, reason)] = rig.transitions
+    assert state is OPEN
+    assert re.search(rf"{re.escape(rig.breaker.reason)}.*\b0\.5 s\b", reason)
 
 
 def test_a_success_in_between_begins_the_count_anew() -> None:
@@ -79,7 +79,7 @@ def test_it_opens_after_five_failures_within_ten_seconds_whatever_succeeds() -> 
         rig.now_s += 2.5 * (number > 0)
         rig.fail()
     assert rig.breaker.state is OPEN
-    assert "5 requests failed within 10 s" in rig.breaker.reason
+    assert re.search(r"\b5 requests\b.*\b10 s\b", rig.breaker.reason)
 
 
 def test_failures_now_and_then_are_borne() -> None:

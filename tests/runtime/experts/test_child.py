@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -108,7 +109,7 @@ async def assert_starts(nursery: Nursery) -> None:
     """The good child after a failure."""
     process = nursery.start("say('here')")
     assert await nursery.said() == "here"
-    assert await ended(process) == "ended with exit code 0"
+    assert (await ended(process)).endswith("exit code 0")
 
 
 async def test_a_child_is_told_its_endpoint_and_lifeline(nursery: Nursery) -> None:
@@ -116,7 +117,7 @@ async def test_a_child_is_told_its_endpoint_and_lifeline(nursery: Nursery) -> No
     said = await nursery.said()
     assert f"'--listen': '{ENDPOINT.address}'" in said
     assert said.endswith(" 10600"), "the lifeline is a pipe"
-    assert await ended(process) == "ended with exit code 0"
+    assert (await ended(process)).endswith("exit code 0")
 
 
 async def test_a_child_has_our_environment_and_import_path_but_not_our_files(
@@ -160,21 +161,17 @@ async def test_a_child_is_out_of_reach_of_the_terminals_interrupt(nursery: Nurse
 @pytest.mark.parametrize(
     ("code", "how"),
     [
-        ("raise SystemExit(3)", "ended with exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
-        (
-            "os.kill(os.getpid(), signal.SIGBUS)",
-            "was ended by SIGBUS: the model's file was cut short while it was in use, or its disk "
-            "failed",
-        ),
-        ("os.kill(os.getpid(), 40)", "was ended by signal 40"),
+        ("raise SystemExit(3)", r"\bexit code 3$"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"\bSIGKILL$"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", r"\bSIGBUS\b.*\bfile\b"),
+        ("os.kill(os.getpid(), 40)", r"\bsignal 40$"),
     ],
 )
 async def test_the_end_of_a_child_is_noticed_and_told(
     nursery: Nursery, code: str, how: str
 ) -> None:
     process = nursery.start(code)
-    assert await ended(process) == how
+    assert re.search(how, await ended(process))
     await process.stop()
     await assert_starts(nursery)
 
@@ -193,7 +190,7 @@ async def test_what_cannot_be_executed_is_unavailable_with_the_reason(
         ):
             if mode is not None:
                 path.chmod(mode)
-            with pytest.raises(DaemonUnavailable, match=f"cannot start {path}: {reason}"):
+            with pytest.raises(DaemonUnavailable, match=f"{path}.*{reason}"):
                 DaemonProcess(Launch((str(path),)), ENDPOINT)
     await assert_starts(nursery)
 
@@ -204,7 +201,7 @@ async def test_stopping_a_child_lets_it_end_in_order(nursery: Nursery) -> None:
     )
     assert await nursery.said() == "ready"
     await process.stop()
-    assert process.how_it_ended == "ended with exit code 7"
+    assert process.how_it_ended.endswith("exit code 7")
     await process.stop()
 
 
@@ -218,7 +215,7 @@ async def test_a_child_that_ignores_being_asked_is_killed(
     assert await nursery.said() == "ready"
     started_s = time.monotonic()
     await process.stop()
-    assert process.how_it_ended == "was ended by SIGKILL"
+    assert "SIGKILL" in process.how_it_ended
     assert time.monotonic() - started_s < PATIENCE_S / 2
     await assert_starts(nursery)
 
@@ -230,7 +227,7 @@ async def test_stopping_closes_the_lifeline(nursery: Nursery) -> None:
     )
     assert await nursery.said() == "ready"
     await process.stop()
-    assert process.how_it_ended == "ended with exit code 9"
+    assert process.how_it_ended.endswith("exit code 9")
 
 
 async def test_the_lifeline_of_one_child_does_not_hang_on_another(nursery: Nursery) -> None:
@@ -241,10 +238,10 @@ async def test_the_lifeline_of_one_child_does_not_hang_on_another(nursery: Nurse
     second = nursery.start(ignore)
     assert await nursery.said() == "ready"
     await first.stop()
-    assert first.how_it_ended == "ended with exit code 0"
+    assert first.how_it_ended.endswith("exit code 0")
     assert not second.has_ended
     await second.stop()
-    assert second.how_it_ended == "ended with exit code 0"
+    assert second.how_it_ended.endswith("exit code 0")
 
 
 async def test_a_stop_that_is_cancelled_can_be_completed(
@@ -262,7 +259,7 @@ async def test_a_stop_that_is_cancelled_can_be_completed(
     assert not process.has_ended
     monkeypatch.setattr(child, "_TERMINATE_S", 0.0)
     await process.stop()
-    assert process.how_it_ended == "was ended by SIGKILL"
+    assert "SIGKILL" in process.how_it_ended
 
 
 async def test_children_leave_no_zombies_and_no_descriptors(nursery: Nursery) -> None:

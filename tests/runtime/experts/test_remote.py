@@ -82,7 +82,7 @@ def test_no_pairs_are_legal(served: ServedRig, num_tokens: int) -> None:
 
 
 def test_without_a_session_nothing_is_sent(served: ServedRig) -> None:
-    with pytest.raises(DaemonUnavailable, match="daemon cpu0: not connected yet"):
+    with pytest.raises(DaemonUnavailable, match=r"daemon cpu0: .*connected"):
         served.remote.submit(0, batch_of(3, PAIRS))
     served.open_session()
     served.assert_right()
@@ -93,17 +93,17 @@ def test_a_late_daemon_is_lost_and_used_again_in_a_new_session(hurried: ServedRi
     hurried.bank.gate.clear()
     ticket = hurried.remote.submit(0, batch_of(3, PAIRS))
     out = np.full((3, HIDDEN_SIZE), 7.0)
-    with pytest.raises(DeadlineExceeded, match="no reply within 50 ms"):
+    with pytest.raises(DeadlineExceeded, match=r"reply\b.*\b50 ms"):
         hurried.remote.collect(ticket, out)
     assert (out == 7.0).all(), "a failure leaves the sums as they were"
-    assert hurried.losses == ["no reply within 50 ms"]
+    assert [" 50 ms" in reason for reason in hurried.losses] == [True]
     assert hurried.link.session is None
-    with pytest.raises(DaemonUnavailable, match="cpu0: no reply within 50 ms"):
+    with pytest.raises(DaemonUnavailable, match=r"cpu0: .*reply\b.*\b50 ms"):
         hurried.remote.submit(0, batch_of(3, PAIRS))
     hurried.bank.gate.set()
     hurried.open_session(pairs_per_second=0.01)
     hurried.assert_right()
-    assert hurried.losses == ["no reply within 50 ms"]
+    assert [" 50 ms" in reason for reason in hurried.losses] == [True]
     assert hurried.remote.stats.restarts == 1
 
 
@@ -147,7 +147,7 @@ def test_a_daemon_that_refuses_is_lost_with_its_reason(served: ServedRig) -> Non
     served.service.drop_link(session.welcome.link_id)
     out = np.zeros((3, HIDDEN_SIZE))
     ticket = served.remote.submit(0, batch_of(3, PAIRS))
-    with pytest.raises(DaemonUnavailable, match="daemon cpu0: say hello"):
+    with pytest.raises(DaemonUnavailable, match=r"daemon cpu0: .*hello"):
         served.remote.collect(ticket, out)
     assert not out.any()
     assert len(served.losses) == 1
@@ -163,7 +163,7 @@ def test_a_daemon_whose_queue_is_full_is_lost_at_once(undo: ExitStack, endpoint:
         for _ in range(10_000):
             rig.remote.submit(0, batch_of(1, {(0, 0): 1.0}))
 
-    with pytest.raises(DaemonUnavailable, match="queue is full"):
+    with pytest.raises(DaemonUnavailable, match="queue"):
         submit_many()
     assert len(rig.losses) == 1
     assert rig.link.session is None
@@ -175,7 +175,7 @@ def test_an_answer_of_the_wrong_shape_is_a_loss(scripted: ScriptedRig, num_token
     ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
     assert scripted.answer(0.0, num_tokens=num_tokens).num_tokens == 2
     out = np.zeros((3, HIDDEN_SIZE))
-    with pytest.raises(DaemonUnavailable, match="daemon cpu0: the reply has not the shape"):
+    with pytest.raises(DaemonUnavailable, match=r"daemon cpu0: .*shape"):
         scripted.remote.collect(ticket, out)
     assert not out.any()
     assert len(scripted.losses) == 1
@@ -220,7 +220,7 @@ def test_a_reply_that_was_damaged_on_its_way_is_not_used(scripted: ScriptedRig) 
     [frame] = encode_reply(scripted.receive(), sums, compute_s=0.0)
     scripted.say([bytes(frame[:-1]) + b"\x01"])
     out = np.zeros((3, HIDDEN_SIZE))
-    with pytest.raises(DaemonUnavailable, match="was damaged"):
+    with pytest.raises(DaemonUnavailable, match="damaged"):
         scripted.remote.collect(ticket, out)
     assert not out.any()
     assert scripted.remote.stats.checksum_failures == 1
@@ -247,7 +247,7 @@ def test_a_session_for_which_there_is_no_descriptor_is_given_up_and_the_next_one
     served.open_session()
     with (
         no_more_descriptors(),
-        pytest.raises(DaemonUnavailable, match="cpu0: no way to send requests: Too many open"),
+        pytest.raises(DaemonUnavailable, match=r"cpu0: .*Too many open files"),
     ):
         served.remote.submit(0, batch_of(3, PAIRS))
     assert served.link.session is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -23,7 +24,7 @@ from support.remote_rig import PAIRS, TWO_PAIRS, ScriptedRig, ServedRig, deadlin
 from support.routed_batches import HIDDEN_SIZE, ScalingBank, batch_of, moe_layer
 
 PAUSE_S = 1000.0
-REFUSED = "daemon cpu0: its circuit breaker is open: "
+REFUSED = "daemon cpu0: .*breaker"
 
 
 class Clock:
@@ -86,20 +87,18 @@ def test_after_three_failures_in_a_row_nothing_is_sent_although_the_session_live
         assert scripted.remote.stats.breaker == "closed"
         fail_one(scripted, code)
     for _ in range(20):
-        with pytest.raises(DaemonUnavailable, match=REFUSED + ".*failed: no luck"):
+        with pytest.raises(DaemonUnavailable, match=REFUSED + ".*no luck"):
             scripted.remote.submit(0, batch_of(3, PAIRS))
     assert not scripted.socket.poll(20)
     [message] = caplog.messages  # not one with every request
-    assert (
-        "breaker is open: 3 requests in a row failed: no luck; asked again in 1000.0 s" in message
-    )
+    assert re.search(r"\bcpu0\b.*\b3 requests\b.*: no luck\b.*\b1000\.0 s\b", message)
     assert scripted.link.session is session
     assert scripted.kinds == ["request_failed"] * 5 + ["breaker_open"]
     stats = scripted.remote.stats
     assert (stats.breaker, stats.breaker_opened, stats.breaker_refused) == ("open", 1, 20)
     record = json.loads(json.dumps(stats.as_record()))
     assert (record["breaker"], record["breaker_refused"]) == ("open", 20)
-    assert stats.troubles == "breaker open, opened 1 time"
+    assert re.search(r"breaker open\b.*\b1 time\b", stats.troubles)
 
 
 def test_after_the_pause_one_request_is_let_through_and_its_success_closes_it(
@@ -153,7 +152,7 @@ def test_sessions_that_come_and_are_lost_again_cost_no_further_deadline(
             collect(rig, ticket)
         assert rig.link.session is None
     rig.open_session()
-    with pytest.raises(DaemonUnavailable, match=REFUSED + ".*no reply within 50 ms"):
+    with pytest.raises(DaemonUnavailable, match=REFUSED + r".*\b50 ms"):
         rig.remote.submit(0, batch_of(3, PAIRS))
     assert rig.link.session is not None, "it is the requests that fail"
     assert rig.remote.stats.deadline_failures == 3
@@ -285,7 +284,7 @@ def test_an_open_breaker_is_an_error_where_daemons_are_required(
     scripted.open_session()
     open_breaker(scripted)
     runtime = Runtime(scripted, is_required=True)
-    with pytest.raises(DaemonUnavailable, match=REFUSED + ".*; daemons are required"):
+    with pytest.raises(DaemonUnavailable, match=REFUSED + ".*required"):
         runtime.compute(phase)
 
 

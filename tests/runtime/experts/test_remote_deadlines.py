@@ -65,7 +65,7 @@ def test_a_daemon_that_was_too_slow_is_given_twice_the_time_in_its_next_session(
     scripted.open_session(pairs_per_second=25.0)
     ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
     assert round(scripted.receive().deadline_ms) == 320
-    with pytest.raises(DeadlineExceeded, match="no reply within 320 ms"):
+    with pytest.raises(DeadlineExceeded, match=r"reply\b.*\b320 ms"):
         scripted.remote.collect(ticket, np.zeros((1, HIDDEN_SIZE)))
     scripted.open_session(pairs_per_second=25.0)
     assert round(deadlines(scripted, Phase.PREFILL, 0.0)) == 640

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -133,7 +134,7 @@ def test_one_bit_of_one_sum_is_found(sides: dict[str, Side], payload: PayloadTyp
         wrong = sums.copy()
         wrong.view(np.uint64)[0, 17] ^= np.uint64(1 << bit)
         reason = difference(sides["cpu"], batch, wrong, payload, is_same=True)
-        assert reason.startswith("1 of 96 sums have other bits than those computed here")
+        assert re.match(r"1 of 96 sums\b.*\bbits\b", reason)
 
 
 def test_a_wrong_row_of_many_is_found_when_it_is_looked_at(
@@ -179,7 +180,7 @@ def test_another_expert_or_a_wild_value_is_beyond_the_bound(
     other = replace(batch, expert_ids=np.sort((batch.expert_ids + 1) % E).astype(np.int32))
     wrong = answered(sides[theirs].owned, other, PayloadType.F32)
     reason = difference(sides["reference"], batch, wrong, PayloadType.F32, is_same=False)
-    assert "of their length from those computed here, 0.1 is allowed" in reason
+    assert re.search(r"\d\b.*\b0\.1\b", reason)
     sums = answered(sides[theirs].owned, batch, PayloadType.F32)
     wrong = sums.copy()
     wrong[0, 17] += np.linalg.norm(sums[0])

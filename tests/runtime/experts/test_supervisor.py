@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,14 +98,14 @@ def test_one_refusal_ends_the_start_of_all(undo: ExitStack, run_dir: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_identity": "other-9a"}, "has model other-9a, ours is model-1f"),
-        ({"placement_fingerprint": "f00d"}, "has placement f00d, ours is "),
-        ({"version": 0}, "chose protocol version 0"),
-        ({"version": 99}, "chose protocol version 99"),
-        ({"payload": "bf16"}, "offers an impossible payload"),
-        ({"max_tokens": 0}, "offers an impossible max_tokens"),
-        ({"pairs_per_second": 0.0}, "offers an impossible pairs_per_second"),
-        ({"pairs_per_second": -1.0}, "offers an impossible pairs_per_second"),
+        ({"model_identity": "other-9a"}, r"model other-9a\b.*\bmodel-1f"),
+        ({"placement_fingerprint": "f00d"}, "placement f00d"),
+        ({"version": 0}, r"version 0\b"),
+        ({"version": 99}, r"version 99\b"),
+        ({"payload": "bf16"}, "payload"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"pairs_per_second": 0.0}, "pairs_per_second"),
+        ({"pairs_per_second": -1.0}, "pairs_per_second"),
     ],
 )
 def test_a_welcome_that_is_not_what_was_asked_for_is_refused(
@@ -113,7 +114,7 @@ def test_a_welcome_that_is_not_what_was_asked_for_is_refused(
     parent = Parent(undo, address)
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello), **changes))
-    with pytest.raises(HandshakeRefused, match=f"cpu0 {reason}"):
+    with pytest.raises(HandshakeRefused, match=f"cpu0 .*{reason}"):
         start.result(PATIENCE_S)
     assert parent.link.session is None
     daemon.close()
@@ -160,9 +161,9 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"garbage"], "not msgpack"),
-        ([b""], "not msgpack"),
-        ([b"\x81\xa4type\xa3odd"], "unknown message type"),
+        ([b"garbage"], "msgpack"),
+        ([b""], "msgpack"),
+        ([b"\x81\xa4type\xa3odd"], "type"),
     ],
 )
 def test_garbage_instead_of_a_welcome_is_a_protocol_error(
@@ -183,14 +184,14 @@ def test_another_message_instead_of_a_welcome_is_a_protocol_error(
     start = Parent(undo, address).start()
     daemon.expect(Hello)
     daemon.say(Pong(1, True, 0.0))
-    with pytest.raises(ProtocolError, match="cpu0 answered hello with pong"):
+    with pytest.raises(ProtocolError, match=r"cpu0\b.*hello\b.*pong"):
         start.result(PATIENCE_S)
 
 
 def test_silence_is_unavailability_within_the_patience(undo: ExitStack, address: str) -> None:
     parent = Parent(undo, address, patience=Patience(0.2, PATIENCE_S))
     started_s = time.monotonic()
-    with pytest.raises(DaemonUnavailable, match=f"nothing answers at {address}"):
+    with pytest.raises(DaemonUnavailable, match=f"answers .*{address}"):
         parent.start().result(PATIENCE_S)
     assert 0.2 <= time.monotonic() - started_s < PATIENCE_S / 2
     assert_starts(address)
@@ -206,7 +207,7 @@ def test_one_that_is_absent_can_be_tolerated_and_is_used_once_it_comes(
     start = parent.start()
     there.let_in()
     start.result(PATIENCE_S)
-    assert "nothing answers" in parent.next_loss()
+    assert "answers" in parent.next_loss()
     assert parent.link.session is None
     with ScriptedDaemon(late_address) as late:
         late.let_in()
@@ -228,7 +229,7 @@ def test_a_socket_that_others_could_have_made_is_not_spoken_to(
     run_dir.chmod(0o1777)
     undo.callback(run_dir.chmod, 0o700)
     start = Parent(undo, address, tolerates_absent=True).start()
-    with pytest.raises(SettingsError, match=f"{address}: other accounts may write to the folder"):
+    with pytest.raises(SettingsError, match=f"{address}: .*accounts"):
         start.result(PATIENCE_S)
     assert daemon.is_silent(0.1)
 
@@ -249,7 +250,7 @@ def test_a_folder_that_comes_later_is_looked_at_before_its_daemon_is_spoken_to(
             daemon.let_in()
             start.result(PATIENCE_S)
     else:
-        with pytest.raises(SettingsError, match="other accounts may write"):
+        with pytest.raises(SettingsError, match="accounts"):
             start.result(PATIENCE_S)
 
 
@@ -273,7 +274,7 @@ def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(
     """It would load experts for nobody, and keep a place for them."""
     for patience_s in (0.01, 0.02, 0.03, 0.04):
         parent = Parent(undo, address, patience=Patience(patience_s, PATIENCE_S))
-        with pytest.raises(DaemonUnavailable, match="nothing answers"):
+        with pytest.raises(DaemonUnavailable, match="answers"):
             parent.start().result(PATIENCE_S)
     with ScriptedDaemon(address) as late:
         assert late.is_silent(0.4)
@@ -284,7 +285,7 @@ def test_a_daemon_that_hears_but_does_not_answer_is_unavailable_too(
 ) -> None:
     start = Parent(undo, address, patience=Patience(0.2, PATIENCE_S)).start()
     daemon.expect(Hello)
-    with pytest.raises(DaemonUnavailable, match="nothing answers"):
+    with pytest.raises(DaemonUnavailable, match="answers"):
         start.result(PATIENCE_S)
 
 
@@ -295,7 +296,7 @@ def test_a_daemon_that_hangs_up_while_loading_is_not_waited_for(
     daemon.expect(Hello)
     daemon.say(Progress("load", 1, 48))
     daemon.close()
-    with pytest.raises(DaemonUnavailable, match="hung up before it was ready"):
+    with pytest.raises(DaemonUnavailable, match="hung up"):
         start.result(PATIENCE_S / 4)
 
 
@@ -316,11 +317,11 @@ def test_a_daemon_that_ended_while_loading_is_used_when_it_is_there_again(
         else:
             assert "told to stop" in parent.next_loss()
     if isinstance(last_words, Progress):
-        assert "hung up before it was ready" in parent.next_loss()
+        assert "hung up" in parent.next_loss()
     with ScriptedDaemon(address) as second:
         second.let_in()
         start.result(PATIENCE_S)
-    assert "away for 0." in parent.returns.get(timeout=PATIENCE_S)[1]
+    assert re.search(r"\b0\.\d+ s", parent.returns.get(timeout=PATIENCE_S)[1])
 
 
 def test_a_daemon_that_ended_while_loading_is_waited_for_as_long_as_any(
@@ -330,7 +331,7 @@ def test_a_daemon_that_ended_while_loading_is_waited_for_as_long_as_any(
     with ScriptedDaemon(address) as daemon:
         daemon.expect(Hello)
         daemon.say(Progress("load", 1, 48))
-    with pytest.raises(DaemonUnavailable, match="nothing answers"):
+    with pytest.raises(DaemonUnavailable, match="answers"):
         start.result(PATIENCE_S)
 
 
@@ -341,7 +342,7 @@ def test_one_that_hangs_up_without_a_word_is_not_tried_again(
     start = Parent(undo, address, tries_again=True).start()
     daemon.expect(Hello)
     daemon.close()
-    with pytest.raises(DaemonUnavailable, match=r"hung up before it was ready$"):
+    with pytest.raises(DaemonUnavailable, match="hung up"):
         start.result(PATIENCE_S / 4)
 
 

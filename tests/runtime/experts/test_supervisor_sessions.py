@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -45,7 +46,7 @@ def test_missed_heartbeats_are_one_loss_and_a_new_hello(
     undo: ExitStack, daemon: ScriptedDaemon
 ) -> None:
     parent = started(undo, daemon, patience=Patience(PATIENCE_S, 0.03))
-    assert "no heartbeat for 0.1 s" in parent.next_loss()  # five of 0.03 s
+    assert re.search(r"heartbeat\b.*\b0\.1 s", parent.next_loss())  # five of 0.03 s
     assert parent.link.session is None
     parent_hello = daemon.expect(Hello, skipping=(Ping,))
     daemon.say(welcome_to(parent_hello))
@@ -70,7 +71,7 @@ def test_a_daemon_that_forgot_us_is_greeted_again(undo: ExitStack, daemon: Scrip
     daemon.say(welcome_to(daemon.expect(Hello)))
     daemon.say(Pong(daemon.expect(Ping).sequence, False, 0.0))
     start.result(PATIENCE_S)
-    assert parent.next_loss() == "the daemon no longer knows us"
+    assert "knows" in parent.next_loss()
     daemon.let_in()
     parent.wait_for_session(2)
     assert parent.link.restarts == 1
@@ -85,7 +86,7 @@ def test_garbage_instead_of_a_pong_ends_the_session(
     daemon.expect(Ping)
     daemon.say_frames(b"garbage")
     start.result(PATIENCE_S)
-    assert "not msgpack" in parent.next_loss()
+    assert "msgpack" in parent.next_loss()
     daemon.let_in()
     parent.wait_for_session(2)
 
@@ -95,7 +96,7 @@ def test_a_daemon_that_ended_is_lost_at_once_and_used_again_when_it_is_back(
 ) -> None:
     parent = started(undo, daemon)
     daemon.close()
-    assert parent.next_loss() == "the connection ended"
+    assert "connection" in parent.next_loss()
     assert parent.link.session is None
     with ScriptedDaemon(address) as revived:
         revived.let_in()
@@ -133,7 +134,7 @@ def test_a_refusal_after_the_start_is_said_once_for_each_reason(
         parent.wait_for_session(2)
     said = [parent.next_loss() for _ in range(2)]
     assert [line.rpartition(": ")[2] for line in said] == ["another model", "busy"]
-    assert all(line.startswith("daemon cpu0 at ") for line in said)
+    assert all(f"cpu0 at {address}" in line for line in said)
 
 
 def test_a_reconnection_for_which_there_is_no_socket_is_tried_again(
@@ -163,7 +164,7 @@ def test_a_frame_that_no_control_message_needs_costs_the_daemon_its_session(
 ) -> None:
     parent = started(undo, daemon)
     daemon.say_frames(bytes(1 << 20))
-    assert parent.next_loss() == "the connection ended"
+    assert "connection" in parent.next_loss()
     daemon.let_in()
     parent.wait_for_session(2)
 

@@ -119,8 +119,8 @@ def test_a_profile_logs_what_each_generation_added(caplog: pytest.LogCaptureFixt
     assert len(caplog.messages) == 2
     for message, number in zip(caplog.messages, (3, 5), strict=True):
         assert f"cpu0 decode: {number} requests" in message
-        assert f"{number}.00 MiB sent" in message
-        assert f"wait {number}.0 ms" in message
+        assert f" {number}.00 MiB " in message
+        assert f" {number}.0 ms" in message
         assert "p50" in message
 
 
@@ -131,4 +131,6 @@ def test_a_profile_says_who_is_in_trouble_and_nothing_of_the_others(
     with caplog.at_level(logging.INFO):
         profile.log_generation({}, troubles={"cpu0": "breaker open, opened 2 times", "cpu1": ""})
         profile.log_generation({}, troubles={"cpu1": ""})
-    assert caplog.messages == ["expert compute: cpu0: breaker open, opened 2 times"]
+    [message] = caplog.messages
+    assert "cpu0: breaker open, opened 2 times" in message
+    assert "cpu1" not in message

@@ -91,11 +91,11 @@ def test_a_daemon_for_which_nothing_is_left_still_has_its_place() -> None:
 @pytest.mark.parametrize(
     ("names", "num_local", "reason"),
     [
-        (["cpu0"], -1, "-1 local experts asked for; layer 0 has 8"),
-        (["cpu0"], 6, "6 local experts asked for; layer 1 has 5"),
-        ([], 9, "9 local experts asked for; layer 0 has 8"),
-        ([], 5, "3 experts a layer have no owner: add a daemon"),
-        ([], 0, "8 experts a layer have no owner"),
+        (["cpu0"], -1, r"-1 local experts\b.*layer 0\b.*\b8\b"),
+        (["cpu0"], 6, r"\b6 local experts\b.*layer 1\b.*\b5\b"),
+        ([], 9, r"\b9 local experts\b.*layer 0\b.*\b8\b"),
+        ([], 5, r"\b3 experts\b.*owner\b.*daemon"),
+        ([], 0, r"\b8 experts\b.*owner"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused_with_the_amounts(
@@ -110,5 +110,5 @@ def test_a_placement_knows_the_layers_of_its_model() -> None:
     placement = make_placement(SPEC, owners)
     assert placement.experts_per_layer == {0: 8, 1: 5}
     np.testing.assert_array_equal(placement.routing[1].local_expert_id, np.arange(5))
-    with pytest.raises(ProtocolError, match="layer 1 expert 4 has no owner"):
+    with pytest.raises(ProtocolError, match=r"layer 1 expert 4 .*owner"):
         make_placement(SPEC, {"a": OwnedExperts.from_lists({0: range(8), 1: range(4)})})

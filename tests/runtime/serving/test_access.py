@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -47,12 +48,12 @@ def test_a_key_file_that_is_open_to_others_is_refused(key_file: Path, mode: int)
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "holds no key"),
-        (b"# only this\n\n", "holds no key"),
-        (b"short\n", "key 1 must have 16 or more"),
-        (KEY + b"\nwith a space in it!\n", "key 2 must"),
+        (b"", "no key"),
+        (b"# only this\n\n", "no key"),
+        (b"short\n", r"key 1\b.*\b16 "),
+        (KEY + b"\nwith a space in it!\n", r"key 2\b"),
         (b"\xff" * 32, "printable ASCII"),
-        (b"x" * (65 << 10), "larger than 64 KiB"),
+        (b"x" * (65 << 10), "64 KiB"),
     ],
 )
 def test_an_unsound_key_file_is_refused(key_file: Path, content: bytes, reason: str) -> None:
@@ -65,8 +66,8 @@ def test_a_key_file_that_is_none_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, reason in (
         (tmp_path / "missing", "No such file"),
-        (tmp_path / "pipe", "no regular file"),
-        (tmp_path, "no regular file"),
+        (tmp_path / "pipe", r"\bregular\b"),
+        (tmp_path, r"\bregular\b"),
         (Path("a\0b"), "null"),
     ):
         with pytest.raises(SettingsError, match=reason):
@@ -87,7 +88,7 @@ def test_loopback_needs_no_keys(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_other_addresses_need_keys(host: str) -> None:
-    with pytest.raises(SettingsError, match="can be reached from other machines"):
+    with pytest.raises(SettingsError, match=re.escape(host)):
         listening_socket(host, 0, has_keys=False)
 
 
@@ -99,7 +100,7 @@ def test_with_keys_we_listen_anywhere() -> None:
 def test_an_address_that_cannot_be_had_is_one_line() -> None:
     with (
         listening_socket("127.0.0.1", 0, has_keys=False) as listener,
-        pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1 port \d+: Address"),
+        pytest.raises(SettingsError, match=r"\b127\.0\.0\.1 .*\b\d+: Address"),
     ):
         listening_socket("127.0.0.1", listener.getsockname()[1], has_keys=False)
 

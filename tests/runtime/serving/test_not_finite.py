@@ -68,7 +68,7 @@ async def test_a_client_is_told_in_a_whole_answer_and_in_a_stream(
             assert answer.status_code == 500
             error = strict(answer.text)["error"]
             assert (error["type"], error["code"]) == ("server_error", "not_finite")
-            assert "logits are not finite (NaN or infinity)" in error["message"]
+            assert "logits" in error["message"]
         # Before anything was sent the status says it, too.
         answer = await ask(ILL, stream=True)
         assert (answer.status_code, strict(answer.text)["error"]) == (500, error)
@@ -87,7 +87,7 @@ async def test_a_client_is_told_in_a_whole_answer_and_in_a_stream(
         assert 'dflash_moe_requests_finished_total{reason="error"} 4.0' in metrics
     lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
     assert len(lines) == 4
-    assert all(line.startswith("a generation has no token: ") for line in lines)
+    assert all(error["message"] in line for line in lines)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -299,17 +299,17 @@ def test_guards(alone: Attention) -> None:
         attention(2**31 - 3)
     with pytest.raises(ValueError, match="positions"):
         attention(-1)
-    with pytest.raises(ValueError, match="ascend by one"):
+    with pytest.raises(ValueError, match="ascend"):
         attention(0, step=2)
     for wrong_k in (normal(2, 1, 16), normal(2, 2, 8)):
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="fit"):
             attention(0, k=wrong_k)
     for wrong_q in (normal(2, 5, 16), normal(2, 4, 8)):
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="fit"):
             attention(0, q=wrong_q)
-    with pytest.raises(ValueError, match="sinks are"):
+    with pytest.raises(ValueError, match="sinks"):
         alone(q, k, k, cache, 0, np.arange(2, dtype=np.int32), 0.25, sinks=normal(3))
-    with pytest.raises(ValueError, match="out is"):
+    with pytest.raises(ValueError, match=r"\bout\b"):
         attention(0, out=np.empty((2, 4, 8), np.float32))
     for other in (q.astype(np.float64), normal(2, 16, 4).transpose(0, 2, 1)):
         with pytest.raises(TypeError):

@@ -179,19 +179,19 @@ def test_shapes_that_do_not_fit_are_refused(alone: Dense) -> None:
     x, q = normal(2, 64), normal(2, 4, 16)
     table = rope_table(RopePairing.HALF_SPLIT, 16, 1e4)
     positions = np.arange(2, dtype=np.int32)
-    with pytest.raises(ValueError, match="weight is"):
+    with pytest.raises(ValueError, match=r"\bweight\b"):
         alone.rms_norm(x, np.ones(63, np.float32), 1e-6)
-    with pytest.raises(ValueError, match="out is"):
+    with pytest.raises(ValueError, match=r"\bout\b"):
         alone.rms_norm(x, np.ones(64, np.float32), 1e-6, out=np.empty((2, 7), np.float32))
-    with pytest.raises(ValueError, match="positions are"):
+    with pytest.raises(ValueError, match=r"\bpositions\b"):
         alone.norm_and_rotate(q, q, positions[:1], table)
-    with pytest.raises(ValueError, match="16 rotated of heads of 8"):
+    with pytest.raises(ValueError, match=r"\b16\b.*\b8\b"):
         alone.norm_and_rotate(normal(2, 1, 8), normal(2, 1, 8), positions, table)
     with pytest.raises(ValueError, match="q is"):
         alone.norm_and_rotate(q, normal(1, 4, 16), positions, table)
-    with pytest.raises(ValueError, match="weight is"):
+    with pytest.raises(ValueError, match=r"\bweight\b"):
         alone.norm_and_rotate(q, q, positions, table, k_weight=np.ones(8, np.float32))
-    with pytest.raises(ValueError, match="9 experts used of 8"):
+    with pytest.raises(ValueError, match=r"\b9 experts\b.*\b8\b"):
         alone.route(normal(1, 8), RoutingRule(9, Gating.SOFTMAX, normalise=True))
     for wrong in (x.astype(np.float64), normal(64, 2).T, normal(2, 128)[:, ::2]):
         with pytest.raises(TypeError):

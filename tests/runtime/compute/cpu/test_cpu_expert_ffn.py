@@ -388,7 +388,7 @@ def test_experts_outside_the_layer_are_refused(
 ) -> None:
     made = all_experts["Q8_0"]
     for bad in (-1, E):
-        with pytest.raises(ValueError, match=r"expert ids must lie within 0\.\.5"):
+        with pytest.raises(ValueError, match=r"expert ids\b.* 0\.\.5"):
             backends[1].load_experts(made.file, made.layer, np.array([0, bad], np.int32))
     nobody = backends[1].load_experts(made.file, made.layer, all_ids()[:0])
     assert nobody.num_experts == 0

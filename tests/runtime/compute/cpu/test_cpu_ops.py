@@ -123,7 +123,7 @@ def test_embed(ops: CpuOps) -> None:
 @pytest.mark.parametrize("bad", [-1, 20, 2**31 - 1])
 def test_embed_refuses_ids_outside_the_table(ops: CpuOps, bad: int) -> None:
     table = f32_matrix(normal(20, 52))
-    with pytest.raises(ValueError, match=f"token id {bad} is not within 0..19"):
+    with pytest.raises(ValueError, match=rf"token id {bad}\b.*0\.\.19"):
         ops.embed(table, np.array([3, bad], np.int32))
     assert ops.embed(table, np.array([3], np.int32)).shape == (1, 52)
 
@@ -145,13 +145,13 @@ def test_shapes_that_do_not_fit_are_refused(ops: CpuOps) -> None:
     matrix, x = q8_0_matrix(8, 64), normal(2, 64)
     with pytest.raises(ValueError, match="64 columns"):
         ops.linear(normal(2, 32), matrix)
-    with pytest.raises(ValueError, match="out is"):
+    with pytest.raises(ValueError, match=r"\bout\b"):
         ops.linear(x, matrix, out=np.empty((2, 7), np.float32))
     with pytest.raises(ValueError, match="contiguous"):
         ops.linear(x, matrix, out=np.empty((8, 2), np.float32).T)
     with pytest.raises(ValueError, match="cannot add"):
         ops.linear(x, matrix, add=np.empty((1, 8), np.float32))
-    with pytest.raises(ValueError, match="64 and 32 columns"):
+    with pytest.raises(ValueError, match=r"\b64\b.*\b32\b"):
         ops.project(x, [matrix, q8_0_matrix(8, 32)])
     with pytest.raises(ValueError, match="cannot add"):
         ops.add(x, x[:1])

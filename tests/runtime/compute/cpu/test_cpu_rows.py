@@ -340,7 +340,7 @@ def test_nothing_is_read_outside_of_a_matrix(
 
 def test_a_matrix_needs_exactly_its_bytes() -> None:
     data = random_rows(TensorType.Q8_0, 2, 64)
-    with pytest.raises(ValueError, match="expected 136 contiguous bytes"):
+    with pytest.raises(ValueError, match=r"\b136\b.*bytes"):
         as_matrix(data[:-1], TensorType.Q8_0, 2, 64)
     with pytest.raises(ValueError, match="multiple"):
         as_matrix(data, TensorType.Q8_0, 2, 33)

@@ -99,7 +99,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_best_is_chosen_once(undecided: list[str]) -> None:
     assert choose_tier("auto") is Tier.AMX
     assert choose_tier("auto") is choose_tier("amx") is tiers.current_tier() is Tier.AMX
-    with pytest.raises(SettingsError, match=r"CPU tier avx2: .* made for amx already"):
+    with pytest.raises(SettingsError, match=r"\bavx2\b.*\bamx\b"):
         choose_tier("avx2")
     assert undecided == [target_features(Tier.AMX, cpu(*AMX_NAMES))]
 
@@ -112,7 +112,7 @@ def test_a_lower_tier_may_be_asked_for(undecided: list[str]) -> None:
 
 @pytest.mark.usefixtures("undecided")
 def test_a_tier_that_the_cpu_lacks_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"CPU tier neondot: .* amx, avx512vnni, avxvnni, avx2"):
+    with pytest.raises(SettingsError, match=r"\bneondot\b.* amx, avx512vnni, avxvnni, avx2"):
         choose_tier("neondot")
     with pytest.raises(SettingsError, match="neondot"):
         make_backend(BackendName.AUTO, num_threads=1, cpu_tier="neondot")
@@ -127,7 +127,7 @@ def test_a_tier_that_fails_its_test_is_replaced_with_a_warning(
     )
     with caplog.at_level(logging.WARNING):
         assert choose_tier("auto") is Tier.AVX512_VNNI
-    assert caplog.messages == ["CPU tier amx does not work here (not today); using avx512vnni"]
+    assert [record.args for record in caplog.records] == [(Tier.AMX, "not today", Tier.AVX512_VNNI)]
     monkeypatch.setattr(tiers, "_chosen", None)
     monkeypatch.setattr(tier_test, "why_not", lambda tier, features: "never")
     assert choose_tier("avx2") is Tier.GENERIC
@@ -188,7 +188,7 @@ def test_without_a_place_for_verdicts_every_start_pays(
 @pytest.mark.usefixtures("cache")
 def test_a_missing_intrinsic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dots, "VPDPBUSD_512", "llvm.x86.avx512.vpdpbusd.of.yore")
-    assert why_not(Tier.AVX512_VNNI) == "no intrinsic llvm.x86.avx512.vpdpbusd.of.yore"
+    assert "llvm.x86.avx512.vpdpbusd.of.yore" in (why_not(Tier.AVX512_VNNI) or "")
 
 
 @with_vnni
@@ -227,13 +227,13 @@ def test_a_cpu_that_claims_too_much_is_found(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("cache")
 def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_test, "_expected_dots", lambda *arguments: np.zeros(3, np.int64))
-    assert why_not(Tier.AVX2) == "it gives wrong numbers"
+    assert "numbers" in (why_not(Tier.AVX2) or "")
 
 
 @pytest.mark.usefixtures("cache")
 def test_tiles_need_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx, "request_permission", lambda: False)
-    assert why_not(Tier.AMX) == "the operating system does not permit tiles"
+    assert "tiles" in (why_not(Tier.AMX) or "")
 
 
 # -- whole processes ------------------------------------------------------------------------------

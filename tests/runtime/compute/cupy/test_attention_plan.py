@@ -70,11 +70,11 @@ def test_a_long_chunk_takes_large_blocks() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 30}, "do not share"),
+        ({"num_heads": 30}, "share"),
         ({"num_rotated": 130}, "rotated"),
         ({"num_rotated": 3}, "rotated"),
         ({"kv_type": KvType.F32}, "tensor cores"),
-        ({"kv": KvLayer(4, 288, 128)}, "heads of 288"),
+        ({"kv": KvLayer(4, 288, 128)}, r"\b288\b"),
     ],
 )
 def test_a_shape_that_kernels_cannot_take_is_refused(
@@ -130,13 +130,13 @@ def _with_rows(**changes: object) -> dict[str, object]:
         ({"out": Rows(values=np.zeros((1, 5, 32), np.float32))}, "out"),
         ({"out": Rows(values=np.zeros((2, 4, 16), np.float32))}, "out"),
         ({"out": Rows(quants=np.zeros((1, 128), np.int8))}, "out.quants"),
-        ({"out": Rows(quants=np.zeros((1, 256), np.int8))}, "out.meta is missing"),
+        ({"out": Rows(quants=np.zeros((1, 256), np.int8))}, r"out\.meta\b.*missing"),
         (_with_rows(queries=TokenRows(np.zeros((2, 256), np.float32))), "queries"),
         (_with_rows(keys=TokenRows(np.zeros((1, 256), np.float32), 193)), "keys"),
         (_with_rows(values=TokenRows(np.zeros((1, 256), np.float64))), "values"),
         (_with_rows(key_weight=np.zeros(31, np.float32)), "key_weight"),
         (_with_rows(angles=np.zeros((192, 15, 2), np.float32)), "pairs=16"),
-        (_with_rows(angles=np.zeros((191, 16, 2), np.float32)), "191 of 192 positions"),
+        (_with_rows(angles=np.zeros((191, 16, 2), np.float32)), r"\b191\b.*\b192 positions"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:

@@ -36,7 +36,7 @@ def test_a_damaged_file_is_removed(
     cache.put(KEYS[0], b"code")
     (tmp_path / KEYS[0].hex()).write_bytes(content)
     assert cache.get(KEYS[0]) is None
-    assert "damaged" in caplog.text
+    assert str(tmp_path / KEYS[0].hex()) in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -69,4 +69,4 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, caplog: pytest.LogCapt
     cache = BinaryCache(file / "folder")
     cache.put(KEYS[0], b"code")
     assert cache.get(KEYS[0]) is None
-    assert "compiled at every start" in caplog.text
+    assert str(file) in caplog.text

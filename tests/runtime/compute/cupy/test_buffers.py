@@ -81,11 +81,11 @@ def test_what_is_no_repetition_is_told() -> None:
         buffers.take((1, 4), np.float32)
     with (
         buffers.repeated(noted),
-        pytest.raises(RuntimeError, match=r"array 1 .* int32 \[1, 4\], before it was float32 \["),
+        pytest.raises(RuntimeError, match=r"array 1\b.* int32 \[1, 4\].* float32 \["),
     ):
         buffers.take((1, 4), np.int32)
     with buffers.repeated(noted):
         buffers.take((1, 4), np.float32)
-        with pytest.raises(RuntimeError, match=r"array 2 .* float32 \[1, 4\], before .* not there"):
+        with pytest.raises(RuntimeError, match=r"array 2\b.* float32 \[1, 4\]"):
             buffers.take((1, 4), np.float32)
     buffers.take((1, 4), np.int32)  # as ever

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -59,10 +60,10 @@ def test_amd(name: str, architecture: str, lanes: int, dot4: bool) -> None:
 
 
 def test_what_is_too_old_or_unknown_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"6\.0 is too old, 6\.1 or newer"):
+    with pytest.raises(SettingsError, match=r"\b6\.0 .*\b6\.1\b"):
         cuda_capabilities(6, 0)
     for name in ("", "sm_90", "gfx803", "gfx9", "gfx90a\nx"):
-        with pytest.raises(SettingsError, match="not known"):
+        with pytest.raises(SettingsError, match=re.escape(repr(name))):
             hip_capabilities(name)
 
 
@@ -71,9 +72,8 @@ def test_what_kernels_do_without_is_logged(caplog: pytest.LogCaptureFixture) -> 
     cuda_capabilities(8, 6).log("cuda:0")
     cuda_capabilities(9, 0).log("cuda:1")
     host_capabilities(lanes=64).log("host:0")
-    assert caplog.messages == [
-        "cuda:0 is sm_86 with warps of 32 lanes; kernels do without: "
-        "dependent_launch, clusters, wgmma, large_clusters",
-        "cuda:1 is sm_90a with warps of 32 lanes; kernels do without: nothing",
-        f"host:0 is host with warps of 64 lanes; kernels do without: {', '.join(_EVERYTHING)}",
+    assert [record.args for record in caplog.records] == [
+        ("cuda:0", "sm_86", 32, "dependent_launch, clusters, wgmma, large_clusters"),
+        ("cuda:1", "sm_90a", 32, "nothing"),
+        ("host:0", "host", 64, ", ".join(_EVERYTHING)),
     ]

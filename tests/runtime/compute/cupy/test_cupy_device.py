@@ -92,7 +92,7 @@ def test_arrays_go_to_the_device_and_back(device: CupyDevice, fake: FakeDriver) 
     np.testing.assert_array_equal(device.download(array).reshape(4, 3), 2 * values.T)
     assert not device.download(device.zeros((5,), np.int32)).any()
     assert device.upload(np.empty((0, 4), np.float32)).shape == (0, 4)
-    with pytest.raises(SettingsError, match="16 bytes do not fill 48"):
+    with pytest.raises(SettingsError, match=r"\b16\b.*\b48\b"):
         device.write(array, values[0])
     # A source may change at once: nothing returns before it has been read.
     names = [line.split()[0] for line in fake.take_notes()]
@@ -100,10 +100,11 @@ def test_arrays_go_to_the_device_and_back(device: CupyDevice, fake: FakeDriver) 
 
 
 def test_too_much_memory_is_refused_with_amounts(device: CupyDevice) -> None:
-    with pytest.raises(
-        DeviceOutOfMemory, match="cuda:0 has no 4,194,304 bytes: 1,000 of 4,000 bytes are free"
-    ):
+    with pytest.raises(DeviceOutOfMemory) as caught:
         device.empty((1 << 20,), np.float32)
+    error = caught.value
+    assert (error.device, error.num_bytes) == ("cuda:0", 1 << 22)
+    assert (error.free_bytes, error.total_bytes) == (1000, 4000)
 
 
 def test_a_module_is_loaded_once_and_its_kernels_may_use_all_shared_memory(
@@ -121,7 +122,7 @@ def test_a_module_is_loaded_once_and_its_kernels_may_use_all_shared_memory(
 
 def test_a_struct_of_another_size_is_refused(device: CupyDevice, fake: FakeDriver) -> None:
     fake.set(Setting.PARAMETER_BYTES, 32)
-    with pytest.raises(SettingsError, match="sum_rows takes 32 bytes, SumArgs has 24"):
+    with pytest.raises(SettingsError, match=r"sum_rows\b.*\b32\b.*SumArgs\b.*\b24\b"):
         sums(device)
 
 
@@ -138,9 +139,9 @@ def test_kernels_overlap_where_they_may_and_the_device_can(
     fake.take_notes()
     device.launch(kernel, (1, 1, 1), 64, SumArgs(), overlaps_previous=overlaps_previous)
     assert fake.take_notes()[0].split()[0] == name
-    with pytest.raises(SettingsError, match="sum_rows takes SumArgs"):
+    with pytest.raises(SettingsError, match=r"sum_rows\b.*SumArgs"):
         device.launch(kernel, (1, 1, 1), 64, OtherArgs())
-    with pytest.raises(SettingsError, match="sum_rows: 80 threads are no logical warps"):
+    with pytest.raises(SettingsError, match=r"sum_rows\b.*\b80 threads"):
         device.launch(kernel, (1, 1, 1), 80, SumArgs())
     device.close()
 
@@ -174,7 +175,7 @@ def test_nothing_but_launches_goes_into_a_graph(device: CupyDevice, fake: FakeDr
     }
     for what, action in forbidden.items():
         fake.take_notes()
-        with pytest.raises(DeviceUnavailable, match=f"cannot {what} while"):
+        with pytest.raises(DeviceUnavailable, match=f"{what}.*while"):
             device.capture(action)  # type: ignore[arg-type]
         assert fake.take_notes()[1].startswith("end_capture")
     device.synchronize()  # it has ended
@@ -219,13 +220,13 @@ def test_what_runs_beside_waits_for_marks_alone(device: CupyDevice, fake: FakeDr
     assert notes[4].startswith("launch ")
     assert f"stream {stream} " in notes[4]
     assert notes[5:] == [f"query_stream {stream}"] * 2 + [notes[1]]
-    with pytest.raises(SettingsError, match="do not fill"):
+    with pytest.raises(SettingsError, match="fill"):
         side.write(array, np.zeros(3, np.float32))
     device.close()
     names = [line.split()[0] for line in fake.take_notes()]
     assert names.count("destroy_stream") == 3
     assert names.count("destroy_event") == 1
-    with pytest.raises(DeviceUnavailable, match="cuda:0 is closed"):
+    with pytest.raises(DeviceUnavailable, match=r"cuda:0\b.*closed"):
         side.synchronize(1.0)
 
 
@@ -260,16 +261,16 @@ def test_closing_gives_everything_back_even_when_the_device_has_failed(
 
 
 def test_what_cannot_be_opened_says_why(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeviceUnavailable, match="cuda:1: the driver sees 1 device"):
+    with pytest.raises(DeviceUnavailable, match=r"cuda:1\b.*\b1 device"):
         CupyDevice(Device(DeviceKind.CUDA, 1))
-    with pytest.raises(DeviceUnavailable, match=r"hip:0: the CuPy .* is for another vendor"):
+    with pytest.raises(DeviceUnavailable, match=r"hip:0\b.*CuPy\b.*vendor"):
         CupyDevice(HIP)
-    with pytest.raises(SettingsError, match="cpu is no GPU"):
+    with pytest.raises(SettingsError, match=r"\bcpu\b.*GPU"):
         CupyDevice(CPU)
     fake.set(Setting.MAJOR, 3)
-    with pytest.raises(SettingsError, match=r"3\.0 is too old"):
+    with pytest.raises(SettingsError, match=r"\b3\.0 "):
         CupyDevice(CUDA)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceUnavailable, match=r"^cuda:0: CuPy cannot be used: ") as caught:
+    with pytest.raises(DeviceUnavailable, match=r"^cuda:0: .*CuPy") as caught:
         CupyDevice(CUDA)
     assert len(str(caught.value).splitlines()) == 1

@@ -273,7 +273,7 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
         resident, replace(made, selections=selections), x, unrouted.hidden_rows()
     )
     np.testing.assert_array_equal(selections, 2 * counts)
-    with pytest.raises(ValueError, match="logits is missing"):
+    with pytest.raises(ValueError, match=r"\blogits\b.*missing"):
         experts.launch_gate_up(resident, made, x, hidden)
 
 
@@ -312,16 +312,16 @@ def test_what_is_not_finite_stays_in_its_token(device: EmulatedDevice, bad: floa
 
 def test_what_does_not_fit_is_refused() -> None:
     device = EmulatedDevice()
-    with pytest.raises(ValueError, match="K=6 of E=5 experts"):
+    with pytest.raises(ValueError, match=r"K=6\b.*E=5\b"):
         replace(BASE, num_experts_used=6)
     rule = RoutingRule(num_experts_used=3, gating=Gating.SOFTMAX, normalise=True)
-    with pytest.raises(ValueError, match="K=2, but the rule says otherwise"):
+    with pytest.raises(ValueError, match=r"K=2\b.*rule"):
         replace(BASE, rule=rule)
-    with pytest.raises(ValueError, match="T=0, a step has 1 to 8 tokens"):
+    with pytest.raises(ValueError, match=r"T=0\b.*\b1 .*\b8 tokens"):
         replace(BASE, num_tokens=0)
-    with pytest.raises(ValueError, match="not a multiple of Q4_K's block"):
+    with pytest.raises(ValueError, match=r"multiple\b.*Q4_K"):
         replace(BASE, hidden_size=288)
-    with pytest.raises(ValueError, match="5 rows of 16384 take 122880 bytes"):
+    with pytest.raises(ValueError, match=r"\b5 rows\b.*\b16384\b.*\b122880 bytes"):
         DecodeExperts(device, replace(BASE, num_experts_used=5, ffn_size=16384))
 
     rng = np.random.default_rng(1)
@@ -333,18 +333,18 @@ def test_what_does_not_fit_is_refused() -> None:
     out = device.zeros((3, 256), np.float32)
     routed = DecodeExperts(device, replace(BASE, rule=replace(rule, num_experts_used=2)))
     slots = replace(choice, slots=device.zeros((3, 2), np.int32))
-    with pytest.raises(ValueError, match="slots are given of what is not chosen yet"):
+    with pytest.raises(ValueError, match="slots"):
         routed.launch_down(resident, slots, hidden, out)
-    with pytest.raises(ValueError, match=r"x\.quants is missing"):
+    with pytest.raises(ValueError, match=r"x\.quants\b.*missing"):
         experts.launch_gate_up(resident, choice, Rows(values=device.upload(step.x)), hidden)
-    with pytest.raises(ValueError, match=r"out is float64 \[3, 256\], expected float32"):
+    with pytest.raises(ValueError, match=r"\bout\b.* float64 \[3, 256\].* float32"):
         experts.launch_down(resident, choice, hidden, device.zeros((3, 256), np.float64))
     wide = replace(choice, topk_ids=device.upload(step.topk_ids.astype(np.int64)))
-    with pytest.raises(ValueError, match=r"topk_ids is int64 .* expected int32 \[T=3, K=2\]"):
+    with pytest.raises(ValueError, match=r"topk_ids\b.* int64 .* int32 \[T=3, K=2\]"):
         experts.launch_down(resident, wide, hidden, out)
     short = replace(resident.down, weights=resident.down.weights[:, :, :-1])
-    with pytest.raises(ValueError, match=r"down is uint8 .* rows of 96 Q5_0"):
+    with pytest.raises(ValueError, match=r"\bdown\b.* uint8 .*\b96 Q5_0"):
         experts.launch_down(replace(resident, down=short), choice, hidden, out)
     biased = replace(resident.down, bias=device.zeros((5, 256), np.float32))
-    with pytest.raises(ValueError, match="down has a bias or scale, for which"):
+    with pytest.raises(ValueError, match=r"\bdown\b.*bias or scale"):
         experts.launch_down(replace(resident, down=biased), choice, hidden, out)

@@ -287,27 +287,27 @@ def test_teams_leave_few_lanes_idle() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     device = EmulatedDevice()
-    with pytest.raises(ValueError, match="T=9, a step has 1 to 8 tokens"):
+    with pytest.raises(ValueError, match=r"T=9\b.*\b1 .*\b8 tokens"):
         LinearShape(256, 9, ((Q4_K, 8),), LinearInput.NORM)
-    with pytest.raises(ValueError, match="5 matrices, 1 to 4"):
+    with pytest.raises(ValueError, match=r"\b5 matrices\b.*\b4\b"):
         LinearShape(256, 1, ((Q4_K, 8),) * 5, LinearInput.NORM)
-    with pytest.raises(ValueError, match="no device layout for IQ1_S"):
+    with pytest.raises(ValueError, match=r"layout\b.*IQ1_S"):
         LinearShape(256, 1, ((TensorType.IQ1_S, 8),), LinearInput.NORM)
-    with pytest.raises(ValueError, match="102 columns are not a multiple of 4"):
+    with pytest.raises(ValueError, match=r"\b102 columns\b.*\b4\b"):
         LinearShape(102, 1, ((F32, 8),), LinearInput.NORM)
-    with pytest.raises(ValueError, match=r"8 rows of 16384 take 196608 bytes .* fewer tokens"):
+    with pytest.raises(ValueError, match=r"\b8 rows\b.*\b16384\b.*\b196608 bytes"):
         DecodeLinear(device, LinearShape(16384, 8, ((Q4_0, 8),), LinearInput.PLAIN))
 
     linear = DecodeLinear(device, LinearShape(64, 2, ((Q4_0, 8),), LinearInput.PLAIN))
     weights = device.upload(random_weights(np.random.default_rng(1), Q4_0, 8, 64).packed)
     out, x = device.empty((2, 8), np.float32), device.empty((2, 64), np.float32)
-    with pytest.raises(ValueError, match=r"x is float32 \[3, 64\], expected float32 \[T=2, H=64\]"):
+    with pytest.raises(ValueError, match=r"\bx\b.* float32 \[3, 64\].* float32 \[T=2, H=64\]"):
         linear.launch([weights], [out], LinearInputs(x=device.empty((3, 64), np.float32)))
-    with pytest.raises(ValueError, match=r"x is float64"):
+    with pytest.raises(ValueError, match=r"\bx\b.* float64"):
         linear.launch([weights], [out], LinearInputs(x=device.empty((2, 64), np.float64)))
-    with pytest.raises(ValueError, match="x is missing"):
+    with pytest.raises(ValueError, match=r"\bx\b.* missing"):
         linear.launch([weights], [out], LinearInputs())
-    with pytest.raises(ValueError, match=r"weights\[0\] is uint8 \[7, 48\], expected 384 bytes"):
+    with pytest.raises(ValueError, match=r"weights\[0\].* uint8 \[7, 48\].*\b384 bytes"):
         linear.launch([weights[:7]], [out], LinearInputs(x=x))
-    with pytest.raises(ValueError, match="1 weights and 2 outputs of 1"):
+    with pytest.raises(ValueError, match=r"\b1 weights\b.*\b2 outputs\b.* 1\b"):
         linear.launch([weights], [out, out], LinearInputs(x=x))

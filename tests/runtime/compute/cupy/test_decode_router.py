@@ -127,9 +127,9 @@ def test_experts_are_chosen_as_by_the_reference(
 def test_what_does_not_fit_is_refused() -> None:
     assert not is_float_router(TensorType.Q8_0, COLUMNS)
     assert not is_float_router(F32, 100)
-    with pytest.raises(ValueError, match="a router of 100 columns of F32"):
+    with pytest.raises(ValueError, match=r"router\b.*\b100\b.* F32"):
         RouterShape(1, 8, 100, F32)
-    with pytest.raises(ValueError, match="T=9, a step has 1 to 8 tokens"):
+    with pytest.raises(ValueError, match=r"T=9\b.*\b1 .*\b8 tokens"):
         RouterShape(9, 8, COLUMNS, F32)
     device = EmulatedDevice()
     weights = router_weights(F32, 12)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import re
 import subprocess
 import sys
 
@@ -105,14 +107,14 @@ def test_an_error_without_words_keeps_its_number(fake: FakeDriver) -> None:
     fake.fail("copy", 999)
     text = ctypes.create_string_buffer(8)
     address = ctypes.addressof(text)
-    with pytest.raises(DeviceUnavailable, match="an error it does not know \\(error 999\\)"):
+    with pytest.raises(DeviceUnavailable, match="error 999"):
         driver.copy(address, address + 4, 4, stream=0)
 
 
 def test_memory_that_runs_out_is_told_with_amounts(fake: FakeDriver, vendor: Vendor) -> None:
     driver = fake.open(vendor)
     fake.fail("instantiate_graph", 2)
-    with pytest.raises(DeviceOutOfMemory, match=r"no memory for .*1,000 of 4,000 bytes") as caught:
+    with pytest.raises(DeviceOutOfMemory) as caught:
         driver.capture(3, lambda: None)
     assert (caught.value.free_bytes, caught.value.total_bytes) == (1000, 4000)
     assert caught.value.num_bytes is None
@@ -211,7 +213,7 @@ def test_functions_are_made_ready_before_they_are_captured(fake: FakeDriver) -> 
 
 
 def test_a_driver_that_lacks_a_function_is_too_old() -> None:
-    with pytest.raises(DeviceUnavailable, match=r"^the cuda driver .* is too old: it has no cu"):
+    with pytest.raises(DeviceUnavailable, match=r"\bcuda driver\b.* cu"):
         Driver(Vendor.CUDA, ctypes.CDLL(None))
 
 
@@ -242,8 +244,8 @@ def test_more_free_than_there_is_is_clamped_and_said(
     memory = memory_of(driver, 0)
     assert (memory.free_bytes, memory.total_bytes) == (4000, 4000)
     assert memory.is_shared_with_host
-    assert memory.note == "the driver reports 9,000 of 4,000 bytes free; counted as 4,000"
-    assert f"memory of cuda:0: {memory.note}" in caplog.text
+    assert re.search(r"\b9,000 .*\b4,000 bytes\b.*\b4,000\b", memory.note)
+    assert [record.args for record in caplog.records] == [("cuda", 0, memory.note)]
     assert corrected_memory(4000, 4000, is_shared_with_host=True).note == ""
 
 
@@ -264,13 +266,14 @@ def test_every_gpu_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatc
     fake.set(Setting.MAJOR, 5)
     found, _ = describe_gpus(DeviceKind.CUDA)
     assert found[0].why_not is not None
-    assert "5.0 is too old" in found[0].why_not
+    assert "5.0" in found[0].why_not
     found, why_none = describe_gpus(DeviceKind.HIP)
     assert why_none is None
     assert [each.why_not for each in found] == [None, None]
     assert found[1].capabilities == hip_capabilities("gfx1030")
     fake.set(Setting.NUM_DEVICES, 0)
-    assert describe_gpus(DeviceKind.HIP) == ([], "the hip driver sees no device")
+    found, why_none = describe_gpus(DeviceKind.HIP)
+    assert (found, "hip driver" in (why_none or "")) == ([], True)
 
 
 def test_an_architecture_that_nothing_tells_is_told_so(
@@ -282,7 +285,7 @@ def test_an_architecture_that_nothing_tells_is_told_so(
     found, _ = describe_gpus(DeviceKind.HIP)
     assert (found[0].device, found[0].name) == (Device(DeviceKind.HIP, 0), "Fake 100")
     assert found[0].capabilities is None
-    assert found[0].why_not == "the hip driver does not tell the architecture of hip:0"
+    assert re.search(r"architecture\b.*\bhip:0\b", found[0].why_not or "")
     old._functions["old_device_properties"] = told
     assert old.hip_architecture(1) == "gfx1030:sramecc+:xnack-"
 
@@ -305,10 +308,11 @@ def test_without_a_driver_there_is_one_line_why() -> None:
         env=environment(),
         check=True,
     )
-    assert result.stdout.splitlines() == [
-        "([], 'no cuda driver: libcuda.so.1: cannot open\\\\nshared object file')",
-        "([], 'no hip driver: libamdhip64.so: cannot open\\\\nshared object file')",
-    ]
+    lines = result.stdout.splitlines()
+    for line, library in zip(lines, ("libcuda.so.1", "libamdhip64.so"), strict=True):
+        gpus, why_none = ast.literal_eval(line)
+        assert gpus == []
+        assert f"{library}: cannot open\\nshared object file" in why_none
 
 
 def test_a_stream_is_waited_for_no_longer_than_is_said(fake: FakeDriver, vendor: Vendor) -> None:
@@ -319,7 +323,7 @@ def test_a_stream_is_waited_for_no_longer_than_is_said(fake: FakeDriver, vendor:
     driver.synchronize_stream(5, 10.0)
     assert fake.take_notes() == ["query_stream 5"] * 4
     fake.set(Setting.BUSY, 1 << 40)
-    with pytest.raises(DeviceUnavailable, match=r"not ended within 0\.06 s"):
+    with pytest.raises(DeviceUnavailable, match=r"\b0\.06 s\b"):
         driver.synchronize_stream(5, 0.06)
     fake.set(Setting.BUSY, 0)
     fake.fail("query_stream", 700)
@@ -365,7 +369,7 @@ def test_memory_that_is_shown_must_be_large_enough(fake: FakeDriver, vendor: Ven
     fake.take_notes()
     address = driver.import_memory(bytes([7]) * 64, 128)
     assert fake.take_notes() == ["import_memory 07 flags 1", f"memory_range {address}"]
-    with pytest.raises(DeviceUnavailable, match="memory of 128 bytes is shown, not 129"):
+    with pytest.raises(DeviceUnavailable, match=r"\b128 bytes\b.*\b129\b"):
         driver.import_memory(bytes(64), 129)
     assert fake.take_notes()[-1] == f"close_memory {address + 1}"
     fake.fail("memory_range", 1)  # what cannot be asked is not used

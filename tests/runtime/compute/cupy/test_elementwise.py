@@ -82,9 +82,9 @@ def test_what_does_not_fit_is_refused(device: EmulatedDevice) -> None:
     elementwise = Elementwise(device)
     x = device.upload(rows(1, TOKENS, HEADS * DIM))
     gate = ColumnsOf.whole(device.upload(rows(2, TOKENS, 3)))
-    with pytest.raises(ValueError, match=r"a gate \[3, 3\] of \(3, 280\)"):
+    with pytest.raises(ValueError, match=r"gate\b.*\[3, 3\].*\(3, 280\)"):
         elementwise.gated(x, gate, Gate.SILU, x)
-    with pytest.raises(ValueError, match="columns 3 to 90 of 4 heads in 280"):
+    with pytest.raises(ValueError, match=r"columns 3\b.*\b90\b.*\b4 heads\b.*\b280\b"):
         elementwise.take_columns(ColumnsOf(x, HEADS, 3, 90), x)
-    with pytest.raises(ValueError, match="up is float32"):
+    with pytest.raises(ValueError, match=r"\bup\b.* float32"):
         elementwise.swiglu(x, x[:2], x)

@@ -123,7 +123,7 @@ def test_memory_that_was_given_back_cannot_be_read(device: EmulatedDevice) -> No
     del array
     device.launch(kernel, (1, 1, 1), 128, args)  # a view keeps the memory
     del view
-    with pytest.raises(KernelFailure, match="outside of every array"):
+    with pytest.raises(KernelFailure, match="outside"):
         device.launch(kernel, (1, 1, 1), 128, args)
 
 
@@ -161,7 +161,7 @@ def test_kernels_see_memory_of_the_host_while_it_is_mapped(device: EmulatedDevic
     device.launch(kernel, (1, 1, 1), 64, args)
     assert out[0] == 15
     mapping.close()
-    with pytest.raises(KernelFailure, match="outside of every array"):
+    with pytest.raises(KernelFailure, match="outside"):
         device.launch(kernel, (1, 1, 1), 64, args)
 
 
@@ -182,9 +182,9 @@ def test_a_struct_of_another_size_is_refused(device: EmulatedDevice) -> None:
     class TooSmall(ctypes.Structure):
         _fields_ = (("pointer", ctypes.c_void_p),)
 
-    with pytest.raises(SettingsError, match="takes 24 bytes, TooSmall has 8"):
+    with pytest.raises(SettingsError, match=r"\b24\b.*TooSmall\b.*\b8\b"):
         device.module(CASES, {}).kernel("sum_rows", TooSmall)
-    with pytest.raises(SettingsError, match="no kernel nothing"):
+    with pytest.raises(SettingsError, match=r"kernel\b.*\bnothing\b"):
         device.module(CASES, {}).kernel("nothing", TooSmall)
 
 

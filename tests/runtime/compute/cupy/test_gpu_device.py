@@ -63,7 +63,7 @@ def test_a_struct_of_another_size_is_refused_where_the_driver_can_tell(gpu: Devi
     device = CupyDevice(gpu)
     module = device.module(str(CASES), {})
     if device._driver.has("parameter_info"):
-        with pytest.raises(SettingsError, match="sum_rows takes 24 bytes, TooSmall has 8"):
+        with pytest.raises(SettingsError, match=r"sum_rows\b.*\b24\b.*TooSmall\b.*\b8\b"):
             module.kernel("sum_rows", TooSmall)
     with pytest.raises(DeviceUnavailable, match="not found"):
         module.kernel("nothing", TooSmall)
@@ -126,8 +126,10 @@ def test_loading_again_and_again_gives_back_every_byte(gpu: Device, tmp_path: Pa
     for _ in range(22):
         device = CupyDevice(gpu, cache=BinaryCache(tmp_path))
         arrays = [device.upload(np.zeros(1 << 22, np.float32)) for _ in range(3)]
-        with pytest.raises(DeviceOutOfMemory, match=r"has no [0-9,]+ bytes: [0-9,]+ of"):
+        with pytest.raises(DeviceOutOfMemory) as caught:
             device.empty(2 * device.memory().total_bytes, np.uint8)
+        assert caught.value.num_bytes == 2 * caught.value.total_bytes > caught.value.free_bytes
+        del caught
         check_sums(device)
         del arrays
         device.close()

@@ -57,9 +57,9 @@ def test_memory_of_fewer_bytes_is_not_opened(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
     device, other = EmulatedDevice(), EmulatedDevice()
     memory = device.export_memory(64)
-    with pytest.raises(DeviceUnavailable, match="64 bytes is shown, not 65"):
+    with pytest.raises(DeviceUnavailable, match=r"\b64 bytes\b.*\b65\b"):
         other.import_memory(memory.handle, 65)
-    with pytest.raises(DeviceUnavailable, match="no memory is shown"):
+    with pytest.raises(DeviceUnavailable, match=r"no memory\b"):
         other.import_memory(b"/proc/self/fd/no".ljust(64, b"\0"), 1)
     opened = other.import_memory(memory.handle, 64)
     memory.close()  # the emulation finds out

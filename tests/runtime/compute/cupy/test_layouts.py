@@ -72,11 +72,11 @@ def test_rows_are_whole_lines_of_16_bytes(tensor_type: TensorType) -> None:
 
 
 def test_what_has_no_layout_or_no_whole_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="no device layout for IQ2_XXS"):
+    with pytest.raises(ValueError, match=r"layout\b.*IQ2_XXS"):
         row_bytes(TensorType.IQ2_XXS, 256)
-    with pytest.raises(ValueError, match="not a multiple of Q4_0's block"):
+    with pytest.raises(ValueError, match=r"multiple\b.*Q4_0"):
         row_bytes(TensorType.Q4_0, 100)
-    with pytest.raises(ValueError, match="35 items of uint8 for 1 rows of 64 Q4_0"):
+    with pytest.raises(ValueError, match=r"\b35\b.*\buint8\b.*\b1 rows\b.*\b64 Q4_0"):
         repack(TensorType.Q4_0, np.zeros(35, np.uint8), rows=1, columns=64)
 
 

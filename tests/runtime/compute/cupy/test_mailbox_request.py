@@ -313,13 +313,13 @@ def test_rows_are_not_taken_for_a_request() -> None:
     layer, step = random_case(10, BASE)
     daemon, int8 = Daemon(device, layer), as_int8_rows(step.x)
     x = Rows(device.upload(int8.quants), device.upload(int8.meta))
-    with pytest.raises(ValueError, match="rows or a request, for which this was not compiled"):
+    with pytest.raises(ValueError, match=r"\brequest\b.*compiled"):
         daemon.experts.launch_gate_up(daemon.resident, daemon.choice, x, daemon.hidden)
     plain = DecodeExperts(device, replace(BASE, takes_request=False))
-    with pytest.raises(ValueError, match="rows or a request, for which this was not compiled"):
+    with pytest.raises(ValueError, match=r"\brequest\b.*compiled"):
         plain.launch_gate_up(daemon.resident, daemon.choice, MailRequest(), daemon.hidden)
     known = replace(daemon.choice, slots=device.zeros((1, 3), np.int32))
-    with pytest.raises(ValueError, match="slots are given of what is not chosen yet"):
+    with pytest.raises(ValueError, match="slots"):
         daemon.experts.launch_gate_up(daemon.resident, known, MailRequest(), daemon.hidden)
-    with pytest.raises(ValueError, match="what a mailbox asks for is chosen"):
+    with pytest.raises(ValueError, match="mailbox"):
         replace(BASE, gives_sums=False)

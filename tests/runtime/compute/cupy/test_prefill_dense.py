@@ -246,11 +246,11 @@ def test_wrong_shapes_are_refused() -> None:
     out = device.empty((2, 9), np.float32)
     with pytest.raises(SettingsError, match="wanted"):
         dense.run(rows, [matrix.product(device.empty((3, 9), np.float32))])
-    with pytest.raises(SettingsError, match="does not fit"):
+    with pytest.raises(SettingsError, match=r"\bfit\b"):
         dense.run(rows, [matrix.product(out)])
-    with pytest.raises(SettingsError, match="multiplied as 2"):
+    with pytest.raises(SettingsError, match=r"multiplied\b.*\b2\b"):
         dense.run(rows, [StoredMatrix(device, F16, 9).product(out)])
-    with pytest.raises(SettingsError, match="multiple of 32"):
+    with pytest.raises(SettingsError, match=r"multiple\b.*\b32\b"):
         RowPreparer(device, columns=100, max_rows=4, parts=1)
 
 

@@ -408,7 +408,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
         )
     stored = rig.experts.stored
     mixed = replace(stored, gate=replace(stored.gate, tensor_type=F32))
-    with pytest.raises(SettingsError, match="cannot be multiplied together"):
+    with pytest.raises(SettingsError, match="together"):
         rig.prefill.prepare(mixed)
     unknown = replace(stored, down=replace(stored.down, tensor_type=TensorType.TQ1_0))
     with pytest.raises(SettingsError, match="TQ1_0"):
@@ -419,5 +419,5 @@ def test_scratch_memory_holds_at_least_one_expert(tmp_path: Path) -> None:
     layer, path = small_layer(tmp_path)
     device = EmulatedDevice()
     experts = ExpertsOnDevice(device, path, layer)
-    with pytest.raises(SettingsError, match="one expert takes"):
+    with pytest.raises(SettingsError, match=r"\bone expert\b"):
         PrefillRig(device, layer, experts, SMALL_TENSOR, 10, pairs_per_token=2, scratch_experts=0)

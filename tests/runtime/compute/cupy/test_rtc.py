@@ -114,13 +114,13 @@ def test_architectures_that_the_compiler_knows(nvrtc: RuntimeCompiler) -> None:
     assert nvrtc.supports("sm_80")
     assert not nvrtc.supports("sm_999")
     unknown = Capabilities(**{**vars(cuda_capabilities(9, 0)), "architecture": "sm_999"})
-    with pytest.raises(DeviceUnavailable, match=r"nvrtc 1.* knows no sm_999"):
+    with pytest.raises(DeviceUnavailable, match=r"nvrtc 1.* sm_999"):
         KernelCompiler(nvrtc, unknown, lanes=32)
 
 
 def test_a_driver_is_given_no_compiler_that_is_too_new(nvrtc: RuntimeCompiler) -> None:
     assert runtime_compiler(Vendor.CUDA, nvrtc.major).version == nvrtc.version
-    with pytest.raises(DeviceUnavailable, match=r"is too new for the driver|cannot open"):
+    with pytest.raises(DeviceUnavailable, match=r"driver|cannot open"):
         runtime_compiler(Vendor.CUDA, 1)
 
 
@@ -196,7 +196,7 @@ def test_amd_is_told_its_own_options() -> None:
 
 
 def test_a_library_of_another_kind_is_refused() -> None:
-    with pytest.raises(DeviceUnavailable, match="has no nvrtcCreateProgram"):
+    with pytest.raises(DeviceUnavailable, match="nvrtcCreateProgram"):
         RuntimeCompiler(Vendor.CUDA, ctypes.CDLL(None))
 
 
@@ -206,7 +206,7 @@ def test_without_a_compiler_there_is_one_line_why(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     runtime_compiler.cache_clear()
-    with pytest.raises(DeviceUnavailable, match=r"^no compiler for cuda .*: libnvrtc") as caught:
+    with pytest.raises(DeviceUnavailable, match=r"\bcompiler\b.*\bcuda\b.*libnvrtc") as caught:
         runtime_compiler(Vendor.CUDA)
     assert len(str(caught.value).splitlines()) == 1
     runtime_compiler.cache_clear()
