@@ -24,9 +24,9 @@ from typing import Any
 
 from bench import report
 from bench.bandwidth import STREAMS, Reader
-from bench.build_peer import build, build_record
+from bench.build_peer import VARIANTS, build, build_record
 from bench.expert_reference import expert_reference, relative_error
-from bench.options import add_pair_options
+from bench.options import add_pair_options, bench_parser
 from bench.our_layer import OurLayers
 from bench.pairs import Sample, Spread, interleave, ratio
 from bench.peer_layer import PeerLayers
@@ -222,11 +222,7 @@ def measure_file(name: str, tokens: list[int], options: argparse.Namespace) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cpu_layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--files", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument(
         "--tokens",
@@ -234,7 +230,7 @@ def main() -> None:
         type=int,
         help=f"chunk sizes (default: {' '.join(map(str, TOKENS))}; one-type files: 1)",
     )
-    add_pair_options(parser, rounds=9)
+    add_pair_options(parser, rounds=9, variants=VARIANTS)
     options = parser.parse_args()
     results = []
     try:
@@ -252,7 +248,8 @@ def main() -> None:
     tables = report.table(COLUMNS, rows)
     if kernels := {result["kernels"] for result in results if "kernels" in result}:
         tables += f"\n\nOur kernels: {', '.join(sorted(kernels))}."
-    print(f"\n{record['machine']}\n{tables}\nkept in {report.save('cpu-layer', record, tables)}")
+    print(f"\n{record['machine']}\n{tables}")
+    report.save("cpu-layer", record, tables, options.save)
 
 
 if __name__ == "__main__":
