@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from bench import report
 from bench.build_peer import VARIANTS, build, build_record
 from bench.options import add_pair_options, bench_parser
 from bench.our_model import OurModel
-from bench.pairs import Rounds, Sample, Spread, interleave, ratio
+from bench.pairs import Rounds, Sample, interleave, median_cell, ratio, ratio_cell
 from bench.peer_model import PeerModel
 from bench.peer_source import BuildError
 from bench.random_moe import MIXES, model_path
@@ -153,19 +152,11 @@ COLUMNS = (
 
 def row_cells(name: str, row: dict[str, Any]) -> list[str]:
     """One line of the table."""
-
-    def rate(side: str) -> str:
-        values = row["tokens_per_s"].get(side)
-        return f"{statistics.median(values):.1f}" if values else ""
-
-    def ratio_to(side: str) -> str:
-        return str(Spread(**row["ratios"][side])) if side in row["ratios"] else ""
-
-    peak = row["our_extra_bytes"]
+    rates, peak = row["tokens_per_s"], row["our_extra_bytes"]
     return [
         f"{name}, {row['work']}",
-        *map(rate, (OURS, PEER, REPACKED)),
-        *map(ratio_to, (PEER, REPACKED)),
+        *(median_cell(rates.get(side), 1) for side in (OURS, PEER, REPACKED)),
+        *(ratio_cell(row["ratios"], side) for side in (PEER, REPACKED)),
         row["quiet_rounds"],
         "" if peak is None else f"{peak / _MIB:.0f}",
     ]

@@ -60,7 +60,7 @@ from bench.gpu_parts import Parts, Result, say
 from bench.gpu_peer import built_peer
 from bench.gpu_record import GOALS_OF_SHAPE, tables, verdicts
 from bench.gpu_resident import Work, measure_resident
-from bench.gpu_split import PEER_SPLITS, SPLITS, SplitWork, measure_peer_split, measure_split
+from bench.gpu_split import PEER_SPLITS, SPLITS, Place, SplitWork, measure_peer_split, measure_split
 from bench.gpu_tests import measure_tests
 from bench.model_shapes import SHAPES
 from bench.options import add_save_option, bench_parser
@@ -170,20 +170,11 @@ def measures(
         min(3, options.rounds),
     )
 
-    others = [options.second, *options.more]
+    place = Place(path, options.device, [options.second, *options.more])
 
     def split(name: str, result: Result, until_s: float) -> None:
         text = parts.results.get("resident", {}).get("texts", {}).get(str(num_decode))
-        measure_split(
-            result,
-            until_s,
-            split=SPLITS[name],
-            path=path,
-            device=options.device,
-            others=others,
-            work=work,
-            text=text,
-        )
+        measure_split(result, until_s, split=SPLITS[name], place=place, work=work, text=text)
 
     table: dict[str, Measure] = {
         "device": partial(measure_device, device=options.device),
@@ -198,14 +189,7 @@ def measures(
         "kernels": partial(
             measure_kernels, path=path, device=options.device, contexts=options.kernel_contexts
         ),
-        "idle": partial(
-            measure_idle,
-            split=SPLITS[_IDLE_SPLIT],
-            path=path,
-            device=options.device,
-            others=others,
-            work=work,
-        ),
+        "idle": partial(measure_idle, split=SPLITS[_IDLE_SPLIT], place=place, work=work),
         "tests": measure_tests,
     }
     table |= {name: partial(split, name) for name in SPLITS}

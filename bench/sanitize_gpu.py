@@ -29,7 +29,7 @@ from queue import SimpleQueue
 
 from bench import report
 from bench.machine import ROOT
-from bench.options import add_save_option, bench_parser
+from bench.options import NOTHING, add_save_option, bench_parser
 from bench.sanitize_cases import CASES
 
 from dflash_protocol.device import DeviceKind
@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tools = given.tool or sorted(_SUMMARY)
     if not given.rehearse:
         _sanitize(files, tools, num_jobs=given.jobs, limit_s=given.limit_s)
-        _save(files, tools, given.save)
+        if given.save != NOTHING:
+            _save(files, tools, given.save)
     num_bad = sum(bool(each.problems) for each in files)
     print(f"{len(files) - num_bad} of {len(files)} files clean, {time.monotonic() - began_s:.0f} s")
     return min(num_bad, 1)
