@@ -67,7 +67,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
-    """Keep a result as ``<name>-<date>-<cpu>.json`` and ``.md``, and say so.
+    """Keep a result as ``<name>-<date>-<cpu>.json`` and ``.md``, and say so on stderr.
 
     `how` is what --save said (see `bench.options`). If a file cannot be written, the bench ends
     with one line: what was measured stands on the terminal then.
@@ -95,7 +95,7 @@ def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
         write_file("result", path, f"# {record['what']}\n\n{facts}\n\n{tables}\n")
     except (OSError, SettingsError) as error:
         sys.exit(f"error: {error}")
-    print(f"kept in {path.relative_to(ROOT)}")
+    print(f"kept in {path.relative_to(ROOT)}", file=sys.stderr)
 
 
 _FEW = 4
