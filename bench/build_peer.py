@@ -28,7 +28,6 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -42,6 +41,7 @@ from typing import Any
 
 from bench.cuda_toolkit import TOOLKIT, device_architecture, find_toolkit
 from bench.machine import processor
+from bench.options import bench_parser
 from bench.peer_source import (
     LLAMA_CPP_PYTHON,
     PEER,
@@ -230,11 +230,7 @@ def _collect(objects: Path, folder: Path, libraries: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.build_peer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("variant", nargs="*", default=["native"], help="default: native")
     parser.add_argument("--force", action="store_true", help="build again what is there")
     parser.add_argument("--jobs", type=int, help="compilers at once (default: the cores)")

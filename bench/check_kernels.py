@@ -10,7 +10,6 @@ compiler's in turn.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from bench.clang_hip import PACKAGES, Assembly, assemble, clang_version, why_no_clang
 from bench.launched_kernels import LaunchedKernel, launched_kernels
+from bench.options import bench_parser
 
 from dflash_protocol.errors import DeviceUnavailable, DflashError
 from dflash_protocol.settings import child_environment
@@ -133,9 +133,7 @@ class Compiler:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 if everything that had to be compiled was."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--vendor", choices=("cuda", "hip"), help="only this one")
     parser.add_argument(
         "--file", help="only this kernel file, every variant for every architecture"

@@ -24,11 +24,11 @@ from typing import Any
 
 from bench import report
 from bench.bandwidth import STREAMS, Reader
-from bench.build_peer import build, build_record
+from bench.build_peer import VARIANTS, build, build_record
 from bench.expert_reference import expert_reference, relative_error
-from bench.options import add_pair_options
+from bench.options import add_pair_options, bench_parser
 from bench.our_layer import OurLayers
-from bench.pairs import Sample, Spread, interleave, ratio
+from bench.pairs import Sample, Spread, interleave, median_cell, ratio, ratio_cell
 from bench.peer_layer import PeerLayers
 from bench.peer_source import BuildError
 from bench.random_moe import HIDDEN, MIXES, NUM_EXPERTS, NUM_USED, model_path
@@ -157,13 +157,6 @@ COLUMNS = (
 def row_cells(name: str, row: dict[str, Any]) -> list[str]:
     """One line of the table."""
 
-    def seconds(side: str) -> str:
-        values = row["seconds_a_layer"].get(side)
-        return f"{1e6 * statistics.median(values):.0f}" if values else ""
-
-    def ratio_to(side: str) -> str:
-        return str(Spread(**row["ratios"][side])) if side in row["ratios"] else ""
-
     def share(side: str) -> str:
         shares = row.get("share_of_read", {})
         return f"{shares[side]['median']:.2f}" if side in shares else ""
@@ -171,13 +164,13 @@ def row_cells(name: str, row: dict[str, Any]) -> list[str]:
     def error(side: str) -> str:
         return f"{row['errors'][side]:.4f}" if side in row["errors"] else ""
 
-    reading = row.get("read_bytes_per_s")
+    seconds = row["seconds_a_layer"]
     return [
         f"{name}, {row['tokens']}",
-        *map(seconds, (OURS, PEER, REPACKED)),
-        *map(ratio_to, (PEER, REPACKED)),
+        *(median_cell(seconds.get(side), scale=1e6) for side in (OURS, PEER, REPACKED)),
+        *(ratio_cell(row["ratios"], side) for side in (PEER, REPACKED)),
         row["quiet_rounds"],
-        f"{statistics.median(reading) / 1e9:.1f}" if reading else "",
+        median_cell(row.get("read_bytes_per_s"), 1, scale=1e-9),
         *map(share, (OURS, PEER)),
         *map(error, (OURS, PEER)),
     ]
@@ -222,11 +215,7 @@ def measure_file(name: str, tokens: list[int], options: argparse.Namespace) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cpu_layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--files", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument(
         "--tokens",
@@ -234,7 +223,7 @@ def main() -> None:
         type=int,
         help=f"chunk sizes (default: {' '.join(map(str, TOKENS))}; one-type files: 1)",
     )
-    add_pair_options(parser, rounds=9)
+    add_pair_options(parser, rounds=9, variants=VARIANTS)
     options = parser.parse_args()
     results = []
     try:
@@ -252,7 +241,8 @@ def main() -> None:
     tables = report.table(COLUMNS, rows)
     if kernels := {result["kernels"] for result in results if "kernels" in result}:
         tables += f"\n\nOur kernels: {', '.join(sorted(kernels))}."
-    print(f"\n{record['machine']}\n{tables}\nkept in {report.save('cpu-layer', record, tables)}")
+    print(f"\n{record['machine']}\n{tables}")
+    report.save("cpu-layer", record, tables, options.save)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import Any
 
 import numpy as np
 from bench import report
-from bench.build_peer import build, build_record
-from bench.options import add_pair_options
+from bench.build_peer import VARIANTS, build, build_record
+from bench.options import add_pair_options, bench_parser
 from bench.our_model import OurModel
-from bench.pairs import Rounds, Sample, Spread, interleave, ratio
+from bench.pairs import Rounds, Sample, interleave, median_cell, ratio, ratio_cell
 from bench.peer_model import PeerModel
 from bench.peer_source import BuildError
 from bench.random_moe import MIXES, model_path
@@ -153,19 +152,11 @@ COLUMNS = (
 
 def row_cells(name: str, row: dict[str, Any]) -> list[str]:
     """One line of the table."""
-
-    def rate(side: str) -> str:
-        values = row["tokens_per_s"].get(side)
-        return f"{statistics.median(values):.1f}" if values else ""
-
-    def ratio_to(side: str) -> str:
-        return str(Spread(**row["ratios"][side])) if side in row["ratios"] else ""
-
-    peak = row["our_extra_bytes"]
+    rates, peak = row["tokens_per_s"], row["our_extra_bytes"]
     return [
         f"{name}, {row['work']}",
-        *map(rate, (OURS, PEER, REPACKED)),
-        *map(ratio_to, (PEER, REPACKED)),
+        *(median_cell(rates.get(side), 1) for side in (OURS, PEER, REPACKED)),
+        *(ratio_cell(row["ratios"], side) for side in (PEER, REPACKED)),
         row["quiet_rounds"],
         "" if peak is None else f"{peak / _MIB:.0f}",
     ]
@@ -228,18 +219,14 @@ def notes(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cpu_model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--files", nargs="+", choices=list(MIXES), default=["q4_k_m", "q8_0"])
     parser.add_argument("--model", type=Path, help="a file of your own instead")
     parser.add_argument("--contexts", nargs="*", type=int, default=[16, 4096])
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--decode", type=int, default=8, help="tokens a sample (default 8)")
     parser.add_argument("--kv-type", choices=["f16", "f32"], default="f16")
-    add_pair_options(parser, rounds=7)
+    add_pair_options(parser, rounds=7, variants=VARIANTS)
     options = parser.parse_args()
     try:
         peer = build_record(build(options.peer))
@@ -256,7 +243,8 @@ def main() -> None:
     }
     rows = [row_cells(result["file"], row) for result in results for row in result["rows"]]
     tables = f"{report.table(COLUMNS, rows)}\n\n{notes(results)}"
-    print(f"\n{record['machine']}\n{tables}\nkept in {report.save('cpu-model', record, tables)}")
+    print(f"\n{record['machine']}\n{tables}")
+    report.save("cpu-model", record, tables, options.save)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ slowed down by less. The flooder runs at the lowest priority: strangers bring CP
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ import zmq
 from bench import report
 from bench.curve_peers import Client, serve
 from bench.machine import REALTIME_PRIORITY, be_realtime
+from bench.options import add_realtime_option, add_save_option, bench_parser
 
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,
@@ -251,19 +251,15 @@ def _pair(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--rate", type=float, default=1000, help="connections/s (default 1000)")
     parser.add_argument("--seconds", type=float, default=4.3, help="a phase (default 4.3)")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of phases (default 7)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="real-time priority (root), on a machine that others use meanwhile",
-    )
-    parser.add_argument("--save", action="store_true", help="keep the figures in bench/results/")
+    add_realtime_option(parser)
+    add_save_option(parser)
     options = parser.parse_args()
     if options.realtime:
         be_realtime()
@@ -278,12 +274,11 @@ def main() -> None:
             )
             results.append(result)
             print(json.dumps(asdict(result)) if options.json else _line(result), flush=True)
-    if options.save:
-        text = report.table(COLUMNS, [_cells(result) for result in results])
-        record["results"] = [asdict(result) for result in results]
-        kept = report.save("curve-flood", record, text)
-        if not options.json:
-            print(f"{text}\nkept in {kept}")
+    text = report.table(COLUMNS, [_cells(result) for result in results])
+    if not options.json:
+        print(text)
+    record["results"] = [asdict(result) for result in results]
+    report.save("curve-flood", record, text, options.save)
 
 
 COLUMNS = (

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from bench import report
+from bench.options import NOTHING, add_realtime_option, add_save_option, bench_parser
 from bench.our_model import OurModel
 from bench.pairs import Rounds, Sample, Spread, interleave, ratio
 from bench.random_moe import MIXES, model_path
@@ -163,12 +164,7 @@ def rate_table(result: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.daemon_decode",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--file", choices=list(MIXES), default="q4_k_m", help="default: q4_k_m")
     parser.add_argument("--model", type=Path, help="a file of your own instead")
     parser.add_argument(
@@ -188,13 +184,9 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=45, help="seconds for quiet rounds (default 45)"
     )
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="real-time priority (root) during samples, on a machine that others use meanwhile",
-    )
+    add_realtime_option(parser)
     parser.add_argument("--profile", action="store_true", help="say where a layer's time goes")
-    parser.add_argument("--save", action="store_true", help="keep the samples in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     options.cores = options.cores or sorted(os.sched_getaffinity(0))[:2]
     result = measure(options)
@@ -208,11 +200,10 @@ def main() -> None:
         f"{options.context}, cores {options.cores}" + ", real-time priority" * options.realtime
     )
     tables = f"{text}\n\n{rate_table(result)}"
-    if options.profile or options.save:
+    if options.profile or options.save != NOTHING:
         tables += f"\n\n{profile_table(result)}"
     print(f"{record['machine']}\n{tables}")
-    if options.save:
-        print(f"kept in {report.save('daemon-decode', record, tables)}")
+    report.save("daemon-decode", record, tables, options.save)
 
 
 if __name__ == "__main__":

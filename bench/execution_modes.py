@@ -22,6 +22,7 @@ from typing import Any
 from bench import report
 from bench.cpu_time import others_s
 from bench.daemons import PATIENT_DEADLINE_MS, imposed_daemon, made_up_prompt
+from bench.options import add_save_option, bench_parser
 from bench.pairs import Sample, Spread, interleave, ratio
 
 from dflash_protocol.settings import load_settings
@@ -160,12 +161,7 @@ def table(results: list[dict[str, Any]], works: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.execution_modes",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--daemons", nargs="+", choices=list(DAEMONS), default=list(DAEMONS))
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--model", type=Path, help="a file of your own (default: the demo model)")
@@ -180,7 +176,7 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=45, help="seconds a row for quiet rounds (default 45)"
     )
-    parser.add_argument("--save", action="store_true", help="keep the samples in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     results = []
     for name in options.daemons:
@@ -197,8 +193,7 @@ def main() -> None:
     )
     tables = f"{table(results, options.works)}\n\nrequests: {requests}"
     print(f"\n{record['machine']}\n{tables}")
-    if options.save:
-        print(f"kept in {report.save('execution-modes', record, tables)}")
+    report.save("execution-modes", record, tables, options.save)
 
 
 if __name__ == "__main__":

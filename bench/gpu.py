@@ -60,9 +60,10 @@ from bench.gpu_parts import Parts, Result, say
 from bench.gpu_peer import built_peer
 from bench.gpu_record import GOALS_OF_SHAPE, tables, verdicts
 from bench.gpu_resident import Work, measure_resident
-from bench.gpu_split import PEER_SPLITS, SPLITS, SplitWork, measure_peer_split, measure_split
+from bench.gpu_split import PEER_SPLITS, SPLITS, Place, SplitWork, measure_peer_split, measure_split
 from bench.gpu_tests import measure_tests
 from bench.model_shapes import SHAPES
+from bench.options import add_save_option, bench_parser
 from bench.peer_source import BuildError
 
 LIMITS_S = {
@@ -99,11 +100,7 @@ Measure = Callable[[Result, float], None]
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, with defaults filled in."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--device", default="cuda:0", help="the parent's (default cuda:0)")
     parser.add_argument("--second", default="cuda:1", help="of a GPU daemon (default cuda:1)")
     parser.add_argument(
@@ -138,7 +135,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only-peer", action="store_true", help="leave our side out of `resident`")
     parser.add_argument("--limit", type=float, default=465, help="seconds in all (default 465)")
     parser.add_argument("--must", action="store_true", help="exit status 2 if a goal is missed")
-    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args(arguments)
     is_quick, is_short = options.quick, options.quick or options.split
     options.layers = options.layers or SHAPES[options.shape].num_layers
@@ -173,20 +170,11 @@ def measures(
         min(3, options.rounds),
     )
 
-    others = [options.second, *options.more]
+    place = Place(path, options.device, [options.second, *options.more])
 
     def split(name: str, result: Result, until_s: float) -> None:
         text = parts.results.get("resident", {}).get("texts", {}).get(str(num_decode))
-        measure_split(
-            result,
-            until_s,
-            split=SPLITS[name],
-            path=path,
-            device=options.device,
-            others=others,
-            work=work,
-            text=text,
-        )
+        measure_split(result, until_s, split=SPLITS[name], place=place, work=work, text=text)
 
     table: dict[str, Measure] = {
         "device": partial(measure_device, device=options.device),
@@ -201,14 +189,7 @@ def measures(
         "kernels": partial(
             measure_kernels, path=path, device=options.device, contexts=options.kernel_contexts
         ),
-        "idle": partial(
-            measure_idle,
-            split=SPLITS[_IDLE_SPLIT],
-            path=path,
-            device=options.device,
-            others=others,
-            work=work,
-        ),
+        "idle": partial(measure_idle, split=SPLITS[_IDLE_SPLIT], place=place, work=work),
         "tests": measure_tests,
     }
     table |= {name: partial(split, name) for name in SPLITS}
@@ -258,13 +239,12 @@ def run(options: argparse.Namespace) -> int:
             "shape": SHAPES[options.shape].name,
             "bytes": path.stat().st_size,
         },
-        "llama.cpp": why_no_peer or (None if peer is None else build_record(peer)),
+        "why_no_peer": why_no_peer,
         "parts": results,
         "goals": verdicts(results, goals),
     }
     print(f"\n{record['machine']}\n{shown}")
-    if options.save:
-        print(f"\nkept in {report.save('gpu', record, shown)}")
+    report.save("gpu", record, shown, options.save)
     if parts.failed:
         return 1
     return 2 if options.must and any(each["met"] is False for each in record["goals"]) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,5 +111,13 @@ class EngineSide:
         return {"parent": os.getpid(), **daemons}
 
     def owners(self) -> dict[str, dict[str, Any]]:
-        """See `owners_of`."""
-        return owners_of(self._engine)
+        """See `owners_of`; what did not happen is left out."""
+        return {name: _happened(record) for name, record in owners_of(self._engine).items()}
+
+
+def _happened(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of counts without zeros, and without records that hold nothing else."""
+    counted = {
+        key: _happened(each) if isinstance(each, Mapping) else each for key, each in record.items()
+    }
+    return {key: each for key, each in counted.items() if each}

@@ -10,14 +10,13 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 from bench.cpu_time import used_s
 from bench.gpu_parts import Result, say
 from bench.gpu_record import GPU_USE, IDLE_CPU, OURS
 from bench.gpu_resident import prompt_of, random_ids, spec_of
-from bench.gpu_split import Split, SplitWork, open_split
+from bench.gpu_split import Place, Split, SplitWork, open_split
 
 from dflash_protocol.device import DeviceKind, parse_device
 
@@ -33,9 +32,7 @@ def measure_idle(
     until_s: float,
     *,
     split: Split,
-    path: Path,
-    device: str,
-    others: Sequence[str],
+    place: Place,
     work: SplitWork,
 ) -> None:
     """Fill `result` with percentages: of a core by process, of each GPU a few samples, and the
@@ -43,11 +40,9 @@ def measure_idle(
 
     Raises: RuntimeError if a daemon ended in the pause, or the text is another after it.
     """
-    context = prompt_of(random_ids(spec_of(path).vocab_size), work.context)
-    devices = [device, *others[: split.num_others]]
-    with open_split(
-        split, path, device=device, others=others, context=work.positions, until_s=until_s
-    ) as side:
+    context = prompt_of(random_ids(spec_of(place.path).vocab_size), work.context)
+    devices = [place.device, *place.others[: split.num_others]]
+    with open_split(split, place, context=work.positions, until_s=until_s) as side:
         result[OURS] = side.call("opened")
         text = side.call("text", context, work.num_tokens)
         pids = side.call("processes")

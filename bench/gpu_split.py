@@ -102,15 +102,16 @@ class SplitWork:
         return max(self.context + self.num_tokens + 2, self.prompt) + _MARGIN
 
 
-def open_split(
-    split: Split,
-    path: Path,
-    *,
-    device: str,
-    others: Sequence[str],
-    context: int,
-    until_s: float,
-) -> Side:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A model file, the parent's device, and further GPUs for daemons."""
+
+    path: Path
+    device: str
+    others: Sequence[str]
+
+
+def open_split(split: Split, place: Place, *, context: int, until_s: float) -> Side:
     """An EngineSide with its experts so, of `context` positions.
 
     Raises: SideError.
@@ -118,11 +119,11 @@ def open_split(
     return Side(
         split.title,
         EngineSide,
-        path,
-        device=device,
+        place.path,
+        device=place.device,
         context=context,
-        daemons=list(others[: split.num_others]) or ["cpu"],
-        local_experts=int(split.share_here * spec_of(path).moe.layers[0].num_experts),
+        daemons=list(place.others[: split.num_others]) or ["cpu"],
+        local_experts=int(split.share_here * spec_of(place.path).moe.layers[0].num_experts),
         ipc_transport=split.transport,
         mail_memory=split.mail_memory,
         until_s=until_s,
@@ -134,23 +135,18 @@ def measure_split(
     until_s: float,
     *,
     split: Split,
-    path: Path,
-    device: str,
-    others: Sequence[str],
+    place: Place,
     work: SplitWork,
     text: Sequence[int] | None,
 ) -> None:
     """Fill `result` with tokens per second of decode and prefill.
 
-    `text` are the tokens that the run with all experts on one GPU wrote after the same prompt;
-    `others` are GPUs for daemons.
+    `text` are the tokens that the run with all experts on one GPU wrote after the same prompt.
     """
-    ids = random_ids(spec_of(path).vocab_size)
+    ids = random_ids(spec_of(place.path).vocab_size)
     context = prompt_of(ids, work.context)
     result["title"] = split.title
-    with open_split(
-        split, path, device=device, others=others, context=work.positions, until_s=until_s
-    ) as side:
+    with open_split(split, place, context=work.positions, until_s=until_s) as side:
         result[OURS] = side.call("opened")
         say(f"{split.title}: open after {result[OURS]['open_s']} s")
         written = side.call("text", context, work.num_tokens + 1)

@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import report
 from bench.daemons import living_daemons, made_up_prompt, timed_tokens
+from bench.options import add_save_option, bench_parser
 
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
@@ -138,25 +139,19 @@ def tables(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.idle",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--seconds", type=float, default=21, help="of idleness (default 21)")
     parser.add_argument("--spans", type=int, default=7, help="cut into so many (default 7)")
     parser.add_argument(
         "--transports", nargs="+", choices=("shared", "stream"), default=["shared", "stream"]
     )
-    parser.add_argument("--save", action="store_true", help="keep the figures in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     results = [measure(transport, options) for transport in options.transports]
     record = report.head("CPU use of an idle parent and its daemon") | {"results": results}
     text = tables(results)
     print(f"{record['machine']}\n{text}")
-    if options.save:
-        print(f"kept in {report.save('idle', record, text)}")
+    report.save("idle", record, text, options.save)
 
 
 if __name__ == "__main__":

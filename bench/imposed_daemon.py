@@ -13,12 +13,13 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
 from typing import Any
 from unittest.mock import patch
+
+from bench.options import bench_parser
 
 from dflash_adapters.moe_spec import MoeLayer
 from dflash_daemon import __main__ as daemon
@@ -61,11 +62,7 @@ def impose(backend: ComputeBackend, *, compute_factor: float, request_s: float) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.imposed_daemon",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument(
         "--compute-factor", type=float, default=1.0, help="computing takes so many times as long"
     )

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import json
 import os
 import select
 import statistics
@@ -21,18 +20,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import zmq
-from bench.machine import ROOT, commit, describe
+from bench import report
+from bench.machine import ROOT
+from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench.pairs import SETTLE_S, Spread
-from bench.report import RESULTS, table, write_result
+from bench.report import table
 
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
-from dflash_protocol import __version__
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
@@ -437,11 +436,7 @@ def tables(samples: dict[str, dict[str, list[float]]], num_tokens: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--rounds", type=int, default=9, help="samples of each side (default 9)")
     parser.add_argument("--trips", type=int, default=2000, help="of a sample (default 2000)")
     parser.add_argument("--hidden", type=int, default=2048, help="width of a row (default 2048)")
@@ -449,12 +444,8 @@ def main() -> None:
     parser.add_argument(
         "--cores", type=int, nargs=2, help="both processes keep to these (default: the first two)"
     )
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="real-time priority (root), on a machine that others use meanwhile",
-    )
-    parser.add_argument("--save", action="store_true", help="keep the samples in bench/results/")
+    add_realtime_option(parser)
+    add_save_option(parser)
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--payload", default="f32", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -471,26 +462,11 @@ def main() -> None:
         return serve_shared(work, Path(rest[0]), rest[1], float(rest[2]))
     cores = options.cores or sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)
-    record: dict[str, object] = {
-        "what": "round trips between two processes that compute nothing",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "commit": commit(),
-        "machine": describe(),
-        "cores": cores,
-        "realtime": options.realtime,
-    }
-    samples = measure(options)
-    heading = f"{record['date']}, {record['machine']}, commit {record['commit']}"
-    text = f"{heading}\n\n{tables(samples, options.tokens)}"
-    print(text)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        stem = RESULTS / f"ipc-round-trip-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        samples_text = json.dumps(record | {"samples": samples}, indent=1)
-        write_result(stem.with_suffix(".json"), samples_text)
-        write_result(stem.with_suffix(".md"), f"# {record['what']}\n\n{text}\n")
-        print(f"kept in {stem}.md")
+    record = report.head("Round trips between two processes that compute nothing")
+    record |= {"cores": cores, "realtime": options.realtime, "samples": measure(options)}
+    text = tables(record["samples"], options.tokens)
+    print(f"{record['machine']}\n\n{text}")
+    report.save("ipc-round-trip", record, text, options.save)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from bench import report
 from bench.daemons import living_daemons, made_up_prompt, time_to_recover, timed_tokens
+from bench.options import add_save_option, bench_parser
 
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
@@ -194,19 +195,14 @@ def table(texts: dict[str, list[Disturbed]], min_deadline_ms: float) -> tuple[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.loss_gap",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--rounds", type=int, default=9, help="texts of each kind (default 9)")
     parser.add_argument("--tokens", type=int, default=256, help="of a text (default 256)")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before it (default 32)")
     parser.add_argument(
         "--transport", choices=("auto", "shared", "stream"), default="auto", help="default: auto"
     )
-    parser.add_argument("--save", action="store_true", help="keep the samples in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     transport, texts = measure(options)
     text, figures = table(texts, load_settings().deadline_ms)
@@ -229,8 +225,7 @@ def main() -> None:
         },
     }
     print(f"{record['machine']}, {transport}\n{text}")
-    if options.save:
-        print(f"kept in {report.save('loss-gap', record, text)}")
+    report.save("loss-gap", record, text, options.save)
 
 
 if __name__ == "__main__":

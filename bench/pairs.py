@@ -129,6 +129,16 @@ class Spread:
         return f"{self.median:.3f} ({self.smallest:.2f}…{self.largest:.2f})"
 
 
+def median_cell(values: Sequence[float] | None, digits: int = 0, scale: float = 1.0) -> str:
+    """For a table; empty where there are no samples."""
+    return f"{scale * statistics.median(values):.{digits}f}" if values else ""
+
+
+def ratio_cell(ratios: Mapping[str, Mapping[str, float]], side: str) -> str:
+    """The median and range of our ratio to a side; empty where there is none."""
+    return str(Spread(**ratios[side])) if side in ratios else ""
+
+
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """``ours / theirs``, pair by pair."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])

@@ -8,7 +8,6 @@ machine does no harm.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import textwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from bench import report
 from bench.daemons import PATIENT_DEADLINE_MS
+from bench.options import add_save_option, bench_parser
 
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
@@ -93,12 +93,7 @@ def kernel_difference(ids: list[int]) -> Difference:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.payload_accuracy",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--tokens", type=int, default=3000, help="of the text (default 3000)")
     parser.add_argument(
         "--single", type=int, default=256, help="the last so many one by one (default 256)"
@@ -108,7 +103,7 @@ def main() -> None:
         help="compare the kernels with the float reference over N tokens, which is slow",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--save", action="store_true", help="keep the figures in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     if not 0 <= options.single < options.tokens:
         parser.error("--single must be less than --tokens")
@@ -142,8 +137,7 @@ def main() -> None:
         "differences": figures,
     }
     print(f"{record['machine']}\n{text}")
-    if options.save:
-        print(f"kept in {report.save('payload-accuracy', record, text)}")
+    report.save("payload-accuracy", record, text, options.save)
 
 
 if __name__ == "__main__":

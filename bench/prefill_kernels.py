@@ -6,7 +6,6 @@ tiles that the device has room for. The output of two tokens is compared with fl
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from bench.options import bench_parser
 
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
@@ -308,9 +308,7 @@ def measure(device: KernelDevice, shape: LayerShape) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from bench import report
 from bench.daemons import PATIENT_DEADLINE_MS, imposed_daemon
+from bench.options import add_save_option, bench_parser
 from bench.random_moe import MIXES, model_path
 
 from dflash_protocol.ids import Phase
@@ -150,19 +151,14 @@ def tables(counts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.prefill_traffic",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt (default 4096)")
     parser.add_argument("--file", choices=list(MIXES), default="q4_0", help="default: q4_0")
     parser.add_argument(
         "--transport", choices=("auto", "shared", "stream"), default="auto",
         help="of the newer ways; the older shape always goes by stream (default: auto)",
     )  # fmt: skip
-    parser.add_argument("--save", action="store_true", help="keep the counts in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     counts = measure(options)
     record = report.head(f"Traffic of a prompt of {options.tokens} tokens") | {
@@ -171,8 +167,7 @@ def main() -> None:
     }
     text = tables(counts)
     print(f"{record['machine']}\n{text}")
-    if options.save:
-        print(f"kept in {report.save('prefill-traffic', record, text)}")
+    report.save("prefill-traffic", record, text, options.save)
 
 
 if __name__ == "__main__":

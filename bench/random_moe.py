@@ -20,7 +20,6 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ import gguf
 import numpy as np
 from bench.machine import BUILD
 from bench.model_shapes import SHAPES, Mix, add_metadata, tensors
+from bench.options import bench_parser
 from gguf import GGMLQuantizationType as Type
 
 from dflash_protocol.ids import AnyArray, U8Array
@@ -208,11 +208,7 @@ _SHAPERS: dict[Type, Callable[[np.random.Generator, U8Array], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.random_moe",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("name", choices=list(MIXES))
     parser.add_argument("--layers", type=int, help="number of layers (default: see above)")
     parser.add_argument("--seed", type=int, default=0)

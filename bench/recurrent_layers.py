@@ -10,7 +10,6 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from bench import report
 from bench.machine import be_realtime
+from bench.options import add_realtime_option, add_save_option, bench_parser
 
 from dflash_adapters.moe_spec import DeltaShape, RecurrentLayer
 from dflash_adapters.ops import KvType
@@ -89,15 +89,13 @@ def measure(num_layers: int, num_tokens: int, *, num_threads: int, rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--layers", type=int, default=30, help="default 30, as the model has")
     parser.add_argument("--tokens", type=int, default=512, help="default 512")
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--realtime", action="store_true", help="real-time priority (root)")
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_realtime_option(parser)
+    add_save_option(parser)
     options = parser.parse_args()
     if options.realtime:
         be_realtime()
@@ -125,8 +123,7 @@ def main() -> None:
     ]
     table = report.table([f"{options.tokens} tokens", "ms a layer", "us a token and layer"], rows)
     print(table)
-    if options.save:
-        print(report.save("recurrent-layers", record, table))
+    report.save("recurrent-layers", record, table, options.save)
 
 
 if __name__ == "__main__":

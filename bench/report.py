@@ -1,11 +1,15 @@
-"""Results on disk: one JSON with every sample, one short Markdown table, in bench/results/."""
+"""Results on disk, in bench/results/: a Markdown table, and a JSON with samples or their spread.
+
+People read them; no code does.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import llvmlite
 import numba
 import numpy
 from bench.machine import ROOT, commit, describe, processor
+from bench.options import NOTHING, SAMPLES
 
 from dflash_protocol import __version__
 from dflash_protocol.errors import SettingsError
@@ -41,11 +46,8 @@ def head(
     if num_threads is not None:
         record["threads"] = num_threads
     if peer is not None:
-        record["peer"] = {key: peer[key] for key in _PEER_FACTS}
+        record["peer"] = peer
     return record
-
-
-_PEER_FACTS = ("variant", "llama_cpp_python", "llama_cpp", "ggml", "compiler", "flags")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -64,18 +66,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
 
 
-def write_result(path: Path, text: str) -> None:
-    """A file of a result, whole or not at all; if it cannot be written, the bench ends with one
-    line. What was measured stands on the terminal then."""
-    try:
-        write_file("result", path, text)
-    except SettingsError as error:
-        sys.exit(f"error: {error}")
+def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
+    """Keep a result as ``<name>-<date>-<cpu>.json`` and ``.md``, and say so on stderr.
 
-
-def save(name: str, record: Mapping[str, Any], tables: str) -> Path:
-    """Keep a result as ``<name>-<date>-<cpu>.json`` and ``.md``; returns the Markdown's path."""
-    RESULTS.mkdir(exist_ok=True)
+    `how` is what --save said (see `bench.options`). If a file cannot be written, the bench ends
+    with one line: what was measured stands on the terminal then.
+    """
+    if how == NOTHING:
+        return
     cpu = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", "", processor()).lower()).strip("-")
     stem = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{cpu}"
     facts = (
@@ -89,7 +87,81 @@ def save(name: str, record: Mapping[str, Any], tables: str) -> Path:
             f" Peer: llama.cpp {peer['llama_cpp']} (ggml {peer['ggml']}, from llama-cpp-python "
             f"{peer['llama_cpp_python']}), variant {peer['variant']}, {peer['compiler']}."
         )
-    write_result(RESULTS / f"{stem}.json", json.dumps(record, indent=1) + "\n")
     path = RESULTS / f"{stem}.md"
-    write_result(path, f"# {record['what']}\n\n{facts}\n\n{tables}\n")
-    return path.relative_to(ROOT)
+    try:
+        RESULTS.mkdir(exist_ok=True)
+        kept = record if how == SAMPLES else spreads(record)
+        write_file("result", path.with_suffix(".json"), as_text(kept) + "\n")
+        write_file("result", path, f"# {record['what']}\n\n{facts}\n\n{tables}\n")
+    except (OSError, SettingsError) as error:
+        sys.exit(f"error: {error}")
+    print(f"kept in {path.relative_to(ROOT)}", file=sys.stderr)
+
+
+_FEW = 4
+"""So many samples say less as quartiles than as they are."""
+_DIGITS = 5
+_WIDTH = 140
+
+
+def spreads(value: Any) -> Any:
+    """A record, in which samples have become their number, range, quartiles and median.
+
+    Samples are more than four numbers in a list, of which one is a float. Of rows of numbers, be
+    they lists or dicts, each column becomes a spread.
+    """
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: spreads(each) for key, each in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) > _FEW:
+        if _are_numbers(value) and any(isinstance(each, float) for each in value):
+            return _spread(value)
+        first = value[0]
+        if isinstance(first, Mapping) and all(
+            isinstance(row, Mapping) and row.keys() == first.keys() and _are_numbers(row.values())
+            for row in value
+        ):
+            return {key: _spread([row[key] for row in value]) for key in first}
+        if isinstance(first, list | tuple) and all(
+            isinstance(row, list | tuple) and len(row) == len(first) and _are_numbers(row)
+            for row in value
+        ):
+            return [_spread(column) for column in zip(*value, strict=True)]
+    return [spreads(each) for each in value]
+
+
+def _are_numbers(values: Iterable[object]) -> bool:
+    return all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+
+
+def _spread(values: Sequence[float]) -> Any:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    of = {"smallest": min(values), "p25": low, "median": median, "p75": high}
+    return {"samples": len(values)} | spreads(of | {"largest": max(values)})
+
+
+def as_text(value: Any, indent: int = 0) -> str:
+    """JSON in which what fits into a line stands in one; single figures and words share lines."""
+    whole = json.dumps(value, ensure_ascii=False)
+    if len(whole) + indent <= _WIDTH or not isinstance(value, Mapping | list | tuple):
+        return whole
+    margin = " " * (indent + 1)
+    if isinstance(value, Mapping):
+        names, values = [f"{json.dumps(key)}: " for key in value], list(value.values())
+    else:
+        names, values = [""] * len(value), list(value)
+    lines: list[str] = []
+    can_go_on = False
+    for name, each in zip(names, values, strict=True):
+        text = name + as_text(each, indent + 1)
+        is_single = indent > 0 and not isinstance(each, Mapping | list | tuple)
+        if can_go_on and is_single and len(margin + lines[-1] + text) < _WIDTH - 2:
+            lines[-1] += f", {text}"
+        else:
+            lines.append(text)
+        can_go_on = is_single
+    first, last = "{}" if isinstance(value, Mapping) else "[]"
+    return f"{first}\n" + ",\n".join(margin + line for line in lines) + f"\n{margin[1:]}{last}"

@@ -14,7 +14,6 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -26,11 +25,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 from bench import report
 from bench.machine import ROOT
+from bench.options import NOTHING, add_save_option, bench_parser
 from bench.sanitize_cases import CASES
 
 from dflash_protocol.device import DeviceKind
@@ -91,14 +90,12 @@ def kernels_of(file: str) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--file", action="append", choices=sorted(CASES), help="only this one")
     parser.add_argument("--tool", action="append", choices=sorted(_SUMMARY), help="only this one")
     parser.add_argument("--jobs", type=int, default=max(1, len(usable_cores()) - 2))
     parser.add_argument("--limit-s", type=float, default=90.0, help="of each run")
-    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
+    add_save_option(parser)
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -116,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tools = given.tool or sorted(_SUMMARY)
     if not given.rehearse:
         _sanitize(files, tools, num_jobs=given.jobs, limit_s=given.limit_s)
-        if given.save:
-            print(_save(files, tools))
+        if given.save != NOTHING:
+            _save(files, tools, given.save)
     num_bad = sum(bool(each.problems) for each in files)
     print(f"{len(files) - num_bad} of {len(files)} files clean, {time.monotonic() - began_s:.0f} s")
     return min(num_bad, 1)
@@ -239,7 +236,7 @@ def _run(command: list[str], limit_s: float, *, summary: re.Pattern[str] | None 
     )
 
 
-def _save(files: list[File], tools: Sequence[str]) -> Path:
+def _save(files: list[File], tools: Sequence[str], how: str) -> None:
     record = report.head("compute-sanitizer on every GPU kernel")
     record["gpu"] = _gpu_name()
     record["files"] = [
@@ -268,7 +265,7 @@ def _save(files: list[File], tools: Sequence[str]) -> Path:
         ]
         for each in files
     ]
-    return report.save("sanitize-gpu", record, report.table(columns, rows))
+    report.save("sanitize-gpu", record, report.table(columns, rows), how)
 
 
 def _gpu_name() -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench import report
+from bench.options import add_save_option, bench_parser
 from bench.pairs import Sample, Spread, interleave, ratio
 
 from dflash_runtime import Engine
@@ -131,21 +132,18 @@ def rate_table(result: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--rounds", type=int, default=15, help="pairs (default 15)")
     parser.add_argument("--prompt", type=int, default=500, help="tokens of a prompt (default 500)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to write (default 128)")
     parser.add_argument("--daemons", type=int, default=0, help="daemons of each side (default 0)")
-    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     result = measure(options)
     table = rate_table(result)
     print(table)
-    if options.save:
-        record = {**report.head("What the server costs"), "options": vars(options), **result}
-        print(report.save("serve-overhead", record, table))
+    record = {**report.head("What the server costs"), "options": vars(options), **result}
+    report.save("serve-overhead", record, table, options.save)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import re
@@ -21,17 +20,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+from bench import report
 from bench.daemons import living_daemons, made_up_prompt, time_to_recover, timed_tokens
-from bench.machine import ROOT, commit, describe
-from bench.report import RESULTS, table, write_result
+from bench.options import SPREAD, add_save_option, bench_parser
+from bench.report import table
 
-from dflash_protocol import __version__
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 
@@ -269,12 +267,8 @@ def soak(options: argparse.Namespace, settings: Settings, run: Run) -> dict[str,
     events: dict[str, int] = {}
     for event in stats.events:
         events[event.kind] = events.get(event.kind, 0) + 1
-    return {
-        "what": "Soak: greedy text from two daemons that are killed and stopped",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "commit": commit(),
-        "machine": describe(),
+    record = report.head("Soak: greedy text from two daemons that are killed and stopped")
+    return record | {
         "was_interrupted": was_interrupted,
         "seed": options.seed,
         "minutes": round(elapsed_s / 60, 2),
@@ -398,26 +392,8 @@ def _shares(owners: dict[str, dict[str, int]]) -> str:
     )
 
 
-def keep(record: dict[str, Any], text: str) -> Path:
-    """Write the record and its summary into the results. Returns the summary's path."""
-    RESULTS.mkdir(exist_ok=True)
-    stem = f"soak-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    facts = (
-        f"{record['date']}, version {record['version']} ({record['commit']}), "
-        f"{record['machine']}, seed {record['seed']}."
-    )
-    faults = verdict(record)
-    result = "Everything held." if not faults else "Did not hold: " + "; ".join(faults)
-    write_result(RESULTS / f"{stem}.json", json.dumps(record, indent=1) + "\n")
-    path = RESULTS / f"{stem}.md"
-    write_result(path, f"# {record['what']}\n\n{facts}\n\n{result}\n\n{text}\n")
-    return path.relative_to(ROOT)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.soak", description=__doc__.splitlines()[0]
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default 10)")
     parser.add_argument(
         "--seed", type=int, default=1, help="of what is done to daemons (default 1)"
@@ -428,17 +404,15 @@ def main() -> int:
         "--pauses", type=float, nargs=2, default=(0.5, 4.0), metavar="S",
         help="shortest and longest pause between two disturbances (default 0.5 4)",
     )  # fmt: skip
-    parser.add_argument("--no-results", action="store_true", help="keep nothing in bench/results/")
+    add_save_option(parser, SPREAD)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dflash-soak-") as folder:
         settings = replace(load_settings(), run_dir=folder)
         record = soak(options, settings, Run())
-    text = summary(record)
-    print(text)
-    if not options.no_results:
-        print(f"\nkept in {keep(record, text)}")
     faults = verdict(record)
-    print("\n".join(faults) if faults else "everything held")
+    text = "\n".join([summary(record), "", *(faults or ["Everything held."])])
+    print(text)
+    report.save("soak", record, text, options.save)
     return 1 if faults else 130 if record["was_interrupted"] else 0
 
 

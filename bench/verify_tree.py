@@ -14,7 +14,6 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from bench import report
 from bench.machine import be_realtime
+from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench.random_moe import model_path
 
 from dflash_protocol.ids import Phase
@@ -85,9 +85,7 @@ def _requests(engine: Engine) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__file__, __doc__)
     parser.add_argument("--model", type=Path, help="default: bench.random_moe's qwen35moe")
     parser.add_argument("--prompt", type=int, default=200, help="tokens (default 200)")
     parser.add_argument("--device", default="cpu", help="of the parent (default cpu)")
@@ -108,8 +106,8 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument("--realtime", action="store_true", help="real-time priority (root)")
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_realtime_option(parser)
+    add_save_option(parser)
     options = parser.parse_args()
     if not all(1 <= num_tokens <= len(PARENTS) for num_tokens in options.tokens):
         parser.error(f"a tree has 1 to {len(PARENTS)} tokens")
@@ -143,8 +141,7 @@ def main() -> None:
     heads = ["tokens", "steps, ms", "tree, ms", "of the steps' time", "requests a layer"]
     table = f"After {options.prompt} tokens:\n\n{report.table(heads, rows)}"
     print(table)
-    if options.save:
-        print(report.save("verify-tree", record, table))
+    report.save("verify-tree", record, table, options.save)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 from bench import report
 from bench.daemons import made_up_prompt
 from bench.machine import ROOT
+from bench.options import add_save_option, bench_parser
 
 from dflash_adapters import weight_check
 from dflash_adapters.gguf_file import GgufFile
@@ -168,16 +169,11 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.weight_check",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nonce", help=argparse.SUPPRESS)
-    parser.add_argument("--save", action="store_true", help="keep the figures in bench/results/")
+    add_save_option(parser)
     options = parser.parse_args()
     if options.nonce:
         answer_when_told(options.model, bytes.fromhex(options.nonce))
@@ -187,8 +183,7 @@ def main() -> None:
     record["model_bytes"] = options.model.stat().st_size
     text = tables(result)
     print(f"{record['machine']}\n{text}")
-    if options.save:
-        print(f"kept in {report.save('weight-check', record, text)}")
+    report.save("weight-check", record, text, options.save)
 
 
 if __name__ == "__main__":

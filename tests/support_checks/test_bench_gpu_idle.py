@@ -16,7 +16,7 @@ IDLE = """
 import json, sys, time
 from pathlib import Path
 from bench import gpu_idle
-from bench.gpu_split import SPLITS, SplitWork
+from bench.gpu_split import SPLITS, Place, SplitWork
 if __name__ == "__main__":
     gpu_idle._SETTLE_S, gpu_idle._IDLE_S = 0.5, 1.5
     result = {"errors": []}
@@ -24,9 +24,7 @@ if __name__ == "__main__":
         result,
         time.monotonic() + 120,
         split=SPLITS["split-cpu"],
-        path=Path(sys.argv[1]),
-        device="cpu",
-        others=["cuda:1"],
+        place=Place(Path(sys.argv[1]), "cpu", ["cuda:1"]),
         work=SplitWork(context=16, prompt=12, num_tokens=4, rounds=2),
     )
     print(json.dumps(result))
