@@ -39,7 +39,6 @@ from dflash_protocol.wording import unknown
 __all__ = [
     "AUTO_TIER",
     "CPU_TIERS",
-    "ENDPOINT_PATH_LIMIT_BYTES",
     "MAX_THREADS",
     "VARIABLES",
     "DaemonSetting",
@@ -57,9 +56,6 @@ __all__ = [
     "share_settings",
     "take_supervision",
 ]
-
-ENDPOINT_PATH_LIMIT_BYTES = 100
-"""Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30

@@ -23,10 +23,10 @@ import numpy as np
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import cache_directory_in_use
-from dflash_runtime.compute.cpu.panels import amx
+from dflash_runtime.compute.cpu.instruction_sets import Tier
+from dflash_runtime.compute.cpu.panels import tiles
 from dflash_runtime.compute.cpu.panels.dots import Dots, Quants
 from dflash_runtime.compute.cpu.panels.emitting import I8, I64, Vec, load, look_up
-from dflash_runtime.compute.cpu.tiers import Tier, assumed
 from dflash_runtime.compute.cpu.untyped import ir, llvm
 from dflash_runtime.compute.cpu.vector.types import lanes_of
 
@@ -43,7 +43,7 @@ _STEP = lanes_of(I8, 64)
 
 def why_not(tier: Tier, features: str) -> str | None:
     """Why the tier cannot be used with these features, in a few words; None if it can."""
-    if tier is Tier.AMX and not amx.request_permission():
+    if tier is Tier.AMX and not tiles.request_permission():
         return "the operating system does not permit tiles"
     try:
         job = json.dumps(_job(tier, features))
@@ -135,8 +135,7 @@ def program_of(tier: Tier) -> str:
     kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
     function = ir.Function(module, kind, "program")
     builder = ir.IRBuilder(function.append_basic_block())
-    with assumed(tier):
-        _emit(builder, tier, *function.args)
+    _emit(builder, tier, *function.args)
     builder.ret_void()
     return str(module)
 
@@ -149,9 +148,9 @@ def _emit(builder: Any, tier: Tier, *addresses: Any) -> None:
             quants = load(weights + 64 * step, _STEP)
             dots.add(quants & ((1 << bits) - 1), load(x + 64 * step, _STEP))
         dots.total().store(out + 64 * index)
-    look_up(load(weights, _STEP) & 15, _TABLE).store(out + 64 * len(_BITS))
+    look_up(load(weights, _STEP) & 15, _TABLE, tier).store(out + 64 * len(_BITS))
     if tier is Tier.AMX:
-        amx.emit_permission(builder)
-        amx.emit_begin(builder)
-        amx.emit_product(builder, 2, 0, weights, x, out + 64 * (len(_BITS) + 1))
-        amx.emit_end(builder)
+        tiles.emit_permission(builder)
+        tiles.emit_begin(builder)
+        tiles.emit_product(builder, 2, 0, weights, x, out + 64 * (len(_BITS) + 1))
+        tiles.emit_end(builder)

@@ -19,8 +19,9 @@ from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cpu import kernel_cache
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.compiling import RowFunction, compile_kernel, compile_row_function
+from dflash_runtime.compute.cpu.instruction_sets import Tier
 from dflash_runtime.compute.cpu.rows_dense import expand_f16, expand_f32
-from dflash_runtime.compute.cpu.tiers import Tier, current_tier
+from dflash_runtime.compute.cpu.tiers import current_tier
 from support.processes import START_S, environment
 
 CACHE_DIR = "DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR"
