@@ -99,7 +99,7 @@ class _Echo(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object
     ) -> NoReturn:
-        from dflash_daemon import echo
+        from dflash_runtime.tools import echo
 
         log_to_stderr(_PROGRAM)
         parser.exit(echo.main(*values))
