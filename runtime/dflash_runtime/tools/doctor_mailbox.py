@@ -53,7 +53,7 @@ def try_mailbox(
 
     here, there = _chosen(devices, settings)
     with contextlib.ExitStack() as undo:
-        backend = open_backend(here)
+        backend = open_backend(here, cache_dir=settings.cache_dir)
         undo.callback(backend.close)
         mail, mover = backend.mail, backend.mover
         if mail is None or mover is None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_protocol.settings import cache_directory_in_use
+from dflash_protocol.settings import cache_folder, child_environment
 from dflash_runtime.compute.cpu.instruction_sets import Tier
 from dflash_runtime.compute.cpu.panels import tiles
 from dflash_runtime.compute.cpu.panels.dots import Dots, Quants
@@ -41,15 +41,16 @@ _TABLE = [255 - 16 * index for index in range(16)]
 _STEP = lanes_of(I8, 64)
 
 
-def why_not(tier: Tier, features: str) -> str | None:
-    """Why the tier cannot be used with these features, in a few words; None if it can."""
+def why_not(tier: Tier, features: str, cache_dir: str | None = None) -> str | None:
+    """Why the tier cannot be used with these features, in a few words; None if it can. The verdict
+    is kept in `cache_dir`, as `cache_folder` has it."""
     if tier is Tier.AMX and not tiles.request_permission():
         return "the operating system does not permit tiles"
     try:
         job = json.dumps(_job(tier, features))
     except (TypeError, ValueError) as error:  # llvmlite no longer builds what we build
         return f"its test cannot be built: {error}"
-    place = _place(tier, job)
+    place = _place(tier, job, cache_dir)
     if place is not None:
         with suppress(OSError):
             kept = place.read_text()
@@ -62,12 +63,12 @@ def why_not(tier: Tier, features: str) -> str | None:
     return verdict
 
 
-def _place(tier: Tier, job: str) -> Path | None:
+def _place(tier: Tier, job: str, cache_dir: str | None) -> Path | None:
     """The file for the verdict; None if there is no place, which is reported with the kernels."""
     of = job, llvmlite.__version__, llvm.llvm_version_info, platform.release(), sys.executable
     digest = hashlib.sha256(repr(of).encode()).hexdigest()
     try:
-        return cache_directory_in_use() / f"{_PREFIX}{tier}-{digest[:16]}"
+        return cache_folder(cache_dir) / f"{_PREFIX}{tier}-{digest[:16]}"
     except SettingsError:
         return None
 
@@ -81,6 +82,7 @@ def _run(job: str) -> str | None:
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
+            env=child_environment(()),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"its test could not be run: {error}"

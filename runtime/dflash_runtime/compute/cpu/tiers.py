@@ -29,8 +29,10 @@ def current_tier() -> Tier:
     return _chosen or choose_tier(AUTO_TIER)
 
 
-def choose_tier(name: str) -> Tier:
+def choose_tier(name: str, cache_dir: str | None = None) -> Tier:
     """Fix the tier of this process. ``auto`` agrees with whatever was chosen before.
+
+    What is found out of a tier is kept in `cache_dir`, as `cache_folder` has it.
 
     A tier that the CPU offers but that fails its test is replaced by the next one, with a warning.
     Raises: SettingsError if the CPU lacks the tier, or another was chosen before.
@@ -50,14 +52,16 @@ def choose_tier(name: str) -> Tier:
                 known = ", ".join(offered)
                 raise SettingsError(f"CPU tier {name}: this {platform.machine()} offers {known}")
             offered = offered[offered.index(Tier(name)) :]
-        _chosen = _first_that_works(offered, features)
+        _chosen = _first_that_works(offered, features, cache_dir)
         _restrict_llvm(target_features(_chosen, features))
         return _chosen
 
 
-def _first_that_works(offered: list[Tier], features: dict[str, bool]) -> Tier:
+def _first_that_works(
+    offered: list[Tier], features: dict[str, bool], cache_dir: str | None
+) -> Tier:
     for tier, following in pairwise(offered):
-        reason = why_not(tier, target_features(tier, features))
+        reason = why_not(tier, target_features(tier, features), cache_dir)
         if reason is None:
             return tier
         _LOG.warning("CPU tier %s does not work here (%s); using %s", tier, reason, following)

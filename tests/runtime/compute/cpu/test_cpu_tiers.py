@@ -93,7 +93,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tiers, "_chosen", None)
     monkeypatch.setattr(tiers, "host_features", lambda: cpu(*AMX_NAMES))
     monkeypatch.setattr(tiers, "_restrict_llvm", restricted.append)
-    monkeypatch.setattr(tiers, "why_not", lambda tier, features: None)
+    monkeypatch.setattr(tiers, "why_not", lambda tier, features, cache_dir: None)
     return restricted
 
 
@@ -124,13 +124,13 @@ def test_a_tier_that_fails_its_test_is_replaced_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        tiers, "why_not", lambda tier, features: "not today" if tier is Tier.AMX else None
+        tiers, "why_not", lambda tier, *_: "not today" if tier is Tier.AMX else None
     )
     with caplog.at_level(logging.WARNING):
         assert choose_tier("auto") is Tier.AVX512_VNNI
     assert caplog.messages == ["CPU tier amx does not work here (not today); using avx512vnni"]
     monkeypatch.setattr(tiers, "_chosen", None)
-    monkeypatch.setattr(tiers, "why_not", lambda tier, features: "never")
+    monkeypatch.setattr(tiers, "why_not", lambda *_: "never")
     assert choose_tier("avx2") is Tier.GENERIC
 
 
