@@ -29,7 +29,7 @@ from dflash_adapters.weight_blocks import (
 from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.settings import cache_directory_in_use
+from dflash_protocol.settings import cache_folder
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,13 +56,15 @@ class _Closed(Exception):
 
 
 class WeightCheck:
-    """Of one open model. Used by any thread.
+    """Of one open model. Used by any thread. What it finds out is kept in `cache_dir`, as
+    `cache_folder` has it.
 
     Owns: a thread while there is something to hash. Close it before the file.
     """
 
-    def __init__(self, file: GgufFile, moe: MoeSpec) -> None:
+    def __init__(self, file: GgufFile, moe: MoeSpec, cache_dir: str | None = None) -> None:
         self._file = file
+        self._cache_dir = cache_dir
         self._moe = moe
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -74,7 +76,7 @@ class WeightCheck:
             self._boot_id = _BOOT_ID.read_text().strip()
         except OSError:
             self._boot_id = secrets.token_hex(NONCE_BYTES)  # no other process's
-        folder = _cache_folder()
+        folder = self._folder()
         known = None if folder is None else kept_digests(file.watch, folder)
         if known is not None:
             with contextlib.suppress(ModelFileError):  # which those who compute with it will find
@@ -191,7 +193,7 @@ class WeightCheck:
             return
         watch.require_unwritten()
         pace = self._pace(min(_MOST_OF_A_CORE, _SHARE_OF_CORE * (os.cpu_count() or 1)))
-        found = file_digests(watch, _cache_folder(), lambda num_bytes: pace(), wait=self._wait)
+        found = file_digests(watch, self._folder(), lambda num_bytes: pace(), wait=self._wait)
         watch.keep_full_digest(whole_digest(found))
 
     def _pace(self, share: float) -> Callable[[], None]:
@@ -206,6 +208,12 @@ class WeightCheck:
 
         return pause
 
+    def _folder(self) -> Path | None:
+        try:
+            return cache_folder(self._cache_dir)
+        except SettingsError:
+            return None  # said by those who keep kernels there
+
     def _wait(self) -> None:
         self._stop.wait(_WAIT_S)
         self._require_open()
@@ -213,10 +221,3 @@ class WeightCheck:
     def _require_open(self) -> None:
         if self._stop.is_set():
             raise _Closed
-
-
-def _cache_folder() -> Path | None:
-    try:
-        return cache_directory_in_use()
-    except SettingsError:
-        return None  # said by those who keep kernels there

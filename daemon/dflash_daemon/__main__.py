@@ -13,7 +13,7 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.for_people import log_to_stderr, said, say
 from dflash_protocol.setting_kinds import Switch
-from dflash_protocol.settings import load_settings, run_directory, share_settings
+from dflash_protocol.settings import load_settings, run_directory
 from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
 from dflash_protocol.standard_streams import prepare_standard_streams
 
@@ -33,7 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         flags = {knob.field: getattr(options, knob.field) for knob in knobs_of(daemon=True)}
         settings = load_settings(file=options.settings, flags=flags)
-        share_settings(settings)
         if not settings.model:
             raise SettingsError("name a GGUF file: MODEL, or the setting of that name")
         # Imported late, so that --help and misuse answer at once.
@@ -101,7 +100,7 @@ class _Echo(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object
     ) -> NoReturn:
-        from dflash_daemon import echo
+        from dflash_runtime.tools import echo
 
         log_to_stderr(_PROGRAM)
         parser.exit(echo.main(*values))

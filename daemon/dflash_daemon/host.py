@@ -35,16 +35,19 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 class ExpertHost:
     """One model, opened by its metadata; experts are loaded when a placement asks for them.
 
-    `weights` says what its file's bytes are.
+    `weights` says what its file's bytes are, and keeps that in `cache_dir`, as `cache_folder` has
+    it.
     Owns: the file, a thread that hashes it, and the backend.
     """
 
-    def __init__(self, model_path: Path, backend: ComputeBackend) -> None:
+    def __init__(
+        self, model_path: Path, backend: ComputeBackend, cache_dir: str | None = None
+    ) -> None:
         self._file = GgufFile.open(model_path)
         try:
             self.spec = adapter_for(self._file).read_spec(self._file)
             self.identity = self._file.identity()
-            self.weights = WeightCheck(self._file, self.spec.moe)
+            self.weights = WeightCheck(self._file, self.spec.moe, cache_dir)
             self.weights.start()
         except BaseException:
             self._file.close()

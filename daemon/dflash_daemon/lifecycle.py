@@ -98,10 +98,11 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         backend=options.backend,
         num_threads=options.num_threads or settings.threads or None,
         cpu_tier=settings.cpu_tier,
+        cache_dir=settings.cache_dir,
     )
     explain_bus_errors("dflash-daemon", options.model_path)
     try:
-        host = ExpertHost(options.model_path, backend)
+        host = ExpertHost(options.model_path, backend, settings.cache_dir)
     except BaseException:
         backend.close()
         raise
@@ -160,7 +161,8 @@ async def _serve(
         and ring_native.is_available()
     )
     if shares_memory and endpoint.path is not None:
-        await asyncio.to_thread(ring_native.kernels)  # compiled before anybody waits for us
+        # Compiled before anybody waits for us.
+        await asyncio.to_thread(ring_native.kernels, settings.cache_dir)
         with contextlib.suppress(DaemonUnavailable):  # then no memory can be shared there either
             sweep_segments(endpoint.path.parent)
     service = ComputeService(

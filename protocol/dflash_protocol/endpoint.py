@@ -19,7 +19,9 @@ from pathlib import Path
 
 from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
 from dflash_protocol.private_path import is_there_privately
-from dflash_protocol.settings import ENDPOINT_PATH_LIMIT_BYTES
+
+_PATH_LIMIT_BYTES = 100
+"""Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
 
 _LOOPBACK = {4: ipaddress.ip_network("127.0.0.0/8"), 6: ipaddress.ip_network("::1/128")}
 
@@ -84,9 +86,9 @@ def parse_endpoint(text: str) -> Endpoint:
     """Raises: SettingsError saying what an endpoint looks like, or that its path is too long."""
     kind, _, rest = text.partition("://")
     if kind == "ipc" and rest.startswith("/") and "\0" not in rest:
-        if (length := len(os.fsencode(rest))) > ENDPOINT_PATH_LIMIT_BYTES:
+        if (length := len(os.fsencode(rest))) > _PATH_LIMIT_BYTES:
             raise SettingsError(
-                f"endpoint path of {length} bytes is longer than {ENDPOINT_PATH_LIMIT_BYTES}, "
+                f"endpoint path of {length} bytes is longer than {_PATH_LIMIT_BYTES}, "
                 f"which is all a socket address holds; use a shorter one: {rest}"
             )
         return Endpoint(text, Path(rest), None, 0)

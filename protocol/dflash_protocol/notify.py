@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Self
 
 from dflash_protocol.errors import SettingsError, one_line
-from dflash_protocol.settings import take_supervision
+from dflash_protocol.settings import supervision
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ class Notifier:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """The one that our environment names, which is taken out of it.
+        """The one that our environment names.
 
         Raises: SettingsError naming the variable.
         """
-        address, watchdog_s = take_supervision()
+        address, watchdog_s = supervision()
         try:
             return cls(address, watchdog_s)
         except SettingsError as error:

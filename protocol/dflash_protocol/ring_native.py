@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import cache_directory_in_use
+from dflash_protocol.settings import cache_folder
 
 _LOG = logging.getLogger(__name__)
 
@@ -171,13 +171,19 @@ def _converts_f16() -> bool:
     return bool(llvm.get_host_cpu_features().get("f16c"))
 
 
-@cache
-def kernels() -> Kernels:
-    """Compile all of them, or load them: seconds the first time on a machine.
+def kernels(cache_dir: str | None = None) -> Kernels:
+    """Compile all of them, or load them: seconds the first time on a machine. Once a process;
+    `cache_dir`, as `cache_folder` has it, is where they are kept then.
 
     Raises: ImportError without numba.
     """
     global _compiled
+    if _compiled is None:
+        _compiled = _kernels(cache_dir)
+    return _compiled
+
+
+def _kernels(cache_dir: str | None) -> Kernels:
     numba: Any = importlib.import_module("numba")
     types = numba.types
     client, server, pairs, both = (
@@ -218,18 +224,17 @@ def kernels() -> Kernels:
         both.load_word: (i64,),
         both.checksum: (i64,) * 5,
     }  # fmt: skip
-    compiled = {}
+    folder, compiled = _kernel_folder(cache_dir), {}
     for code, signature in signatures.items():
         kernel = numba.njit(nogil=True, error_model="numpy")(code)
-        if folder := _cache_folder():
+        if folder is not None:
             kernel._cache = _cache_of(kernel.py_func, folder)
         kernel.compile(signature)
         kernel.disable_compile()
         # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
         # elements is still checked, and that rows have no gaps; who calls sees to its dimensions.
         compiled[code.__name__] = kernel.overloads[signature].entry_point
-    _compiled = Kernels(**compiled)
-    return _compiled
+    return Kernels(**compiled)
 
 
 _compiled: Kernels | None = None
@@ -287,11 +292,10 @@ def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
     return Cache(function)
 
 
-@cache
-def _cache_folder() -> Path | None:
+def _kernel_folder(cache_dir: str | None) -> Path | None:
     """Made and writable, or None after a warning."""
     try:
-        parent = cache_directory_in_use()
+        parent = cache_folder(cache_dir)
         folder = parent / f"{_FOLDER_PREFIX}{_sources_digest()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.touch()  # the last use, by which old ones are told

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_protocol.device import DEVICES_ALLOWED, Device, parse_device
+from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError, one_line
 
 MOST_DAEMONS = 64
@@ -210,9 +211,6 @@ class Endpoints(_Items):
     allowed = "ipc:///absolute/path or tcp://host:port"
 
     def from_item(self, text: str) -> str:
-        # Late: endpoints know how long a path may be from the settings.
-        from dflash_protocol.endpoint import parse_endpoint
-
         try:
             parse_endpoint(text)
         except SettingsError as error:

@@ -12,8 +12,7 @@ import importlib.util
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,27 +38,20 @@ from dflash_protocol.wording import unknown
 __all__ = [
     "AUTO_TIER",
     "CPU_TIERS",
-    "ENDPOINT_PATH_LIMIT_BYTES",
     "MAX_THREADS",
     "VARIABLES",
     "DaemonSetting",
     "Settings",
     "cache_directory",
-    "cache_directory_in_use",
-    "cache_of",
+    "cache_folder",
     "child_environment",
     "daemon_environment",
-    "given_cache_dir",
     "keys_directory",
     "load_settings",
     "package_roots",
     "run_directory",
-    "share_settings",
-    "take_supervision",
+    "supervision",
 ]
-
-ENDPOINT_PATH_LIMIT_BYTES = 100
-"""Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30
@@ -74,9 +66,6 @@ _OTHERS_INHERIT_PREFIXES = ("LC_", "XDG_")
 _SUPERVISION = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """What a service manager says to the process it has started, and to no child of that."""
 _LONGEST_WATCHDOG_USEC = 1 << 53
-
-_caches_given: list[list[str]] = []
-"""`cache_dir` of the settings that hold in `cache_of`, each in a list of its own: found by it."""
 
 
 def load_settings(
@@ -157,18 +146,6 @@ def _variable(field: str) -> str:
     return next(knob.variable for knob in KNOBS if knob.field == field)
 
 
-def share_settings(settings: Settings) -> None:
-    """Have whatever reads settings later, here or in a process that we start, find these.
-
-    For programs, once, before anything else: what flags and the settings file said of folders and
-    kernels must hold for the compiling processes too, and those know of neither.
-    """
-    os.environ.pop(SETTINGS_FILE, None)
-    for knob in KNOBS:
-        if knob.reader is Reader.BOTH:
-            os.environ[knob.variable] = knob.kind.to_text(getattr(settings, knob.field))
-
-
 def run_directory(settings: Settings) -> Path:
     """The folder for sockets, locks and memory that is shared, made with mode 0700.
 
@@ -209,35 +186,12 @@ def cache_directory(settings: Settings) -> Path:
     return path
 
 
-@contextmanager
-def cache_of(settings: Settings) -> Iterator[None]:
-    """While this lasts, what the process compiles is kept where these settings say.
+def cache_folder(cache_dir: str | None) -> Path:
+    """`cache_directory` of this value of the setting; None = of the one that `load_settings` reads.
 
-    That holds for all its threads, and for processes that compile for it. What is entered last
-    decides, whatever is left first. Outside, the settings are those of `load_settings`.
+    Raises: SettingsError, of None as `load_settings` too.
     """
-    given = [settings.cache_dir]
-    _caches_given.append(given)
-    try:
-        yield
-    finally:
-        # Two may be equal, and only one of them is ours.
-        place = next(index for index, each in enumerate(_caches_given) if each is given)
-        del _caches_given[place]
-
-
-def given_cache_dir() -> str | None:
-    """`Settings.cache_dir` that `cache_of` was given; None = what `load_settings` reads holds."""
-    return _caches_given[-1][0] if _caches_given else None
-
-
-def cache_directory_in_use() -> Path:
-    """The folder for what this process compiles, made with mode 0700.
-
-    Raises: SettingsError as `cache_directory` and, outside `cache_of`, as `load_settings`.
-    """
-    given = given_cache_dir()
-    return cache_directory(load_settings() if given is None else Settings(cache_dir=given))
+    return cache_directory(load_settings() if cache_dir is None else Settings(cache_dir=cache_dir))
 
 
 def keys_directory(settings: Settings) -> Path:
@@ -265,14 +219,13 @@ def _make_private(path: Path, what: str) -> None:
 
 
 def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
-    """Environment of a process of this very interpreter: ours, with OpenMP waiting passively.
+    """Environment of a process of this very interpreter: ours, with OpenMP waiting passively, and
+    without what a service manager says to us alone.
 
     `python_paths` come first on the child's import path: where our own packages lie, for we may be
-    running uninstalled. A folder that `cache_of` says is the child's too.
+    running uninstalled.
     """
-    environment = dict(os.environ)
-    if (cache_dir := given_cache_dir()) is not None:
-        environment[_variable("cache_dir")] = cache_dir
+    environment = {n: text for n, text in os.environ.items() if n not in _SUPERVISION}
     environment["OMP_WAIT_POLICY"] = "passive"
     site_packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     roots = [str(path) for path in python_paths if path not in site_packages]
@@ -317,14 +270,13 @@ def bare_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _BARE if name in os.environ}
 
 
-def take_supervision() -> tuple[str, float]:
+def supervision() -> tuple[str, float]:
     """What a service manager wants of us: the socket to notify, empty = none; seconds of its
-    watchdog, 0 = none. For programs, once: the variables are taken out of our environment, for
-    processes that we start are not the ones it means.
+    watchdog, 0 = none.
 
     Raises: SettingsError naming the variable and its value.
     """
-    address, watchdog_usec, watchdog_pid = (os.environ.pop(name, "") for name in _SUPERVISION)
+    address, watchdog_usec, watchdog_pid = (os.environ.get(name, "") for name in _SUPERVISION)
     if not watchdog_usec or watchdog_pid not in ("", str(os.getpid())):
         return address, 0.0
     is_number = watchdog_usec.isascii() and watchdog_usec.isdigit() and len(watchdog_usec) <= 16

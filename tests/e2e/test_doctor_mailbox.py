@@ -17,7 +17,6 @@ import pytest
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ring_segment import Segment, create_segment
-from dflash_runtime.cli import doctor_mailbox
 from dflash_runtime.cli.main import main
 from dflash_runtime.compute.cupy.mail_link import MailLink
 from dflash_runtime.compute.cupy.mailbox_layout import (
@@ -27,6 +26,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
 )
 from dflash_runtime.compute.cupy.mailbox_trial import TRIAL_LAYOUT
 from dflash_runtime.compute.mail_trial import TrialBatch
+from dflash_runtime.tools import doctor_mailbox
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import EmulatedGpus, install_emulated_gpus

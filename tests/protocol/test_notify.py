@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.notify import Notifier
-from dflash_protocol.settings import take_supervision
+from dflash_protocol.settings import (
+    DaemonSetting,
+    Settings,
+    bare_environment,
+    child_environment,
+    daemon_environment,
+    supervision,
+)
 from support.service_manager import ServiceManager, service_manager
 
 SOON_S = 5.0
@@ -169,8 +176,14 @@ def test_the_environment_is_read_once_and_not_for_our_children(
     notifier = Notifier.of_environment()
     assert (notifier.is_asked_for, notifier.watchdog_s, notifier.beat_s) == (True, 3.0, 1.5)
     names = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-    assert not any(name in os.environ for name in names)
-    assert not Notifier.of_environment().is_asked_for
+    daemon = DaemonSetting("cpu")
+    for environment in (
+        child_environment(()),
+        daemon_environment(Settings(), daemon, python_paths=()),
+        daemon_environment(Settings(), daemon, python_paths=None),
+        bare_environment(),
+    ):
+        assert not any(name in environment for name in names)
     notifier.ready("still told")
     assert manager.wait_for("READY", within_s=SOON_S)["STATUS"] == "still told"
 
@@ -179,7 +192,7 @@ def test_the_watchdog_of_another_process_is_not_ours(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NOTIFY_SOCKET", "/some/where")
     monkeypatch.setenv("WATCHDOG_USEC", "3000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getppid()))
-    assert take_supervision() == ("/some/where", 0.0)
+    assert supervision() == ("/some/where", 0.0)
 
 
 @pytest.mark.parametrize(

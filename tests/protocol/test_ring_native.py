@@ -246,34 +246,32 @@ def test_importing_the_transport_does_not_import_numba() -> None:
 
 def test_compiled_code_is_kept() -> None:
     ring_native.kernels()
-    folder = ring_native._cache_folder()
+    folder = ring_native._kernel_folder(None)
     assert folder is not None
     kept = {path.name.split(".")[1].split("-")[0] for path in folder.glob("*.nbc")}
     assert kept == set(ring_native.Kernels._fields)
 
 
 def test_a_folder_that_cannot_be_used_costs_time_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Open to others, so that what lies there may not be ours."""
     tmp_path.chmod(0o755)
-    monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(tmp_path))
-    assert ring_native._cache_folder.__wrapped__() is None
+    assert ring_native._kernel_folder(str(tmp_path)) is None
     assert str(tmp_path) in caplog.text
     tmp_path.chmod(0o700)
-    folder = ring_native._cache_folder.__wrapped__()
+    folder = ring_native._kernel_folder(str(tmp_path))
     assert folder is not None
     assert folder.parent == tmp_path
 
 
-def test_folders_of_older_sources_go_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_older_sources_go_away(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(tmp_path))
     for age in range(6):
         old = tmp_path / f"ring-{age}"
         old.mkdir()
         os.utime(old, (age, age))
-    folder = ring_native._cache_folder.__wrapped__()
+    folder = ring_native._kernel_folder(str(tmp_path))
     assert folder is not None
     assert {path.name for path in tmp_path.iterdir()} == {
         "ring-3", "ring-4", "ring-5", folder.name,

@@ -11,15 +11,11 @@ import pytest
 from dflash_protocol.settings import (
     DaemonSetting,
     Settings,
-    cache_directory_in_use,
-    cache_of,
+    cache_folder,
     child_environment,
     daemon_environment,
-    given_cache_dir,
     load_settings,
-    share_settings,
 )
-from dflash_protocol.settings_table import KNOBS, Reader
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
 
@@ -146,54 +142,28 @@ def test_settings_that_hold_for_daemons_are_passed_on_if_they_are_not_the_defaul
     assert (told.batch_capacity, told.ipc_profile, told.spin_us) == (7, True, 0)
 
 
-def test_a_cache_folder_that_is_given_holds_here_and_in_child_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PREFIX + "CACHE_DIR", str(tmp_path / "environment"))
-    with cache_of(Settings(cache_dir=str(tmp_path / "given"))):
-        assert cache_directory_in_use() == tmp_path / "given"
-        assert (tmp_path / "given").stat().st_mode & 0o777 == 0o700
-        assert child_environment(())[PREFIX + "CACHE_DIR"] == str(tmp_path / "given")
-    assert cache_directory_in_use() == tmp_path / "environment"
-    assert child_environment(())[PREFIX + "CACHE_DIR"] == str(tmp_path / "environment")
-
-
-def test_the_default_cache_folder_can_be_given_too(
+def test_a_cache_folder_is_the_one_given_or_that_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PREFIX + "CACHE_DIR", str(tmp_path / "environment"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    with cache_of(Settings()):
-        assert cache_directory_in_use() == tmp_path / "home" / "dflash-moe"
-        assert load_settings(child_environment(())).cache_dir == ""
+    assert cache_folder(str(tmp_path / "given")) == tmp_path / "given"
+    assert (tmp_path / "given").stat().st_mode & 0o777 == 0o700
+    assert cache_folder(None) == tmp_path / "environment"
+    assert cache_folder("") == tmp_path / "home" / "dflash-moe"
 
 
-def test_of_several_cache_folders_the_one_given_last_holds() -> None:
-    """Whatever is left first; two of them may be the same folder."""
-    names = ["/a", "/b", "/a"]
-    uses = [cache_of(Settings(cache_dir=name)) for name in names]
-    for use, name in zip(uses, names, strict=True):
-        use.__enter__()
-        assert given_cache_dir() == name
-    held = []
-    for index in (2, 0, 1):
-        uses[index].__exit__(None, None, None)
-        held.append(given_cache_dir())
-    assert held == ["/b", "/b", None]
-
-
-def test_shared_settings_are_found_by_whoever_reads_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("python_paths", [(), None])
+def test_a_daemon_is_told_what_flags_and_file_said_and_not_where_the_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_paths: tuple[Path, ...] | None
 ) -> None:
     file = tmp_path / "moe.toml"
     file.write_text('cache_dir = "/of-the-file"\ncpu_tier = "avx2"\n')
-    for knob in KNOBS:
-        if knob.reader is Reader.BOTH:  # so that they are put back as they were
-            monkeypatch.delenv(knob.variable, raising=False)
-            monkeypatch.setenv(knob.variable, knob.kind.to_text(knob.default))
-            monkeypatch.delenv(knob.variable)
     monkeypatch.setenv("DFLASH_MOE_SETTINGS_FILE", str(file))
-    share_settings(load_settings(flags={"cpu_tier": "auto"}))
-    later = load_settings()
-    assert (later.cache_dir, later.cpu_tier) == ("/of-the-file", "auto")
-    assert child_environment(())[PREFIX + "CACHE_DIR"] == "/of-the-file"
+    before = dict(os.environ)
+    settings = load_settings(flags={"cpu_tier": "auto", "spin_us": "7"})
+    environment = daemon_environment(settings, DaemonSetting("cpu"), python_paths=python_paths)
+    assert dict(os.environ) == before
+    assert "DFLASH_MOE_SETTINGS_FILE" not in environment
+    told = load_settings(environment)
+    assert (told.cache_dir, told.cpu_tier, told.spin_us) == ("/of-the-file", "auto", 7)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_runtime.compute.cpu import tiers
-from dflash_runtime.compute.cpu.tiers import Tier, offered_tiers
+from dflash_runtime.compute.cpu.instruction_sets import Tier, host_features, offered_tiers
 
-HERE = offered_tiers(tiers.host_features())
+HERE = offered_tiers(host_features())
 """Best first."""
 
 on_x86 = pytest.mark.skipif(Tier.AVX2 not in HERE, reason="needs an x86 CPU with AVX2")

@@ -68,7 +68,7 @@ class EmulatedGpus:
         """Of backends that are opened from now on."""
         self.opened: list[EmulatedDevice] = []
 
-    def open(self, device: Device) -> CupyBackend:
+    def open(self, device: Device, cache_dir: str | None = None) -> CupyBackend:
         if device.index >= NUM_GPUS:
             raise DeviceUnavailable(f"{device}: the driver sees {NUM_GPUS} devices of this kind")
         emulated = EmulatedDevice()
@@ -112,8 +112,10 @@ class RealGpu:
         self.device = device
         self.held = DriverUse(monkeypatch).held
 
-    def open(self, device: Device) -> CupyBackend:
-        return CupyBackend(device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES)
+    def open(self, device: Device, cache_dir: str | None = None) -> CupyBackend:
+        return CupyBackend(
+            device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES, cache_dir=cache_dir
+        )
 
     def used_bytes(self) -> int:
         """As the driver counts, whoever uses it."""

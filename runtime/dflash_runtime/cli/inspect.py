@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dflash_protocol.for_people import ascii_json
-from dflash_protocol.settings import load_settings
+from dflash_protocol.settings import cache_directory, load_settings
 from dflash_protocol.wording import noun
 from dflash_runtime.cli.output import write_lines
 
@@ -58,12 +58,11 @@ def _digests(file: GgufFile) -> list[str]:
     """SHA-256 of each of the model's files; what is read of them is shown on a terminal."""
     from dflash_adapters.full_digest import file_digests
     from dflash_protocol.errors import SettingsError
-    from dflash_protocol.settings import cache_directory_in_use
     from dflash_runtime.cli.progress import ProgressReporter
 
     folder = None
     try:
-        folder = cache_directory_in_use()
+        folder = cache_directory(load_settings())
     except SettingsError as error:
         # docs: the cache folder cannot be used (`CACHE_DIR`); it is made again next time
         click.echo(f"dflash-moe: the digest is not kept: {error}", err=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from dflash_protocol.setting_kinds import Switch
-from dflash_protocol.settings import Settings, load_settings, share_settings
+from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings_table import (
     KNOBS,
     SETTINGS_FLAG,
@@ -76,15 +76,13 @@ def settings_options(function: F) -> F:
 
 
 def take_settings(options: dict[str, Any]) -> Settings:
-    """Take the settings out of a command's options, and have all of this program agree on them.
+    """Take the settings out of a command's options.
 
     Raises: SettingsError.
     """
     file = options.pop(_FILE)
     flags = {knob.field: options.pop(knob.field) for knob in KNOBS if knob.field in options}
-    settings = load_settings(file=file, flags=flags)
-    share_settings(settings)
-    return settings
+    return load_settings(file=file, flags=flags)
 
 
 def _with_options(knobs: Sequence[Knob], function: F) -> F:

@@ -21,7 +21,7 @@ from dflash_runtime.compute.cores import usable_cores
 _LOG = logging.getLogger(__name__)
 
 _GPU_MODULE = "dflash_runtime.compute.cupy.backend"
-"""Has ``CupyBackend(device)``, for the vendor that the installed CuPy was built for."""
+"""Has ``CupyBackend(device, cache_dir=…)``, for the vendor that CuPy was built for."""
 _CUPY = {
     DeviceKind.CUDA: {"CUDA 12": "cupy-cuda12x>=13,<15", "CUDA 13": "cupy-cuda13x>=13.6,<15"},
     DeviceKind.HIP: {"ROCm 7": "cupy-rocm-7-0>=14,<15"},
@@ -41,6 +41,7 @@ def open_backend(
     backend: BackendName = BackendName.AUTO,
     num_threads: int | None = None,
     cpu_tier: str = AUTO_TIER,
+    cache_dir: str | None = None,
 ) -> ComputeBackend:
     """The backend of a device, None = `choose_device`'s; the arguments are `make_backend`'s.
 
@@ -48,7 +49,9 @@ def open_backend(
     """
     device = choose_device(device)
     if device.kind is DeviceKind.CPU:
-        return make_backend(backend, num_threads=num_threads, cpu_tier=cpu_tier)
+        return make_backend(
+            backend, num_threads=num_threads, cpu_tier=cpu_tier, cache_dir=cache_dir
+        )
     if backend is not BackendName.AUTO:
         raise SettingsError(
             f"backend {backend} does not compute on {device}; use backend auto, or device cpu"
@@ -56,7 +59,7 @@ def open_backend(
     reason = why_unusable(device.kind)
     if reason is not None:
         raise SettingsError(f"device {device}: {reason}, or use device cpu")
-    return _LOADERS[device.kind](device)
+    return _LOADERS[device.kind](device, cache_dir)
 
 
 def why_unusable(kind: DeviceKind) -> str | None:
@@ -79,12 +82,17 @@ def why_unusable(kind: DeviceKind) -> str | None:
 
 
 def make_backend(
-    name: BackendName, *, num_threads: int | None = None, cpu_tier: str = AUTO_TIER
+    name: BackendName,
+    *,
+    num_threads: int | None = None,
+    cpu_tier: str = AUTO_TIER,
+    cache_dir: str | None = None,
 ) -> ComputeBackend:
     """A backend of the CPU by name; ``auto`` is ``cpu`` where its kernels run, else ``reference``.
 
     `num_threads` defaults to the physical cores we may use; `cpu_tier`, one of settings.CPU_TIERS,
-    holds for all CPU backends of the process.
+    holds for all CPU backends of the process. What is compiled for the backend is kept in
+    `cache_dir`, as `settings.cache_folder` has it.
     Raises: SettingsError if the backend that was asked for cannot work on this machine.
     """
     if name is not BackendName.REFERENCE:
@@ -99,9 +107,9 @@ def make_backend(
             if name is BackendName.CPU:
                 raise SettingsError(f"{reason}; install numba or use backend reference") from error
             return _reference(reason)
-        choose_tier(cpu_tier)
+        choose_tier(cpu_tier, cache_dir)
         try:
-            return CpuBackend(num_threads=num_threads or len(usable_cores()))
+            return CpuBackend(num_threads=num_threads or len(usable_cores()), cache_dir=cache_dir)
         except SettingsError as error:
             if name is BackendName.CPU:
                 raise
@@ -119,12 +127,13 @@ def _reference(reason: str = "") -> ComputeBackend:
     return ReferenceBackend()
 
 
-def _open_gpu(device: Device) -> ComputeBackend:
-    backend: ComputeBackend = importlib.import_module(_GPU_MODULE).CupyBackend(device)
+def _open_gpu(device: Device, cache_dir: str | None) -> ComputeBackend:
+    module = importlib.import_module(_GPU_MODULE)
+    backend: ComputeBackend = module.CupyBackend(device, cache_dir=cache_dir)
     return backend
 
 
-_LOADERS: dict[DeviceKind, Callable[[Device], ComputeBackend]] = {
+_LOADERS: dict[DeviceKind, Callable[[Device, str | None], ComputeBackend]] = {
     DeviceKind.CUDA: _open_gpu,
     DeviceKind.HIP: _open_gpu,
 }

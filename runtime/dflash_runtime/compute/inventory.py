@@ -85,7 +85,11 @@ def _backends() -> tuple[dict[str, str | None], str | None]:
         backends["cpu"] = _reason(error)
         return backends, None
     try:
-        return backends, str(choose_tier(load_settings().cpu_tier))
+        settings = load_settings()
+        try:
+            return backends, str(choose_tier(settings.cpu_tier, settings.cache_dir))
+        except TypeError:  # older packages of ours find the folder for themselves
+            return backends, str(choose_tier(settings.cpu_tier))
     except DflashError as error:
         backends["cpu"] = str(error)
         return backends, None

@@ -1,6 +1,6 @@
 """What a trial of a mailbox finds: round trips of words that both sides can work out.
 
-Knows nothing of devices: `backend.DeviceMail` gives a trial, `cli.doctor_mailbox` runs it.
+Knows nothing of devices: `backend.DeviceMail` gives a trial, `tools.doctor_mailbox` runs it.
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ class Engine:
         With `tolerates_absent`, unless daemons are required, those of `connect` may come later.
         `device` is what this process computes on: ``auto``, ``cpu``, ``cuda:N`` or ``hip:N``.
         `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
-        else f16. While the engine is open, its `settings` say where the process keeps what it
-        compiles; of several engines, those of the one opened last.
+        else f16. What is compiled for the engine is kept where its `settings` say.
         Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable,
         HandshakeRefused.
         """

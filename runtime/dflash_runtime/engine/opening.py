@@ -25,7 +25,7 @@ from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.setting_kinds import DaemonSetting, DeviceOrAuto, checked
-from dflash_protocol.settings import MAX_THREADS, Settings, cache_of
+from dflash_protocol.settings import MAX_THREADS, Settings
 from dflash_runtime.compute import (
     MEMORY_ADVICE,
     BackendName,
@@ -107,7 +107,6 @@ def open_model(
     Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable, HandshakeRefused.
     """
     asked = _checked(options, settings)
-    undo.enter_context(cache_of(settings))
     file = undo.enter_context(GgufFile.open(chosen_model_path(settings) if path is None else path))
     adapter = adapter_for(file)
     if settings.yarn == "llama.cpp":
@@ -134,6 +133,7 @@ def open_model(
             backend=asked.backend,
             num_threads=num_threads,
             cpu_tier=settings.cpu_tier,
+            cache_dir=settings.cache_dir,
         )
     undo.callback(backend.close)
     report = on_progress or _nobody_watches
@@ -159,13 +159,16 @@ def open_model(
     if not backend.is_host and (asked.choices or asked.endpoints) and computes_here:
         # What the device has no room for is computed by the host where the file is mapped.
         fallback_backend = make_backend(
-            BackendName.AUTO, num_threads=num_threads, cpu_tier=settings.cpu_tier
+            BackendName.AUTO,
+            num_threads=num_threads,
+            cpu_tier=settings.cpu_tier,
+            cache_dir=settings.cache_dir,
         )
         undo.callback(fallback_backend.close)
         fallback_backend.warm_up(
             expert_tensor_types(spec.moe), on_progress=partial(report, "parent", "compile")
         )
-    weights = WeightCheck(file, spec.moe)
+    weights = WeightCheck(file, spec.moe, settings.cache_dir)
     undo.callback(weights.close)
     owners = Owners(
         file,

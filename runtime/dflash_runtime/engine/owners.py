@@ -241,7 +241,7 @@ def _sharing_plan(
     if settings.ipc_transport == "stream":
         return None
     if ring_native.is_available():
-        ring_native.kernels()
+        ring_native.kernels(settings.cache_dir)
     plan = SharingPlan(
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),

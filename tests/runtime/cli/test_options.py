@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.settings import Settings
 from dflash_protocol.settings_table import KNOBS, SETTINGS_FILE
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.options import (
@@ -120,15 +121,17 @@ def test_a_wrong_flag_is_named() -> None:
     assert taken("--heartbeat-ms", "10").heartbeat_ms == 10
 
 
-def test_the_rest_of_the_program_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are cached by code that knows no flags; it reads the settings for itself."""
+def test_settings_are_taken_and_the_environment_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "moe.toml"
     file.write_text('cpu_tier = "avx2"\n')
     monkeypatch.setenv(PREFIX + "IPC_WORK_DIR", "/run/of-the-variable")
+    before = dict(os.environ)
     settings = taken("--settings", str(file), "--cache-dir", "/of-the-flag")
-    later = load_settings()
-    assert (later.cache_dir, later.cpu_tier) == ("/of-the-flag", "avx2")
-    assert later.run_dir == settings.run_dir == "/run/of-the-variable"
+    assert (settings.cache_dir, settings.cpu_tier) == ("/of-the-flag", "avx2")
+    assert settings.run_dir == "/run/of-the-variable"
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("advice", [MEMORY_ADVICE, DAEMON_MEMORY_ADVICE])

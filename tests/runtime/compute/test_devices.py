@@ -74,17 +74,17 @@ def test_a_version_without_kernels_for_gpus_says_so(monkeypatch: pytest.MonkeyPa
 def test_the_module_of_gpus_is_asked_for_its_backend(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Device] = []
+    asked: list[tuple[Device, str | None]] = []
 
-    def opened(device: Device) -> ComputeBackend:
-        asked.append(device)
+    def opened(device: Device, *, cache_dir: str | None) -> ComputeBackend:
+        asked.append((device, cache_dir))
         return open_backend(CPU, backend=BackendName.REFERENCE)
 
     install(monkeypatch, "cupy")
     install(monkeypatch, "gpu_backend_of_a_test", CupyBackend=opened)
     monkeypatch.setattr(devices, "_GPU_MODULE", "gpu_backend_of_a_test")
-    open_backend(device).close()
-    assert asked == [device]
+    open_backend(device, cache_dir="/some/where").close()
+    assert asked == [(device, "/some/where")]
 
 
 @pytest.mark.parametrize("name", [BackendName.CPU, BackendName.REFERENCE])

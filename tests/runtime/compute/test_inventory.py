@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from dflash_protocol.device import Device, DeviceKind
-from dflash_runtime.cli import doctor
-from dflash_runtime.cli.findings import gpu_lines
 from dflash_runtime.compute import inventory as inventory_module
 from dflash_runtime.compute.cupy import devices, driver
 from dflash_runtime.compute.inventory import inventory
+from dflash_runtime.tools import doctor
+from dflash_runtime.tools.findings import gpu_lines
 from support.fake_driver.fake_driver import FakeDriver, Setting
 
 BACKENDS = ("reference", "cpu", "cuda", "hip")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,10 +20,10 @@ import pytest
 from dflash_adapters.ops import KvType
 from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
-from dflash_protocol.settings import Settings, cache_directory_in_use, given_cache_dir
+from dflash_protocol.settings import Settings, cache_folder
 from dflash_runtime import Engine
 from dflash_runtime.compute.reference.ops import ReferenceOps
-from support.processes import environment, wait_until
+from support.processes import START_S, environment, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
 SHAPE = Qwen3MoeShape(num_layers=2, num_experts=4, num_experts_used=2, vocab_size=300)
@@ -232,20 +233,37 @@ def test_an_address_that_cannot_be_tried_is_an_error_and_no_hang(model: Path, ad
         Engine.open(model, connect=[address], backend="reference")
 
 
-def test_settings_that_are_given_say_where_is_kept_what_is_compiled(
-    model: Path, tmp_path: Path
+USES_GIVEN_CACHE = """
+import sys
+from dflash_protocol.settings import Settings
+from dflash_runtime import Engine
+
+if __name__ == "__main__":
+    settings = Settings(cache_dir=sys.argv[2], run_dir=sys.argv[3])
+    with Engine.open(sys.argv[1], backend="cpu", daemons=["cpu"], settings=settings) as engine:
+        print(*(token.token_id for token in engine.generate([5, 6, 7], 3, ignore_eos=True)))
+"""
+
+
+@pytest.mark.e2e
+def test_all_that_is_compiled_is_kept_where_its_settings_say(
+    model: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(cache_dir=str(tmp_path / "given"))
-    with Engine.open(model, backend="reference", settings=settings):
-        assert cache_directory_in_use() == tmp_path / "given"
-    assert given_cache_dir() is None
-    with pytest.raises(SettingsError):
-        Engine.open(model, backend="reference", settings=settings, context=1 << 20)
-    assert given_cache_dir() is None
-    engine = Engine.open(model, backend="reference", settings=settings)
-    del engine
-    gc.collect()
-    assert given_cache_dir() is None
+    """By engine, daemon, and the processes that compile for them; nowhere is anything else made."""
+    compiled, given = cache_folder(None), tmp_path / "given"
+    given.mkdir(mode=0o700)
+    with Engine.open(model, backend="cpu", daemons=["cpu"]):
+        pass  # so that kernels of this kind are there already
+    for folder in (*compiled.glob("kernels-*"), *compiled.glob("ring-*")):
+        shutil.copytree(folder, given / folder.name)
+    done = subprocess.run(
+        [sys.executable, "-c", USES_GIVEN_CACHE, model, given, run_dir],
+        env=environment(XDG_CACHE_HOME=str(tmp_path / "home")),
+        capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, len(done.stdout.split())) == (0, 3), done.stderr
+    assert list(given.glob("cpu-tier-*"))
+    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.e2e

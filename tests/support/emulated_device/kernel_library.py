@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from dflash_protocol.errors import KernelCompileError
-from dflash_protocol.settings import cache_directory_in_use
+from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER, digest_of, kernel_source
 
@@ -103,7 +103,7 @@ def _compiled_by_one(key: bytes) -> Iterator[None]:
 
     Whoever holds the lock gives up its compiler after a while, and a lock ends with its process.
     """
-    folder = cache_directory_in_use() / "emulated-locks"
+    folder = cache_folder(None) / "emulated-locks"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / key[:1].hex()).open("w") as file:  # few files, so that none has to be removed
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -14,6 +14,7 @@ from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.cpu import compiling
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.scratch import Scratch
@@ -25,17 +26,19 @@ class CpuBackend(HostBackend):
     """Implements backend.ComputeBackend with up to `num_threads` threads, the caller's among them.
 
     Weights of any type are multiplied as the float32 values they stand for; nothing is rounded to
-    fewer bits. Results do not depend on `num_threads`.
+    fewer bits. Results do not depend on `num_threads`. Kernels that `warm_up` compiles are kept in
+    `cache_dir`, as `cache_folder` has it.
     Raises: SettingsError on a CPU that the kernels cannot run on.
     """
 
     name = "cpu"
 
-    def __init__(self, *, num_threads: int) -> None:
+    def __init__(self, *, num_threads: int, cache_dir: str | None = None) -> None:
         if not compiling.is_supported_cpu():
             raise SettingsError("backend cpu needs a CPU that converts halves (F16C on x86-64)")
         check_num_threads(num_threads)
         self._num_threads = num_threads
+        self._cache_dir = cache_dir
         self._scratch = Scratch()
 
     @cached_property
@@ -67,9 +70,10 @@ class CpuBackend(HostBackend):
         on_progress: OnProgress | None = None,
     ) -> None:
         jobs = jobs_for(tensor_types, kv_type, is_recurrent=is_recurrent)
-        compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
-        for job in jobs:
-            run_job(job)
+        with keeping_in(self._cache_dir):
+            compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
+            for job in jobs:
+                run_job(job)
 
     def rest(self) -> None:
         self._workers.rest()

@@ -97,7 +97,7 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
     try:
         with selectors.DefaultSelector() as selector:
             for _ in range(min(len(jobs), len(usable_cores()), _MOST_CHILDREN)):
-                child = _Child()
+                child = _Child(folder.parent)
                 children.append(child)
                 child.begin(waiting.pop())
                 selector.register(child.output, selectors.EVENT_READ, child)
@@ -128,10 +128,11 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
 class _Child:
     """One compiling process. Owns it until `end`. Raises: OSError if it cannot be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_dir: Path) -> None:
         self.job = ""
+        arguments = current_tier().value, str(os.getpid()), str(cache_dir)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _CHILD, current_tier().value, str(os.getpid())],
+            [sys.executable, "-P", "-m", _CHILD, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -14,7 +14,9 @@ import platform
 import shutil
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import llvmlite
 import numba
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import cache_directory_in_use, given_cache_dir
+from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.untyped import (
     CacheImpl,
@@ -43,6 +45,8 @@ _LOCK_PATIENCE_S = 60.0
 _LOCK_POLL_S = 0.02
 _PROBE_BYTES = 64 << 10
 """A full disk still has room for empty files."""
+
+_cache_dir: ContextVar[str | None] = ContextVar("cache_dir", default=None)
 
 
 def code_identity() -> str:
@@ -78,15 +82,25 @@ def _sources_digest() -> str:
 
 def kernel_folder() -> Path | None:
     """Made and writable, or None after a warning."""
-    return prepared_folder(given_cache_dir())
+    return prepared_folder(_cache_dir.get())
+
+
+@contextmanager
+def keeping_in(cache_dir: str | None) -> Iterator[None]:
+    """Kernels that are compiled within it, by this thread, are kept in this `cache_dir`, as
+    `cache_folder` has it. Those that another backend has compiled are there already."""
+    token = _cache_dir.set(cache_dir)
+    try:
+        yield
+    finally:
+        _cache_dir.reset(token)
 
 
 @cache
-def prepared_folder(given: str | None) -> Path | None:
-    """The same, made once for each `cache_dir` that is given while it holds."""
-    del given  # which the settings in use are
+def prepared_folder(cache_dir: str | None) -> Path | None:
+    """The same, made once for each `cache_dir`."""
     try:
-        parent = cache_directory_in_use()
+        parent = cache_folder(cache_dir)
         folder = parent / f"{_PREFIX}{code_identity()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
         probe = folder / f".{os.getpid()}"

@@ -21,11 +21,11 @@ import numpy as np
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_protocol.settings import cache_directory_in_use
-from dflash_runtime.compute.cpu.panels import amx
+from dflash_protocol.settings import cache_folder, child_environment
+from dflash_runtime.compute.cpu.instruction_sets import Tier
+from dflash_runtime.compute.cpu.panels import tiles
 from dflash_runtime.compute.cpu.panels.dots import Dots, Quants
 from dflash_runtime.compute.cpu.panels.emitting import I8, I64, Vec, load, look_up
-from dflash_runtime.compute.cpu.tiers import Tier, assumed
 from dflash_runtime.compute.cpu.untyped import ir, llvm
 from dflash_runtime.compute.cpu.vector.types import lanes_of
 
@@ -38,15 +38,16 @@ _TABLE = [255 - 16 * index for index in range(16)]
 _STEP = lanes_of(I8, 64)
 
 
-def why_not(tier: Tier, features: str) -> str | None:
-    """Why the tier cannot be used with these features, in a few words; None if it can."""
-    if tier is Tier.AMX and not amx.request_permission():
+def why_not(tier: Tier, features: str, cache_dir: str | None = None) -> str | None:
+    """Why the tier cannot be used with these features, in a few words; None if it can. The verdict
+    is kept in `cache_dir`, as `cache_folder` has it."""
+    if tier is Tier.AMX and not tiles.request_permission():
         return "the operating system does not permit tiles"
     try:
         job = json.dumps(_job(tier, features))
     except (TypeError, ValueError) as error:  # llvmlite no longer builds what we build
         return f"its test cannot be built: {error}"
-    place = _place(tier, job)
+    place = _place(tier, job, cache_dir)
     if place is not None:
         with suppress(OSError):
             kept = place.read_text()
@@ -59,12 +60,12 @@ def why_not(tier: Tier, features: str) -> str | None:
     return verdict
 
 
-def _place(tier: Tier, job: str) -> Path | None:
+def _place(tier: Tier, job: str, cache_dir: str | None) -> Path | None:
     """The file for the verdict; None if there is no place, which is reported with the kernels."""
     of = job, llvmlite.__version__, llvm.llvm_version_info, platform.release(), sys.executable
     digest = hashlib.sha256(repr(of).encode()).hexdigest()
     try:
-        return cache_directory_in_use() / f"{_PREFIX}{tier}-{digest[:16]}"
+        return cache_folder(cache_dir) / f"{_PREFIX}{tier}-{digest[:16]}"
     except SettingsError:
         return None
 
@@ -78,6 +79,7 @@ def _run(job: str) -> str | None:
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
+            env=child_environment(()),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"its test could not be run: {error}"
@@ -132,8 +134,7 @@ def program_of(tier: Tier) -> str:
     kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
     function = ir.Function(module, kind, "program")
     builder = ir.IRBuilder(function.append_basic_block())
-    with assumed(tier):
-        _emit(builder, tier, *function.args)
+    _emit(builder, tier, *function.args)
     builder.ret_void()
     return str(module)
 
@@ -146,9 +147,9 @@ def _emit(builder: Any, tier: Tier, *addresses: Any) -> None:
             quants = load(weights + 64 * step, _STEP)
             dots.add(quants & ((1 << bits) - 1), load(x + 64 * step, _STEP))
         dots.total().store(out + 64 * index)
-    look_up(load(weights, _STEP) & 15, _TABLE).store(out + 64 * len(_BITS))
+    look_up(load(weights, _STEP) & 15, _TABLE, tier).store(out + 64 * len(_BITS))
     if tier is Tier.AMX:
-        amx.emit_permission(builder)
-        amx.emit_begin(builder)
-        amx.emit_product(builder, 2, 0, weights, x, out + 64 * (len(_BITS) + 1))
-        amx.emit_end(builder)
+        tiles.emit_permission(builder)
+        tiles.emit_begin(builder)
+        tiles.emit_product(builder, 2, 0, weights, x, out + 64 * (len(_BITS) + 1))
+        tiles.emit_end(builder)

@@ -1,111 +1,27 @@
-"""Instruction-set tiers: which instructions the kernels' few special steps are built from.
-
-A tier decides how bytes are multiplied, how many tokens share a panel and which instructions LLVM
-may use; everything else is generic vector IR. Fixed once a process, before its first kernel is
-compiled. Knows nothing of how a tier is proven to work, see tier_test.
-"""
+"""The instruction-set tier of this process: chosen once, before its first kernel is compiled."""
 
 from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from itertools import pairwise
 from threading import RLock
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import AUTO_TIER
-from dflash_runtime.compute.cpu.untyped import config, cpu_target, llvm
+from dflash_runtime.compute.cpu.instruction_sets import (
+    Tier,
+    host_features,
+    offered_tiers,
+    target_features,
+)
+from dflash_runtime.compute.cpu.tier_test import why_not
+from dflash_runtime.compute.cpu.untyped import config, cpu_target
 
 _LOG = logging.getLogger(__name__)
 
-
-class Tier(StrEnum):
-    """Best first, of each machine."""
-
-    AMX = "amx"
-    """AVX512_VNNI, and tiles for 16 tokens at once: the same bits."""
-    AVX512_VNNI = "avx512vnni"
-    AVX_VNNI = "avxvnni"
-    AVX2 = "avx2"
-    NEON_DOT = "neondot"
-    GENERIC = "generic"
-
-    @property
-    def has_wide_registers(self) -> bool:
-        """32 registers of 512 bits."""
-        return self in (Tier.AMX, Tier.AVX512_VNNI)
-
-    @property
-    def has_vpdpbusd(self) -> bool:
-        """Unsigned times signed bytes, any of them, straight into 32 bits."""
-        return self.has_wide_registers or self is Tier.AVX_VNNI
-
-    @property
-    def numerics(self) -> str:
-        """Names what this tier decides about the bits of a result."""
-        return (Tier.AVX512_VNNI if self is Tier.AMX else self).value
-
-
-_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
-_NEEDED = {  # features of the CPU: all names of one of the sets
-    Tier.AMX: ((*_AVX512, "amx-tile", "amx-int8"),),
-    Tier.AVX512_VNNI: (_AVX512,),
-    Tier.AVX_VNNI: (("avx2", "fma", "avxvnni"), ("fma", *_AVX512)),
-    Tier.AVX2: (("avx2", "fma"),),
-    Tier.NEON_DOT: (("neon", "dotprod"),),
-    Tier.GENERIC: ((),),
-}
-
-# What LLVM must not use: names, or beginnings of them with a star, and the exceptions. Features
-# that would switch a forbidden one on again are forbidden too.
-_FORBIDDEN: dict[Tier, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    Tier.AVX_VNNI: (("avx512*", "avx10*", "amx*", "evex512"), ()),
-    Tier.AVX2: (("avx*", "amx*", "evex512"), ("avx", "avx2")),
-    Tier.GENERIC: (
-        ("avx*", "amx*", "evex512", "vaes", "sha512", "sm4", "dotprod", "i8mm", "sve*", "sme*"),
-        ("avx",),
-    ),
-}
-
 _lock = RLock()
 _chosen: Tier | None = None
-
-
-def offered_tiers(features: dict[str, bool]) -> list[Tier]:
-    """What a CPU with these features has the instructions for, best first."""
-    return [
-        tier
-        for tier, sets in _NEEDED.items()
-        if any(all(features.get(name) for name in names) for names in sets)
-    ]
-
-
-def target_features(tier: Tier, features: dict[str, bool]) -> str:
-    """The features LLVM may use for a tier on a CPU, in LLVM's notation."""
-    forbidden, allowed = _FORBIDDEN.get(tier, ((), ()))
-    if tier is Tier.AVX_VNNI and not features.get("avxvnni"):
-        forbidden = ()  # here these very instructions are a part of AVX-512
-
-    def is_forbidden(name: str) -> bool:
-        return name not in allowed and any(
-            name.startswith(each[:-1]) if each.endswith("*") else name == each for each in forbidden
-        )
-
-    return ",".join(
-        f"{'+' if is_there and not is_forbidden(name) else '-'}{name}"
-        for name, is_there in sorted(features.items())
-    )
-
-
-def host_features() -> dict[str, bool]:
-    """Of this CPU; empty where LLVM cannot tell."""
-    try:
-        return dict(llvm.get_host_cpu_features())
-    except RuntimeError:
-        return {}
 
 
 def current_tier() -> Tier:
@@ -113,20 +29,10 @@ def current_tier() -> Tier:
     return _chosen or choose_tier(AUTO_TIER)
 
 
-@contextmanager
-def assumed(tier: Tier) -> Iterator[None]:
-    """Inside, code is emitted for a tier that the process has not chosen."""
-    global _chosen
-    with _lock:
-        before, _chosen = _chosen, tier
-        try:
-            yield
-        finally:
-            _chosen = before
-
-
-def choose_tier(name: str) -> Tier:
+def choose_tier(name: str, cache_dir: str | None = None) -> Tier:
     """Fix the tier of this process. ``auto`` agrees with whatever was chosen before.
+
+    What is found out of a tier is kept in `cache_dir`, as `cache_folder` has it.
 
     A tier that the CPU offers but that fails its test is replaced by the next one, with a warning.
     Raises: SettingsError if the CPU lacks the tier, or another was chosen before.
@@ -146,17 +52,16 @@ def choose_tier(name: str) -> Tier:
                 known = ", ".join(offered)
                 raise SettingsError(f"CPU tier {name}: this {platform.machine()} offers {known}")
             offered = offered[offered.index(Tier(name)) :]
-        _chosen = _first_that_works(offered, features)
+        _chosen = _first_that_works(offered, features, cache_dir)
         _restrict_llvm(target_features(_chosen, features))
         return _chosen
 
 
-def _first_that_works(offered: list[Tier], features: dict[str, bool]) -> Tier:
-    # It is built of what asks this module for the tier.
-    from dflash_runtime.compute.cpu.tier_test import why_not
-
+def _first_that_works(
+    offered: list[Tier], features: dict[str, bool], cache_dir: str | None
+) -> Tier:
     for tier, following in pairwise(offered):
-        reason = why_not(tier, target_features(tier, features))
+        reason = why_not(tier, target_features(tier, features), cache_dir)
         if reason is None:
             return tier
         # docs: a slower instruction set is used; results stay right. Often an old LLVM

@@ -21,7 +21,7 @@ from dflash_runtime.compute.cupy.decode_arrays import GRANULE, ArrayChecker, int
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.cupy.device import DeviceArray, Grid, Kernel, KernelDevice, address
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
-from dflash_runtime.compute.cupy.kv_cache import CachedRows, LayerKvCache
+from dflash_runtime.compute.cupy.kv_rows import CachedRows, LayerKvCache
 
 _ALIGNMENT = 16
 

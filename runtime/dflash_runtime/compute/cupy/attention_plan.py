@@ -13,7 +13,7 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS, check_tokens, padded_columns
-from dflash_runtime.compute.cupy.kv_cache import row_elements
+from dflash_runtime.compute.cupy.kv_rows import row_elements
 
 FIRST_BUCKET = 1024
 """Positions of the smallest context bucket; each next has four times as many."""

@@ -28,7 +28,7 @@ from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS, ArrayChecker
 from dflash_runtime.compute.cupy.decode_experts import Rows
 from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
-from dflash_runtime.compute.cupy.kv_cache import LayerKvCache, new_layer_cache
+from dflash_runtime.compute.cupy.kv_rows import LayerKvCache, new_layer_cache
 from dflash_runtime.compute.trees import MOST_NODES
 
 _NODES_WARPS = 8

@@ -16,6 +16,7 @@ from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
+from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.cupy.device import KernelDevice
@@ -83,15 +84,16 @@ class CupyBackend:
         scratch_bytes: int = _SCRATCH_BYTES,
         halved_from: int = HALVED_FROM,
         memory: Callable[[], DeviceMemory] | None = None,
+        cache_dir: str | None = None,
     ) -> None:
         """`memory` says what is free; nothing is checked beforehand without it, unless the device
-        is opened here.
+        is opened here. Kernels of that one are kept in `cache_dir`, as `cache_folder` has it.
 
         Raises: DeviceUnavailable, KernelCompileError.
         """
         self._undo = contextlib.ExitStack()
         if isinstance(device, Device):
-            opened = CupyDevice(device)
+            opened = CupyDevice(device, cache=BinaryCache(cache_dir=cache_dir))
             self._undo.callback(opened.close)
             device, memory = opened, opened.memory
         self.device: KernelDevice = device

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import cache_directory_in_use
+from dflash_protocol.settings import cache_folder
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,11 +25,18 @@ _CHECKSUM_BYTES = 32
 class BinaryCache:
     """Files of one folder, the least recently used removed beyond `max_bytes`.
 
-    The folder is looked for again at each use: the settings in use may change.
+    The `folder` is by default one in `cache_dir`, as `cache_folder` has it.
     """
 
-    def __init__(self, folder: Path | None = None, *, max_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        cache_dir: str | None = None,
+        max_bytes: int = 256 << 20,
+    ) -> None:
         self._given_folder = folder
+        self._cache_dir = cache_dir
         self._max_bytes = max_bytes
 
     def get(self, key: bytes) -> bytes | None:
@@ -75,7 +82,7 @@ class BinaryCache:
     def _folder(self) -> Path | None:
         """Made and ours, or None after a warning."""
         try:
-            folder = self._given_folder or cache_directory_in_use() / _FOLDER
+            folder = self._given_folder or cache_folder(self._cache_dir) / _FOLDER
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (SettingsError, OSError) as error:
             _LOG.warning("kernels will be compiled at every start: %s", error)

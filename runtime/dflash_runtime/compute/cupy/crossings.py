@@ -5,13 +5,11 @@ Knows nothing of what is copied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.cupy.device import SideStream
-
-if TYPE_CHECKING:
-    from dflash_runtime.compute.cupy.payload import PayloadMover
+from dflash_runtime.compute.cupy.payload_kernels import PayloadKernels
 
 COPY_DEADLINE_S = 60.0
 """A copy waits for what the device computes before it, and for nobody else."""
@@ -30,14 +28,14 @@ class Crossings:
 
     def __init__(
         self,
-        mover: PayloadMover,
+        kernels: PayloadKernels,
         name: str,
         shares: Shares,
         *,
         not_finite: Shares | None = None,
     ) -> None:
         """`not_finite` is for directions in which sums are moved, of float64."""
-        self.mover = mover
+        self.kernels = kernels
         self.shares = shares
         self.not_finite = not_finite
         self._name = name
@@ -46,18 +44,20 @@ class Crossings:
 
     @property
     def stream(self) -> SideStream:
-        return self.mover.device.side_stream(self._name)
+        return self.kernels.device.side_stream(self._name)
 
     def hold(self, *used: object) -> None:
         """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
         self._held = *self._held, *used
 
     def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
-        """As PayloadMover.move, in the stream."""
+        """As PayloadKernels.move, in the stream."""
         address = self.shares.device_address
         if self.not_finite is not None:
             how["not_finite"] = self.not_finite.device_address
-        num_blocks = self.mover.move(source, target, shape, shares=address, side=self.stream, **how)
+        num_blocks = self.kernels.move(
+            source, target, shape, shares=address, side=self.stream, **how
+        )
         return Crossing(self, num_blocks)
 
     def settle(self) -> None:
@@ -75,12 +75,12 @@ class Crossing:
 
     def has_ended(self) -> bool:
         """As device_payload.Crossing.has_ended."""
-        with self._crossings.mover.lock:
+        with self._crossings.kernels.lock:
             return self._crossings.stream.is_empty()
 
     def digest(self) -> int:
         """As device_payload.Crossing.digest."""
-        with self._crossings.mover.lock:
+        with self._crossings.kernels.lock:
             self._crossings.settle()
             return int(self._crossings.shares.host[: self._num_blocks].sum())
 

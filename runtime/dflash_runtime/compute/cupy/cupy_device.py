@@ -433,7 +433,9 @@ class CupyDevice:
         side = self._sides.get(name)
         if side is None:
             self._begin("make a stream")
-            side = self._sides[name] = CupySideStream(self, self._driver)
+            side = self._sides[name] = CupySideStream(
+                self._driver, self._index, name=self.name, launch=self.launch
+            )
         return side
 
     def use(self) -> None:

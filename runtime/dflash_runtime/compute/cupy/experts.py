@@ -16,10 +16,13 @@ from dflash_adapters.moe_spec import MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.routed_batch import DeviceBatch, RoutedBatch, Sums, add_sums, slice_tokens
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.exchange import StepBox
 from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.payload import PlacedSums
-from dflash_runtime.compute.cupy.recorded_experts import RecordedExperts, too_many_pairs
+from dflash_runtime.compute.cupy.recorded_experts import (
+    RecordedExperts,
+    RecordedLayer,
+    too_many_pairs,
+)
 from dflash_runtime.compute.cupy.resident import ResidentLayer, named_layer
 
 
@@ -43,11 +46,10 @@ class CupyExpertBank:
         self.num_experts = by_local.num_resident
         self._lock = lock
         self._recorded = recorded
-        self.token_box: StepBox | None = None
-        """What steps of one token go through, once there was one."""
         self.by_global = by_global
         self._ops = ops
         self.by_local = by_local
+        self._steps = RecordedLayer(by_local)
 
     def part(self, file: GgufFile, local_expert_ids: I32Array) -> CupyExpertBank:
         """As backend.DivisibleBank.part: only tables and vectors are made anew."""
@@ -88,14 +90,13 @@ class CupyExpertBank:
                 return
             hidden = batch.hidden
             if batch.num_tokens == 1:
-                self._recorded.add_token(self, self.by_local, batch, out=out)
+                self._recorded.add_token(self._steps, batch, out=out)
                 return
             ids, weights = rectangular(batch, self.layer.num_experts_used)
             for first in range(0, batch.num_tokens, MOST_TOKENS):
                 some = slice(first, first + MOST_TOKENS)
                 self._recorded.add_steps(
-                    self,
-                    self.by_local,
+                    self._steps,
                     hidden=hidden[some],
                     ids=ids[some],
                     weights=weights[some],

@@ -156,9 +156,9 @@ class GatedOps:
         out: Any = None,
     ) -> DeltaHeads:
         """Put off until norm and gate are known, or somebody reads it."""
+        assert isinstance(cache, DeviceKvCache)
         if not isinstance(mixed, Convolved) or (mixed.cache, mixed.layer) != (cache, layer):
             self.lacks("a delta rule without its convolution")
-        assert isinstance(cache, DeviceKvCache)
         if out is not None:
             raise ValueError("a delta rule is computed where it is used: out must be None")
         tree = self.trees.current

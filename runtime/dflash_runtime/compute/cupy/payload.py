@@ -29,45 +29,12 @@ from dflash_runtime.compute.cupy.device import (
     DeviceArray,
     KernelDevice,
     Mark,
-    SideStream,
     address,
-    optional_address,
 )
-from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
 from dflash_runtime.compute.cupy.mapped_array import MappedBlock
+from dflash_runtime.compute.cupy.payload_kernels import PayloadKernels
 
-_THREADS = 256
-_BLOCKS_OF_MULTIPROCESSOR = 8
-_MULTIPROCESSORS_OF_BLOCK = 2
-"""Beside other work: enough of them for PCIe, and as many again in which nothing is disturbed."""
-_PIECE_BYTES = 16
 _FEWEST_PLACES = 1024
-
-
-class MovePayloadArgs(ctypes.Structure):
-    """Mirrors move_payload.cu."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("shares", ctypes.c_void_p),
-        ("not_finite", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int),
-        ("row_pieces", ctypes.c_int),
-    )
-
-
-class AddToRowsArgs(ctypes.Structure):
-    """Mirrors move_payload.cu."""
-
-    _fields_ = (
-        ("sums", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int),
-        ("columns", ctypes.c_int),
-    )
 
 
 class PayloadMover:
@@ -80,12 +47,7 @@ class PayloadMover:
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
         self.device = device
         self.lock = lock
-        self.max_blocks = _BLOCKS_OF_MULTIPROCESSOR * device.num_multiprocessors
-        self._blocks_beside = -(-device.num_multiprocessors // _MULTIPROCESSORS_OF_BLOCK)
-        module = device.module("move_payload.cu", {"THREADS": _THREADS})
-        self._move = module.kernel("move_payload", MovePayloadArgs)
-        self._add = module.kernel("add_to_rows", AddToRowsArgs)
-        self._unused_shares = device.empty(self.max_blocks, np.int64)
+        self.kernels = PayloadKernels(device, lock)
 
     def open(self, address: int, num_bytes: int) -> SegmentWindow:
         """As DeviceMover.open."""
@@ -117,60 +79,6 @@ class PayloadMover:
             if isinstance(sums, PlacedSums) and sums.mover is self:
                 return sums.array()
             return self.device.upload(sums.to_host())
-
-    def move(
-        self,
-        source: int,
-        target: int,
-        shape: tuple[int, int],
-        *,
-        itemsize: int,
-        rows: DeviceArray | None = None,
-        shares: int | None = None,
-        not_finite: int | None = None,
-        side: SideStream | None = None,
-    ) -> int:
-        """Copy rows from one address to another; how many blocks have left a share of the digest.
-
-        `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
-        Of float64 each block tells at the address `not_finite`, if there is one, whether some are
-        NaN or infinite.
-        With `side` that is where it runs, of few blocks, and nobody waits for it.
-        """
-        num_rows, columns = shape
-        num_blocks = min(num_rows, self.max_blocks if side is None else self._blocks_beside)
-        if num_blocks:
-            args = MovePayloadArgs(
-                source=source,
-                rows=optional_address(rows),
-                target=target,
-                shares=address(self._unused_shares) if shares is None else shares,
-                not_finite=not_finite,
-                num_rows=num_rows,
-                row_pieces=columns * itemsize // _PIECE_BYTES,
-            )
-            grid = num_blocks, 1, 1
-            # What others have written is seen by a kernel that begins after it.
-            if side is None:
-                self.device.launch(self._move, grid, _THREADS, args, overlaps_previous=False)
-            else:
-                side.launch(self._move, grid, _THREADS, args)
-        return num_blocks
-
-    def add_to_rows(
-        self, out: DeviceArray, sums: DeviceArray, rows: DeviceArray | None = None
-    ) -> None:
-        """Shapes: out [T, H], sums [T', H] float64; rows [T'] int32, None: the first."""
-        num_rows, columns = sums.shape
-        if num_rows:
-            args = AddToRowsArgs(
-                sums=address(sums),
-                rows=optional_address(rows),
-                out=address(out),
-                num_rows=num_rows,
-                columns=columns,
-            )
-            self.device.launch(self._add, (num_rows, 1, 1), _THREADS, args)
 
 
 class PlacedRows:
@@ -229,7 +137,9 @@ class PlacedRows:
             return self._array
         gathered = self.mover.device.empty(self.shape, np.float32)
         rows = self.mover.device.upload(self._indices)
-        self.mover.move(address(self._array), address(gathered), self.shape, itemsize=4, rows=rows)
+        self.mover.kernels.move(
+            address(self._array), address(gathered), self.shape, itemsize=4, rows=rows
+        )
         return gathered
 
     @property
@@ -264,9 +174,9 @@ class PlacedSums:
                     return
                 rows = slice(None)
             if isinstance(rows, slice):
-                mover.add_to_rows(self.array()[rows], more)
+                mover.kernels.add_to_rows(self.array()[rows], more)
             else:
-                mover.add_to_rows(self.array(), more, mover.device.upload(rows))
+                mover.kernels.add_to_rows(self.array(), more, mover.device.upload(rows))
 
     def to_host(self) -> F64Array:
         """As DeviceSums.to_host."""
@@ -357,7 +267,7 @@ class SegmentWindow:
         with contextlib.ExitStack() as undo:
             mapping = device.map_host(memory)
             undo.callback(mapping.close)
-            places = (mover.max_blocks,)
+            places = (mover.kernels.max_blocks,)
             block = MappedBlock(
                 device, [(places, np.int64), (places, np.int64), (places, np.uint32)]
             )
@@ -370,8 +280,8 @@ class SegmentWindow:
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
-        self._out = Crossings(mover, "out", self._shares)
-        self._in = Crossings(mover, "in", self._read_shares, not_finite=not_finite)
+        self._out = Crossings(mover.kernels, "out", self._shares)
+        self._in = Crossings(mover.kernels, "in", self._read_shares, not_finite=not_finite)
         self._places: DeviceArray | None = None
         """Of rows that are gathered on their way out."""
 
@@ -404,7 +314,7 @@ class SegmentWindow:
         with self.mover.lock:
             source = self.mover.array_of_sums(sums)
             shares = self._shares.device_address
-            num_blocks = self.mover.move(
+            num_blocks = self.mover.kernels.move(
                 address(source), self._at(offset), sums.shape, itemsize=8, shares=shares
             )
             return self._arrived(num_blocks)
@@ -428,7 +338,7 @@ class SegmentWindow:
         self.settle()
         array = self.mover.device.empty(rows.shape, np.float32)
         shares = self._read_shares.device_address
-        num_blocks = self.mover.move(
+        num_blocks = self.mover.kernels.move(
             self._at(offset), address(array), rows.shape, itemsize=4, shares=shares
         )
         self._reading = rows, num_blocks
@@ -483,6 +393,3 @@ class SegmentWindow:
         assert self._reading is not None
         (rows, num_blocks), self._reading = self._reading, None
         rows.settle(int(self._read_shares.host[:num_blocks].sum()))
-
-
-KERNEL_VARIANTS = (KernelVariant("move_payload.cu", {"THREADS": _THREADS}),)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,11 +23,18 @@ from dflash_runtime.compute.cupy.ops import CupyOps
 from dflash_runtime.compute.cupy.resident import ResidentLayer
 from dflash_runtime.compute.cupy.values import Rows
 
-if TYPE_CHECKING:
-    from dflash_runtime.compute.cupy.experts import CupyExpertBank
-
 _MOST_RECORDINGS = 1024
 """Those that were needed last are kept: of each, a graph and buffers of some 20 kB a token."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RecordedLayer:
+    """A bank's experts, whose steps stay recorded for as long as the bank holds this."""
+
+    resident: ResidentLayer
+    """Named by local ids."""
+    token_box: StepBox | None = None
+    """What steps of one token go through, once there was one."""
 
 
 class RecordedExperts:
@@ -43,23 +49,21 @@ class RecordedExperts:
         self._boxes: dict[tuple[int, int, int], StepBox] = {}
         self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
 
-    def add_token(
-        self, bank: CupyExpertBank, layer: ResidentLayer, batch: RoutedBatch, *, out: F64Array
-    ) -> None:
+    def add_token(self, layer: RecordedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
         """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
         must cost no more than it needs to."""
-        box = bank.token_box
-        num_pairs, num_used = batch.num_pairs, layer.layer.num_experts_used
+        box = layer.token_box
+        num_pairs, num_used = batch.num_pairs, layer.resident.layer.num_experts_used
         if num_pairs > num_used:
             raise too_many_pairs(num_pairs, num_used)
         if box is None:
-            box = bank.token_box = self._box(1, batch.hidden.shape[1], num_used)
+            box = layer.token_box = self._box(1, batch.hidden.shape[1], num_used)
         np.copyto(box.rows, batch.hidden)
         if num_pairs < num_used:
             box.ids.fill(-1)
         box.flat_ids[:num_pairs] = batch.expert_ids
         box.flat_weights[:num_pairs] = batch.weights
-        recording = self._recording(bank, layer, box, size=1)
+        recording = self._recording(layer, box, size=1)
         box.expect()
         recording.graph.replay()
         box.wait()
@@ -67,8 +71,7 @@ class RecordedExperts:
 
     def add_steps(
         self,
-        bank: CupyExpertBank,
-        layer: ResidentLayer,
+        layer: RecordedLayer,
         *,
         hidden: F32Array,
         ids: I32Array,
@@ -88,7 +91,7 @@ class RecordedExperts:
         box.ids[:num_tokens] = ids
         box.ids[num_tokens:] = -1
         box.weights[:num_tokens] = weights
-        recording = self._recording(bank, layer, box, size=size)
+        recording = self._recording(layer, box, size=size)
         box.expect()
         recording.graph.replay()
         box.wait()
@@ -97,7 +100,7 @@ class RecordedExperts:
     def forget_dropped(self) -> None:
         """Give back what was recorded of banks that are no more."""
         for key, recording in list(self._recordings.items()):
-            if recording.bank() is None:
+            if recording.layer() is None:
                 self._recordings.pop(key).graph.close()
 
     def close(self) -> None:
@@ -118,34 +121,34 @@ class RecordedExperts:
             )
         return box
 
-    def _recording(
-        self, bank: CupyExpertBank, layer: ResidentLayer, box: StepBox, *, size: int
-    ) -> _Recording:
+    def _recording(self, layer: RecordedLayer, box: StepBox, *, size: int) -> _Recording:
         """Tried out and recorded when it is first needed."""
-        key = id(bank), size
+        key = id(layer), size
         found = self._recordings.get(key)
-        if found is not None and found.bank() is bank:
+        if found is not None and found.layer() is layer:
             self._recordings.move_to_end(key)
             return found
         self.forget_dropped()
         while len(self._recordings) >= _MOST_RECORDINGS:
             _, oldest = self._recordings.popitem(last=False)
             oldest.graph.close()
-        recording = self._recordings[key] = self._recorded(bank, layer, box)
+        recording = self._recordings[key] = self._recorded(layer, box)
         return recording
 
-    def _recorded(self, bank: CupyExpertBank, layer: ResidentLayer, box: StepBox) -> _Recording:
+    def _recorded(self, layer: RecordedLayer, box: StepBox) -> _Recording:
         device, buffers = self._ops.device, self._ops.steps.buffers
         if self._exchanger is None:
             self._exchanger = Exchanger(device)
         with buffers.noted() as noted:
-            self._launch(self._exchanger, layer, box)  # compiles and allocates what is needed
+            self._launch(
+                self._exchanger, layer.resident, box
+            )  # compiles and allocates what is needed
         device.synchronize()
-        exchanger = self._exchanger
+        exchanger, resident = self._exchanger, layer.resident
         # Others may use buffers between two steps, but a graph always writes to the same ones.
         with buffers.repeated(noted) as kept:
-            graph = device.capture(lambda: self._launch(exchanger, layer, box))
-        return _Recording(weakref.ref(bank), graph, kept)
+            graph = device.capture(lambda: self._launch(exchanger, resident, box))
+        return _Recording(weakref.ref(layer), graph, kept)
 
     def _launch(self, exchanger: Exchanger, layer: ResidentLayer, box: StepBox) -> None:
         steps = self._ops.steps
@@ -165,6 +168,6 @@ def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    bank: weakref.ref[CupyExpertBank]
+    layer: weakref.ref[RecordedLayer]
     graph: Graph
     kept: list[Buffer]

@@ -14,7 +14,7 @@ from dflash_adapters.moe_spec import KvLayer, MoeLayer
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.cupy.devices import DeviceMemory
-from dflash_runtime.compute.cupy.kv_cache import bytes_with_snapshots
+from dflash_runtime.compute.cupy.kv_rows import bytes_with_snapshots
 from dflash_runtime.compute.cupy.layouts import FLOAT_TYPES, row_bytes
 from dflash_runtime.compute.cupy.matrix import PRODUCT_COLUMNS, require_kernels
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dflash_protocol.errors import DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.cupy.device import DeviceArray, Grid, Mark, address
 from dflash_runtime.compute.cupy.driver import Driver
-
-if TYPE_CHECKING:
-    from dflash_runtime.compute.cupy.cupy_device import CupyDevice
 
 _BEFORE_OTHERS = -1
 """Its few blocks go before the thousands of a product: they wait for memory far away."""
@@ -49,12 +46,30 @@ class Events:
             self._driver.destroy_event(self._unused.pop())
 
 
+class Launch(Protocol):
+    """How the device launches a kernel in any of its streams."""
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        overlaps_previous: bool,
+        stream: int,
+    ) -> None: ...
+
+
 class CupySideStream:
     """Implements device.SideStream. Owns: the driver's stream."""
 
-    def __init__(self, device: CupyDevice, driver: Driver) -> None:
-        self._device = device
+    def __init__(self, driver: Driver, index: int, *, name: str, launch: Launch) -> None:
+        """Of the driver's device `index`, which messages call `name`."""
         self._driver = driver
+        self._index = index
+        self._name = name
+        self._launch = launch
         self._stream: int | None = driver.create_stream(priority=_BEFORE_OTHERS)
 
     def wait_for(self, mark: Mark) -> None:
@@ -74,9 +89,7 @@ class CupySideStream:
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """As SideStream.launch."""
-        self._device.launch(
-            kernel, grid, block, args, overlaps_previous=False, stream=self._begun()
-        )
+        self._launch(kernel, grid, block, args, overlaps_previous=False, stream=self._begun())
 
     def is_empty(self) -> bool:
         """As SideStream.is_empty."""
@@ -97,6 +110,6 @@ class CupySideStream:
     def _begun(self) -> int:
         """The stream, of the device that this thread uses from now on."""
         if self._stream is None:
-            raise DeviceUnavailable(f"{self._device.name} is closed")
-        self._device.use()
+            raise DeviceUnavailable(f"{self._name} is closed")
+        self._driver.use(self._index)
         return self._stream

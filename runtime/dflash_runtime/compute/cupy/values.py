@@ -19,10 +19,10 @@ from dflash_runtime.compute.cupy.buffers import Buffer, array_of
 from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.cupy.decode_experts import Rows as StepRows
 from dflash_runtime.compute.cupy.device import DeviceArray
+from dflash_runtime.compute.cupy.kept_rows import KeptRows
 from dflash_runtime.compute.cupy.matrix import DeviceMatrix
 
 if TYPE_CHECKING:
-    from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
     from dflash_runtime.compute.cupy.resident import ResidentLayer
 
 
@@ -282,7 +282,7 @@ class Convolved:
 
     rows: Rows
     weight: DeviceArray
-    cache: DeviceKvCache
+    cache: KeptRows
     layer: int
 
 

@@ -17,14 +17,13 @@ import pytest
 
 from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
-from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
 from dflash_runtime.compute.cpu import float_tile
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.backend import CpuBackend
 from dflash_runtime.compute.cpu.compiling import compile_row_function
-from dflash_runtime.compute.cpu.kernel_cache import kernel_folder
+from dflash_runtime.compute.cpu.kernel_cache import keeping_in, kernel_folder
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.rows_dense import expand_f16, expand_f32
 from support.processes import START_S, environment, wait_for_ends
@@ -76,10 +75,10 @@ def test_what_is_compiled_ahead_is_loaded_later() -> None:
     assert not children()
 
 
-def test_settings_that_are_given_hold_for_compiling_processes_too(
+def test_a_folder_that_is_given_holds_for_compiling_processes_too(
     cache_dir: Path, tmp_path: Path
 ) -> None:
-    with cache_of(Settings(cache_dir=str(tmp_path / "given"))):
+    with keeping_in(str(tmp_path / "given")):
         ahead.compile_ahead(JOBS[:1], no_progress)
         assert marks() == set(JOBS[:1])
         assert came_from_cache(expand_f32)
@@ -247,3 +246,22 @@ def test_a_backend_reports_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     backend.warm_up([TensorType.F16], on_progress=lambda *progress: seen.append(progress))
     backend.close()
     assert list(dict.fromkeys(seen)) == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.usefixtures("one_child")
+def test_each_backend_keeps_its_kernels_in_its_own_folder(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever was made last, and whoever asks."""
+    monkeypatch.setattr(
+        backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS[:1]
+    )
+    folders = [tmp_path / "first", tmp_path / "second"]
+    backends = [CpuBackend(num_threads=1, cache_dir=str(each)) for each in folders]
+    for backend, folder in zip(backends, folders, strict=True):
+        assert not folder.exists()
+        backend.warm_up([TensorType.F32])
+        [done] = folder.glob("kernels-*/*.done")
+        assert done.stem == JOBS[0]
+        backend.close()
+    assert not cache_dir.exists()

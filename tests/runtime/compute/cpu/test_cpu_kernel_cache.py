@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cpu import kernel_cache
 from dflash_runtime.compute.cpu import vector as v
 from dflash_runtime.compute.cpu.compiling import RowFunction, compile_kernel, compile_row_function
+from dflash_runtime.compute.cpu.instruction_sets import Tier
+from dflash_runtime.compute.cpu.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.rows_dense import expand_f16, expand_f32
-from dflash_runtime.compute.cpu.tiers import Tier, current_tier
+from dflash_runtime.compute.cpu.tiers import current_tier
 from support.processes import START_S, environment
 
 CACHE_DIR = "DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR"
@@ -87,18 +88,16 @@ def test_kernels_are_kept_in_a_private_folder(cache_dir: Path) -> None:
     assert locks_are_free(folder)
 
 
-def test_settings_that_are_given_say_where_kernels_are_kept(
-    cache_dir: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_given_is_where_kernels_are_kept(cache_dir: Path, tmp_path: Path) -> None:
     given = tmp_path / "given"
-    with cache_of(Settings(cache_dir=str(given))):
+    with keeping_in(str(given)):
         assert [came_from_cache() for _ in range(2)] == [False, True]
         folder = the_folder(given)
         assert kernel_cache.kernel_folder() == folder
     assert not cache_dir.exists()
     assert not came_from_cache()
     assert the_folder(cache_dir).name == folder.name
-    with cache_of(Settings(cache_dir=str(given))):
+    with keeping_in(str(given)):
         assert came_from_cache()
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, U8Array
-from dflash_runtime.compute.cpu import tiers
-from dflash_runtime.compute.cpu.panels import amx, kernels
+from dflash_runtime.compute.cpu import instruction_sets, tiers
+from dflash_runtime.compute.cpu.instruction_sets import Tier, target_features
+from dflash_runtime.compute.cpu.panels import amx, kernels, tiles
 from dflash_runtime.compute.cpu.panels.dots import Quants
 from dflash_runtime.compute.cpu.panels.emitting import call
 from dflash_runtime.compute.cpu.panels.formats import FORMATS
-from dflash_runtime.compute.cpu.tiers import Tier, target_features
 from dflash_runtime.compute.cpu.untyped import ir, llvm
 from support.cpu_tiers import with_vnni
 
@@ -147,9 +147,9 @@ def test_code_for_x86_is_of_its_set(
 
 def emit_tiles(scales_a_block: int) -> Callable[..., Any]:
     def emit(builder: Any, panel: Any, num_blocks: Any, records: Any, totals: Any) -> None:
-        amx.emit_begin(builder)
+        tiles.emit_begin(builder)
         amx.emit_multiply(builder, scales_a_block, panel, num_blocks, records, totals)
-        amx.emit_end(builder)
+        tiles.emit_end(builder)
 
     return emit
 
@@ -223,7 +223,7 @@ def tile_unit(monkeypatch: pytest.MonkeyPatch) -> TileUnit:
         function = builder.inttoptr(ir.IntType(64)(address), kind.as_pointer())
         return builder.call(function, arguments)
 
-    monkeypatch.setattr(amx, "call", call_unit)
+    monkeypatch.setattr(tiles, "call", call_unit)
     monkeypatch.setattr(unit, "kept", kept, raising=False)
     return unit
 
@@ -238,7 +238,7 @@ def run_here(emit: Callable[..., Any], *numbers: int) -> None:
     """Emit, compile for this CPU and call."""
     triple = llvm.get_process_triple()
     parsed = module_of(emit, len(numbers), triple)
-    features = target_features(tiers.current_tier(), tiers.host_features())
+    features = target_features(tiers.current_tier(), instruction_sets.host_features())
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=2
     )

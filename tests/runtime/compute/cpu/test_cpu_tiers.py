@@ -16,10 +16,11 @@ import pytest
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import AUTO_TIER, CPU_TIERS
 from dflash_runtime.compute import BackendName, make_backend
-from dflash_runtime.compute.cpu import tier_test, tiers
-from dflash_runtime.compute.cpu.panels import amx, dots
+from dflash_runtime.compute.cpu import instruction_sets, tier_test, tiers
+from dflash_runtime.compute.cpu.instruction_sets import Tier, offered_tiers, target_features
+from dflash_runtime.compute.cpu.panels import dots, tiles
 from dflash_runtime.compute.cpu.panels.emitting import call
-from dflash_runtime.compute.cpu.tiers import Tier, choose_tier, offered_tiers, target_features
+from dflash_runtime.compute.cpu.tiers import choose_tier
 from support.cpu_tiers import HERE, on_x86, with_vnni
 from support.processes import environment
 
@@ -92,7 +93,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tiers, "_chosen", None)
     monkeypatch.setattr(tiers, "host_features", lambda: cpu(*AMX_NAMES))
     monkeypatch.setattr(tiers, "_restrict_llvm", restricted.append)
-    monkeypatch.setattr(tier_test, "why_not", lambda tier, features: None)
+    monkeypatch.setattr(tiers, "why_not", lambda tier, features, cache_dir: None)
     return restricted
 
 
@@ -123,13 +124,13 @@ def test_a_tier_that_fails_its_test_is_replaced_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        tier_test, "why_not", lambda tier, features: "not today" if tier is Tier.AMX else None
+        tiers, "why_not", lambda tier, *_: "not today" if tier is Tier.AMX else None
     )
     with caplog.at_level(logging.WARNING):
         assert choose_tier("auto") is Tier.AVX512_VNNI
     assert [record.args for record in caplog.records] == [(Tier.AMX, "not today", Tier.AVX512_VNNI)]
     monkeypatch.setattr(tiers, "_chosen", None)
-    monkeypatch.setattr(tier_test, "why_not", lambda tier, features: "never")
+    monkeypatch.setattr(tiers, "why_not", lambda *_: "never")
     assert choose_tier("avx2") is Tier.GENERIC
 
 
@@ -150,7 +151,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def why_not(tier: Tier) -> str | None:
-    return tier_test.why_not(tier, target_features(tier, tiers.host_features()))
+    return tier_test.why_not(tier, target_features(tier, instruction_sets.host_features()))
 
 
 @pytest.mark.parametrize("tier", [tier for tier in HERE if tier is not Tier.AMX])
@@ -207,7 +208,9 @@ def test_a_changed_signature_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cache")
 def test_what_would_end_the_process_ends_another() -> None:
     """An intrinsic that LLVM knows but may not translate."""
-    reason = tier_test.why_not(Tier.AVX2, target_features(Tier.GENERIC, tiers.host_features()))
+    reason = tier_test.why_not(
+        Tier.AVX2, target_features(Tier.GENERIC, instruction_sets.host_features())
+    )
     assert reason is not None
     assert reason.startswith("signal ")
 
@@ -216,8 +219,8 @@ def test_what_would_end_the_process_ends_another() -> None:
 @pytest.mark.skipif(Tier.AMX in HERE, reason="this CPU has tiles")
 @pytest.mark.usefixtures("cache")
 def test_a_cpu_that_claims_too_much_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "request_permission", lambda: True)
-    claimed = {**tiers.host_features(), "amx-tile": True, "amx-int8": True}
+    monkeypatch.setattr(tiles, "request_permission", lambda: True)
+    claimed = {**instruction_sets.host_features(), "amx-tile": True, "amx-int8": True}
     reason = tier_test.why_not(Tier.AMX, target_features(Tier.AMX, claimed))
     assert reason is not None
     assert reason.startswith("signal ")
@@ -232,7 +235,7 @@ def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_tiles_need_permission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "request_permission", lambda: False)
+    monkeypatch.setattr(tiles, "request_permission", lambda: False)
     assert "tiles" in (why_not(Tier.AMX) or "")
 
 

@@ -14,7 +14,7 @@ from dflash_runtime.compute.cupy.attention_tree import TreeAttention
 from dflash_runtime.compute.cupy.branch import Branch
 from dflash_runtime.compute.cupy.decode_arrays import meta_shape, padded_columns
 from dflash_runtime.compute.cupy.decode_experts import Rows
-from dflash_runtime.compute.cupy.kv_cache import CachedRows, LayerKvCache
+from dflash_runtime.compute.cupy.kv_rows import CachedRows, LayerKvCache
 from dflash_runtime.compute.trees import Tree
 from support.attention_rig import AttentionRig, LayerCase
 from support.trees import way_to

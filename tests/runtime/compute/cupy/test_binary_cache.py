@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dflash_protocol.settings import Settings, cache_of
 from dflash_runtime.compute.cupy.binary_cache import BinaryCache
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
@@ -21,10 +20,10 @@ def test_what_was_put_is_found_by_another_process(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [KEYS[0].hex()]  # nothing half written
 
 
-def test_it_lies_where_the_settings_say(tmp_path: Path) -> None:
-    with cache_of(Settings(cache_dir=str(tmp_path / "cache"))):
-        BinaryCache().put(KEYS[0], b"code")
-        assert BinaryCache().get(KEYS[0]) == b"code"
+def test_it_lies_in_the_cache_folder_that_is_given(tmp_path: Path) -> None:
+    BinaryCache(cache_dir=str(tmp_path / "cache")).put(KEYS[0], b"code")
+    assert BinaryCache(cache_dir=str(tmp_path / "cache")).get(KEYS[0]) == b"code"
+    assert BinaryCache(cache_dir=str(tmp_path / "other")).get(KEYS[0]) is None
     assert (tmp_path / "cache/gpu-kernels" / KEYS[0].hex()).is_file()
 
 

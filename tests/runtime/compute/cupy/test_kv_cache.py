@@ -8,7 +8,8 @@ import pytest
 from dflash_adapters.moe_spec import KvLayer
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded, SettingsError
-from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache, layer_bytes
+from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.kv_rows import layer_bytes
 from support.emulated_device import EmulatedDevice
 
 LAYERS = (KvLayer(num_heads=2, key_dim=80, value_dim=40), KvLayer(1, 64, 64))

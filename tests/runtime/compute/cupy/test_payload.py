@@ -223,7 +223,7 @@ def test_a_window_gives_everything_back(rig: Rig) -> None:
     assert rig.device.num_bytes == num_bytes
     array = rig.device.empty((2, HIDDEN), np.float32)
     with pytest.raises(KernelFailure):  # the memory is no device's now
-        rig.mover.move(rig.shared.ctypes.data, array.ctypes.data, (2, HIDDEN), itemsize=4)
+        rig.mover.kernels.move(rig.shared.ctypes.data, array.ctypes.data, (2, HIDDEN), itemsize=4)
 
 
 def test_a_window_that_cannot_be_opened_leaves_nothing(

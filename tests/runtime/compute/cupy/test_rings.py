@@ -13,7 +13,8 @@ from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute import rings
 from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache, layer_bytes
+from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.cupy.kv_rows import layer_bytes
 from dflash_runtime.compute.cupy.room import cache_bytes
 from dflash_runtime.compute.cupy.values import Rows
 from dflash_runtime.compute.rings import MOST_KEPT

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_runtime.compute.cpu.tiers import Tier, current_tier
+from dflash_runtime.compute.cpu.instruction_sets import Tier
 from dflash_runtime.compute.cpu.untyped import ir
 from dflash_runtime.compute.cpu.vector.arithmetic import emit_fma
 from dflash_runtime.compute.cpu.vector.memory import emit_load, emit_store
@@ -163,9 +163,9 @@ def where(test: Vec, then: Vec, otherwise: Vec) -> Vec:
     return Vec(builder, builder.select(is_set, then.value, otherwise.value))
 
 
-def look_up(indices: Vec, table: list[int]) -> Vec:
+def look_up(indices: Vec, table: list[int], tier: Tier) -> Vec:
     """Each byte, 0 … 15, replaced by that entry of a table of bytes."""
-    name, width = _byte_shuffle(current_tier())
+    name, width = _byte_shuffle(tier)
     if not name:
         return _look_up_one_by_one(indices, table)
     builder, kind = indices.builder, lanes_of(I8, width)

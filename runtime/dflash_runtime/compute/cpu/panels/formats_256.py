@@ -10,6 +10,7 @@ from itertools import pairwise
 from dflash_runtime.compute.cpu.panels.emitting import Vec, look_up
 from dflash_runtime.compute.cpu.panels.formats_32 import IQ4_QUANTS, nibble_quads
 from dflash_runtime.compute.cpu.panels.rows import Quads, Rows, ScalesAndOffsets
+from dflash_runtime.compute.cpu.tiers import current_tier
 
 
 def _scaled_bytes(words: Vec, mask: int, factor: Vec, addend: Vec | None = None) -> list[Vec]:
@@ -146,4 +147,4 @@ def scales_iq4_xs(rows: Rows) -> ScalesAndOffsets:
 def quads_iq4_xs(rows: Rows) -> Quads:
     for block in range(8):
         for half, quad in enumerate(nibble_quads(rows, 8 + 16 * block)):
-            yield block, half, look_up(quad, IQ4_QUANTS)
+            yield block, half, look_up(quad, IQ4_QUANTS, current_tier())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dflash_runtime.compute.cpu.panels.emitting import I8, Vec, join, look_up, where
 from dflash_runtime.compute.cpu.panels.rows import NUM_ROWS, WORDS, Quads, Rows, ScalesAndOffsets
+from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.vector.types import lanes_of
 
 IQ4_QUANTS = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241]
@@ -82,7 +83,7 @@ def quads_q8_0(rows: Rows) -> Quads:
 
 def quads_iq4_nl(rows: Rows) -> Quads:
     for half, quad in enumerate(nibble_quads(rows, 2)):
-        yield 0, half, look_up(quad, IQ4_QUANTS)
+        yield 0, half, look_up(quad, IQ4_QUANTS, current_tier())
 
 
 def scales_mxfp4(rows: Rows) -> ScalesAndOffsets:
@@ -94,7 +95,7 @@ def scales_mxfp4(rows: Rows) -> ScalesAndOffsets:
 
 def quads_mxfp4(rows: Rows) -> Quads:
     for half, quad in enumerate(nibble_quads(rows, 1)):
-        yield 0, half, look_up(quad, _E2M1_QUANTS)
+        yield 0, half, look_up(quad, _E2M1_QUANTS, current_tier())
 
 
 def scales_nvfp4(rows: Rows) -> ScalesAndOffsets:
@@ -112,7 +113,10 @@ def scales_nvfp4(rows: Rows) -> ScalesAndOffsets:
 def quads_nvfp4(rows: Rows) -> Quads:
     """16 bytes hold two half blocks, 8 bytes each: low halves first, then high halves."""
     for block in range(2):
-        low, high = (look_up(each, _E2M1_QUANTS) for each in nibble_quads(rows, 4 + 16 * block))
+        low, high = (
+            look_up(each, _E2M1_QUANTS, current_tier())
+            for each in nibble_quads(rows, 4 + 16 * block)
+        )
         for half in range(2):
             order = list(range(128 * half, 128 * half + 128))
             yield block, half, join(low.take(order), high.take(order))

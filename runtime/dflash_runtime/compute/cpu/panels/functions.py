@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu.compiling import RowFunction, compile_row_function, variant
-from dflash_runtime.compute.cpu.panels.amx import NUM_TOKENS, multiplying_by_tiles
+from dflash_runtime.compute.cpu.panels.amx import multiplying_by_tiles
 from dflash_runtime.compute.cpu.panels.dots import Quants
 from dflash_runtime.compute.cpu.panels.formats import FORMATS
 from dflash_runtime.compute.cpu.panels.kernels import (
@@ -23,6 +23,7 @@ from dflash_runtime.compute.cpu.panels.kernels import (
     quants_of,
     unpacking,
 )
+from dflash_runtime.compute.cpu.panels.tiles import NUM_TOKENS
 from dflash_runtime.compute.cpu.vector.types import i64, void
 
 

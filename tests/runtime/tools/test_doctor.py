@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.cli import doctor
+from dflash_runtime.tools import doctor
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 

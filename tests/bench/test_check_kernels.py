@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from bench import check_kernels
 from bench.check_kernels import (
     CUDA_TARGETS,
     DOT4_FILES,
@@ -23,6 +22,7 @@ from bench.check_kernels import (
 from bench.clang_hip import Assembly, assemble, why_no_clang
 from bench.launched_kernels import launched_kernels
 
+from bench import check_kernels
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute.cupy.capabilities import hip_capabilities
 from dflash_runtime.compute.cupy.kernel_variants import (

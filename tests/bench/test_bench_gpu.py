@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench import gpu
 from bench.gpu import LIMITS_S, parsed
 from bench.gpu_parts import Parts, Result
 from bench.gpu_record import GOALS, budget, figure, tables, verdicts
 from bench.gpu_resident import ResidentBench, Work, prompt_of, random_ids, row_of
 from bench.gpu_split import PEER_SPLITS, SPLITS, SplitWork
 from bench.sides import SideError
+
+from bench import gpu
 
 
 class Clock:

@@ -1,5 +1,5 @@
-"""``dflash-moe doctor --mailbox``: whether two devices, each in a process of its own, can use a
-mailbox, in which memory, and how long a round trip takes.
+"""Whether two devices, each in a process of its own, can use a mailbox, in which memory, and how
+long a round trip takes, for ``dflash-moe doctor --mailbox``.
 
 Starts the second process itself, as a daemon would be started. Knows nothing of models.
 """
@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,10 +20,10 @@ from dflash_protocol.ring_segment import create_segment
 from dflash_protocol.setting_kinds import Daemons, DaemonSetting, checked
 from dflash_protocol.settings import Settings, run_directory
 from dflash_protocol.wording import noun
-from dflash_runtime.cli.mailbox_findings import MailboxFindings, MediumFindings
-from dflash_runtime.cli.progress import ProgressReporter
 from dflash_runtime.compute.mail_trial import TRIAL_GENERATION, FaultKind, MailTrial, Medium
 from dflash_runtime.engine.launching import DaemonChoice, choose_daemon
+from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.tools.mailbox_findings import MailboxFindings, MediumFindings
 
 _READY_S = 120.0
 """The other side may have to compile its kernels."""
@@ -38,7 +37,12 @@ _LARGEST_WORDS = 1 << 16
 
 
 def try_mailbox(
-    devices: tuple[str, str], settings: Settings, *, num_rounds: int, seed: int
+    devices: tuple[str, str],
+    settings: Settings,
+    *,
+    num_rounds: int,
+    seed: int,
+    on_progress: ProgressCallback,
 ) -> MailboxFindings:
     """Run the trial in all memory that both devices see.
 
@@ -49,7 +53,7 @@ def try_mailbox(
 
     here, there = _chosen(devices, settings)
     with contextlib.ExitStack() as undo:
-        backend = open_backend(here)
+        backend = open_backend(here, cache_dir=settings.cache_dir)
         undo.callback(backend.close)
         mail, mover = backend.mail, backend.mover
         if mail is None or mover is None:
@@ -67,9 +71,8 @@ def try_mailbox(
             trial.begin(_READY_S, echo.is_running)
             segment.unlink()
             found.why_no_device_memory = trial.why_not
-            with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
-                for medium in trial.media:
-                    found.media.append(_tried(trial, medium, num_rounds, progress))
+            for medium in trial.media:
+                found.media.append(_tried(trial, medium, num_rounds, on_progress))
         except DaemonUnavailable as error:
             reason, device = echo.why_ended() or str(error), str(there.device)
             told = reason if device in reason else f"{device}: {reason}"
@@ -93,7 +96,7 @@ def _chosen(devices: tuple[str, str], settings: Settings) -> tuple[Device, Daemo
 
 
 def _tried(
-    trial: MailTrial, medium: Medium, num_rounds: int, progress: ProgressReporter
+    trial: MailTrial, medium: Medium, num_rounds: int, on_progress: ProgressCallback
 ) -> MediumFindings:
     """Every other batch has random pauses; the time of the others is taken."""
     found, size, has_pauses = MediumFindings(medium), _FIRST_BATCH, False
@@ -107,7 +110,7 @@ def _tried(
             break  # nobody knows what is still under way
         stage = f"{found.num_rounds:,} of {num_rounds:,} round trips, "
         stage += f"{found.num_faults} {noun(found.num_faults, 'fault')}"
-        progress.update(medium, stage, found.num_rounds, num_rounds)
+        on_progress(medium, stage, found.num_rounds, num_rounds)
         if elapsed_s < _BATCH_S:
             size = min(2 * size, _LARGEST_BATCH)
         has_pauses = not has_pauses

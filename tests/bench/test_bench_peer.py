@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench import cuda_toolkit, peer_model
 from bench.build_peer import VARIANTS, WITH_CUDA, libraries_of
 from bench.cuda_toolkit import find_toolkit
 from bench.gpu_peer import built_peer
@@ -25,6 +24,7 @@ from bench.peer_source import (
     unpacked_archive,
 )
 
+from bench import cuda_toolkit, peer_model
 from dflash_protocol.ids import F32Array
 from support.llama_oracle import relative_error
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe

@@ -14,7 +14,7 @@ from dflash_protocol.errors import DaemonUnavailable, DflashError, SettingsError
 from dflash_protocol.for_people import say
 from dflash_protocol.parent import end_with_parent
 from dflash_protocol.ring_segment import open_segment
-from dflash_protocol.settings import load_settings, share_settings
+from dflash_protocol.settings import load_settings
 
 _POLL_MS = 200
 
@@ -22,15 +22,15 @@ _POLL_MS = 200
 def main(device: str, segment: str, lifeline_fd: str) -> int:
     """Answer until the life-line ends. Returns the exit code."""
     try:
-        share_settings(load_settings())
-        _serve(parse_device(device), Path(segment), int(lifeline_fd))
+        cache_dir = load_settings().cache_dir
+        _serve(parse_device(device), cache_dir, Path(segment), int(lifeline_fd))
     except (DflashError, OSError, ValueError) as error:
         say(f"error: {error}", program="dflash-daemon")
         return 2 if isinstance(error, SettingsError) else 1
     return 0
 
 
-def _serve(device: Device, path: Path, lifeline_fd: int) -> None:
+def _serve(device: Device, cache_dir: str, path: Path, lifeline_fd: int) -> None:
     """Raises: DflashError if the device or the memory cannot be used."""
     from dflash_runtime.compute import open_backend
     from dflash_runtime.compute.mail_trial import TRIAL_GENERATION
@@ -41,7 +41,7 @@ def _serve(device: Device, path: Path, lifeline_fd: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     if not end_with_parent(signal.SIGTERM):
         raise DaemonUnavailable("the parent is gone already")
-    backend = open_backend(device)
+    backend = open_backend(device, cache_dir=cache_dir)
     try:
         mail, mover = backend.mail, backend.mover
         if mail is None or mover is None:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import sanitize_gpu
 from bench.sanitize_cases import CASES
 
+from bench import sanitize_gpu
 from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER
 
 FAKE = """#!{python}

@@ -10,13 +10,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from bench import gpu_kernels
 from bench.gpu_device import DEPTH, THREADS, ReadMemory
 from bench.gpu_engine import EngineSide
 from bench.gpu_kernels import KernelBench, role_of
 from bench.gpu_parts import Result
 from bench.gpu_tests import measure_tests
 
+from bench import gpu_kernels
 from dflash_runtime.compute.cupy.attention_args import AttentionDecodeArgs
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY

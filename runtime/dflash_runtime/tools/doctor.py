@@ -1,0 +1,263 @@
+"""What every launcher, this machine and its folders offer, and what not, for ``dflash-moe doctor``.
+
+Looks at what the settings ask for as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_protocol.device import CPU, Device, DeviceKind
+from dflash_protocol.endpoint import parse_endpoint
+from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, run_directory
+from dflash_runtime.tools.findings import Findings
+
+if TYPE_CHECKING:
+    from dflash_runtime.engine.launching import DaemonChoice
+
+_PROBE_S = 120.0
+"""Longest that a launcher may take: it may have to compile the test of a CPU tier."""
+_CONNECT_S = 2.0
+_LARGEST_REPORT = 1 << 20
+_FEW_FILES = 1024
+_SHM = Path("/dev/shm")
+
+
+def examine(settings: Settings) -> Findings:
+    """Look at everything. `problems` of the result are with what the settings ask for."""
+    found = Findings()
+    _look_at_model(settings, found)
+    _look_at_launchers(settings, found)
+    _look_at_connections(settings, found)
+    _look_at_machine(settings, found)
+    _look_for_hints(found)
+    return found
+
+
+def _look_at_model(settings: Settings, found: Findings) -> None:
+    """Only one that is named: its metadata, no weights."""
+    if not settings.model:
+        return
+    from dflash_adapters.gguf_file import GgufFile
+    from dflash_adapters.registry import adapter_for
+
+    try:
+        with GgufFile.open(settings.model) as file:
+            adapter_for(file).read_spec(file)
+    except DflashError as error:
+        found.problems.append(f"model: {error}")
+
+
+def _look_at_launchers(settings: Settings, found: Findings) -> None:
+    """This interpreter, and that of every daemon that was asked for, each with its environment."""
+    from dflash_runtime.engine.launching import choose_daemon
+
+    reports: dict[tuple[object, ...], dict[str, Any]] = {}
+
+    def report_of(choice: DaemonChoice) -> dict[str, Any]:
+        key = choice.program, choice.setting.environment
+        if key not in reports:
+            reports[key] = _report(choice, settings)
+            found.launchers.append(reports[key])
+        return reports[key]
+
+    def why_not(report: dict[str, Any], device: Device) -> str | None:
+        reason: str | None = report["failure"] or report["backends"]["reference"]
+        if reason is None and settings.ipc_transport == "shared":
+            reason = report["transports"]["shared"]
+        if reason is None and device.kind is not DeviceKind.CPU:
+            reason = _why_no_gpu(report, device)
+        return reason
+
+    without_launcher = Settings(cpu_tier=settings.cpu_tier, cache_dir=settings.cache_dir)
+    here = report_of(choose_daemon("cpu", 0, without_launcher))
+    reason = why_not(here, settings.device or CPU)
+    if reason is None and settings.cpu_tier != Settings().cpu_tier:
+        reason = here["backends"]["cpu"]
+    if reason is not None:
+        found.problems.append(f"this interpreter: {reason}")
+    found.transports = here.get("transports", {})
+    asked = [(each, each.name) for each in settings.daemons]
+    if settings.ipc_bin and not asked:  # nobody uses it yet, but it is asked for
+        asked = [(DaemonSetting("cpu"), "of the default launcher")]
+    for index, (setting, name) in enumerate(asked):
+        daemon: dict[str, Any] = {"name": name, "device": setting.device}
+        try:
+            choice = choose_daemon(setting, index, settings)
+        except SettingsError as error:
+            daemon["why_not"] = str(error)
+        else:
+            report = report_of(choice)
+            daemon["name"] = name or choice.name
+            daemon["launcher"] = str(choice.program)
+            daemon["device"] = str(choice.device)
+            slowest = "reference" if report["backends"].get("cpu") else "cpu"
+            is_cpu = choice.device.kind is DeviceKind.CPU
+            daemon["backend"] = slowest if is_cpu else choice.device.kind.value
+            daemon["why_not"] = why_not(report, choice.device)
+        if daemon["why_not"] is not None:
+            called = daemon["name"] or f"{index} ({setting.device})"
+            found.problems.append(f"daemon {called}: {daemon['why_not']}")
+        found.daemons.append(daemon)
+
+
+def _why_no_gpu(report: dict[str, Any], device: Device) -> str | None:
+    """Why a launcher cannot use a device, from what it says of itself."""
+    backends, gpus = report["backends"], {gpu["device"]: gpu for gpu in report["gpus"]}
+    if (reason := backends.get(device.kind.value, "its version knows no such device")) is not None:
+        return f"{device}: {reason}"
+    if str(device) not in gpus:
+        return f"{device}: {report['why_no_gpu'] or 'there is only ' + ', '.join(gpus)}"
+    if (reason := gpus[str(device)].get("why_not")) is not None:
+        return f"{device}: {reason}"
+    return None
+
+
+def _report(choice: DaemonChoice, settings: Settings) -> dict[str, Any]:
+    """What the launcher says of itself, in the environment that a daemon of it would have."""
+    from dflash_runtime.compute import inventory
+
+    command = [str(choice.program)]
+    # Its source, since another environment need not have our packages.
+    command += ["-c", Path(inventory.__file__).read_text()] if choice.is_python else ["--report"]
+    report: dict[str, Any] = {
+        "launcher": str(choice.program),
+        "is_this": choice.launcher is None,
+        "failure": None,
+        "backends": {},
+    }
+    # The folder that we were started in is not its to import from.
+    environment = {**choice.environment(settings), "PYTHONSAFEPATH": "1"}
+    try:
+        said = json.loads(_last_line(command, environment))
+        if not {"cpu", "reference"} <= set(said["backends"]) or "shared" not in said["transports"]:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        report["failure"] = "it does not answer as a daemon's launcher does"
+    except SettingsError as error:
+        report["failure"] = str(error)
+    else:
+        report.update(said)
+    return report
+
+
+def _last_line(command: list[str], environment: dict[str, str]) -> str:
+    """Raises: SettingsError if the program fails, does not end, or says too much."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
+    except OSError as error:
+        raise SettingsError(f"cannot be started: {error.strerror}") from error
+    try:
+        output, errors = process.communicate(timeout=_PROBE_S)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # its children hold the pipes too
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise SettingsError(f"it did not answer within {_PROBE_S:.0f} s") from None
+        raise
+    if process.returncode != 0:
+        last = (errors.strip().splitlines() or ["no reason given"])[-1]
+        raise SettingsError(f"it ended with exit code {process.returncode}: {last[:200]}")
+    if len(output) > _LARGEST_REPORT:
+        raise SettingsError("it says too much")
+    return (output.strip().splitlines() or [""])[-1]
+
+
+def _look_at_connections(settings: Settings, found: Findings) -> None:
+    for address in settings.connect:
+        endpoint = parse_endpoint(address)
+        why_not: str | None = None
+        try:
+            endpoint.is_folder_there()
+            if endpoint.path is not None:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(_CONNECT_S)
+                    probe.connect(os.fsencode(endpoint.path))
+            else:
+                host = (endpoint.host or "").strip("[]")
+                socket.create_connection((host, endpoint.port), timeout=_CONNECT_S).close()
+        except SettingsError as error:
+            why_not = str(error)
+            found.problems.append(why_not)
+        except OSError as error:
+            why_not = f"nothing answers: {error.strerror or error}"
+            found.problems.append(f"{address}: {why_not}")
+        found.connections.append({"endpoint": address, "why_not": why_not})
+
+
+def _look_at_machine(settings: Settings, found: Findings) -> None:
+    found.machine = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "run_directory": _folder(found, run_directory, settings),
+        "cache_directory": _folder(found, cache_directory, settings),
+        "shared_memory": _space(_SHM) if _SHM.is_dir() else None,
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
+    }
+
+
+def _folder(found: Findings, make: Any, settings: Settings) -> dict[str, Any]:
+    try:
+        path = make(settings)
+    except SettingsError as error:
+        found.problems.append(str(error))
+        return {"why_not": str(error)}
+    return {"path": str(path), "filesystem": _filesystem(path), **_space(path), "why_not": None}
+
+
+def _filesystem(path: Path) -> str:
+    """The type of the file system that holds a path; ``tmpfs`` is memory."""
+    import psutil
+
+    resolved = path.resolve()
+    found, depth = "unknown", -1
+    for mount in psutil.disk_partitions(all=True):
+        at = Path(mount.mountpoint)
+        if len(at.parts) >= depth and resolved.is_relative_to(at):  # the latest mount is on top
+            found, depth = mount.fstype, len(at.parts)
+    return found
+
+
+def _space(path: Path) -> dict[str, int]:
+    usage = shutil.disk_usage(path)
+    return {"free_bytes": usage.free, "total_bytes": usage.total}
+
+
+def _limit(which: int) -> dict[str, int | None]:
+    """None = no limit."""
+    soft, hard = (
+        None if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(which)
+    )
+    return {"soft": soft, "hard": hard}
+
+
+def _look_for_hints(found: Findings) -> None:
+    """What works, and would work better otherwise."""
+    folder = found.machine["run_directory"]
+    if folder["why_not"] is None and folder["filesystem"] != "tmpfs":
+        found.hints.append(
+            f"the run directory is on {folder['filesystem']}: no GPU sees shared memory "
+            "there, and CPUs are faster with a tmpfs, as in --ipc-work-dir /dev/shm/moe"
+        )
+    open_files = found.machine["open_files"]["soft"]
+    if open_files is not None and open_files < _FEW_FILES:
+        found.hints.append(f"only {open_files} files may be open; ulimit -n raises it")
