@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from bench.bandwidth import STREAMS, Reader
 from bench.build_peer import VARIANTS, build, build_record
 from bench.expert_reference import expert_reference, relative_error
@@ -35,6 +34,7 @@ from bench.random_moe import HIDDEN, MIXES, NUM_EXPERTS, NUM_USED, model_path
 from bench.sides import Side
 from bench.workload import Work, make_work
 
+from bench import report
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.registry import adapter_for
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import report
 from bench.build_peer import VARIANTS, build, build_record
 from bench.options import add_pair_options, bench_parser
 from bench.our_model import OurModel
@@ -31,6 +30,7 @@ from bench.peer_source import BuildError
 from bench.random_moe import MIXES, model_path
 from bench.sides import Side
 
+from bench import report
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.moe_spec import ModelSpec
 from dflash_adapters.registry import adapter_for

@@ -26,11 +26,11 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import zmq
-from bench import report
 from bench.curve_peers import Client, serve
 from bench.machine import REALTIME_PRIORITY, be_realtime
 from bench.options import add_realtime_option, add_save_option, bench_parser
 
+from bench import report
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,
     CurveKeys,

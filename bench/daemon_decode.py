@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import report
 from bench.options import NOTHING, add_realtime_option, add_save_option, bench_parser
 from bench.our_model import OurModel
 from bench.pairs import Rounds, Sample, Spread, interleave, ratio
 from bench.random_moe import MIXES, model_path
 from bench.sides import Side
 
+from bench import report
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.registry import adapter_for
 from dflash_runtime.experts.compute import OwnerKind

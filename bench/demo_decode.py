@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import statistics
 
-from bench import report
 from bench.options import SPREAD, add_save_option, bench_parser
 
+from bench import report
 from dflash_runtime import Engine
 
 SPLITS: dict[str, list[str]] = {"parent": [], "one daemon": ["cpu"], "two daemons": ["cpu", "cpu"]}

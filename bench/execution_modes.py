@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from bench.cpu_time import others_s
 from bench.daemons import PATIENT_DEADLINE_MS, imposed_daemon, made_up_prompt
 from bench.options import add_save_option, bench_parser
 from bench.pairs import Sample, Spread, interleave, ratio
 
+from bench import report
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.engine.demo_model import demo_model_path

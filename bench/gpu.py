@@ -51,7 +51,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import random_moe, report
 from bench.build_peer import VARIANTS, build_record
 from bench.gpu_device import measure_device
 from bench.gpu_idle import measure_idle
@@ -65,6 +64,8 @@ from bench.gpu_tests import measure_tests
 from bench.model_shapes import SHAPES
 from bench.options import add_save_option, bench_parser
 from bench.peer_source import BuildError
+
+from bench import random_moe, report
 
 LIMITS_S = {
     "device": 45.0,

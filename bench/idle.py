@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from bench.daemons import living_daemons, made_up_prompt, timed_tokens
 from bench.options import add_save_option, bench_parser
 
+from bench import report
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 

@@ -25,12 +25,12 @@ from typing import TypeAlias
 
 import numpy as np
 import zmq
-from bench import report
 from bench.machine import ROOT
 from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench.pairs import SETTLE_S, Spread
 from bench.report import table
 
+from bench import report
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_protocol.curve import (
     AUTHORIZED_FILE,

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
-from bench import report
 from bench.daemons import living_daemons, made_up_prompt, time_to_recover, timed_tokens
 from bench.options import add_save_option, bench_parser
 
+from bench import report
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 

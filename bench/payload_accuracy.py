@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from bench import report
 from bench.daemons import PATIENT_DEADLINE_MS
 from bench.options import add_save_option, bench_parser
 
+from bench import report
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import report
 from bench.daemons import PATIENT_DEADLINE_MS, imposed_daemon
 from bench.options import add_save_option, bench_parser
 from bench.random_moe import MIXES, model_path
 
+from bench import report
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine

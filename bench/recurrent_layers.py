@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 import numpy as np
-from bench import report
 from bench.machine import be_realtime
 from bench.options import add_realtime_option, add_save_option, bench_parser
 
+from bench import report
 from dflash_adapters.moe_spec import DeltaShape, RecurrentLayer
 from dflash_adapters.ops import KvType
 from dflash_protocol.ids import F32Array

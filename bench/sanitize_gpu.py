@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from bench import report
 from bench.machine import ROOT
 from bench.options import NOTHING, add_save_option, bench_parser
 from bench.sanitize_cases import CASES
 
+from bench import report
 from dflash_protocol.device import DeviceKind
 from dflash_protocol.settings import child_environment
 from dflash_runtime.compute.cores import usable_cores

@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from bench import report
 from bench.options import add_save_option, bench_parser
 from bench.pairs import Sample, Spread, interleave, ratio
 
+from bench import report
 from dflash_runtime import Engine
 
 GOAL = 0.95

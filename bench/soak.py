@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench import report
 from bench.daemons import living_daemons, made_up_prompt, time_to_recover, timed_tokens
 from bench.options import SPREAD, add_save_option, bench_parser
 from bench.report import table
 
+from bench import report
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import report
 from bench.machine import be_realtime
 from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench.random_moe import model_path
 
+from bench import report
 from dflash_protocol.ids import Phase
 from dflash_runtime import Engine
 

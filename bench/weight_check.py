@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from bench.daemons import made_up_prompt
 from bench.machine import ROOT
 from bench.options import add_save_option, bench_parser
 
+from bench import report
 from dflash_adapters import weight_check
 from dflash_adapters.gguf_file import GgufFile
 from dflash_adapters.registry import adapter_for

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import report
 from bench.options import NOTHING, SAMPLES, SPREAD, add_save_option
+
+from bench import report
 
 RECORD: dict[str, Any] = {
     "what": "A bench",
