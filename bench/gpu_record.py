@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import report
 from bench.pairs import Spread
+
+from bench import report
 
 Results = Mapping[str, Mapping[str, Any]]
 """Of parts, by their names."""

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_runtime.compute.cpu.instruction_sets import Tier
-from dflash_runtime.compute.cpu.panels.emitting import I8, I16, I32, Vec, call, constant, join
-from dflash_runtime.compute.cpu.panels.rows import NUM_ROWS
+from dflash_runtime.compute.cpu.panels.emitting import (
+    I8,
+    I16,
+    I32,
+    NUM_ROWS,
+    Vec,
+    call,
+    constant,
+    join,
+)
 from dflash_runtime.compute.cpu.untyped import ir, llvm
 from dflash_runtime.compute.cpu.vector.types import lanes_of
 

@@ -24,6 +24,9 @@ from dflash_runtime.compute.cpu.vector.types import (
     lanes_of,
 )
 
+NUM_ROWS = 16
+"""Rows that are multiplied side by side: those of a repacked tile."""
+
 
 class Vec:
     """A vector or scalar of one builder."""

@@ -5,8 +5,8 @@ Source: block layouts of ggml (checked against the gguf package by tests).
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu.panels.emitting import I8, Vec, join, look_up, where
-from dflash_runtime.compute.cpu.panels.rows import NUM_ROWS, WORDS, Quads, Rows, ScalesAndOffsets
+from dflash_runtime.compute.cpu.panels.emitting import I8, NUM_ROWS, Vec, join, look_up, where
+from dflash_runtime.compute.cpu.panels.rows import WORDS, Quads, Rows, ScalesAndOffsets
 from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.vector.types import lanes_of
 

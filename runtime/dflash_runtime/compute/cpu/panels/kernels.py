@@ -17,9 +17,18 @@ from typing import Any
 
 from dflash_runtime.compute.cpu.instruction_sets import Tier
 from dflash_runtime.compute.cpu.panels.dots import Dots, Quants
-from dflash_runtime.compute.cpu.panels.emitting import I8, I32, I64, Vec, keep_order, load, prefetch
+from dflash_runtime.compute.cpu.panels.emitting import (
+    I8,
+    I32,
+    I64,
+    NUM_ROWS,
+    Vec,
+    keep_order,
+    load,
+    prefetch,
+)
 from dflash_runtime.compute.cpu.panels.formats import PanelFormat
-from dflash_runtime.compute.cpu.panels.rows import LANES, NUM_ROWS, Rows
+from dflash_runtime.compute.cpu.panels.rows import LANES, Rows
 from dflash_runtime.compute.cpu.tiers import current_tier
 from dflash_runtime.compute.cpu.untyped import cgutils
 from dflash_runtime.compute.cpu.vector.types import FLOAT, i64, lanes_of, primitive, void

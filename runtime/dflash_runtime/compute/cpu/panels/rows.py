@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from dflash_runtime.compute.cpu.panels.emitting import (
     I8,
     I32,
+    NUM_ROWS,
     Vec,
     join,
     load,
     shuffle,
 )
 from dflash_runtime.compute.cpu.vector.types import FLOAT, lanes_of
-
-NUM_ROWS = 16
-"""Rows of a panel."""
 
 QUAD, WORDS, LANES = lanes_of(I8, 256), lanes_of(I32, NUM_ROWS), lanes_of(FLOAT, NUM_ROWS)
 

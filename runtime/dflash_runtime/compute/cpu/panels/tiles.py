@@ -17,8 +17,7 @@ import platform
 from functools import cache
 from typing import Any
 
-from dflash_runtime.compute.cpu.panels.emitting import I8, I64, Vec, call
-from dflash_runtime.compute.cpu.panels.rows import NUM_ROWS
+from dflash_runtime.compute.cpu.panels.emitting import I8, I64, NUM_ROWS, Vec, call
 from dflash_runtime.compute.cpu.untyped import cgutils, ir
 
 NUM_TOKENS = 16
