@@ -28,19 +28,23 @@ from bench.options import bench_parser
 from dflash_protocol.errors import DeviceUnavailable, DflashError
 from dflash_protocol.settings import child_environment
 from dflash_runtime.compute.cores import usable_cores
-from dflash_runtime.compute.cupy.capabilities import (
+from dflash_runtime.compute.gpu.device.capabilities import (
     Capabilities,
     Vendor,
     cuda_capabilities,
     hip_capabilities,
 )
-from dflash_runtime.compute.cupy.kernel_sources import define_options, kernel_source
-from dflash_runtime.compute.cupy.kernel_variants import (
+from dflash_runtime.compute.gpu.device.kernel_sources import define_options, kernel_source
+from dflash_runtime.compute.gpu.device.kernel_variants import (
     KernelVariant,
     all_variants,
     files_without_variant,
 )
-from dflash_runtime.compute.cupy.rtc import RuntimeCompiler, architecture_options, runtime_compiler
+from dflash_runtime.compute.gpu.device.rtc import (
+    RuntimeCompiler,
+    architecture_options,
+    runtime_compiler,
+)
 
 _CASES = Path(__file__).parents[1] / "tests/support/emulated_device/cases.cu"
 """Uses every name that kernels have in common."""

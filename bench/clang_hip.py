@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_protocol.settings import child_environment
-from dflash_runtime.compute.cupy.capabilities import Capabilities
-from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER, define_options
-from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
-from dflash_runtime.compute.cupy.rtc import architecture_options
+from dflash_runtime.compute.gpu.device.capabilities import Capabilities
+from dflash_runtime.compute.gpu.device.kernel_sources import KERNELS_FOLDER, define_options
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.device.rtc import architecture_options
 
 CLANG = "clang-19"
 PACKAGES = (CLANG, "rocm-device-libs")

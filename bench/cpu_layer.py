@@ -35,7 +35,7 @@ from bench.sides import Side
 from bench.workload import Work, make_work
 
 from bench import report
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
 
 MAIN_FILES = ("q4_k_m", "q8_0")

@@ -31,9 +31,9 @@ from bench.random_moe import MIXES, model_path
 from bench.sides import Side
 
 from bench import report
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import ModelSpec
 
 OURS, PEER, REPACKED = "ours", "peer", "peer, repacked"
 _CHECKED_TOKENS = 32

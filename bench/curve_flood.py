@@ -31,7 +31,7 @@ from bench.machine import REALTIME_PRIORITY, be_realtime
 from bench.options import add_realtime_option, add_save_option, bench_parser
 
 from bench import report
-from dflash_protocol.curve import (
+from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     CurveKeys,
     generate_keys,

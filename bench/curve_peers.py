@@ -12,7 +12,7 @@ from typing import Self
 import zmq
 
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
-from dflash_protocol.curve import (
+from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
     CurveKeys,

@@ -24,7 +24,7 @@ from bench.random_moe import MIXES, model_path
 from bench.sides import Side
 
 from bench import report
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
 from dflash_runtime.experts.compute import OwnerKind
 

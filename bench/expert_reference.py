@@ -8,9 +8,9 @@ import gguf
 import numpy as np
 from bench.workload import Work
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ExpertProjection
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import ExpertProjection
 from dflash_protocol.ids import AnyArray, F64Array
 
 

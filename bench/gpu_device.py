@@ -17,9 +17,9 @@ from bench.gpu_parts import Result, say
 from bench.sides import Side
 
 from dflash_protocol.device import Device, parse_device
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.cupy.devices import describe_gpus
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.gpu.device.devices import describe_gpus
 
 READ_FILE = str(Path(__file__).with_name("read_memory.cu"))
 THREADS, DEPTH = 256, 8

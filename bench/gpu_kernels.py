@@ -20,15 +20,15 @@ import numpy as np
 from bench.gpu_parts import Result, say
 from bench.sides import Side
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
 from dflash_adapters.registry import adapter_for
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.device import KernelDevice, address
-from dflash_runtime.compute.cupy.matrix import DeviceMatrix
-from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
 
 _ROUNDS = 7
 _STEPS = 64

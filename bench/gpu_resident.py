@@ -23,9 +23,9 @@ from bench.gpu_record import OURS, PEER
 from bench.pairs import Sample, interleave, ratio
 from bench.sides import Side, SideError
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import ModelSpec
 
 TEMPERATURE = 0.8
 _CHECKED_TOKENS = 64

@@ -18,7 +18,7 @@ from bench.machine import ROOT
 from dflash_protocol.settings import child_environment
 
 _SOURCES = ("protocol", "adapters", "daemon", "runtime", "tests", ".")
-TESTS = ("tests/runtime/compute/cupy", "tests/runtime/engine")
+TESTS = ("tests/runtime/compute/gpu", "tests/runtime/engine")
 # The project's settings name plugins that a bare machine has not got.
 _PYTEST = ("-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-W", "ignore")
 _OPTIONS = ("-p", "no:cacheprovider", "-q", "-m", "gpu")

@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 from bench.options import bench_parser
 
-from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.spec import MoeLayer
 from dflash_daemon import __main__ as daemon
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F64Array
-from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute import ComputeBackend, ExpertBank, open_backend
 
 

@@ -32,7 +32,13 @@ from bench.report import table
 
 from bench import report
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
-from dflash_protocol.curve import (
+from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.endpoint import IpcClaim, parse_endpoint
+from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import create_segment, open_segment
+from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
     generate_keys,
@@ -41,16 +47,10 @@ from dflash_protocol.curve import (
     secure_client,
     secure_server,
 )
-from dflash_protocol.endpoint import IpcClaim, parse_endpoint
-from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.payloads import PayloadType
-from dflash_protocol.requests import HEADER_BYTES
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import create_segment, open_segment
-from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
-from dflash_protocol.transport import ClientTransport, LinkLimits
-from dflash_protocol.transports.shared_memory import SharedClient, SharedServer
+from dflash_protocol.transports.shared_client import SharedClient, SharedServer
 from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
+from dflash_protocol.wire.requests import HEADER_BYTES
+from dflash_protocol.wire.transport import ClientTransport, LinkLimits
 
 NUM_EXPERTS_USED, NUM_EXPERTS = 8, 128
 NUM_SLOTS = 2

@@ -12,29 +12,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dflash_adapters.moe_spec import DeltaShape, KvLayer
 from dflash_adapters.ops import Gating, KvType, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.spec import DeltaShape, KvLayer
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.attention import DecodeAttention, PrefillAttention
-from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan
-from dflash_runtime.compute.cupy.attention_tree import TreeAttention
-from dflash_runtime.compute.cupy.capabilities import Capabilities
-from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.decode_experts import DecodeExperts
-from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape
-from dflash_runtime.compute.cupy.decode_linear import DecodeLinear
-from dflash_runtime.compute.cupy.decode_linear_shape import LinearInput, LinearShape
-from dflash_runtime.compute.cupy.decode_router import DecodeRouter, RouterShape
-from dflash_runtime.compute.cupy.decode_tokens import Embed, QuantiseRows, RowChange, Sample
-from dflash_runtime.compute.cupy.delta import DeltaChunk, DeltaPlan, DeltaStep
-from dflash_runtime.compute.cupy.delta_tree import DeltaTree
-from dflash_runtime.compute.cupy.draw_tokens import DrawTokens
-from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
-from dflash_runtime.compute.cupy.kernel_variants import KernelVariant
-from dflash_runtime.compute.cupy.prefill_expert_kernels import ExpertShape, compile_expert_kernels
-from dflash_runtime.compute.cupy.prefill_tiles import products_of
+from dflash_runtime.compute.gpu.device.capabilities import Capabilities
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts
+from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
+from dflash_runtime.compute.gpu.launch.decode_linear import DecodeLinear
+from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
+from dflash_runtime.compute.gpu.launch.decode_router import DecodeRouter, RouterShape
+from dflash_runtime.compute.gpu.launch.decode_tokens import Embed, QuantiseRows, RowChange, Sample
+from dflash_runtime.compute.gpu.launch.draw_tokens import DrawTokens
+from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
+    ExpertShape,
+    compile_expert_kernels,
+)
+from dflash_runtime.compute.gpu.launch.prefill_tiles import products_of
+from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
+from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
+from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
+from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep
+from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 
 _HIDDEN, _FFN, _EXPERTS, _USED, _VOCABULARY = 2048, 768, 128, 8, 151_936
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128

@@ -9,10 +9,10 @@ import numpy as np
 from bench.machine import touch_pages
 from bench.workload import Work
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_protocol.batch import group_by_expert
 from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.routed_batch import group_by_expert
 from dflash_protocol.settings import load_settings
 from dflash_runtime.compute import BackendName, make_backend
 

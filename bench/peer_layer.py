@@ -20,9 +20,9 @@ from bench.machine import touch_pages
 from bench.peer import GgmlInitParams, PeerError, open_peer
 from bench.workload import Work
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ExpertProjection, MoeLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import ExpertProjection, MoeLayer
 from dflash_protocol.ids import F32Array
 
 _F32, _I32 = 0, 26

@@ -19,21 +19,21 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.device import parse_device
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.device import DeviceArray, Grid, KernelDevice, address
-from dflash_runtime.compute.cupy.layouts import repack, row_bytes
-from dflash_runtime.compute.cupy.prefill_dense import DensePrefill, DenseProduct
-from dflash_runtime.compute.cupy.prefill_experts import ExpertPrefill
-from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
-from dflash_runtime.compute.cupy.prefill_rows import RowPreparer
-from dflash_runtime.compute.cupy.prefill_tiles import (
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, KernelDevice, address
+from dflash_runtime.compute.gpu.launch.layouts import repack, row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
+from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
+from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
+from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     TENSOR_TILES,
     Product,
     Products,
     Tile,
     products_of,
 )
-from dflash_runtime.compute.cupy.prefill_weights import (
+from dflash_runtime.compute.gpu.launch.prefill_weights import (
     StoredExperts,
     StoredProjection,
     WeightScratch,

@@ -19,8 +19,8 @@ from bench.machine import be_realtime
 from bench.options import add_realtime_option, add_save_option, bench_parser
 
 from bench import report
-from dflash_adapters.moe_spec import DeltaShape, RecurrentLayer
 from dflash_adapters.ops import KvType
+from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import CpuBackend
 

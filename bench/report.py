@@ -22,7 +22,7 @@ from bench.options import NOTHING, SAMPLES
 
 from dflash_protocol import __version__
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.text_files import write_file
+from dflash_protocol.process.text_files import write_file
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -35,10 +35,10 @@ from bench import report
 from dflash_protocol.device import DeviceKind
 from dflash_protocol.settings import child_environment
 from dflash_runtime.compute.cores import usable_cores
-from dflash_runtime.compute.cupy.devices import describe_gpus
-from dflash_runtime.compute.cupy.kernel_sources import kernel_source
+from dflash_runtime.compute.gpu.device.devices import describe_gpus
+from dflash_runtime.compute.gpu.device.kernel_sources import kernel_source
 
-_TESTS = ROOT / "tests/runtime/compute/cupy"
+_TESTS = ROOT / "tests/runtime/compute/gpu"
 
 _SUMMARY = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),

@@ -22,11 +22,11 @@ from bench.machine import ROOT
 from bench.options import add_save_option, bench_parser
 
 from bench import report
-from dflash_adapters import weight_check
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf import weight_check
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.gguf.weight_blocks import NONCE_BYTES, expert_blocks
+from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.registry import adapter_for
-from dflash_adapters.weight_blocks import NONCE_BYTES, expert_blocks
-from dflash_adapters.weight_check import WeightCheck
 from dflash_protocol.settings import child_environment, package_roots
 from dflash_runtime import Engine
 from dflash_runtime.experts.store import every_expert

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tooling.written_lines import ANY, Line, lines_of, sources
 
 from dflash_protocol.ids import Phase
-from dflash_protocol.setting_kinds import Switch
-from dflash_protocol.settings_table import (
+from dflash_protocol.settings.kinds import Switch
+from dflash_protocol.settings.table import (
     KNOBS,
     SETTINGS_FILE,
     SETTINGS_FLAG,

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import BaseConfig, Heads
-from dflash_adapters.moe_spec import KvLayer, ModelSpec, MoeLayer, MoeSpec
 from dflash_adapters.ops import Gate, Matrix, Ops
+from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec
 from dflash_adapters.tensors import Tensors, all_matrices_f32
 from dflash_protocol.errors import one_line
 from dflash_protocol.ids import I32Array

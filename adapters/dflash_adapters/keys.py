@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
+from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import F32Array
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias, TypeVar
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
 from dflash_protocol.ids import I32Array, Phase
 
 A = TypeVar("A")

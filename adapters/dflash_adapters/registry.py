@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import Protocol, TypeVar, cast
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import Model, Ops
+from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import UnsupportedModel
 
 A = TypeVar("A")
@@ -37,7 +37,7 @@ def adapter_for(file: GgufFile) -> Adapter:
     architecture = file.architecture
     is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0
     if architecture in ARCHITECTURES and not is_dense:
-        return cast(Adapter, importlib.import_module(f"dflash_adapters.{architecture}"))
+        return cast(Adapter, importlib.import_module(f"dflash_adapters.models.{architecture}"))
     if is_dense:
         reason = (
             f"{architecture!r} is a dense model: it has no experts to compute elsewhere; "

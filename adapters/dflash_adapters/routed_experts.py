@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer
+from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_adapters.tensors import Tensors, halves, separate_experts, stacked_experts
 
 

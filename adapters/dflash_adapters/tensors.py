@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from dflash_adapters.gguf_file import GgufFile, TensorInfo
-from dflash_adapters.moe_spec import ExpertProjection, ExpertVector
+from dflash_adapters.gguf.file import GgufFile, TensorInfo
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import ExpertProjection, ExpertVector
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 
 

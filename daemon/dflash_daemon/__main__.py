@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
-from dflash_protocol.for_people import log_to_stderr, said, say
-from dflash_protocol.setting_kinds import Switch
+from dflash_protocol.process.output import log_to_stderr, said, say
+from dflash_protocol.process.standard_streams import prepare_standard_streams
 from dflash_protocol.settings import load_settings, run_directory
-from dflash_protocol.settings_table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
-from dflash_protocol.standard_streams import prepare_standard_streams
+from dflash_protocol.settings.kinds import Switch
+from dflash_protocol.settings.table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
 
 _PROGRAM = "dflash-daemon"
 _EXAMPLES = """examples:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import zmq
 
-from dflash_protocol.curve import KEY_BYTES, ZAP_DOMAIN, AuthorizedClients
-from dflash_protocol.wording import noun
+from dflash_protocol.settings.wording import noun
+from dflash_protocol.transports.curve import KEY_BYTES, ZAP_DOMAIN, AuthorizedClients
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,11 +19,10 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from dflash_adapters.gguf_file import FileChange
-from dflash_adapters.weight_blocks import nonce_from
+from dflash_adapters.gguf.file import FileChange
+from dflash_adapters.gguf.weight_blocks import nonce_from
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
-from dflash_protocol import version1
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import (
@@ -35,7 +34,12 @@ from dflash_protocol.errors import (
     ProtocolError,
     one_line,
 )
-from dflash_protocol.messages import (
+from dflash_protocol.payloads import NEGOTIABLE, PayloadType
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.ring.layout import MOVED_FACTOR, RingShape
+from dflash_protocol.ring.segment import Segment, open_segment
+from dflash_protocol.wire import version1
+from dflash_protocol.wire.messages import (
     COMPARING,
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
@@ -52,12 +56,8 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
-from dflash_protocol.payloads import NEGOTIABLE, PayloadType
-from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.ring import MOVED_FACTOR, RingShape
-from dflash_protocol.ring_segment import Segment, open_segment
-from dflash_protocol.transport import LinkLimits
-from dflash_runtime.experts.handshake import OTHER_WEIGHTS
+from dflash_protocol.wire.transport import LinkLimits
+from dflash_runtime.experts.daemons.handshake import OTHER_WEIGHTS
 from dflash_runtime.experts.held_placements import HeldPlacement
 
 _LOG = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from dflash_adapters.gguf_file import FileChange, GgufFile
+from dflash_adapters.gguf.file import FileChange, GgufFile
+from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.registry import adapter_for
-from dflash_adapters.weight_check import WeightCheck
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
-from dflash_protocol.messages import COMPARING
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
+from dflash_protocol.wire.messages import COMPARING
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
 from dflash_runtime.experts.held_placements import ExpertStore, HeldPlacement
 from dflash_runtime.experts.store import (

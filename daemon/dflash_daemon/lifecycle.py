@@ -22,24 +22,24 @@ from typing import Any
 
 import zmq
 
-from dflash_adapters.gguf_file import FileChange
+from dflash_adapters.gguf.file import FileChange
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_daemon.control import ControlServer
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
-from dflash_protocol import ring_native
-from dflash_protocol.curve import ServerSecurity, server_security
 from dflash_protocol.device import Device
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
-from dflash_protocol.for_people import say
-from dflash_protocol.held_folder import remove_if_abandoned
 from dflash_protocol.notify import Notifier
-from dflash_protocol.parent import end_with_parent
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.ring_segment import sweep_segments
+from dflash_protocol.process.held_folder import remove_if_abandoned
+from dflash_protocol.process.output import say
+from dflash_protocol.process.parent import end_with_parent
+from dflash_protocol.ring import compiled as ring_native
+from dflash_protocol.ring.segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
-from dflash_protocol.transports.shared_memory import spin_window_s
+from dflash_protocol.transports.curve import ServerSecurity, server_security
+from dflash_protocol.transports.shared_client import spin_window_s
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend

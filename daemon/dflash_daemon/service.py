@@ -16,10 +16,10 @@ from typing import TypeAlias
 import zmq
 
 from dflash_protocol.errors import ModelFileError, ProtocolError
-from dflash_protocol.ring_segment import Segment
-from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
+from dflash_protocol.ring.segment import Segment
 from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.transports.zmq_stream import StreamServer
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.backend import sums_of
 

@@ -48,7 +48,7 @@ def _why_daemon(endpoint: str) -> str | None:
 
     from dflash_protocol.endpoint import parse_endpoint
     from dflash_protocol.errors import DflashError
-    from dflash_protocol.messages import Ping, Pong, decode_header, encode_header
+    from dflash_protocol.wire.messages import Ping, Pong, decode_header, encode_header
 
     try:
         parsed = parse_endpoint(endpoint)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
-from dflash_protocol.private_path import is_there_privately
+from dflash_protocol.process.private_path import is_there_privately
 
 _PATH_LIMIT_BYTES = 100
 """Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""

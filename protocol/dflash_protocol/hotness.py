@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dflash_protocol.text_files import file_error, read_file, write_file
+from dflash_protocol.process.text_files import file_error, read_file, write_file
 
 U64Array: TypeAlias = npt.NDArray[np.uint64]
 

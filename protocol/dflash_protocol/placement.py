@@ -18,7 +18,7 @@ import numpy as np
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import I32Array
-from dflash_protocol.text_files import file_error, read_file, write_file
+from dflash_protocol.process.text_files import file_error, read_file, write_file
 
 MAX_LAYERS = 4096
 """Most layers of one placement file; published models: up to 126."""

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters import llama
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask, ModelSpec
+from dflash_adapters.models import llama
 from dflash_adapters.ops import Ops
 from dflash_adapters.registry import ARCHITECTURES, adapter_for
+from dflash_adapters.spec import CAUSAL, KvLayer, Mask, ModelSpec
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute.reference.ops import ReferenceOps

@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 import pytest
 
-from dflash_adapters import qwen3moe
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.models import qwen3moe
 from dflash_adapters.registry import ARCHITECTURES, adapter_for
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 

@@ -9,10 +9,10 @@ import gguf
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ExpertProjection, ExpertVector
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.spec import ExpertProjection, ExpertVector
 from dflash_adapters.tensors import halves, stacked_experts
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import F32Array

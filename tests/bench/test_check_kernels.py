@@ -24,8 +24,8 @@ from bench.launched_kernels import launched_kernels
 
 from bench import check_kernels
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_runtime.compute.cupy.capabilities import hip_capabilities
-from dflash_runtime.compute.cupy.kernel_variants import (
+from dflash_runtime.compute.gpu.device.capabilities import hip_capabilities
+from dflash_runtime.compute.gpu.device.kernel_variants import (
     KernelVariant,
     all_variants,
     files_without_variant,

@@ -10,7 +10,7 @@ import pytest
 from bench.sanitize_cases import CASES
 
 from bench import sanitize_gpu
-from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER
+from dflash_runtime.compute.gpu.device.kernel_sources import KERNELS_FOLDER
 
 FAKE = """#!{python}
 import sys

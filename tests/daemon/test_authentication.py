@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
-from dflash_protocol.curve import (
+from dflash_protocol.transports.curve import (
     AuthorizedClients,
 )
 from support.curve_door import MAX_FRAME_BYTES, PATIENCE_MS, Door, ends_of

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.messages import (
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.wire.messages import (
     COMPARING,
     PROTOCOL_VERSIONS,
     Bye,
@@ -21,8 +22,7 @@ from dflash_protocol.messages import (
     Welcome,
     encode_header,
 )
-from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.transport import Reply
+from dflash_protocol.wire.transport import Reply
 from support.control_rig import CAPACITY, OTHER, OWNED, SHAPE, Daemon
 
 pytestmark = pytest.mark.asyncio

@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.spec import MoeSpec
+from dflash_protocol.batch import group_by_expert
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.ids import F32Array, Phase
-from dflash_protocol.messages import Attached, Bye, Refused, Welcome, encode_header
-from dflash_protocol.ring import MOVED_FACTOR
-from dflash_protocol.routed_batch import group_by_expert
-from dflash_protocol.transport import DeviceReply, Reply
-from dflash_protocol.transports.shared_memory import SharedClient
-from dflash_runtime.experts.sharing import Offer, OfferFailed, SharingPlan, make_offer
+from dflash_protocol.ring.layout import MOVED_FACTOR
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encode_header
+from dflash_protocol.wire.transport import DeviceReply, Reply
+from dflash_runtime.experts.daemons.sharing import Offer, OfferFailed, SharingPlan, make_offer
 from support.control_rig import CAPACITY, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend
 from support.host_mover import HostMover, HostRows
 from support.routed_batches import batch_of

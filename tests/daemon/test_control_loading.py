@@ -10,13 +10,13 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_daemon import control as control_module
 from dflash_daemon.service import ComputeService
 from dflash_protocol.errors import DeviceOutOfMemory, ProtocolError
-from dflash_protocol.messages import Bye, Progress, Refused, Welcome, encode_header
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.transport import Reply
+from dflash_protocol.wire.messages import Bye, Progress, Refused, Welcome, encode_header
+from dflash_protocol.wire.transport import Reply
 from dflash_runtime.experts.held_placements import HeldPlacement
 from dflash_runtime.experts.store import every_expert
 from support.control_rig import OTHER, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend

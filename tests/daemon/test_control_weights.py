@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dflash_adapters import weight_check
-from dflash_adapters.file_watch import LOOK_S
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.weight_check import WeightCheck
+from dflash_adapters.gguf import weight_check
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.gguf.watch import LOOK_S
+from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.messages import COMPARING, Bye, Hello, Progress, Refused, Welcome
-from dflash_protocol.messages import encode_header as encoded
+from dflash_protocol.wire.messages import COMPARING, Bye, Hello, Progress, Refused, Welcome
+from dflash_protocol.wire.messages import encode_header as encoded
 from support.control_rig import OWNED, Daemon
 
 pytestmark = pytest.mark.asyncio

@@ -17,14 +17,14 @@ import zmq
 
 from dflash_daemon import service as service_module
 from dflash_daemon.service import ComputeService
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import create_segment, open_segment
-from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transport import LinkLimits
-from dflash_protocol.transports.shared_memory import SharedClient
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import create_segment, open_segment
+from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
+from dflash_protocol.wire.transport import LinkLimits
 from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,

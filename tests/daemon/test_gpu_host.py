@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from dflash_daemon.host import ExpertHost
+from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute import ExpertBank
-from dflash_runtime.compute.cupy.experts import CupyExpertBank
+from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import write_qwen3moe

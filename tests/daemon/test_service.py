@@ -20,12 +20,12 @@ import zmq
 
 from dflash_daemon import service as service_module
 from dflash_daemon.service import ComputeService
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array
-from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transport import LinkLimits
 from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
+from dflash_protocol.wire.transport import LinkLimits
 from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,

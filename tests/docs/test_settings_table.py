@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dflash_protocol.settings_file import DAEMON_KEYS, read_settings_file
-from dflash_protocol.settings_table import (
+from dflash_protocol.settings.file import DAEMON_KEYS, read_settings_file
+from dflash_protocol.settings.table import (
     KNOBS,
     SETTINGS_FLAG,
     knobs_of,

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_protocol.curve import (
+from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     KNOWN_FILE,
     PUBLIC_FILE,
@@ -19,8 +21,6 @@ from dflash_protocol.curve import (
     generate_keys,
     load_keys,
 )
-from dflash_protocol.errors import DaemonUnavailable, SettingsError
-from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from support.processes import ROOT, environment, run_cli, running_daemon
 from support.random_models import ODD_SHAPES, write_qwen3moe

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main

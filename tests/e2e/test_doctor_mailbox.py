@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ring_segment import Segment, create_segment
+from dflash_protocol.ring.segment import Segment, create_segment
 from dflash_runtime.cli.main import main
-from dflash_runtime.compute.cupy.mail_link import MailLink
-from dflash_runtime.compute.cupy.mailbox_layout import (
+from dflash_runtime.compute.gpu.mailbox.layout import (
     DAEMON_DEVICE_AT,
     LINE_BYTES,
     LINES_AT,
 )
-from dflash_runtime.compute.cupy.mailbox_trial import TRIAL_LAYOUT
+from dflash_runtime.compute.gpu.mailbox.link import MailLink
+from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT
 from dflash_runtime.compute.mail_trial import TrialBatch
 from dflash_runtime.tools import doctor_mailbox
 from support.emulated_device import EmulatedDevice

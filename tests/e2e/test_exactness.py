@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.qwen3moe import read_spec
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.models.qwen3moe import read_spec
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile, sample_places
-from dflash_adapters.qwen3moe import read_spec
+from dflash_adapters.gguf.file import GgufFile, sample_places
+from dflash_adapters.models.qwen3moe import read_spec
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
 from dflash_runtime import Engine
 from support.faults import spawned_daemons

@@ -21,8 +21,8 @@ import pytest
 
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.experts import supervisor
-from dflash_runtime.experts.link import DaemonLink, Session
+from dflash_runtime.experts.daemons import supervisor
+from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from support.asked_parent import PROMPT
 from support.faults import greedy, shared_memory_of
 from support.processes import START_S, running_daemon, wait_until

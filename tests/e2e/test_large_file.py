@@ -22,7 +22,7 @@ def peak_kib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 from pathlib import Path
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
 if sys.argv[2] == "daemon":
     from dflash_daemon.host import ExpertHost

@@ -18,7 +18,7 @@ from dflash_protocol.errors import HandshakeRefused, ModelFileError
 from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
 from dflash_runtime.engine.demo_model import demo_model_path
-from dflash_runtime.experts.supervisor import Supervisor
+from dflash_runtime.experts.daemons.supervisor import Supervisor
 from support.processes import START_S, running_daemon, wait_until
 from support.random_models import ODD_SHAPES, write_qwen3moe
 

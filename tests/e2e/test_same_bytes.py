@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_adapters import file_watch
-from dflash_adapters.gguf_file import GgufFile, sample_places
-from dflash_adapters.moe_spec import ExpertProjection
-from dflash_adapters.qwen3moe import read_spec
+from dflash_adapters.gguf import watch as file_watch
+from dflash_adapters.gguf.file import GgufFile, sample_places
+from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.spec import ExpertProjection
 from dflash_protocol.errors import HandshakeRefused, ModelFileError
 from dflash_runtime import Engine
 from support.processes import running_daemon

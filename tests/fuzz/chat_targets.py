@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgpack
 
-from dflash_adapters.chat_messages import (
+from dflash_adapters.text.chat_messages import (
     LENGTH,
     ChatRequest,
     ReplyKind,

@@ -14,12 +14,12 @@ from unittest import mock
 import numpy as np
 import xxhash
 
-from dflash_protocol import requests, version1
+from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import Phase
 from dflash_protocol.payloads import NEGOTIABLE, PayloadType
-from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
-from dflash_protocol.transport import LinkLimits, Reply, TransportCounters
+from dflash_protocol.wire import requests, version1
+from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
 from fuzz.message_targets import damaged_header
 from fuzz.mutation import NUMBERS, Mutator
 from fuzz.target import Target

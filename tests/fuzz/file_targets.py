@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.full_digest import read_kept
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.digest import read_kept
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.registry import adapter_for
 from dflash_protocol.errors import ModelFileError, SettingsError

@@ -9,11 +9,12 @@ from typing import Any, get_type_hints
 
 import msgpack
 
-from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer, MoeSpec
+from dflash_adapters.gguf.weight_blocks import expert_blocks, nonce_from
 from dflash_adapters.quant import TensorType
-from dflash_adapters.weight_blocks import expert_blocks, nonce_from
+from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer, MoeSpec
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.messages import (
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.wire.messages import (
     Bye,
     Hello,
     Message,
@@ -25,7 +26,6 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
-from dflash_protocol.placement import OwnedExperts
 from fuzz.mutation import Mutator
 from fuzz.target import Target
 

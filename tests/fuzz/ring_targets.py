@@ -17,15 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_protocol import ring, ring_native
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.errors import DeadlineExceeded, ProtocolError
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import create_segment, open_segment
-from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transport import LinkLimits, ReceivedRequest
-from dflash_protocol.transports.shared_memory import SharedClient
+from dflash_protocol.ring import compiled as ring_native
+from dflash_protocol.ring import layout as ring
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import create_segment, open_segment
+from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.shared_server import SharedServer
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest
 from fuzz.data_targets import random_batch, use_batch
 from fuzz.mutation import NUMBERS, Mutator
 from fuzz.target import Target

@@ -8,11 +8,11 @@ import struct
 import numpy as np
 import pytest
 
-from dflash_protocol import requests, version1
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.messages import ExpertRequest
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.transport import Reply, TransportCounters
+from dflash_protocol.wire import requests, version1
+from dflash_protocol.wire.messages import ExpertRequest
+from dflash_protocol.wire.transport import Reply, TransportCounters
 from fuzz.data_targets import with_checksum
 from fuzz.ring_targets import RingSlots
 

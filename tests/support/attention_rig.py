@@ -7,21 +7,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
+from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
-from dflash_runtime.compute.cupy.attention import (
+from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.layers.attention import (
     DecodeAttention,
     NewRows,
     PrefillAttention,
     TokenRows,
     rotation_angles,
 )
-from dflash_runtime.compute.cupy.attention_plan import AttentionShape, DecodePlan, context_bucket
-from dflash_runtime.compute.cupy.decode_experts import Rows
-from dflash_runtime.compute.cupy.device import DeviceArray
-from dflash_runtime.compute.cupy.kv_cache import DeviceKvCache
+from dflash_runtime.compute.gpu.layers.attention_plan import (
+    AttentionShape,
+    DecodePlan,
+    context_bucket,
+)
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from support.emulated_device import EmulatedDevice
 from support.float64_attention import attended, cached_numbers, fill, normalised_and_rotated
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from support.llama_tokenizer import LlamaTokenizer
 from support.vocabularies import RawVocabulary
 

@@ -13,15 +13,17 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import MoeLayer
 from dflash_daemon.control import ControlServer
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F32Array, F64Array, I32Array
-from dflash_protocol.messages import (
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.wire.messages import (
     PROTOCOL_VERSIONS,
     Hello,
     Message,
@@ -33,10 +35,8 @@ from dflash_protocol.messages import (
     decode_header,
     encode_header,
 )
-from dflash_protocol.payloads import PayloadType
-from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.requests import ParentCodec, encode_request, largest_frame_bytes
-from dflash_protocol.transport import Reply, TransportCounters
+from dflash_protocol.wire.requests import ParentCodec, encode_request, largest_frame_bytes
+from dflash_protocol.wire.transport import Reply, TransportCounters
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.reference.experts import ReferenceExpertBank
 from support.random_models import ODD_SHAPES

@@ -8,15 +8,15 @@ from functools import cache
 import numpy as np
 
 from dflash_protocol.ids import I64Array
-from dflash_runtime.compute.cpu import system
-from dflash_runtime.compute.cpu.compiling import (
+from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
     compile_row_function,
 )
-from dflash_runtime.compute.cpu.parallel import claim, line_of_words, run_region
-from dflash_runtime.compute.cpu.vector import address_of, atomics, i64, void
+from dflash_runtime.compute.cpu.simd import address_of, atomics, i64, void
+from dflash_runtime.compute.cpu.threads import system
+from dflash_runtime.compute.cpu.threads.parallel import claim, line_of_words, run_region
 
 NUM_ITEMS, ITEMS, CALLS, VALUE, ITEM_NS, NAP_US, AWAITED_WORKERS, ZERO, NUM_FIELDS = range(9)
 _MAX_THREADS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_runtime.compute.cpu.instruction_sets import Tier, host_features, offered_tiers
+from dflash_runtime.compute.cpu.simd.instruction_sets import Tier, host_features, offered_tiers
 
 HERE = offered_tiers(host_features())
 """Best first."""

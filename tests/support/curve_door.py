@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from dflash_daemon.authentication import Authenticator
-from dflash_protocol.curve import (
+from dflash_protocol.transports.curve import (
     AuthorizedClients,
     CurveKeys,
     generate_keys,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.moe_spec import Activation
+from dflash_adapters.spec import Activation
 from dflash_protocol.ids import F32Array, F64Array, I32Array
-from dflash_runtime.compute.cupy.decode_experts import ProjectionArrays, ResidentExperts
-from dflash_runtime.compute.cupy.decode_experts_shape import ExpertsShape
-from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.launch.decode_experts import ProjectionArrays, ResidentExperts
+from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
 from support.device_weights import Weights, random_weights
 
 

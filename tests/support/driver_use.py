@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.driver import Driver
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.driver import Driver
 
 _PAIRS = {
     "events": ("create_event", "destroy_event"),

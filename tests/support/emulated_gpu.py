@@ -10,9 +10,9 @@ import pytest
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute import ComputeBackend, devices, open_backend
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.devices import DeviceMemory
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu, used_bytes

@@ -13,9 +13,9 @@ from zlib import crc32
 import gguf
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_adapters.tensors import halves, stacked_experts
 from dflash_protocol.ids import F32Array
 from support.llama_oracle import quantise

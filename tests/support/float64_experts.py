@@ -13,9 +13,9 @@ from typing import TypeAlias
 import gguf
 import numpy as np
 
-from dflash_adapters.moe_spec import Activation, MoeLayer
+from dflash_adapters.spec import Activation, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F64Array
-from dflash_protocol.routed_batch import RoutedBatch
 from support.routed_batches import pairs_of
 
 ExpertValues: TypeAlias = Mapping[str, F64Array]

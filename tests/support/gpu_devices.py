@@ -9,10 +9,10 @@ import pytest
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DflashError
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.device import KernelDevice
-from dflash_runtime.compute.cupy.devices import VENDORS, memory_of
-from dflash_runtime.compute.cupy.driver import open_driver
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.devices import VENDORS, memory_of
+from dflash_runtime.compute.gpu.device.driver import open_driver
 from support.emulated_device import EmulatedDevice
 
 EMULATED = "emulated"

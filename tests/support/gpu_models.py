@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
 from dflash_adapters.registry import adapter_for
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.device import KernelDevice
-from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
 from support.poison import Poison
 from support.random_gguf import RandomShape
 from support.random_laguna import LagunaShape

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import ModelSpec
+from dflash_protocol.batch import Sums
 from dflash_protocol.device import CPU
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_protocol.routed_batch import Sums
 from dflash_runtime.compute import ComputeBackend, open_backend
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket
 from dflash_runtime.experts.offload import OffloadMode

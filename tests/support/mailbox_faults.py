@@ -19,15 +19,15 @@ import numpy as np
 import psutil
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.ring_segment import Segment
+from dflash_protocol.ring.segment import Segment
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy.kept_memory import KEPT_S
-from dflash_runtime.compute.cupy.mailbox_layout import (
+from dflash_runtime.compute.gpu.device.kept_memory import KEPT_S
+from dflash_runtime.compute.gpu.mailbox.layout import (
     DAEMON_ABORT_AT,
     LINE_BYTES,
     LINES_AT,
@@ -35,7 +35,7 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     PROBE_FOLLOWS_AT,
     MailLayout,
 )
-from dflash_runtime.compute.cupy.parent_mail import ParentMail
+from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.mailbox_pairs import DevicePair, Pace

@@ -17,7 +17,7 @@ import pytest
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.settings import Settings
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY, EmulatedGpus

@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from dflash_protocol.ring_segment import Segment
+from dflash_protocol.ring.segment import Segment
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy import recorded_step
-from dflash_runtime.compute.cupy.parent_mail import ParentMail
+from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
+from dflash_runtime.compute.gpu.run import recorded_step
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import START_S

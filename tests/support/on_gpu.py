@@ -5,7 +5,7 @@ With ``--like-a-gpu`` it is the emulation after all, but no test can tell: for w
 What was launched is printed in the end, ``launched <kernel file> <kernel>``.
 
 Example:
-  python -m pytest -p support.on_gpu tests/runtime/compute/cupy/test_mma.py
+  python -m pytest -p support.on_gpu tests/runtime/compute/gpu/test_mma.py
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import support.emulated_device
 from dflash_protocol.device import DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.cupy_device import CupyDevice
-from dflash_runtime.compute.cupy.device import DeviceArray, address
-from dflash_runtime.compute.cupy.kernel_sources import Defines
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, address
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu
 from support.readable_arrays import ReadableArray

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 
 _POISON = 0xFF
 

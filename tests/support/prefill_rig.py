@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ExpertProjection, MoeLayer
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import ExpertProjection, MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, U8Array
-from dflash_runtime.compute.cupy.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.cupy.layouts import repack, row_bytes
-from dflash_runtime.compute.cupy.prefill_experts import ExpertPrefill
-from dflash_runtime.compute.cupy.prefill_groups import ExpertGroups
-from dflash_runtime.compute.cupy.prefill_rows import RowPreparer
-from dflash_runtime.compute.cupy.prefill_tiles import Product, Products, Tile
-from dflash_runtime.compute.cupy.prefill_weights import (
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.gpu.launch.layouts import repack, row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
+from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
+from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
+from dflash_runtime.compute.gpu.launch.prefill_tiles import Product, Products, Tile
+from dflash_runtime.compute.gpu.launch.prefill_weights import (
     StoredExperts,
     StoredProjection,
     WeightScratch,

@@ -9,7 +9,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike
 
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
 
 
 class ReadableArray(NDArrayOperatorsMixin):

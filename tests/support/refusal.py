@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.errors import ModelFileError
 
 

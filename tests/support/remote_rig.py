@@ -11,22 +11,22 @@ import numpy as np
 import zmq
 
 from dflash_daemon.service import ComputeService
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import Endpoint, IpcClaim
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.messages import ExpertRequest, Frames, Welcome
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.requests import (
+from dflash_protocol.wire.messages import ExpertRequest, Frames, Welcome
+from dflash_protocol.wire.requests import (
     decode_request,
     encode_failure,
     encode_reply,
     largest_frame_bytes,
 )
-from dflash_protocol.routed_batch import RoutedBatch
-from dflash_protocol.transport import LinkLimits
-from dflash_runtime.experts.link import DaemonLink, Session
-from dflash_runtime.experts.remote import RemoteExpertCompute
+from dflash_protocol.wire.transport import LinkLimits
+from dflash_runtime.experts.daemons.link import DaemonLink, Session
+from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import numpy as np
 from hypothesis import strategies as st
 
-from dflash_adapters.moe_spec import Activation, ExpertProjection, MoeLayer
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch
 
 HIDDEN_SIZE = 3
 

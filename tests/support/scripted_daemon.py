@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import zmq
 
 from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
-from dflash_protocol.messages import (
+from dflash_protocol.wire.messages import (
     Bye,
     Hello,
     Message,

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import numpy as np
 
+from dflash_protocol.batch import Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import create_segment, open_segment
-from dflash_protocol.routed_batch import Sums
-from dflash_protocol.testing import (
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import create_segment, open_segment
+from dflash_protocol.transports.shared_client import SharedClient, SharedServer
+from dflash_protocol.transports.testing import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
     PATIENCE_S,
     example_batch,
 )
-from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
-from dflash_protocol.transports.shared_memory import SharedClient, SharedServer
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
 
 NUM_SLOTS = 2
 SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_runtime.compute.cupy import resident
+from dflash_runtime.compute.gpu.layers import resident
 from support import emulated_daemon, watched_daemon
 
 

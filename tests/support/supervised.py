@@ -13,9 +13,9 @@ import zmq
 
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.experts.handshake import Greeting
-from dflash_runtime.experts.link import DaemonLink, Launch
-from dflash_runtime.experts.supervisor import Patience, Supervisor
+from dflash_runtime.experts.daemons.handshake import Greeting
+from dflash_runtime.experts.daemons.link import DaemonLink, Launch
+from dflash_runtime.experts.daemons.supervisor import Patience, Supervisor
 from support.scripted_daemon import PATIENCE_S, ScriptedDaemon
 
 GREETING = Greeting("model-1f", "digest-2e", "class-3d", max_tokens=64)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_runtime.compute.cupy.capabilities import Vendor
-from dflash_runtime.compute.cupy.driver_table import HANDLE_BYTES
+from dflash_runtime.compute.gpu.device.capabilities import Vendor
+from dflash_runtime.compute.gpu.device.driver_table import HANDLE_BYTES
 from support.driver_use import DriverUse
 from support.fake_driver.fake_driver import FakeDriver, Setting
 

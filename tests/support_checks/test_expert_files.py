@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.moe_spec import Activation, MoeLayer
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import Activation, MoeLayer
 from support.expert_files import BITING_LIMIT, write_expert_layer
 from support.float64_experts import ExpertValues, read_experts
 

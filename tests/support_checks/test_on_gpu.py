@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_runtime.compute.cupy import cupy_device
-from dflash_runtime.compute.cupy.device import KernelDevice, address
-from dflash_runtime.compute.cupy.row_kernels import AddRows
+from dflash_runtime.compute.gpu.device import cupy_device
+from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.launch.row_kernels import AddRows
 from support import on_gpu
 from support.fake_driver.fake_driver import FakeDriver, fake_cupy
 

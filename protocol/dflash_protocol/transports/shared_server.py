@@ -16,14 +16,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol import ring, ring_native
+from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_protocol.messages import ExpertRequest
 from dflash_protocol.payloads import PayloadType, pack_sums
-from dflash_protocol.ring_native import OUT_OF_RANGE
-from dflash_protocol.ring_ports import (
+from dflash_protocol.ring import compiled as ring_native
+from dflash_protocol.ring import layout as ring
+from dflash_protocol.ring.compiled import OUT_OF_RANGE
+from dflash_protocol.ring.segment import Segment, silence_bell
+from dflash_protocol.transports.ports import (
     PAYLOAD_CODES,
     PAYLOAD_NAMES,
     PHASES,
@@ -32,9 +34,8 @@ from dflash_protocol.ring_ports import (
     poll_entries,
     violation_error,
 )
-from dflash_protocol.ring_segment import Segment, silence_bell
-from dflash_protocol.routed_batch import DeviceBatch, RoutedBatch, Sums
-from dflash_protocol.transport import LinkLimits, ReceivedRequest, TransportCounters
+from dflash_protocol.wire.messages import ExpertRequest
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
 
 # ROUTING_BOUND, WAITED, then of the header: sequence, layer, everything from T to the payload
 # type, two times.

@@ -15,16 +15,16 @@ from typing import Protocol, cast
 import numpy as np
 import zmq
 
-from dflash_protocol import requests, version1
+from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import I32Array
-from dflash_protocol.messages import Frames
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.requests import largest_frame_bytes as largest_frame_bytes
-from dflash_protocol.routed_batch import RoutedBatch, Sums
-from dflash_protocol.transport import LinkLimits as LinkLimits
-from dflash_protocol.transport import ReceivedRequest, Reply, TransportCounters
+from dflash_protocol.wire import requests, version1
+from dflash_protocol.wire.messages import Frames
+from dflash_protocol.wire.requests import largest_frame_bytes as largest_frame_bytes
+from dflash_protocol.wire.transport import LinkLimits as LinkLimits
+from dflash_protocol.wire.transport import ReceivedRequest, Reply, TransportCounters
 
 _QUEUED_REQUESTS = 16
 """Requests of one link that may wait; further ones stay with the parent."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dflash_protocol.for_people import ascii_json
+from dflash_protocol.process.output import ascii_json
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 from dflash_runtime.cli.output import write_lines
 from dflash_runtime.cli.progress import ProgressReporter

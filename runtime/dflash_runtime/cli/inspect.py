@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dflash_protocol.for_people import ascii_json
+from dflash_protocol.process.output import ascii_json
 from dflash_protocol.settings import cache_directory, load_settings
-from dflash_protocol.wording import noun
+from dflash_protocol.settings.wording import noun
 from dflash_runtime.cli.output import write_lines
 
 if TYPE_CHECKING:
-    from dflash_adapters.gguf_file import GgufFile
-    from dflash_adapters.moe_spec import KvLayer, ModelSpec, MoeLayer
+    from dflash_adapters.gguf.file import GgufFile
+    from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer
 
 _EPILOG = """\b
 Examples:
@@ -40,7 +40,7 @@ Examples:
 )
 def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
     """Show architecture, dimensions, experts and tokenizer of MODEL, without reading weights."""
-    from dflash_adapters.gguf_file import GgufFile
+    from dflash_adapters.gguf.file import GgufFile
     from dflash_adapters.registry import adapter_for
     from dflash_runtime.engine.demo_model import chosen_model_path
 
@@ -56,7 +56,7 @@ def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
 
 def _digests(file: GgufFile) -> list[str]:
     """SHA-256 of each of the model's files; what is read of them is shown on a terminal."""
-    from dflash_adapters.full_digest import file_digests
+    from dflash_adapters.gguf.digest import file_digests
     from dflash_protocol.errors import SettingsError
     from dflash_runtime.cli.progress import ProgressReporter
 
@@ -78,7 +78,7 @@ def _digests(file: GgufFile) -> list[str]:
 
 
 def _record(file: GgufFile, spec: ModelSpec, digests: list[str]) -> dict[str, object]:
-    from dflash_adapters.full_digest import whole_digest
+    from dflash_adapters.gguf.digest import whole_digest
 
     return {
         "path": str(file.path),
@@ -174,7 +174,7 @@ def _lines(file: GgufFile, spec: ModelSpec, digests: list[str]) -> list[str]:
 
 def _digest_lines(file: GgufFile, digests: list[str]) -> list[str]:
     """The model's, which processes compare, and what sha256sum says of each file."""
-    from dflash_adapters.full_digest import whole_digest
+    from dflash_adapters.gguf.digest import whole_digest
 
     if not digests:
         return []

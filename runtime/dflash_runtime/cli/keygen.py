@@ -28,7 +28,8 @@ def keygen(folder: Path | None, comment: str | None, force: bool) -> None:
     Parents and daemons on different machines prove with it who they are, and encrypt what they
     say. Each machine has its own; only public keys are copied.
     """
-    from dflash_protocol.curve import (
+    from dflash_protocol.settings import keys_directory, load_settings
+    from dflash_protocol.transports.curve import (
         AUTHORIZED_FILE,
         KNOWN_FILE,
         PUBLIC_FILE,
@@ -36,7 +37,6 @@ def keygen(folder: Path | None, comment: str | None, force: bool) -> None:
         generate_keys,
         public_line,
     )
-    from dflash_protocol.settings import keys_directory, load_settings
 
     default = keys_directory(load_settings())
     folder = default if folder is None else folder.absolute()

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
-from dflash_protocol.setting_kinds import Switch
 from dflash_protocol.settings import Settings, load_settings
-from dflash_protocol.settings_table import (
+from dflash_protocol.settings.kinds import Switch
+from dflash_protocol.settings.table import (
     KNOBS,
     SETTINGS_FLAG,
     SETTINGS_HELP,

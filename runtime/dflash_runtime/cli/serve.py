@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.for_people import say
-from dflash_protocol.text_files import read_file
+from dflash_protocol.process.output import say
+from dflash_protocol.process.text_files import read_file
 from dflash_runtime.cli.options import (
     SettingsCommand,
     server_options,
@@ -20,7 +20,7 @@ from dflash_runtime.cli.options import (
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
-    from dflash_runtime.experts.supervisor import ProgressCallback
+    from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 
 _TEMPLATE_LIMIT_BYTES = 1 << 20
 

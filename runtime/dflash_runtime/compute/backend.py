@@ -14,15 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
+from dflash_protocol.batch import DeviceBatch, Hidden, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover, DeviceSums
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import Segment
-from dflash_protocol.routed_batch import DeviceBatch, Hidden, RoutedBatch, Sums
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.trees import Tree, TreeResult
 

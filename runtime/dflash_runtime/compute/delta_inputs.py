@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dflash_adapters.moe_spec import DeltaShape
+from dflash_adapters.spec import DeltaShape
 from dflash_protocol.ids import F32Array, I32Array
 
 

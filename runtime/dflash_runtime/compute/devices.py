@@ -20,7 +20,7 @@ from dflash_runtime.compute.cores import usable_cores
 
 _LOG = logging.getLogger(__name__)
 
-_GPU_MODULE = "dflash_runtime.compute.cupy.backend"
+_GPU_MODULE = "dflash_runtime.compute.gpu.backend"
 """Has ``CupyBackend(device, cache_dir=…)``, for the vendor that CuPy was built for."""
 _CUPY = {
     DeviceKind.CUDA: {"CUDA 12": "cupy-cuda12x>=13,<15", "CUDA 13": "cupy-cuda13x>=13.6,<15"},
@@ -100,7 +100,7 @@ def make_backend(
             import numba  # noqa: F401 - first, for it is what people install
 
             from dflash_runtime.compute.cpu import CpuBackend
-            from dflash_runtime.compute.cpu.tiers import choose_tier
+            from dflash_runtime.compute.cpu.compile.tiers import choose_tier
         except ImportError as error:
             first_line, *_ = str(error).splitlines() or [""]
             reason = f"{sys.executable} cannot run the cpu kernels ({first_line})"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import psutil
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import KvLayer, MoeLayer, RecurrentLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvCache, KvType, Model
+from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts, likeliest_of
 

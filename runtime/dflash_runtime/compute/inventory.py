@@ -80,7 +80,7 @@ def _backends() -> tuple[dict[str, str | None], str | None]:
         importlib.import_module("numba")  # first, for it is what people install
         from dflash_protocol.errors import DflashError
         from dflash_protocol.settings import load_settings
-        from dflash_runtime.compute.cpu.tiers import choose_tier
+        from dflash_runtime.compute.cpu.compile.tiers import choose_tier
     except Exception as error:  # whatever libraries raise that do not go together
         backends["cpu"] = _reason(error)
         return backends, None
@@ -112,7 +112,7 @@ def _why_not_shared(backends: dict[str, str | None]) -> str | None:
     if backends["reference"] is not None:
         return backends["reference"]
     try:
-        from dflash_protocol.ring_native import why_unavailable
+        from dflash_protocol.ring.compiled import why_unavailable
     except ImportError as error:
         return _reason(error)
     return why_unavailable() or None
@@ -202,9 +202,9 @@ def _gpus_of_drivers() -> tuple[dict[str, dict[str, object]], list[dict[str, obj
     try:
         from dflash_protocol.device import DeviceKind
         from dflash_protocol.errors import DflashError
-        from dflash_runtime.compute.cupy.devices import VENDORS, describe_gpus
-        from dflash_runtime.compute.cupy.driver import open_driver
-        from dflash_runtime.compute.cupy.rtc import runtime_compiler
+        from dflash_runtime.compute.gpu.device.devices import VENDORS, describe_gpus
+        from dflash_runtime.compute.gpu.device.driver import open_driver
+        from dflash_runtime.compute.gpu.device.rtc import runtime_compiler
     except ImportError:  # not our packages, or older ones
         return drivers, gpus
     for kind, vendor in VENDORS.items():

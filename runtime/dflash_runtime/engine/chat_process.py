@@ -1,4 +1,4 @@
-"""One process that renders chat templates (``dflash_adapters.chat_child``), from its parent's side.
+"""One process that renders chat templates (``dflash_adapters.text.chat_child``), from its parent's side.
 
 It is started by exec, in a session of its own, with nothing of ours but three pipes' ends; it ends
 when its input does, and so with us. Knows nothing of what is rendered.
@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dflash_adapters.chat_child import LATE_S, READY
-from dflash_adapters.chat_messages import LENGTH
+from dflash_adapters.text.chat_child import LATE_S, READY
+from dflash_adapters.text.chat_messages import LENGTH
 from dflash_protocol.errors import DeadlineExceeded, ProtocolError, RenderingUnavailable
 from dflash_protocol.settings import bare_environment, package_roots
 
@@ -26,7 +26,9 @@ _START_S = 30.0
 _PIPE_BYTES = 1 << 20
 """What a pipe holds, where the kernel allows it: fewer turns of two processes for a long chat."""
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "jinja2", "markupsafe", "msgpack")
-_RUN = "import sys; sys.path += sys.argv[1:]; from dflash_adapters.chat_child import main; main()"
+_RUN = (
+    "import sys; sys.path += sys.argv[1:]; from dflash_adapters.text.chat_child import main; main()"
+)
 """With -I and -S: neither variables, nor the folder we are in, nor what hooks into the start of
 every interpreter, say what it imports."""
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_adapters.chat_messages import (
+from dflash_adapters.text.chat_messages import (
     ChatRequest,
     ReplyKind,
     decode_reply,

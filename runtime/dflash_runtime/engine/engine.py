@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, I32Array
@@ -36,7 +36,7 @@ from dflash_runtime.engine.sampling import Sampler, SamplingOptions
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
-from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import Profile
 from dflash_runtime.interrupts import uninterrupted
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dflash_adapters.tokenizer import Tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.engine.decoding import Decoding, decoding_of
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import psutil
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.moe_spec import ModelSpec, MoeLayer
 from dflash_adapters.ops import KvType, Model
 from dflash_adapters.registry import adapter_for
-from dflash_adapters.weight_check import WeightCheck
+from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
 from dflash_protocol.placement import Placement
-from dflash_protocol.setting_kinds import DaemonSetting, DeviceOrAuto, checked
 from dflash_protocol.settings import MAX_THREADS, Settings
+from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked
 from dflash_runtime.compute import (
     MEMORY_ADVICE,
     BackendName,
@@ -37,10 +37,10 @@ from dflash_runtime.compute import (
 from dflash_runtime.compute.rings import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
-from dflash_runtime.engine.launching import DaemonChoice, choose_daemons, daemon_names
-from dflash_runtime.engine.owners import Owners, is_any_computed_here
+from dflash_runtime.experts.daemons.launching import DaemonChoice, choose_daemons, daemon_names
+from dflash_runtime.experts.daemons.supervisor import ProgressCallback
+from dflash_runtime.experts.owners import Owners, is_any_computed_here
 from dflash_runtime.experts.store import expert_tensor_types
-from dflash_runtime.experts.supervisor import ProgressCallback
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split
 
 _DEFAULT_CONTEXT_LIMIT = 32768

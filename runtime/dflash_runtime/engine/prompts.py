@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dflash_adapters.chat_messages import ChatRequest
-from dflash_adapters.tokenizer import Tokenizer
+from dflash_adapters.text.chat_messages import ChatRequest
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.chat_renderer import ChatRenderer
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dflash_runtime.engine.events import Event
 from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.selections import HitCounts
 
 

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from dflash_adapters.file_watch import LOOK_S
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.gguf.watch import LOOK_S
 from dflash_adapters.ops import KvCache, Model, MoeBlock, OnLayer, nobody_looks
+from dflash_protocol.batch import Hidden, Sums, zero_sums
 from dflash_protocol.errors import NotFinite, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
-from dflash_protocol.routed_batch import Hidden, Sums, zero_sums
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, MailRoute, RecordedStep
 from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult

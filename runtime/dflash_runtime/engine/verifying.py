@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.moe_spec import ModelSpec
+from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array
 from dflash_runtime.compute.trees import MOST_NODES, Tree

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
+from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
-from dflash_protocol.routed_batch import RoutedBatch, Sums
-from dflash_protocol.wording import noun
+from dflash_protocol.settings.wording import noun
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.backend import MailRoute, sums_of
 from dflash_runtime.experts.telemetry import PhaseStats

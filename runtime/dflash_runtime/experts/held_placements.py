@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
 from dflash_runtime.experts.store import (

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from dflash_protocol import ring_native
 from dflash_protocol.ids import F32Array, I32Array, I64Array
 from dflash_protocol.placement import LayerRouting
+from dflash_protocol.ring import compiled as ring_native
 
 _FEW_PAIRS = 64
 """Of so many, numpy's functions take no longer than what it takes to prepare for compiled code."""

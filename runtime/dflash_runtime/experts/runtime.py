@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from dflash_protocol.batch import Hidden, Sums, group_by_expert, zero_sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import Placement
-from dflash_protocol.routed_batch import Hidden, Sums, group_by_expert, zero_sums
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
@@ -29,7 +29,7 @@ from dflash_runtime.experts.pairs import (
     share_of,
     split_by_owner,
 )
-from dflash_runtime.experts.reply_checks import CheckSchedule
+from dflash_runtime.experts.remote.reply_checks import CheckSchedule
 from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
 

@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer, MoeSpec
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import MoeLayer, MoeSpec
+from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.routed_batch import RoutedBatch, group_by_expert
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.host import ONE_TOKEN
 

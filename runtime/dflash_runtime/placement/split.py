@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 

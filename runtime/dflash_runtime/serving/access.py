@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.text_files import file_error
+from dflash_protocol.process.text_files import file_error
 
 _WHAT = "API key file"
 _MOST_BYTES = 64 << 10

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from dflash_adapters.tokenizer import Tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol import __version__
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.arguments import token_id_array

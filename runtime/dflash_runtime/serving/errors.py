@@ -19,7 +19,7 @@ from dflash_protocol.errors import (
     SettingsError,
     UnsupportedModel,
 )
-from dflash_protocol.for_people import ascii_json
+from dflash_protocol.process.output import ascii_json
 
 
 class JSONResponse(responses.JSONResponse):

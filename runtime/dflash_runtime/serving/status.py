@@ -12,13 +12,13 @@ from typing import TypedDict
 
 import prometheus_client
 
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol import __version__
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.engine.events import Event
-from dflash_runtime.experts.breaker import BreakerState
 from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.events import Event
+from dflash_runtime.experts.remote.breaker import BreakerState
 from dflash_runtime.serving.description import chat_template, model_id
 from dflash_runtime.serving.state import ServerState
 

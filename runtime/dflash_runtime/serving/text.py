@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_adapters.tokenizer import Tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
 
 

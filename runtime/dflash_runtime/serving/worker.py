@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, GenerationStats
-from dflash_runtime.experts.supervisor import ProgressCallback
+from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
 from dflash_runtime.serving.jobs import Finished, Job
 from dflash_runtime.serving.metrics import Metrics

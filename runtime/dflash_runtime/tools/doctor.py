@@ -23,7 +23,7 @@ from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, r
 from dflash_runtime.tools.findings import Findings
 
 if TYPE_CHECKING:
-    from dflash_runtime.engine.launching import DaemonChoice
+    from dflash_runtime.experts.daemons.launching import DaemonChoice
 
 _PROBE_S = 120.0
 """Longest that a launcher may take: it may have to compile the test of a CPU tier."""
@@ -48,7 +48,7 @@ def _look_at_model(settings: Settings, found: Findings) -> None:
     """Only one that is named: its metadata, no weights."""
     if not settings.model:
         return
-    from dflash_adapters.gguf_file import GgufFile
+    from dflash_adapters.gguf.file import GgufFile
     from dflash_adapters.registry import adapter_for
 
     try:
@@ -60,7 +60,7 @@ def _look_at_model(settings: Settings, found: Findings) -> None:
 
 def _look_at_launchers(settings: Settings, found: Findings) -> None:
     """This interpreter, and that of every daemon that was asked for, each with its environment."""
-    from dflash_runtime.engine.launching import choose_daemon
+    from dflash_runtime.experts.daemons.launching import choose_daemon
 
     reports: dict[tuple[object, ...], dict[str, Any]] = {}
 

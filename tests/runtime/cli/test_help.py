@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_daemon.__main__ import main as daemon_main
-from dflash_protocol.settings_table import KNOBS, SETTINGS_HELP
+from dflash_protocol.settings.table import KNOBS, SETTINGS_HELP
 from dflash_runtime.cli.main import cli
 from dflash_runtime.cli.options import SettingOption
 from support.processes import run_main

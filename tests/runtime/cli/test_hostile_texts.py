@@ -17,13 +17,13 @@ import pytest
 import rich.console
 
 from dflash_daemon.__main__ import main as daemon_main
-from dflash_protocol.messages import Hello, Progress, Refused
 from dflash_protocol.notify import Notifier
+from dflash_protocol.wire.messages import Hello, Progress, Refused
 from dflash_runtime.cli import progress
 from dflash_runtime.cli.main import main
 from dflash_runtime.cli.output import write_text
-from dflash_runtime.engine.events import EventLog
 from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventLog
 from support import gguf_builder as raw
 from support.hostile_texts import FORGED, HOSTILE, HOSTILE_LONG, assert_harmless
 from support.processes import run_main, wait_until

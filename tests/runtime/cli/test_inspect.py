@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from dflash_adapters import full_digest
+from dflash_adapters.gguf import digest as full_digest
 from dflash_adapters.registry import ARCHITECTURES
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.ids import F32Array

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings
-from dflash_protocol.settings_table import KNOBS, SETTINGS_FILE
+from dflash_protocol.settings.table import KNOBS, SETTINGS_FILE
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.options import (
     SettingsCommand,

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from dflash_adapters.moe_spec import CAUSAL, KvLayer, Mask
 from dflash_adapters.ops import Gate, Gating, KvType, RoutingRule
 from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
+from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import rings

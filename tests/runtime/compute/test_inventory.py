@@ -15,7 +15,7 @@ import pytest
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_runtime.compute import inventory as inventory_module
-from dflash_runtime.compute.cupy import devices, driver
+from dflash_runtime.compute.gpu.device import devices, driver
 from dflash_runtime.compute.inventory import inventory
 from dflash_runtime.tools import doctor
 from dflash_runtime.tools.findings import gpu_lines

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.moe_spec import DeltaShape
+from dflash_adapters.spec import DeltaShape
 from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import CpuBackend

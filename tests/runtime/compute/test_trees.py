@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.moe_spec import DeltaShape, KvLayer, Mask
 from dflash_adapters.ops import KvType
+from dflash_adapters.spec import DeltaShape, KvLayer, Mask
 from dflash_protocol.errors import StateNotKept
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute import rings

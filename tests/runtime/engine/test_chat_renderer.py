@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_adapters.chat import render_chat
-from dflash_adapters.chat_messages import ChatRequest, encode_request
+from dflash_adapters.text.chat import render_chat
+from dflash_adapters.text.chat_messages import ChatRequest, encode_request
 from dflash_protocol.errors import (
     DflashError,
     RenderingUnavailable,
@@ -142,7 +142,7 @@ def test_the_kernel_ends_one_whose_parent_does_not_look() -> None:
 
 _PARENT = """
 import sys, time
-from dflash_adapters.chat_messages import ChatRequest, encode_request
+from dflash_adapters.text.chat_messages import ChatRequest, encode_request
 from dflash_runtime.engine.chat_process import RenderingProcess
 from support.hostile_renderer import STUCK_IN_C, escaped_command
 process = RenderingProcess(escaped_command())
@@ -201,9 +201,9 @@ def test_it_imports_what_jinja_needs_and_no_more(escaped: ChatRenderer) -> None:
     ours = {name for name in modules if name.startswith("dflash_")}
     assert ours == {
         *("dflash_protocol", "dflash_protocol.errors"),
-        *("dflash_adapters", "dflash_adapters.chat", "dflash_adapters.chat_budget"),
-        *("dflash_adapters.chat_child", "dflash_adapters.chat_messages"),
-        "dflash_adapters.chat_sandbox",
+        *("dflash_adapters", "dflash_adapters.text.chat", "dflash_adapters.text.chat_budget"),
+        *("dflash_adapters.text.chat_child", "dflash_adapters.text.chat_messages"),
+        "dflash_adapters.text.chat_sandbox",
     }
     assert not {"numpy", "numba", "zmq", "tokenizers", "asyncio"} & set(modules)
     resident = run(escaped, "result = int(open('/proc/self/statm').read().split()[1]) * 4096")
@@ -311,9 +311,7 @@ def test_one_that_cannot_be_started_is_no_fault_of_the_template(
 
 
 def test_what_the_process_says_is_shown_escaped() -> None:
-    answer = (
-        "import os\nfrom dflash_adapters.chat_messages import *\nos.write(1, b'R'); os.read(0, 9)\n"
-    )
+    answer = "import os\nfrom dflash_adapters.text.chat_messages import *\nos.write(1, b'R'); os.read(0, 9)\n"
     said = (
         "os.write(1, encode_reply(ReplyKind.{}, 'a\\n\\x1b[2J\\u202e' + 'b' * 5000)); os.read(0, 9)"
     )

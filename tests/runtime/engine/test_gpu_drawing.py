@@ -13,8 +13,8 @@ import pytest
 from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
 from dflash_runtime.engine import decoding
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedGraph

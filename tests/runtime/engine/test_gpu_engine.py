@@ -21,11 +21,11 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy import recorded_trees
-from dflash_runtime.compute.cupy.backend import CupyBackend
-from dflash_runtime.compute.cupy.device import DeviceArray
-from dflash_runtime.compute.cupy.recorded_step import RecordedStep
-from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.gpu.run import recorded_trees
+from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import Qwen3MoeShape, write_qwen3moe

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy.device import KernelDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY

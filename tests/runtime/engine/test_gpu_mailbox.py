@@ -13,23 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import adapter_for
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.ring import RingShape
-from dflash_protocol.ring_segment import create_segment
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.settings import Settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.compute.cupy import mailbox_layout
-from dflash_runtime.compute.cupy.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.cupy.device import address
-from dflash_runtime.compute.cupy.mail_link import MailLink
-from dflash_runtime.compute.cupy.mail_words import Asked, MailWords
-from dflash_runtime.compute.cupy.mailbox_kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.cupy.mailbox_layout import (
+from dflash_runtime.compute.gpu.device.device import address
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
+from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
+from dflash_runtime.compute.gpu.mailbox.layout import (
     DAEMON_DEVICE_AT,
     DAEMON_LAYOUT_AT,
     LAYOUT_NUMBER,
@@ -38,9 +36,11 @@ from dflash_runtime.compute.cupy.mailbox_layout import (
     Ask,
     MailState,
 )
-from dflash_runtime.compute.cupy.mailed_steps import MailedSteps
-from dflash_runtime.compute.cupy.parent_mail import ParentMail, is_ready
-from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.mailbox.link import MailLink
+from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
+from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
+from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.event_kinds import EventKind

@@ -18,7 +18,7 @@ from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory, DeviceU
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy.file_copier import FileCopier, Piece, Transfer
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Piece, Transfer
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
@@ -269,7 +269,9 @@ def test_without_room_on_the_device_owners_are_asked(
         return DeviceOutOfMemory("host:0", num_bytes=9, free_bytes=1, total_bytes=8)
 
     with monkeypatch.context() as patched:
-        patched.setattr("dflash_runtime.compute.cupy.offload.ExpertOffload._load", fails(lacking))
+        patched.setattr(
+            "dflash_runtime.compute.gpu.experts.offload.ExpertOffload._load", fails(lacking)
+        )
         check(": host:0")
 
 

@@ -16,9 +16,9 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.settings import load_settings
-from dflash_protocol.transports.shared_memory import SharedClient
+from dflash_protocol.transports.shared_client import SharedClient
 from dflash_runtime import Engine
-from dflash_runtime.compute.cupy.payload import SegmentWindow
+from dflash_runtime.compute.gpu.transfers.payload import SegmentWindow
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import running_daemon
 from support.random_models import write_qwen3moe

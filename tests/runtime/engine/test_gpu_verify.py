@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_adapters import llama4
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.models import llama4
 from dflash_adapters.ops import KvType
 from dflash_adapters.registry import adapter_for
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute import rings
-from dflash_runtime.compute.cupy.device import KernelDevice
-from dflash_runtime.compute.cupy.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer, MoeSpec
-from dflash_adapters.qwen3moe import read_spec
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.ids import I32Array, U8Array
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute.reference import ReferenceBackend

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol import ring_native
 from dflash_protocol.placement import LayerRouting
+from dflash_protocol.ring import compiled as ring_native
 from dflash_runtime.experts.pairs import Pairs, Share, all_pairs, share_of, split_by_owner
 from support.examples import examples
 

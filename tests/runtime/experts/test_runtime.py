@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeSpec
-from dflash_adapters.qwen3moe import read_spec
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.spec import MoeSpec
+from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_protocol.routed_batch import RoutedBatch, Sums
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.experts.compute import (
     ExpertCompute,

@@ -13,14 +13,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import Activation, ExpertVector, MoeSpec
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.models.qwen3moe import read_spec
 from dflash_adapters.quant import TensorType
-from dflash_adapters.qwen3moe import read_spec
+from dflash_adapters.spec import Activation, ExpertVector, MoeSpec
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.ids import F64Array, Phase, U8Array
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.experts.store import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.moe_spec import MoeSpec
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import ProtocolError, SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split, make_placement

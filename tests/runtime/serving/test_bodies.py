@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from dflash_adapters.tokenizer import Tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.serving import bodies
 from dflash_runtime.serving.bodies import Bodies
 from dflash_runtime.serving.errors import ApiError

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.tokenizer import Tokenizer, load_tokenizer
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
 from dflash_runtime.serving.text import Delta, TextAssembler
 from support.vocabularies import small

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.device import KernelDevice, address
+from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 
 CASES = Path(__file__).parent / "cases.cu"
 

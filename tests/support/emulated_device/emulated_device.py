@@ -24,15 +24,15 @@ from numpy.typing import DTypeLike
 
 from dflash_protocol.errors import DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.capabilities import Capabilities, Vendor
-from dflash_runtime.compute.cupy.device import (
+from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
+from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     Graph,
     Grid,
     address,
     check_args,
 )
-from dflash_runtime.compute.cupy.kernel_sources import Defines, define_options
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
 from support.emulated_device.kernel_library import kernel_library
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream

@@ -14,8 +14,12 @@ from pathlib import Path
 
 from dflash_protocol.errors import KernelCompileError
 from dflash_protocol.settings import cache_folder
-from dflash_runtime.compute.cupy.binary_cache import BinaryCache
-from dflash_runtime.compute.cupy.kernel_sources import KERNELS_FOLDER, digest_of, kernel_source
+from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
+from dflash_runtime.compute.gpu.device.kernel_sources import (
+    KERNELS_FOLDER,
+    digest_of,
+    kernel_source,
+)
 
 _FOLDER = Path(__file__).parent
 _LANGUAGE = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_runtime.compute.cupy.driver_table import HANDLE_BYTES
+from dflash_runtime.compute.gpu.device.driver_table import HANDLE_BYTES
 
 if TYPE_CHECKING:
     from support.emulated_device.emulated_device import EmulatedDevice

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.cupy.device import DeviceArray, Grid, address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, address
 
 if TYPE_CHECKING:
     from support.emulated_device.emulated_device import EmulatedDevice

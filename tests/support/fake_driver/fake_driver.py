@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_runtime.compute.cupy.capabilities import Vendor
-from dflash_runtime.compute.cupy.driver import Driver
+from dflash_runtime.compute.gpu.device.capabilities import Vendor
+from dflash_runtime.compute.gpu.device.driver import Driver
 
 _SOURCE = Path(__file__).with_name("fake_driver.c")
 

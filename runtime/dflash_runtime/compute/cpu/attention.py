@@ -12,14 +12,18 @@ import numpy as np
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded
 from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu import attention_arguments as a
-from dflash_runtime.compute.cpu.attention_elements import element_functions
-from dflash_runtime.compute.cpu.attention_split import SPLIT, partial_bytes, scratch_bytes
-from dflash_runtime.compute.cpu.attention_tasks import attend_task, attention_kernel, store_task
-from dflash_runtime.compute.cpu.attention_tiles import BLOCK
+from dflash_runtime.compute.cpu.kernels import attention_arguments as a
+from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
+from dflash_runtime.compute.cpu.kernels.attention_split import SPLIT, partial_bytes, scratch_bytes
+from dflash_runtime.compute.cpu.kernels.attention_tasks import (
+    attend_task,
+    attention_kernel,
+    store_task,
+)
+from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache, LayerCache
-from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
 
 _PARALLEL_PRODUCTS = 1 << 17
 """Products below which waking other threads costs more than it saves."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I32Array
-from dflash_runtime.compute.cpu import compiling
+from dflash_runtime.compute.cpu.compile import compiling
+from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.ops import CpuOps
-from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers, check_num_threads
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
 from dflash_runtime.compute.host import HostBackend
 
 

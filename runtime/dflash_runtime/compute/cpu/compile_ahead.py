@@ -20,8 +20,8 @@ from pathlib import Path
 
 from dflash_protocol.settings import child_environment, package_roots
 from dflash_runtime.compute.cores import usable_cores
-from dflash_runtime.compute.cpu.kernel_cache import kernel_folder
-from dflash_runtime.compute.cpu.tiers import current_tier
+from dflash_runtime.compute.cpu.compile.kernel_cache import kernel_folder
+from dflash_runtime.compute.cpu.compile.tiers import current_tier
 
 _LOG = logging.getLogger(__name__)
 

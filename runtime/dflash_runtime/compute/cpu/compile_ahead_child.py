@@ -10,10 +10,10 @@ import os
 import signal
 import sys
 
-from dflash_protocol.parent import end_with_parent
-from dflash_runtime.compute.cpu.kernel_cache import can_keep, keeping_in
+from dflash_protocol.process.parent import end_with_parent
+from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in
+from dflash_runtime.compute.cpu.compile.tiers import choose_tier
 from dflash_runtime.compute.cpu.kernel_jobs import run_job
-from dflash_runtime.compute.cpu.tiers import choose_tier
 
 _OBJECTS_BETWEEN_LOOKS = 100_000
 """Looking for garbage as often as usual takes a tenth of the time."""

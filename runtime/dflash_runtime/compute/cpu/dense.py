@@ -11,10 +11,10 @@ import numpy as np
 from dflash_adapters.ops import Gate, RoutingRule
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu import dense_tasks as tasks
-from dflash_runtime.compute.cpu import gate_tasks, route_tasks
-from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.cpu.kernels import dense_tasks as tasks
+from dflash_runtime.compute.cpu.kernels import gate_tasks, route_tasks
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
 
 PARALLEL_VALUES = 1 << 15
 """Values below which waking other threads costs more than it saves."""

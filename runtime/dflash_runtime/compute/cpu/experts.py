@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
-from dflash_protocol.routed_batch import RoutedBatch
-from dflash_runtime.compute.cpu import experts_kernel as k
-from dflash_runtime.compute.cpu.experts_arguments import NUM_ARGS
-from dflash_runtime.compute.cpu.matrix import NUM_FIELDS, UNPACK, row_layout
-from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
-from dflash_runtime.compute.cpu.panels.quantising import quantise_function
-from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
-from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels.experts_arguments import NUM_ARGS
+from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, UNPACK, row_layout
+from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 
 
 class CpuExpertBank:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu import (
+from dflash_runtime.compute.cpu.kernels import (
     attention_tasks,
     conv_tasks,
     delta_tasks,
@@ -18,14 +18,14 @@ from dflash_runtime.compute.cpu import (
     experts_kernel,
     gate_tasks,
     linear_kernel,
-    parallel,
     recurrent_tiles,
     route_tasks,
 )
-from dflash_runtime.compute.cpu.attention_elements import element_functions
-from dflash_runtime.compute.cpu.matrix import row_layout
-from dflash_runtime.compute.cpu.panels.quantising import quantise_function
-from dflash_runtime.compute.cpu.rows import expand_function
+from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
+from dflash_runtime.compute.cpu.threads import parallel
+from dflash_runtime.compute.cpu.weights.matrix import row_layout
+from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
+from dflash_runtime.compute.cpu.weights.rows import expand_function
 
 _OF_TYPES: dict[str, Callable[[TensorType], object]] = {
     "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),

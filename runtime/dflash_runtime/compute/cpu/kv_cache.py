@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.moe_spec import KvLayer, RecurrentLayer
 from dflash_adapters.ops import KvType
+from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import I64Array, U8Array
-from dflash_runtime.compute.cpu import attention_arguments as a
+from dflash_runtime.compute.cpu.kernels import attention_arguments as a
 from dflash_runtime.compute.cpu.recurrent_state import RecurrentState
-from dflash_runtime.compute.cpu.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.rings import Ring
 from dflash_runtime.compute.sequence_state import SequenceState
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import linear_kernel as k
-from dflash_runtime.compute.cpu.matrix import UNPACK, CpuMatrix
-from dflash_runtime.compute.cpu.panels.kernels import RECORD_BYTES
-from dflash_runtime.compute.cpu.panels.quantising import quantise_function
-from dflash_runtime.compute.cpu.products import TOTALS_BYTES, product_scratch_bytes
-from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.cpu.kernels import linear_kernel as k
+from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.cpu.weights.matrix import UNPACK, CpuMatrix
+from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 
 _NOTHING = np.empty(0, np.float32)
 

@@ -9,22 +9,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import DeltaShape, KvLayer, RecurrentLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.attention import Attention
 from dflash_runtime.compute.cpu.dense import Dense, result_array
+from dflash_runtime.compute.cpu.kernels.linear_kernel import embed_kernel
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.linear import Linear
-from dflash_runtime.compute.cpu.linear_kernel import embed_kernel
-from dflash_runtime.compute.cpu.matrix import ROW_BYTES, CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.recurrent import Recurrent
-from dflash_runtime.compute.cpu.rows import expand_function
-from dflash_runtime.compute.cpu.scratch import Scratch
-from dflash_runtime.compute.cpu.workers import Workers
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.cpu.weights.matrix import ROW_BYTES, CpuMatrix, load_matrix
+from dflash_runtime.compute.cpu.weights.rows import expand_function
 from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.trees import attend_segments
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.moe_spec import RecurrentLayer
+from dflash_adapters.spec import RecurrentLayer
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import delta_parts as d
-from dflash_runtime.compute.cpu.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.kernels import delta_parts as d
+from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import LayerState
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import MoeLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.backend import Chunking
 from dflash_runtime.compute.host import PREFILL_CHUNK, HostBackend

@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array
-from dflash_protocol.routed_batch import RoutedBatch
 
 
 def activate(layer: MoeLayer, gate: F32Array, up: F32Array) -> F32Array:

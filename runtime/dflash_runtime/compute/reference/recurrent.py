@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.moe_spec import DeltaShape, RecurrentLayer
+from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.sequence_state import LayerState, begin_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_runtime.compute.cpu import kernel_cache
+from dflash_runtime.compute.cpu.compile import kernel_cache
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_adapters.gguf_file import GgufFile
-from dflash_adapters.moe_spec import Activation, MoeLayer
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import Activation, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F64Array
-from dflash_protocol.routed_batch import RoutedBatch
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.reference.experts import activate

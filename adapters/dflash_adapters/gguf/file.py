@@ -1,0 +1,204 @@
+"""An open model: the metadata, tensor table and mapped bytes of one GGUF file or of all its shards.
+
+The only reader of model files at run time. Knows nothing of architectures or of how a block of
+bytes becomes numbers; a weight stays on the disk until someone looks at its view.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import numpy as np
+
+from dflash_adapters.gguf.metadata import Metadata
+from dflash_adapters.gguf.shards import FileChange, Shard, open_shards
+from dflash_adapters.gguf.types import TensorInfo
+from dflash_adapters.gguf.watch import FileWatch
+from dflash_adapters.gguf.weight_blocks import Place
+from dflash_protocol.errors import ModelFileError, one_line
+from dflash_protocol.fingerprint import digest
+from dflash_protocol.ids import U8Array
+
+__all__ = ["FileChange", "GgufFile", "TensorInfo", "sample_places"]
+
+_NUM_SAMPLES = 8
+_SAMPLE_BYTES = 512
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+class GgufFile(Metadata):
+    """One model's metadata, tensors and bytes; ``tensors`` is in file order, shard by shard.
+
+    The file must not shrink while it is open: reading a mapped byte that is gone ends the process.
+    Owns: a descriptor a shard until closed, and the mappings until the last view of them is gone.
+    """
+
+    def __init__(self, path: Path, shards: tuple[Shard, ...]) -> None:
+        """Take over open shards; use `GgufFile.open`."""
+        super().__init__(shards[0].path, shards[0].file, shards[0].values)
+        self.path = path
+        self._shards = shards
+        self._identity: str | None = None
+        self.shard_paths = tuple(shard.path for shard in shards)
+        self.size_bytes = sum(shard.size_bytes for shard in shards)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_all_tensors(shards))
+        self.architecture = self.get_str("general.architecture", max_bytes=64)
+        # Last: a mapping that is looked at cannot be closed if something above fails.
+        self._data = [np.frombuffer(shard.mapping, dtype=np.uint8) for shard in shards]
+        self.watch = FileWatch(shards)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open a file, or every shard of a split model given any one of them.
+
+        Raises: ModelFileError if anything about the file is not as it must be.
+        """
+        path = Path(path)
+        with ExitStack() as on_error:
+            file = cls(path, open_shards(path, on_error))
+            on_error.pop_all()
+            return file
+
+    def close(self) -> None:
+        """Give up the descriptors and mappings. Views that are still held stay valid."""
+        for shard in self._shards:
+            shard.file.close()
+        self._shards = ()
+        self._data = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def tensor(self, name: str) -> TensorInfo:
+        """The table row of a tensor that the model must have.
+
+        Raises: ModelFileError if it has none of that name.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise ModelFileError("required tensor is missing", path=self.path, field=one_line(name))
+        return info
+
+    def tensor_bytes(self, name: str) -> U8Array:
+        """A tensor as it is stored, without a copy. Shapes: [num_bytes] uint8, read-only."""
+        info = self.tensor(name)
+        return self.region(info.shard_index, info.offset_bytes, info.num_bytes)
+
+    def region(self, shard_index: int, offset_bytes: int, num_bytes: int) -> U8Array:
+        """Bytes of one shard, without a copy. Shapes: [num_bytes] uint8, read-only."""
+        self._shard(shard_index, offset_bytes, num_bytes)
+        return self._data[shard_index][offset_bytes : offset_bytes + num_bytes]
+
+    def advise_willneed(self, shard_index: int, offset_bytes: int, num_bytes: int) -> None:
+        """Ask the system to start reading bytes of one shard; returns at once."""
+        shard = self._shard(shard_index, offset_bytes, num_bytes)
+        if num_bytes > 0:
+            start = offset_bytes - offset_bytes % mmap.PAGESIZE
+            shard.mapping.madvise(mmap.MADV_WILLNEED, start, offset_bytes + num_bytes - start)
+
+    def advise_dontneed(self, shard_index: int, offset_bytes: int, num_bytes: int) -> None:
+        """Take the pages that lie wholly within these bytes out of this process's memory.
+
+        They are still there to be read, from the system's cache or the disk.
+        """
+        shard = self._shard(shard_index, offset_bytes, num_bytes)
+        start = offset_bytes + -offset_bytes % mmap.PAGESIZE
+        end = offset_bytes + num_bytes
+        end -= end % mmap.PAGESIZE
+        if end > start:
+            shard.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def read(self, places: Sequence[Place]) -> bytes:
+        """As FileWatch.read."""
+        self._require_open()
+        return self.watch.read(places)
+
+    def change(self) -> FileChange | None:
+        """As FileWatch.change."""
+        self._require_open()
+        return self.watch.change()
+
+    def require_unwritten(self) -> None:
+        """Raises: ModelFileError if the file was written to since it was opened: the bytes that are
+        mapped may be other ones than those of `identity`."""
+        self._require_open()
+        self.watch.require_unwritten()
+
+    def identity(self) -> str:
+        """SHA-256 of all metadata, the tensor table, the sizes, and samples of every tensor.
+
+        A name for the model, by which most finetunes differ, and all that peers of protocol version
+        1 compare. It does not say that the weights are the same: see `weight_check`.
+        """
+        if self._identity is None:
+            self._require_open()
+            self._identity = digest("model-identity-v1", self._identity_chunks())
+        return self._identity
+
+    def _identity_chunks(self) -> Iterator[bytes]:
+        # Read, not mapped: sampled pages must not stay in this process's resident set.
+        for shard in self._shards:
+            yield shard.size_bytes.to_bytes(8, "little")
+            for start in range(0, shard.metadata_bytes, _HASH_CHUNK_BYTES):
+                yield shard.read(start, min(_HASH_CHUNK_BYTES, shard.metadata_bytes - start))
+            for info in shard.tensors:
+                for place, num_bytes in sample_places(info.num_bytes):
+                    yield shard.read(info.offset_bytes + place, num_bytes)
+
+    def _shard(self, shard_index: int, offset_bytes: int, num_bytes: int) -> Shard:
+        """The shard that holds these bytes.
+
+        Raises: ValueError if there is no such place: a mistake of the caller, not of the file.
+        """
+        self._require_open()
+        if not 0 <= shard_index < len(self._shards):
+            raise ValueError(f"shard {shard_index} of {len(self._shards)}")
+        shard = self._shards[shard_index]
+        if offset_bytes < 0 or num_bytes < 0 or offset_bytes + num_bytes > shard.size_bytes:
+            raise ValueError(
+                f"{num_bytes} bytes at {offset_bytes} of a shard of {shard.size_bytes} bytes"
+            )
+        return shard
+
+    def _require_open(self) -> None:
+        if not self._shards:
+            raise ValueError(f"{self.path} is closed")
+
+
+def sample_places(num_bytes: int) -> list[tuple[int, int]]:
+    """Where `identity` samples a tensor: (offset, length), from its first byte to its last.
+
+    Together 4 KiB, or the whole of a smaller tensor.
+    """
+    if num_bytes <= _NUM_SAMPLES * _SAMPLE_BYTES:
+        return [(0, num_bytes)]
+    span = num_bytes - _SAMPLE_BYTES
+    return [(i * span // (_NUM_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_NUM_SAMPLES)]
+
+
+def _all_tensors(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        for info in shard.tensors:
+            if info.name in tensors:
+                raise ModelFileError(
+                    "the tensor occurs in two shards",
+                    path=shard.path,
+                    field=one_line(info.name),
+                    offset_bytes=info.offset_bytes,
+                )
+            tensors[info.name] = info
+    return tensors

@@ -1,0 +1,239 @@
+"""Typed access to the metadata of one scanned file: every getter checks type and range.
+
+Strings and arrays are read from the file when they are asked for. Knows nothing of which keys a
+model has.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Iterator, KeysView
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from dflash_adapters.gguf.types import SCALAR_FORMATS, MetadataValue, ValueType
+from dflash_protocol.errors import ModelFileError, one_line
+from dflash_protocol.ids import AnyArray, F32Array, I64Array
+
+MAX_STRING_BYTES = 4 << 20  # the longest published string, a chat template, is under 64 KiB
+MAX_ARRAY_LENGTH = 1 << 20  # the longest published array, token scores, has 262144 entries
+_U32_MAX = 2**32 - 1
+_I64_MAX = 2**63 - 1
+_WINDOW_BYTES = 256 << 10
+
+_INTEGERS = frozenset(
+    {
+        ValueType.UINT8,
+        ValueType.INT8,
+        ValueType.UINT16,
+        ValueType.INT16,
+        ValueType.UINT32,
+        ValueType.INT32,
+        ValueType.UINT64,
+        ValueType.INT64,
+    }
+)
+_FLOATS = frozenset({ValueType.FLOAT32, ValueType.FLOAT64})
+
+
+class Metadata:
+    """Metadata of an open file. A getter without a default requires its key.
+
+    Raises: ModelFileError naming the key, from every getter.
+    """
+
+    def __init__(self, path: Path, file: io.FileIO, values: dict[str, MetadataValue]) -> None:
+        self._metadata_path = path
+        self._file = file
+        self._values = values
+
+    def keys(self) -> KeysView[str]:
+        """All keys in file order."""
+        return self._values.keys()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is present, of whatever type."""
+        return key in self._values
+
+    def get_uint(
+        self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = _U32_MAX
+    ) -> int:
+        """An integer of any width within `minimum` … `maximum`."""
+        if default is not None and key not in self._values:
+            return default
+        value = self._require(key)
+        number = value.scalar
+        if value.is_array or value.value_type not in _INTEGERS or not isinstance(number, int):
+            self._fail(key, value, "is not an integer")
+        if not minimum <= number <= maximum:
+            self._fail(key, value, f"{number} is outside {minimum} … {maximum}")
+        return number
+
+    def get_float(self, key: str, default: float | None = None) -> float:
+        """A finite 32- or 64-bit float."""
+        if default is not None and key not in self._values:
+            return default
+        value = self._require(key)
+        number = value.scalar
+        if value.is_array or value.value_type not in _FLOATS or not isinstance(number, float):
+            self._fail(key, value, "is not a float")
+        if not math.isfinite(number):
+            self._fail(key, value, f"{number} is not finite")
+        return number
+
+    def get_bool(self, key: str, default: bool | None = None) -> bool:
+        """A bool."""
+        if default is not None and key not in self._values:
+            return default
+        value = self._require(key)
+        if value.is_array or not isinstance(value.scalar, bool):
+            self._fail(key, value, "is not a bool")
+        return value.scalar
+
+    def get_str(
+        self, key: str, default: str | None = None, *, max_bytes: int = MAX_STRING_BYTES
+    ) -> str:
+        """A string of at most `max_bytes` bytes of UTF-8."""
+        if default is not None and key not in self._values:
+            return default
+        value = self._require(key)
+        if value.is_array or value.value_type is not ValueType.STRING:
+            self._fail(key, value, "is not a string")
+        if value.count > max_bytes:
+            self._fail(key, value, f"a string of {value.count} bytes; at most {max_bytes} are read")
+        try:
+            return self._read(key, value.offset_bytes, value.count).decode()
+        except UnicodeDecodeError:
+            self._fail(key, value, "is not valid UTF-8")
+
+    def array_length(self, key: str) -> int:
+        """Elements of an array of any type."""
+        return self._array(key).count
+
+    def get_uint_array(
+        self, key: str, *, maximum: int = _U32_MAX, max_length: int = MAX_ARRAY_LENGTH
+    ) -> I64Array:
+        """An array of integers of any width within 0 … `maximum`. Shapes: [array_length] int64."""
+        value = self._array(key)
+        if value.value_type not in _INTEGERS:
+            self._fail(key, value, "is not an array of integers")
+        numbers = self._read_array(key, value, max_length)
+        maximum = min(maximum, _I64_MAX)
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() <= maximum):
+            self._fail(key, value, f"an element is outside 0 … {maximum}")
+        return numbers.astype(np.int64)
+
+    def get_uint_per_layer(
+        self, key: str, num_layers: int, default: int | None = None, *, maximum: int = _U32_MAX
+    ) -> tuple[int, ...]:
+        """One integer a layer: a scalar counts for all, an array must have `num_layers` entries."""
+        value = self._values.get(key)
+        if value is None or not value.is_array:
+            return (self.get_uint(key, default, maximum=maximum),) * num_layers
+        if value.count != num_layers:
+            self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
+        return tuple(self.get_uint_array(key, maximum=maximum).tolist())
+
+    def get_bool_per_layer(self, key: str, num_layers: int) -> tuple[bool, ...]:
+        """One bool a layer: a single one counts for all, an array must have `num_layers` entries,
+        which may be integers."""
+        value = self._require(key)
+        if not value.is_array:
+            return (self.get_bool(key),) * num_layers
+        if value.value_type is not ValueType.BOOL:
+            return tuple(map(bool, self.get_uint_per_layer(key, num_layers, maximum=1)))
+        if value.count != num_layers:
+            self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
+        return tuple((self._read_array(key, value, num_layers).view(np.uint8) != 0).tolist())
+
+    def get_float_array(self, key: str, *, max_length: int = MAX_ARRAY_LENGTH) -> F32Array:
+        """An array of finite floats. Shapes: [array_length] float32."""
+        value = self._array(key)
+        if value.value_type not in _FLOATS:
+            self._fail(key, value, "is not an array of floats")
+        with np.errstate(over="ignore"):
+            numbers = self._read_array(key, value, max_length).astype(np.float32)
+        if not np.isfinite(numbers).all():
+            self._fail(key, value, "an element is not finite")
+        return numbers
+
+    def is_array(self, key: str) -> bool:
+        """Whether the key is present and an array."""
+        return key in self._values and self._values[key].is_array
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """From now on it is as if the file had not these keys."""
+        for key in keys:
+            self._values.pop(key, None)
+
+    def strings(self, key: str) -> Iterator[bytes]:
+        """The strings of an array, undecoded, read a window at a time."""
+        value = self._array(key)
+        if value.value_type is not ValueType.STRING:
+            self._fail(key, value, "is not an array of strings")
+        return self._strings(key, value)
+
+    def _strings(self, key: str, value: MetadataValue) -> Iterator[bytes]:
+        window_offset, place, window = value.offset_bytes, 0, b""
+        for _ in range(value.count):
+            if place + 8 > len(window):
+                window_offset, place = window_offset + place, 0
+                window = self._read(key, window_offset, _WINDOW_BYTES, at_least=8)
+            num_bytes = int.from_bytes(window[place : place + 8], "little")
+            if num_bytes > MAX_STRING_BYTES:
+                self._fail(key, value, f"a string of {num_bytes} bytes; too long to be read")
+            end = place + 8 + num_bytes
+            if end > len(window):
+                window_offset, end = window_offset + place, 8 + num_bytes
+                place = 0
+                window = self._read(key, window_offset, max(_WINDOW_BYTES, end), at_least=end)
+            yield window[place + 8 : end]
+            place = end
+
+    def _require(self, key: str) -> MetadataValue:
+        value = self._values.get(key)
+        if value is None:
+            raise ModelFileError(
+                "required key is missing", path=self._metadata_path, field=one_line(key)
+            )
+        return value
+
+    def _array(self, key: str) -> MetadataValue:
+        value = self._require(key)
+        if not value.is_array:
+            self._fail(key, value, "is not an array")
+        return value
+
+    def _read_array(self, key: str, value: MetadataValue, max_length: int) -> AnyArray:
+        if value.count > max_length:
+            self._fail(key, value, f"{value.count} elements; at most {max_length} are read")
+        _, layout = SCALAR_FORMATS[value.value_type]
+        data = self._read(key, value.offset_bytes, value.count * layout.size)
+        return np.frombuffer(data, dtype=np.dtype(layout.format))
+
+    def _read(
+        self, key: str, offset_bytes: int, num_bytes: int, *, at_least: int | None = None
+    ) -> bytes:
+        try:
+            data = os.pread(self._file.fileno(), num_bytes, offset_bytes)
+        except OSError as error:
+            raise ModelFileError(
+                f"cannot be read: {error.strerror}", path=self._metadata_path, field=one_line(key)
+            ) from error
+        if len(data) < (num_bytes if at_least is None else at_least):
+            raise ModelFileError(
+                "the file became shorter while it was read",
+                path=self._metadata_path,
+                field=one_line(key),
+                offset_bytes=offset_bytes + len(data),
+            )
+        return data
+
+    def _fail(self, key: str, value: MetadataValue, reason: str) -> NoReturn:
+        raise ModelFileError(
+            reason, path=self._metadata_path, field=one_line(key), offset_bytes=value.offset_bytes
+        )

@@ -1,0 +1,224 @@
+"""Watches that an open model keeps the bytes that it had when it was opened.
+
+A file is known by size, mtime and ctime. Size and mtime move when it is written to. Where only
+ctime has moved, its mode, names or owner were changed, or it was written to and mtime put back:
+then blocks that were hashed before are hashed again. Knows nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_adapters.gguf.shards import FileChange, Shard
+from dflash_adapters.gguf.weight_blocks import Blocks, Place
+from dflash_protocol.errors import ModelFileError
+
+LOOK_S = 0.1
+"""Time between looks of `look`; one takes about 1 µs a shard."""
+_MOST_RECORDS = 16
+"""Hashes of blocks that are kept; each stands for the file as it was opened."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watched:
+    """One open shard, and how it was when it was opened."""
+
+    path: Path
+    file: io.FileIO
+    stamp: os.stat_result
+
+
+class FileWatch:
+    """Of all shards of one open model, whose descriptors are the caller's. Used by any thread."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        # Not the shards themselves: their mappings must go when the file is closed.
+        self._shards = tuple(_Watched(each.path, each.file, each.stamp) for each in shards)
+        self._ctimes = [shard.stamp.st_ctime_ns for shard in shards]
+        """Up to which the bytes are known to be those of the opened file."""
+        self._next_look_s = 0.0
+        self._lock = threading.Lock()
+        """Of what follows; held while blocks are hashed again, so that all wait for that."""
+        self._records: dict[str, tuple[Blocks, str]] = {}
+        self._awaited: set[str] = set()
+        self._full_digest = self._digest_before = ""
+        self.wake = threading.Event()
+        """Tells the thread that hashes in the background that there is more to do: when only ctime
+        has moved, the full digest is to be made again."""
+        self._has_failed = False
+
+    @property
+    def full_digest(self) -> str:
+        """SHA-256 of all bytes, as hexadecimal digits; empty while it is not known."""
+        return self._full_digest
+
+    def read(self, places: Sequence[Place]) -> bytes:
+        """Bytes of some places, one after another: read through descriptors, not the mapping, so
+        that they do not stay in this process's resident set.
+
+        Raises: ModelFileError if the file no longer has them.
+        """
+        descriptors = [shard.file.fileno() for shard in self._shards]
+        try:
+            # The loop is as short as it can be: tens of thousands of blocks come through it.
+            pread = os.pread
+            pieces = [pread(descriptors[shard], size, offset) for shard, offset, size in places]
+        except OSError as error:
+            path = self._shards[0].path
+            raise ModelFileError(f"cannot be read: {error.strerror}", path=path) from error
+        data = b"".join(pieces)
+        if len(data) != sum(size for _, _, size in places):
+            path = self._shards[0].path
+            raise ModelFileError("the file became shorter while it was read", path=path)
+        return data
+
+    def look(self) -> None:
+        """As `require_unwritten`, if the last look was a tenth of a second ago."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self.require_unwritten()
+            self._next_look_s = now_s + LOOK_S
+
+    def require_unwritten(self) -> None:
+        """Raises: ModelFileError if the bytes may no longer be those of the opened file.
+
+        Where only ctime has moved this takes as long as hashing blocks again.
+        """
+        if self._has_failed:
+            raise _written(self._shards[0])
+        is_touched = False
+        for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):
+            now = os.fstat(shard.file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
+                raise _written(shard)
+            is_touched |= now.st_ctime_ns != ctime_ns
+        if is_touched:
+            self._compare_again()
+
+    def change(self) -> FileChange | None:
+        """What happened to the file since it was opened, or the worst of what did to its shards, as
+        far as size, mtime and its path say."""
+        for shard in self._shards:
+            now = os.fstat(shard.file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
+                return FileChange.WRITTEN
+        for shard in self._shards:
+            try:
+                there = os.stat(shard.path)
+            except OSError:
+                return FileChange.REPLACED
+            if not os.path.samestat(there, shard.stamp):
+                return FileChange.REPLACED
+        return None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(shard.path for shard in self._shards)
+
+    @contextmanager
+    def reopened(self, shard_index: int) -> Iterator[int]:
+        """Another descriptor of the file that is open, whatever its path leads to now, with a lock
+        and advice of its own.
+
+        Raises: ModelFileError if there can be none.
+        """
+        shard = self._shards[shard_index]
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            descriptor = os.open(f"/proc/self/fd/{shard.file.fileno()}", flags)
+        except OSError as error:
+            raise ModelFileError(f"cannot be read: {error.strerror}", path=shard.path) from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def stamps(self) -> list[tuple[int, int, int, int, int]]:
+        """Of each shard as it is now: device, inode, size, mtime and ctime."""
+        found = (os.fstat(shard.file.fileno()) for shard in self._shards)
+        return [
+            (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns) for now in found
+        ]
+
+    def has_record(self, name: str) -> bool:
+        return name in self._records or name in self._awaited
+
+    def expect_record(self, name: str) -> None:
+        """Someone is about to hash blocks and keep that as `name`. If ctime moves before, nothing
+        can tell any more whether the bytes are what they were."""
+        with self._lock:
+            self._awaited.add(name)
+
+    def keep_record(self, name: str, blocks: Blocks, digest: str) -> None:
+        """Keep what blocks were hashed to, to compare with it later.
+
+        Raises: ModelFileError if the file has changed meanwhile: then the digest may be of others.
+        """
+        with self._lock:
+            self._require_untouched()
+            self._awaited.discard(name)
+            self._records.setdefault(name, (blocks, digest))
+            while len(self._records) > _MOST_RECORDS:
+                self._records.pop(next(iter(self._records)))
+
+    def keep_full_digest(self, digest: str) -> None:
+        """Keep the digest of all bytes, which were read since `wake` was cleared.
+
+        The watch fails if it was another one before.
+        Raises: ModelFileError if the file has changed meanwhile.
+        """
+        with self._lock:
+            self._require_untouched()
+            if self._digest_before not in ("", digest):
+                self._has_failed = True
+                return
+            self._full_digest = self._digest_before = digest
+
+    def _compare_again(self) -> None:
+        with self._lock:
+            # Taken before: what moves while blocks are hashed is looked at next time.
+            ctimes = [os.fstat(shard.file.fileno()).st_ctime_ns for shard in self._shards]
+            if ctimes == self._ctimes:
+                return  # another thread has done it
+            if self._awaited:
+                raise ModelFileError(
+                    # docs: its ctime moved in the first seconds: start again; see *When a model's
+                    # file changes*
+                    "changed while it was in use, before its bytes were known well enough to "
+                    "compare them; start again with the file as it is now",
+                    path=self._shards[0].path,
+                )
+            for blocks, digest in self._records.values():
+                if blocks.digest(self.read) != digest:
+                    self._has_failed = True
+                    raise _written(self._shards[0])
+            self._ctimes = ctimes
+            self._full_digest = ""
+            self.wake.set()
+
+    def _require_untouched(self) -> None:
+        for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):
+            now = os.fstat(shard.file.fileno())
+            was = shard.stamp
+            if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
+                raise _written(shard)
+            if now.st_ctime_ns != ctime_ns:
+                raise ModelFileError(
+                    "changed while its bytes were read; start again with the file as it is now",
+                    path=shard.path,
+                )
+
+
+def _written(shard: _Watched) -> ModelFileError:
+    return ModelFileError(
+        # docs: the model's file was changed in place; see *When a model's file changes*
+        "was written to while it was in use; start again with the file as it is now",
+        path=shard.path,
+    )

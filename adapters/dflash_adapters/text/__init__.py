@@ -1,0 +1,1 @@
+"""Text of a model: vocabularies, tokenizers, chat templates."""

@@ -1,0 +1,152 @@
+"""Renders a conversation with the chat template a model file brings.
+
+The template is a program by a stranger: it runs in a sandbox, within bounds of time and memory,
+and programs have it run in a process of its own (``chat_child``).
+Knows nothing of tokens; the text it gives already has the file's markers in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+
+from dflash_adapters.text.chat_budget import Budget
+from dflash_adapters.text.chat_sandbox import Meter, SandboxEnvironment
+from dflash_protocol.errors import SettingsError, UnsupportedModel, one_line
+
+MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki
+MAX_TEMPLATE_TOKENS = 16 << 10  # Jinja's tokens, whose number decides how long compiling takes
+_KEY = "tokenizer.chat_template"
+_STRFTIME_FORMAT = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,128}")
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    bos_token: str = "",
+    eos_token: str = "",
+    add_generation_prompt: bool = True,
+    extra: Mapping[str, Any] | None = None,
+    path: Path | str = "chat template",
+    now: datetime | None = None,
+    deadline_s: float = 5.0,
+) -> str:
+    """The text of a conversation, ending where the assistant is to go on.
+
+    `messages` and `extra` (``tools``, ``enable_thinking``, …) are what JSON can hold; `path` is
+    the model file, for messages; `now` is what the template takes for the present.
+    Raises: SettingsError if the template refuses the messages; UnsupportedModel if it is no
+    template, fails, or asks for too much.
+    """
+    variables = {
+        **(extra or {}),
+        "messages": messages,
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        code = _compile(template)
+        budget = _budget(variables, deadline_s)
+        return _render(code, variables, now or datetime.now(), budget)
+    except SettingsError:
+        raise
+    except Exception as error:
+        # A template can provoke any exception; all of them mean that it cannot be used so.
+        raise UnsupportedModel(_reason(error), path=path, field=_KEY) from error
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> CodeType:
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise SecurityError(
+            f"has {len(template)} characters; at most {MAX_TEMPLATE_CHARACTERS} are read"
+        )
+    environment = SandboxEnvironment(Budget((), 0.0), {"tojson": _to_json})
+    if sum(1 for _ in islice(environment.lex(template), MAX_TEMPLATE_TOKENS + 1)) > (
+        MAX_TEMPLATE_TOKENS
+    ):
+        raise SecurityError(f"has more than {MAX_TEMPLATE_TOKENS} words and signs")
+    meter = environment.extensions[Meter.identifier]
+    assert isinstance(meter, Meter)
+    parsed = environment.parse(template)
+    for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends):
+        if (found := parsed.find(kind)) is not None:
+            raise SecurityError(
+                f"line {found.lineno}: it wants another file, and a model has only this one; "
+                "give the whole template"
+            )
+    return environment.compile(meter.install(parsed))
+
+
+def _budget(variables: Mapping[str, Any], deadline_s: float) -> Budget:
+    try:
+        return Budget(variables, deadline_s)
+    except SecurityError as error:
+        raise SettingsError(f"the messages cannot be rendered: {error}") from None
+
+
+def _render(code: CodeType, variables: Mapping[str, Any], now: datetime, budget: Budget) -> str:
+    environment = SandboxEnvironment(budget, {"tojson": _to_json})
+
+    def strftime_now(pattern: str) -> str:
+        if _STRFTIME_FORMAT.fullmatch(pattern) is None:
+            raise SecurityError("the template asks for an unknown form of the date")
+        return now.strftime(pattern)
+
+    template = Template.from_code(
+        environment,
+        code,
+        environment.make_globals(
+            {"raise_exception": _raise_exception, "strftime_now": strftime_now}
+        ),
+    )
+    parts: list[str] = []
+    num_characters = 0
+    for part in template.generate(variables):
+        num_characters += len(part)
+        budget.check(num_characters)
+        parts.append(part)
+    return "".join(parts)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise SettingsError(f"the chat template refuses: {_one_line(message)}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it: characters as they are, no escaping for HTML, keys in their order."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {_one_line(error.message or '')}"
+    if isinstance(error, TemplateError):
+        return _one_line(error)
+    if isinstance(error, MemoryError):
+        return "the template takes too much memory"
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: object) -> str:
+    return one_line(" ".join(str(error).split()), 200)

@@ -1,0 +1,153 @@
+"""The process that renders chat templates for another one: see ``chat_sandbox`` for why.
+
+It reads requests from its standard input and writes replies to its standard output, one after the
+other, and ends with its input. What bounds it even if the sandbox is left: memory and processor's
+time by the kernel, the clock by whoever asked, and that it ends at once with that process, be it in
+the middle of a rendering. It may write no file. Imports no more than Jinja and msgpack need.
+
+Example:
+  python -I -S -c 'import sys; sys.path += sys.argv[1:]; from dflash_adapters.text.chat_child import main
+  main()' FOLDER...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import resource
+import select
+import signal
+from collections.abc import Iterator
+
+from dflash_adapters.text.chat import render_chat
+from dflash_adapters.text.chat_messages import (
+    LENGTH,
+    MAX_REQUEST_BYTES,
+    ChatRequest,
+    ReplyKind,
+    decode_request,
+    encode_reply,
+)
+from dflash_protocol.errors import ProtocolError, SettingsError, UnsupportedModel
+
+READY = b"R"
+"""Written once, before any reply."""
+LATE_S = 1.0
+"""A rendering has so much of the processor's time beyond its deadline, or of the clock."""
+
+_INPUT, _OUTPUT = 0, 1
+_MEMORY_BYTES, _MEMORY_MULTIPLE = 256 << 20, 32
+"""Address space: so much, and for each byte of a request so much more."""
+_OPEN_FILES = 16
+_CHUNK_BYTES = 1 << 20
+"""What a pipe holds at most."""
+
+
+def main() -> None:
+    """Until the end of input."""
+    # Whoever started us may ignore or hold back what is to end us.
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for which, most in (
+        (resource.RLIMIT_CORE, 0),  # it would hold conversations
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+    ):
+        resource.setrlimit(which, (most, most))
+    with contextlib.suppress(OSError):  # if memory is short, the kernel is to begin with us
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        try:
+            os.write(fd, b"1000")
+        finally:
+            os.close(fd)
+    fcntl.fcntl(_INPUT, fcntl.F_SETOWN, os.getpid())
+    _write(READY)
+    while (body := _next_body()) is not None:
+        kind, text = _answer(body)
+        del body
+        _write(encode_reply(kind, text))
+
+
+def _answer(body: bytearray) -> tuple[ReplyKind, str]:
+    try:
+        request = decode_request(body)
+        _bound(request, len(body))
+        with _ended_with_input():
+            return ReplyKind.TEXT, _rendered(request)
+    except ProtocolError as error:  # nested more deeply than can be read
+        return ReplyKind.REFUSED, f"the messages cannot be rendered: {error}"
+    except SettingsError as error:
+        return ReplyKind.REFUSED, str(error)
+    except UnsupportedModel as error:
+        return ReplyKind.FAILED, error.reason
+
+
+def _rendered(request: ChatRequest) -> str:
+    return render_chat(
+        request.template,
+        request.messages,
+        bos_token=request.bos_token,
+        eos_token=request.eos_token,
+        add_generation_prompt=request.add_generation_prompt,
+        extra=request.extra,
+        now=request.now,
+        deadline_s=request.deadline_s,
+    )
+
+
+def _bound(request: ChatRequest, request_bytes: int) -> None:
+    """Let the kernel refuse memory, and end us, beyond what this request may take."""
+    _limit(resource.RLIMIT_AS, _MEMORY_BYTES + _MEMORY_MULTIPLE * request_bytes)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    allowed_s = used.ru_utime + used.ru_stime + request.deadline_s + LATE_S
+    _limit(resource.RLIMIT_CPU, math.ceil(allowed_s))
+
+
+def _limit(which: int, most: int) -> None:
+    _, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+@contextlib.contextmanager
+def _ended_with_input() -> Iterator[None]:
+    """Have the kernel end us with SIGIO if our input ends meanwhile, whatever Python is doing."""
+    flags = fcntl.fcntl(_INPUT, fcntl.F_GETFL)
+    fcntl.fcntl(_INPUT, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        poller = select.poll()
+        poller.register(_INPUT, 0)
+        if poller.poll(0):  # it has ended before
+            raise SystemExit
+        yield
+    finally:
+        fcntl.fcntl(_INPUT, fcntl.F_SETFL, flags)
+
+
+def _next_body() -> bytearray | None:
+    """The next message; None at the end of input. Raises: ProtocolError if it is too long."""
+    head = _read(LENGTH.size)
+    if head is None:
+        return None
+    (num_bytes,) = LENGTH.unpack(head)
+    if num_bytes > MAX_REQUEST_BYTES:
+        raise ProtocolError("a request to render is too long")
+    return _read(num_bytes)
+
+
+def _read(num_bytes: int) -> bytearray | None:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = os.read(_INPUT, min(num_bytes - len(data), _CHUNK_BYTES))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+def _write(data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(_OUTPUT, rest) :]

@@ -1,0 +1,1 @@
+"""What each of our processes asks of its machine: folders, streams, the service manager."""

@@ -1,0 +1,1 @@
+"""The ring: the shared memory of one link, its layout, and the compiled code that moves payload."""

@@ -1,0 +1,286 @@
+"""The ring's kernels of the client: requests out, replies in.
+
+Compiled by `ring_native`, where arguments and results are described.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+from dflash_protocol.ring import compiled as native
+from dflash_protocol.ring import emit
+from dflash_protocol.ring import layout as ring
+from dflash_protocol.ring.emit import helper, load, store
+from dflash_protocol.ring.shared_kernels import (
+    HEADER,
+    STATE,
+    array_bytes,
+    begin_header,
+    field,
+    has_gaps,
+    has_times,
+    lines,
+    publish,
+    request_bytes,
+)
+
+MS = 10**6
+
+
+def send_request(
+    port,
+    sequence,
+    layer_id,
+    phase,
+    payload,
+    deadline_ms,
+    hidden,
+    expert_ids,
+    group_starts,
+    token_indices,
+    weights,
+):
+    num_tokens, hidden_size = hidden.shape[0], field(port, native.HIDDEN_SIZE)
+    num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
+    if (
+        hidden.shape[1] != hidden_size
+        or has_gaps(hidden)
+        or not is_routing(num_groups, num_pairs, group_starts, weights)
+    ):
+        return native.BAD_ARRAYS
+    if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
+        return native.TOO_LARGE
+    header = begin_request(
+        port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
+    )
+    slot, state = field(port, native.REQUEST_SLOT), port + STATE
+    emit.start_checksum(state)
+    to, source, count = slot + ring.HEADER_BYTES, emit.address_of(hidden), num_tokens * hidden_size
+    is_large = 0
+    if payload == ring.PAYLOAD_BF16:
+        is_large = emit.pack_bf16(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        is_large = emit.pack_f16(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, count)
+    if is_large != 0:
+        return native.OUT_OF_RANGE
+    to += lines(array_bytes(payload, count, 4))
+    copy_routing(
+        state,
+        to,
+        emit.address_of(expert_ids),
+        emit.address_of(group_starts),
+        emit.address_of(token_indices),
+        emit.address_of(weights),
+        num_groups,
+        num_pairs,
+    )
+    num_bytes = load(header + 8 * ring.PAYLOAD_BYTES)
+    return publish(port, slot, field(port, native.REQUEST_WORD), sequence, num_bytes)
+
+
+def send_moved_request(
+    port,
+    sequence,
+    layer_id,
+    phase,
+    deadline_ms,
+    num_tokens,
+    digest,
+    expert_ids,
+    group_starts,
+    token_indices,
+    weights,
+):
+    num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
+    if num_tokens < 0 or not is_routing(num_groups, num_pairs, group_starts, weights):
+        return native.BAD_ARRAYS
+    if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
+        return native.TOO_LARGE
+    payload = ring.PAYLOAD_F32
+    header = begin_request(
+        port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
+    )
+    store(header + 8 * ring.MOVED, 1)
+    store(header + 8 * ring.DIGEST, digest)
+    slot, state = field(port, native.REQUEST_SLOT), port + STATE
+    emit.start_checksum(state)
+    count = num_tokens * field(port, native.HIDDEN_SIZE)
+    copy_routing(
+        state,
+        slot + ring.HEADER_BYTES + lines(array_bytes(payload, count, 4)),
+        emit.address_of(expert_ids),
+        emit.address_of(group_starts),
+        emit.address_of(token_indices),
+        emit.address_of(weights),
+        num_groups,
+        num_pairs,
+    )
+    num_bytes = load(header + 8 * ring.PAYLOAD_BYTES)
+    return publish(port, slot, field(port, native.REQUEST_WORD), sequence, num_bytes)
+
+
+@helper
+def is_routing(num_groups, num_pairs, group_starts, weights):
+    """Whether the lengths of a request's routing arrays fit each other."""
+    return (
+        group_starts.shape[0] == num_groups + 1
+        and weights.shape[0] == num_pairs
+        and num_groups <= num_pairs
+    )
+
+
+@helper
+def begin_request(
+    port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
+):
+    hidden_size = field(port, native.HIDDEN_SIZE)
+    num_bytes = request_bytes(payload, num_tokens, num_groups, num_pairs, hidden_size)
+    header = begin_header(port, ring.KIND_REQUEST, sequence, payload, num_bytes)
+    store(header + 8 * ring.LAYER, layer_id)
+    store(header + 8 * ring.TOKENS, num_tokens)
+    store(header + 8 * ring.GROUPS, num_groups)
+    store(header + 8 * ring.PAIRS, num_pairs)
+    store(header + 8 * ring.PHASE, phase)
+    emit.store_time(header + 8 * ring.TIME, deadline_ms)
+    emit.store_time(header + 8 * ring.OTHER_TIME, 1e-9 * emit.monotonic_ns())
+    return header
+
+
+@helper
+def copy_routing(state, to, ids, starts, tokens, weights, num_groups, num_pairs):
+    """From private arrays, whose addresses these are, to where they lie in a slot."""
+    emit.copy_words(state, to, ids, num_groups)
+    to += lines(4 * num_groups)
+    emit.copy_words(state, to, starts, num_groups + 1)
+    to += lines(4 * num_groups + 4)
+    emit.copy_words(state, to, tokens, num_pairs)
+    to += lines(4 * num_pairs)
+    emit.copy_words(state, to, weights, num_pairs)
+
+
+@helper
+def reply_violation(port, sequence, num_tokens, moved):
+    """Of the header's copy; 0 if it is the reply to what was asked, or its failure."""
+    header = port + HEADER
+    if load(header + 8 * ring.SEQUENCE) != sequence:
+        return native.WRONG_SEQUENCE
+    if load(header + 8 * ring.GENERATION) != field(port, native.GENERATION):
+        return native.WRONG_GENERATION
+    kind, num_bytes = load(header + 8 * ring.KIND), load(header + 8 * ring.PAYLOAD_BYTES)
+    if kind == ring.KIND_FAILURE:
+        if num_bytes < 0 or num_bytes > ring.FAILURE_LIMIT_BYTES or num_bytes & 3 != 0:
+            return native.WRONG_BYTES
+        return 0
+    if kind != ring.KIND_REPLY:
+        return native.WRONG_KIND
+    if not has_times(header):
+        return native.WRONG_TIMES
+    payload = load(header + 8 * ring.PAYLOAD)
+    if payload != ring.PAYLOAD_F64 and (moved != 0 or payload != field(port, native.NARROW)):
+        return native.WRONG_PAYLOAD
+    if load(header + 8 * ring.MOVED) != moved:
+        return native.WRONG_PAYLOAD
+    if load(header + 8 * ring.TOKENS) != num_tokens:
+        return native.WRONG_COUNTS
+    count = num_tokens * field(port, native.HIDDEN_SIZE)
+    if num_bytes != array_bytes(payload, count, 8):
+        return native.WRONG_BYTES
+    return 0
+
+
+@helper
+def timeout_ms(now_ns, end_ns):
+    """For poll(2): what is left, rounded up."""
+    return max((end_ns - now_ns + (MS - 1)) // MS, 0)
+
+
+@helper
+def sleep_for_reply(port, sequence, wait_ns):
+    """Until the word is another than those we know, the time is up, or something else is to be
+    looked at."""
+    word, sleeps = field(port, native.REPLY_WORD), field(port, native.SLEEPS)
+    entries = field(port, native.ENTRIES)
+    if load(entries + 8 * native.CLIENT_RUNG) != 0:
+        emit.silence_bell(load(entries) & 0xFFFFFFFF)
+        store(entries + 8 * native.CLIENT_RUNG, 0)
+    now_ns = emit.monotonic_ns()
+    end_ns = now_ns + wait_ns
+    # First the flag, then the look: see the argument in `ring`.
+    emit.store_ordered(sleeps, 1)
+    num_ready = 0
+    while num_ready == 0 and not is_news(port, sequence, emit.load_ordered(word)):
+        if now_ns >= end_ns:
+            break
+        num_ready = emit.poll(entries, 2, timeout_ms(now_ns, end_ns))
+        now_ns = emit.monotonic_ns()
+    emit.store_ordered(sleeps, 0)
+    if num_ready > 0:
+        # To be silenced before the next sleep, when nobody waits for that.
+        store(entries + 8 * native.CLIENT_RUNG, load(entries) >> native.FOUND_SHIFT)
+    return emit.load_acquire(word)
+
+
+@helper
+def is_news(port, sequence, found):
+    return found == sequence or (
+        found != field(port, native.LAST) and found != field(port, native.REFUSED)
+    )
+
+
+def receive_reply(port, sequence, spin_ns, wait_ns, sums):
+    to = emit.address_of(sums)
+    return receive(port, sequence, spin_ns, wait_ns, sums.shape[0], to)
+
+
+def receive_moved_reply(port, sequence, spin_ns, wait_ns, num_tokens):
+    return receive(port, sequence, spin_ns, wait_ns, num_tokens, 0)
+
+
+@helper
+def receive(port, sequence, spin_ns, wait_ns, num_tokens, to):
+    """`to` is the address of a private array for sums; 0: they were moved, and stay."""
+    word = field(port, native.REPLY_WORD)
+    found = emit.load_acquire(word)
+    if found != sequence and spin_ns > 0:
+        end_ns = emit.monotonic_ns() + spin_ns
+        while found != sequence and emit.monotonic_ns() < end_ns:
+            for _ in range(native.NUM_LOOKS):
+                emit.pause()
+                found = emit.load_acquire(word)
+                if found == sequence:
+                    break
+    if wait_ns > 0 and not is_news(port, sequence, found):
+        found = sleep_for_reply(port, sequence, wait_ns)
+    if found != sequence:
+        if is_news(port, sequence, found):
+            store(port + 8 * native.REFUSED, found)
+            return native.FAILURE - native.STALE
+        return native.NOTHING
+    store(port + 8 * native.LAST, sequence)
+    slot, header, state = field(port, native.REPLY_SLOT), port + HEADER, port + STATE
+    for index in range(ring.HEADER_WORDS):
+        store(header + 8 * index, load(slot + 8 * index))
+    violation = reply_violation(port, sequence, num_tokens, 1 if to == 0 else 0)
+    if violation != 0:
+        return native.FAILURE - violation
+    num_bytes, payload = load(header + 8 * ring.PAYLOAD_BYTES), load(header + 8 * ring.PAYLOAD)
+    is_failure = load(header + 8 * ring.KIND) == ring.KIND_FAILURE
+    source, count = slot + ring.HEADER_BYTES, num_tokens * field(port, native.HIDDEN_SIZE)
+    emit.start_checksum(state)
+    is_bad = 0
+    if is_failure:
+        emit.copy_words(state, field(port, native.TEXT), source, num_bytes >> 2)
+    elif to == 0:
+        pass
+    elif payload == ring.PAYLOAD_BF16:
+        is_bad = emit.unpack_bf16_sums(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        is_bad = emit.unpack_f16_sums(state, to, source, count)
+    else:
+        is_bad = emit.copy_sums(state, to, source, count)
+    if emit.finish_checksum(state, header) != load(header + 8 * ring.CHECKSUM):
+        return native.FAILURE - native.WRONG_CHECKSUM
+    if is_failure:
+        return native.FAILURE
+    return num_bytes if is_bad == 0 else num_bytes | native.IS_NOT_FINITE

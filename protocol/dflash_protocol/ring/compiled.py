@@ -1,0 +1,324 @@
+"""Compiled code of the ring: publish, take, copy with checksum and conversion, spin, sleep flags;
+and of what sorts pairs that go there.
+
+Numba compiles it once per machine and keeps the result on disk where that is possible. No call
+holds the GIL. The code itself is in `ring_native_client`, `ring_native_server` and
+`ring_native_pairs`, made of what `ring_native_kernels` and `ring_native_emit` define; these alone
+import numba, and only when `kernels()` is called. The layout and the argument why its order is
+right are in `ring`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import cache_folder
+
+_LOG = logging.getLogger(__name__)
+
+# A port: what this process knows of a slot, an array of int64 that begins a line.
+(
+    REQUEST_SLOT, REPLY_SLOT, REQUEST_WORD, REPLY_WORD, SLEEPS, PEER_SLEEPS,  # addresses
+    GENERATION, NUM_SLOTS, SLOT_IDX, MAX_TOKENS, HIDDEN_SIZE, MAX_PAIRS, MAX_EXPERTS_USED, NARROW,
+    LAST, REFUSED, BUSY,
+    HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
+    LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES, MOVES,
+) = range(29)  # fmt: skip
+ROUTING_BOUND, WAITED, HEADER, STATE = 30, 31, 32, 48
+PORT_WORDS = 80
+"""NARROW: the payload type that is allowed besides the wide one. LAST: the sequence that was taken
+last. REFUSED: a word that was refused, so that it is counted once. BUSY: 1 while a request that was
+taken is not answered. BELL: the other side's. ENTRIES, of a client: address of what it polls.
+MOVES: 1 if requests may come whose rows were moved by a device; these are left where they are.
+ROUTING_BOUND: for how many experts at least the routing of the taken request is sound, 0 if for
+none. WAITED: float64, how long that request had been waiting. From HEADER on, the copy of the
+slot's header; from STATE on, the checksum's lanes.
+
+Of a link's first slot, at the server: LEAST_LAG, float64, the least time from a request's stamp to
+its being read; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell was found rung and
+is not silenced yet."""
+
+NUM_LINKS, NEXT_LINK, IS_QUICK, FIRST_LINK = range(4)
+"""A server's table: how many links, whose turn it is, 1 if the last request came soon after the
+reply before, address of each one's first port."""
+
+POLLIN = 1 << 32
+FOUND_SHIFT = 48
+"""Entries for poll(2): descriptor | POLLIN, and what was found from bit FOUND_SHIFT on."""
+CLIENT_RUNG = 2
+"""Behind the two entries of a client, its bell and what is readable once its link is lost: as RUNG
+of a server."""
+
+NOTHING, FAILURE, OUT_OF_RANGE, BAD_ARRAYS, TOO_LARGE = range(-1, -6, -1)
+(
+    STALE, WRONG_SEQUENCE, WRONG_GENERATION, WRONG_KIND, WRONG_COUNTS, WRONG_PHASE, WRONG_PAYLOAD,
+    WRONG_BYTES, WRONG_CHECKSUM, WRONG_TIMES, OVER_CAPACITY,
+) = range(1, 12)  # fmt: skip
+VIOLATIONS = {
+    STALE: ("stale", "a slot was published under a sequence that is not its next"),
+    WRONG_SEQUENCE: ("stale", "a slot holds another sequence than was published"),
+    WRONG_GENERATION: ("stale", "a slot is of another generation of the link"),
+    WRONG_KIND: ("malformed", "a slot holds another kind of message than belongs there"),
+    WRONG_COUNTS: ("malformed", "a slot's counts do not fit each other or what was asked"),
+    WRONG_PHASE: ("malformed", "a slot names no known phase or layer"),
+    WRONG_PAYLOAD: ("malformed", "a slot has a payload type that was not negotiated"),
+    WRONG_BYTES: ("malformed", "a slot's bytes do not follow from its counts"),
+    WRONG_CHECKSUM: ("checksum", "a slot was damaged: its checksum is wrong"),
+    WRONG_TIMES: ("malformed", "a slot's times are no numbers"),
+    OVER_CAPACITY: ("capacity", "a slot's counts exceed the capacity of the link"),
+}
+"""Violation: its code on the wire, and what it means."""
+
+IS_NOT_FINITE = 1 << 62
+"""A bit beside the payload bytes of a reply: some of its sums are NaN or infinite."""
+
+STATUS_BITS = 8
+COUNT_BITS = 32
+"""Of the second of two counts: see `two_counts`."""
+NUM_PHASES = 3
+QUICK_NS = 100_000
+"""A server spins for the next request if the last one came so soon after the reply before it, or
+no later than it spins for at most."""
+NUM_LOOKS = 16
+"""Looks at the words between two looks at the clock."""
+
+_FOLDER_PREFIX = "ring-"
+_NUM_FOLDERS_KEPT = 4
+
+
+class Kernels(NamedTuple):
+    """The compiled functions. What is neither an array nor a time in float64 is int64."""
+
+    send_request: Callable[..., int]
+    """(port, sequence, layer_id, phase, payload, deadline_ms, hidden [T, H] float32,
+    expert_ids [G], group_starts [G+1], token_indices [P] int32, weights [P] float32): payload
+    bytes; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a narrow type, and nothing was published."""
+    send_moved_request: Callable[..., int]
+    """(port, sequence, layer_id, phase, deadline_ms, T, digest, expert_ids, group_starts,
+    token_indices, weights): as send_request, of rows that a device has moved into the slot."""
+    send_reply: Callable[..., int]
+    """(port, sequence, payload, compute_s, queue_s, sums [T, H] float64): as send_request."""
+    send_moved_reply: Callable[..., int]
+    """(port, sequence, compute_s, queue_s, T, digest): the same of sums that a device has moved."""
+    send_failure: Callable[..., int]
+    """(port, sequence, text [n] uint8, n a multiple of 4): as send_request."""
+    next_request: Callable[..., int]
+    """(table, spin_ns, entries address, number of them, timeout_ms): NOTHING, or
+    (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation; what was taken lies in the port's
+    private arrays. Spins; then, if there is a timeout, sleeps. Entries are what poll(2) is asked:
+    every link's bell in the table's order, then others; what was found is left in them."""
+    receive_reply: Callable[..., int]
+    """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, with IS_NOT_FINITE
+    if that is so; or NOTHING; or FAILURE, whose text is in the private array; or FAILURE -
+    violation. Spins, then sleeps; returns early if the link is lost, or a signal came."""
+    receive_moved_reply: Callable[..., int]
+    """(port, sequence, spin_ns, wait_ns, T): the same; the sums are left in the slot."""
+    load_word: Callable[..., int]
+    """(address), sequentially consistent."""
+    choose_pairs: Callable[..., int]
+    """(expert_ids [T * K] int32, weights [T * K] float32, K, is_wanted [E] uint8, chosen_tokens,
+    chosen_ids [T * K] int32, chosen_weights [T * K] float32, counts [E] int64): number of pairs of
+    wanted experts << COUNT_BITS | number of tokens all of whose experts are wanted; or BAD_ARRAYS,
+    or OUT_OF_RANGE of an id. The pairs are what the next three arrays begin with, in order; to
+    counts is added how often each expert was chosen, wanted or not."""
+    group_pairs: Callable[..., int]
+    """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, whole_from,
+    rows, row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights
+    [P] float32, next_places [N] int32, which is written over): number R of different tokens <<
+    COUNT_BITS | number G of groups; or BAD_ARRAYS, or OUT_OF_RANGE of an id, N or more too, or of
+    tokens that do not ascend. group_ids and group_starts begin with [G] and [G + 1] as
+    `routed_batch` draws them, of grouped_rows and grouped_weights. If R is below whole_from, rows
+    begin with these tokens, and pairs name places among them: row_of_pair does in their old order.
+    Else pairs name tokens as before."""
+    checksum: Callable[..., int]
+    """(state address, header address, source address, target address, bytes, a multiple of 4):
+    copy, and the checksum of what was copied and of the 15 words of header. To measure and test."""
+
+
+def why_unavailable() -> str:
+    """One line for people; empty if the ring can be used here."""
+    if sys.platform != "linux":
+        return "shared memory needs Linux"
+    if importlib.util.find_spec("numba") is None:
+        return "shared memory needs numba, which is not installed"
+    if not _converts_f16():
+        return "shared memory needs a CPU that converts float16"
+    return ""
+
+
+def is_available() -> bool:
+    """Whether the ring can be used here; if not, use the stream transport."""
+    return not why_unavailable()
+
+
+@cache
+def _converts_f16() -> bool:
+    """Elsewhere LLVM would call functions that are missing."""
+    llvm: Any = importlib.import_module("llvmlite.binding")
+    if not llvm.get_process_triple().startswith(("x86", "i386", "i686")):
+        return True
+    return bool(llvm.get_host_cpu_features().get("f16c"))
+
+
+def kernels(cache_dir: str | None = None) -> Kernels:
+    """Compile all of them, or load them: seconds the first time on a machine. Once a process;
+    `cache_dir`, as `cache_folder` has it, is where they are kept then.
+
+    Raises: ImportError without numba.
+    """
+    global _compiled
+    if _compiled is None:
+        _compiled = _kernels(cache_dir)
+    return _compiled
+
+
+def _kernels(cache_dir: str | None) -> Kernels:
+    numba: Any = importlib.import_module("numba")
+    types = numba.types
+    client, server, pairs, both = (
+        importlib.import_module(f"dflash_protocol.ring.{name}")
+        for name in ("client_kernels", "server_kernels", "pair_kernels", "shared_kernels")
+    )
+
+    def array(element: Any, num_dimensions: int) -> Any:
+        """Read-only, so that arrays of both kinds are taken."""
+        return types.Array(element, num_dimensions, "C", readonly=True)
+
+    def out(element: Any) -> Any:
+        return types.Array(element, 1, "C")
+
+    i64, f64 = types.int64, types.float64
+    indices, floats = array(types.int32, 1), array(types.float32, 1)
+    signatures = {
+        client.send_request: (
+            *(i64,) * 5, f64, array(types.float32, 2), indices, indices, indices, floats,
+        ),
+        client.send_moved_request: (
+            *(i64,) * 4, f64, i64, i64, indices, indices, indices, floats,
+        ),
+        server.send_reply: (i64, i64, i64, f64, f64, array(f64, 2)),
+        server.send_moved_reply: (i64, i64, f64, f64, i64, i64),
+        server.send_failure: (i64, i64, array(types.uint8, 1)),
+        server.next_request: (i64,) * 5,
+        client.receive_reply: (i64, i64, i64, i64, types.Array(f64, 2, "C")),
+        client.receive_moved_reply: (i64,) * 5,
+        pairs.choose_pairs: (
+            indices, floats, i64, array(types.uint8, 1), out(types.int32), out(types.int32),
+            out(types.float32), out(i64),
+        ),
+        pairs.group_pairs: (
+            indices, indices, floats, i64, *(out(types.int32),) * 5, out(types.float32),
+            out(types.int32),
+        ),
+        both.load_word: (i64,),
+        both.checksum: (i64,) * 5,
+    }  # fmt: skip
+    folder, compiled = _kernel_folder(cache_dir), {}
+    for code, signature in signatures.items():
+        kernel = numba.njit(nogil=True, error_model="numpy")(code)
+        if folder is not None:
+            kernel._cache = _cache_of(kernel.py_func, folder)
+        kernel.compile(signature)
+        kernel.disable_compile()
+        # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
+        # elements is still checked, and that rows have no gaps; who calls sees to its dimensions.
+        compiled[code.__name__] = kernel.overloads[signature].entry_point
+    return Kernels(**compiled)
+
+
+_compiled: Kernels | None = None
+
+
+def two_counts(found: int) -> tuple[int, int]:
+    """What `choose_pairs` and `group_pairs` have found, if it is no error."""
+    return found >> COUNT_BITS, found & ((1 << COUNT_BITS) - 1)
+
+
+def if_compiled() -> Kernels | None:
+    """The same, if somebody has needed them already: nothing is compiled on the way."""
+    return _compiled
+
+
+def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
+    """Numba's own cache, in our folder; whose name stands for what the files depend on."""
+    caching: Any = importlib.import_module("numba.core.caching")
+
+    class Locator(caching._CacheLocator):  # type: ignore[misc]
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> Any:
+            del py_func, py_file
+            return cls()
+
+        def get_cache_path(self) -> str:
+            return str(folder)
+
+        def get_source_stamp(self) -> str:
+            return ""
+
+        def get_disambiguator(self) -> None:
+            return None
+
+    class Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
+        _locator_classes = [Locator]  # noqa: RUF012 - numba declares it so
+
+    class Cache(caching.FunctionCache):  # type: ignore[misc]
+        _impl_class = Implementation
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                return super().load_overload(sig, target_context)
+            except Exception:  # a damaged file can raise whatever unpickling can
+                with suppress(OSError):
+                    self.flush()
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            try:
+                super().save_overload(sig, data)
+            except Exception as error:  # no space, no longer ours to write
+                _say_not_kept(getattr(error, "strerror", None) or str(error))
+
+    return Cache(function)
+
+
+def _kernel_folder(cache_dir: str | None) -> Path | None:
+    """Made and writable, or None after a warning."""
+    try:
+        parent = cache_folder(cache_dir)
+        folder = parent / f"{_FOLDER_PREFIX}{_sources_digest()[:16]}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.touch()  # the last use, by which old ones are told
+        others = [each for each in parent.glob(f"{_FOLDER_PREFIX}*") if each != folder]
+        others.sort(key=lambda each: each.stat().st_mtime)
+        for other in others[: -(_NUM_FOLDERS_KEPT - 1)]:
+            shutil.rmtree(other, ignore_errors=True)
+    except (SettingsError, OSError) as error:
+        _say_not_kept(str(error))
+        return None
+    return folder
+
+
+@cache
+def _say_not_kept(reason: str) -> None:
+    """Once for each reason."""
+    # docs: the cache folder cannot be used: `CACHE_DIR`
+    _LOG.warning("the ring's code will be compiled at every start: %s", reason)
+
+
+def _sources_digest() -> str:
+    """Of all that the code is made from; numba itself keeps versions and CPUs apart."""
+    state = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        state.update(path.read_bytes())
+    return state.hexdigest()

@@ -1,0 +1,301 @@
+"""The ring's kernels of the server: requests in, replies out.
+
+Compiled by `ring_native`, where arguments and results are described.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+from dflash_protocol.ring import compiled as native
+from dflash_protocol.ring import emit
+from dflash_protocol.ring import layout as ring
+from dflash_protocol.ring.emit import helper, load, load_int32, store
+from dflash_protocol.ring.shared_kernels import (
+    HEADER,
+    STATE,
+    array_bytes,
+    begin_header,
+    field,
+    has_gaps,
+    has_times,
+    lines,
+    publish,
+    request_bytes,
+)
+
+
+@helper
+def set_flags(table, value):
+    """Of all links: whether they must ring."""
+    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+        port = load(table + 8 * (native.FIRST_LINK + link_idx))
+        emit.store_ordered(field(port, native.SLEEPS), value)
+
+
+@helper
+def find(table):
+    """link_idx · MAX_SLOTS + slot_idx of a slot that holds something new, or -1: of the first link
+    that has one, beginning with the link whose turn it is, its oldest."""
+    num_links = load(table + 8 * native.NUM_LINKS)
+    first = load(table + 8 * native.NEXT_LINK)
+    for turn in range(num_links):
+        link_idx = (first + turn) % num_links
+        port = load(table + 8 * (native.FIRST_LINK + link_idx))
+        num_slots = field(port, native.NUM_SLOTS)
+        oldest = best = -1
+        for slot_idx in range(num_slots):
+            found = emit.load_acquire(field(port, native.REQUEST_WORD))
+            if (
+                field(port, native.BUSY) == 0
+                and found != field(port, native.LAST)
+                and found != field(port, native.REFUSED)
+                and (best < 0 or found < oldest)
+            ):
+                oldest, best = found, slot_idx
+            port += 8 * native.PORT_WORDS
+        if best >= 0:
+            return link_idx * ring.MAX_SLOTS + best
+    return -1
+
+
+@helper
+def request_violation(port, sequence):
+    """Of the header's copy; 0 if sizes are right and within the link's limits."""
+    header = port + HEADER
+    if load(header + 8 * ring.SEQUENCE) != sequence:
+        return native.WRONG_SEQUENCE
+    if load(header + 8 * ring.GENERATION) != field(port, native.GENERATION):
+        return native.WRONG_GENERATION
+    if load(header + 8 * ring.KIND) != ring.KIND_REQUEST:
+        return native.WRONG_KIND
+    num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
+    num_pairs, payload = load(header + 8 * ring.PAIRS), load(header + 8 * ring.PAYLOAD)
+    if num_tokens < 0 or num_groups < 0 or num_groups > num_pairs:
+        return native.WRONG_COUNTS
+    if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
+        return native.OVER_CAPACITY
+    if num_pairs > num_tokens * field(port, native.MAX_EXPERTS_USED):
+        return native.WRONG_COUNTS
+    phase = load(header + 8 * ring.PHASE)
+    if phase < 0 or phase >= native.NUM_PHASES or load(header + 8 * ring.LAYER) < 0:
+        return native.WRONG_PHASE
+    if payload != ring.PAYLOAD_F32 and payload != field(port, native.NARROW):
+        return native.WRONG_PAYLOAD
+    moved = load(header + 8 * ring.MOVED)
+    if moved != 0 and (moved != 1 or field(port, native.MOVES) == 0 or payload != ring.PAYLOAD_F32):
+        return native.WRONG_PAYLOAD
+    if not has_times(header):
+        return native.WRONG_TIMES
+    hidden_size = field(port, native.HIDDEN_SIZE)
+    num_bytes = request_bytes(payload, num_tokens, num_groups, num_pairs, hidden_size)
+    if load(header + 8 * ring.PAYLOAD_BYTES) != num_bytes:
+        return native.WRONG_BYTES
+    return 0
+
+
+@helper
+def note_waiting(link, port, now_ns):
+    """How long the request lay there: what its time from stamp to now is above the least such time
+    of the link. Both ends read one clock, but a container may shift its own by a constant."""
+    sent_s = emit.load_time(port + HEADER + 8 * ring.OTHER_TIME)
+    lag_s = 1e-9 * now_ns - sent_s
+    least_lag_s = emit.load_time(link + 8 * native.LEAST_LAG)
+    if lag_s < least_lag_s:
+        least_lag_s = lag_s
+        emit.store_time(link + 8 * native.LEAST_LAG, lag_s)
+    emit.store_time(port + 8 * native.WAITED, lag_s - least_lag_s)
+
+
+@helper
+def index(address, position):
+    """An int32 of an array."""
+    return load_int32(address + 4 * position)
+
+
+@helper
+def routing_bound(port):
+    """As RoutedBatch.check: one more than the largest expert id of what was taken, at least 1; 0 if
+    the private arrays do not hold together."""
+    header = port + HEADER
+    num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
+    num_pairs, ids = load(header + 8 * ring.PAIRS), field(port, native.EXPERT_IDS)
+    starts, tokens = field(port, native.GROUP_STARTS), field(port, native.TOKEN_INDICES)
+    if index(starts, 0) != 0 or index(starts, num_groups) != num_pairs:
+        return 0
+    last_id, first = -1, 0
+    for group in range(num_groups):
+        expert_id, end = index(ids, group), index(starts, group + 1)
+        if expert_id <= last_id or end <= first or end > num_pairs:
+            return 0
+        last_token = -1
+        for pair in range(first, end):
+            token = index(tokens, pair)
+            if token <= last_token or token >= num_tokens:
+                return 0
+            last_token = token
+        last_id, first = expert_id, end
+    return max(last_id + 1, 1)
+
+
+@helper
+def take(table, port, spin_ns):
+    """Copy what a slot holds into the port's private arrays; 0, or the violation."""
+    sequence = emit.load_acquire(field(port, native.REQUEST_WORD))
+    slot_idx, num_slots = field(port, native.SLOT_IDX), field(port, native.NUM_SLOTS)
+    slot, header, state = field(port, native.REQUEST_SLOT), port + HEADER, port + STATE
+    store(port + 8 * native.REFUSED, sequence)
+    if (
+        sequence <= field(port, native.LAST)
+        or sequence >= ring.SEQUENCE_LIMIT
+        or sequence % num_slots != slot_idx
+    ):
+        store(header + 8 * ring.SEQUENCE, sequence)
+        return native.STALE
+    for index in range(ring.HEADER_WORDS):
+        store(header + 8 * index, load(slot + 8 * index))
+    violation = request_violation(port, sequence)
+    if violation != 0:
+        store(header + 8 * ring.SEQUENCE, sequence)
+        return violation
+    num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
+    num_pairs, payload = load(header + 8 * ring.PAIRS), load(header + 8 * ring.PAYLOAD)
+    count = num_tokens * field(port, native.HIDDEN_SIZE)
+    source, to = slot + ring.HEADER_BYTES, field(port, native.HIDDEN)
+    emit.start_checksum(state)
+    if load(header + 8 * ring.MOVED) != 0:
+        pass
+    elif payload == ring.PAYLOAD_BF16:
+        emit.unpack_bf16(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        emit.unpack_f16(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, count)
+    source += lines(array_bytes(payload, count, 4))
+    emit.copy_words(state, field(port, native.EXPERT_IDS), source, num_groups)
+    source += lines(4 * num_groups)
+    emit.copy_words(state, field(port, native.GROUP_STARTS), source, num_groups + 1)
+    source += lines(4 * num_groups + 4)
+    emit.copy_words(state, field(port, native.TOKEN_INDICES), source, num_pairs)
+    source += lines(4 * num_pairs)
+    emit.copy_words(state, field(port, native.WEIGHTS), source, num_pairs)
+    if emit.finish_checksum(state, header) != load(header + 8 * ring.CHECKSUM):
+        return native.WRONG_CHECKSUM
+    store(port + 8 * native.LAST, sequence)
+    store(port + 8 * native.BUSY, 1)
+    store(port + 8 * native.ROUTING_BOUND, routing_bound(port))
+    link, now_ns = port - 8 * native.PORT_WORDS * slot_idx, emit.monotonic_ns()
+    note_waiting(link, port, now_ns)
+    is_quick = now_ns - field(link, native.REPLIED_NS) < max(native.QUICK_NS, spin_ns)
+    store(table + 8 * native.IS_QUICK, 1 if is_quick else 0)
+    return 0
+
+
+@helper
+def sleep_for_request(table, entries, num_entries, timeout_ms):
+    """What `find` finds when some bell is rung or something else is ready, or the time is up."""
+    for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+        port, entry = load(table + 8 * (native.FIRST_LINK + link_idx)), entries + 8 * link_idx
+        if field(port, native.RUNG) != 0:
+            emit.silence_bell(load(entry) & 0xFFFFFFFF)
+            store(port + 8 * native.RUNG, 0)
+    # First the flags, then the look: see the argument in `ring`.
+    set_flags(table, 1)
+    place = find(table)
+    if place < 0:
+        num_ready = emit.poll(entries, num_entries, timeout_ms)
+        place = find(table)
+        if num_ready > 0:
+            for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+                port = load(table + 8 * (native.FIRST_LINK + link_idx))
+                # To be silenced before the next sleep, when nobody waits for that.
+                found = load(entries + 8 * link_idx) >> native.FOUND_SHIFT
+                store(port + 8 * native.RUNG, found)
+    set_flags(table, 0)
+    return place
+
+
+def next_request(table, spin_ns, entries, num_entries, timeout_ms):
+    place = find(table)
+    if place < 0 and spin_ns > 0 and load(table + 8 * native.IS_QUICK) != 0:
+        end_ns = emit.monotonic_ns() + spin_ns
+        while place < 0 and emit.monotonic_ns() < end_ns:
+            for _ in range(native.NUM_LOOKS):
+                emit.pause()
+                place = find(table)
+                if place >= 0:
+                    break
+    if place < 0 and timeout_ms > 0:
+        place = sleep_for_request(table, entries, num_entries, timeout_ms)
+    if place < 0:
+        return native.NOTHING
+    link_idx, slot_idx = place // ring.MAX_SLOTS, place % ring.MAX_SLOTS
+    store(table + 8 * native.NEXT_LINK, link_idx + 1)
+    port = load(table + 8 * (native.FIRST_LINK + link_idx))
+    violation = take(table, port + 8 * native.PORT_WORDS * slot_idx, spin_ns)
+    return (place << native.STATUS_BITS) | violation
+
+
+def send_reply(port, sequence, payload, compute_s, queue_s, sums):
+    num_tokens, hidden_size = sums.shape[0], field(port, native.HIDDEN_SIZE)
+    if (
+        sums.shape[1] != hidden_size
+        or has_gaps(sums)
+        or num_tokens > field(port, native.MAX_TOKENS)
+    ):
+        return native.BAD_ARRAYS
+    count = num_tokens * hidden_size
+    begin_reply(port, sequence, payload, compute_s, queue_s, num_tokens)
+    slot, state = field(port, native.REPLY_SLOT), port + STATE
+    to, source, is_large = slot + ring.HEADER_BYTES, emit.address_of(sums), 0
+    emit.start_checksum(state)
+    if payload == ring.PAYLOAD_BF16:
+        is_large = emit.pack_bf16_sums(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        is_large = emit.pack_f16_sums(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, 2 * count)
+    if is_large != 0:
+        return native.OUT_OF_RANGE
+    return publish_reply(port, sequence)
+
+
+def send_moved_reply(port, sequence, compute_s, queue_s, num_tokens, digest):
+    if num_tokens < 0 or num_tokens > field(port, native.MAX_TOKENS):
+        return native.BAD_ARRAYS
+    header = begin_reply(port, sequence, ring.PAYLOAD_F64, compute_s, queue_s, num_tokens)
+    store(header + 8 * ring.MOVED, 1)
+    store(header + 8 * ring.DIGEST, digest)
+    emit.start_checksum(port + STATE)
+    return publish_reply(port, sequence)
+
+
+@helper
+def begin_reply(port, sequence, payload, compute_s, queue_s, num_tokens):
+    num_bytes = array_bytes(payload, num_tokens * field(port, native.HIDDEN_SIZE), 8)
+    header = begin_header(port, ring.KIND_REPLY, sequence, payload, num_bytes)
+    store(header + 8 * ring.TOKENS, num_tokens)
+    emit.store_time(header + 8 * ring.TIME, compute_s)
+    emit.store_time(header + 8 * ring.OTHER_TIME, queue_s)
+    return header
+
+
+@helper
+def publish_reply(port, sequence):
+    slot, num_bytes = field(port, native.REPLY_SLOT), load(port + HEADER + 8 * ring.PAYLOAD_BYTES)
+    store(port + 8 * native.BUSY, 0)
+    status = publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)
+    link = port - 8 * native.PORT_WORDS * field(port, native.SLOT_IDX)
+    store(link + 8 * native.REPLIED_NS, emit.monotonic_ns())
+    return status
+
+
+def send_failure(port, sequence, text):
+    num_bytes = text.shape[0]
+    if num_bytes > ring.FAILURE_LIMIT_BYTES or num_bytes & 3 != 0:
+        return native.BAD_ARRAYS
+    begin_header(port, ring.KIND_FAILURE, sequence, 0, num_bytes)
+    slot, state = field(port, native.REPLY_SLOT), port + STATE
+    emit.start_checksum(state)
+    emit.copy_words(state, slot + ring.HEADER_BYTES, emit.address_of(text), num_bytes >> 2)
+    store(port + 8 * native.BUSY, 0)
+    return publish(port, slot, field(port, native.REPLY_WORD), sequence, num_bytes)

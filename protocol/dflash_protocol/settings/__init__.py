@@ -1,0 +1,42 @@
+"""Settings: the table of them, and how flags, variables, files and defaults are read.
+
+`environment` is the only reader of the environment.
+"""
+
+from dflash_protocol.settings.environment import (
+    AUTO_TIER,
+    CPU_TIERS,
+    MAX_THREADS,
+    VARIABLES,
+    DaemonSetting,
+    Settings,
+    bare_environment,
+    cache_directory,
+    cache_folder,
+    child_environment,
+    daemon_environment,
+    keys_directory,
+    load_settings,
+    package_roots,
+    run_directory,
+    supervision,
+)
+
+__all__ = [
+    "AUTO_TIER",
+    "CPU_TIERS",
+    "DaemonSetting",
+    "MAX_THREADS",
+    "Settings",
+    "VARIABLES",
+    "bare_environment",
+    "cache_directory",
+    "cache_folder",
+    "child_environment",
+    "daemon_environment",
+    "keys_directory",
+    "load_settings",
+    "package_roots",
+    "run_directory",
+    "supervision",
+]

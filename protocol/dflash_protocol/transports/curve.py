@@ -1,0 +1,402 @@
+"""Keys of tcp links: key files, who may connect, whom we connect to, and putting them on sockets.
+
+A folder of keys holds, for the machine and user it belongs to::
+
+    secret.key           0600  our secret key; never leaves the machine
+    public.key           0644  our public key, one line, to be copied to others
+    authorized_clients         public keys of the parents that our daemons let in, one a line
+    known_daemons              daemons that our parents connect to: HOST[:PORT] and their public key
+
+Encryption and authentication are ZeroMQ's CURVE. Knows nothing of who asks (see the daemon's
+authentication) nor of what travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from dflash_protocol.endpoint import Endpoint
+from dflash_protocol.errors import SettingsError, one_line
+from dflash_protocol.process.text_files import file_error
+
+_LOG = logging.getLogger(__name__)
+
+SECRET_FILE = "secret.key"
+PUBLIC_FILE = "public.key"
+AUTHORIZED_FILE = "authorized_clients"
+KNOWN_FILE = "known_daemons"
+
+KEY_BYTES = 32
+ZAP_DOMAIN = b"dflash-moe"
+HANDSHAKE_MS = 1000
+"""A connection that has not proved its key after this long is closed, so that silent ones cannot
+pile up: a thousand a second take a thousand descriptors."""
+
+_FOLDER, _FILE = "key folder", "key file"
+_SECRET_WORD = "dflash-secret-key"
+_PUBLIC_WORD = "dflash-public-key"
+_KEY_FILE_LIMIT_BYTES = 4096
+_LIST_LIMIT_BYTES = 1 << 20
+_WRAPPING_BYTES = 33
+"""What CURVE adds to a frame: the command's name and nonce, the authenticator, and a flag."""
+_BACKLOG = 1024
+_SETTLED_NS = 100_000_000
+"""A file younger than this may change once more without its time stamps telling."""
+_KEEPALIVE_S = ((zmq.TCP_KEEPALIVE_IDLE, 60), (zmq.TCP_KEEPALIVE_INTVL, 10))
+_HEADERS = {
+    AUTHORIZED_FILE: "# Parents that may use the daemons of this machine: "
+    "lines of their public.key.\n",
+    KNOWN_FILE: "# Daemons that parents of this machine use: "
+    f"HOST or HOST:PORT, then a line of their {PUBLIC_FILE}.\n",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A key pair, 32 bytes each. The secret one is never printed."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecurity:
+    """What the parent's sockets of one link need: our keys, and the only daemon key we accept."""
+
+    keys: CurveKeys
+    server_public_key: bytes
+
+    def apply(self, socket: zmq.Socket[Any]) -> None:
+        """See secure_client."""
+        secure_client(socket, self.keys, self.server_public_key)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSecurity:
+    """What the daemon's sockets need: our keys, and who may connect."""
+
+    keys: CurveKeys
+    clients: AuthorizedClients
+
+    def apply(self, socket: zmq.Socket[Any], *, io_threads: Sequence[int] = ()) -> None:
+        """See secure_server."""
+        secure_server(socket, self.keys, io_threads=io_threads)
+
+
+def secure_client(socket: zmq.Socket[Any], keys: CurveKeys, server_public_key: bytes) -> None:
+    """Encrypt what this socket carries, to nobody but the owner of that key.
+
+    To be called before connect, and after MAXMSGSIZE is set.
+    """
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public_key)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    _make_room(socket)
+
+
+def secure_server(
+    socket: zmq.Socket[Any], keys: CurveKeys, *, io_threads: Sequence[int] = ()
+) -> None:
+    """Encrypt what this socket carries, and let in only whom the context's ZAP handler lets in.
+
+    Without a handler nobody gets in. With `io_threads` all connections of this socket are served
+    by these threads of the context, so that handshakes here delay no other socket.
+    To be called before bind, and after MAXMSGSIZE is set.
+    """
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+    # A parent whose machine vanished says no goodbye.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    for option, seconds in _KEEPALIVE_S:
+        socket.setsockopt(option, seconds)
+    socket.setsockopt(zmq.AFFINITY, sum(1 << thread for thread in io_threads))
+    _make_room(socket)
+
+
+def _make_room(socket: zmq.Socket[Any]) -> None:
+    """The limit counts what is on the wire, and the largest legal frame is wrapped there."""
+    limit_bytes = socket.getsockopt(zmq.MAXMSGSIZE)
+    assert isinstance(limit_bytes, int)
+    if limit_bytes >= 0:
+        socket.setsockopt(zmq.MAXMSGSIZE, limit_bytes + _WRAPPING_BYTES)
+
+
+def client_security(folder: Path, endpoint: Endpoint) -> ClientSecurity | None:
+    """What a link to this endpoint needs; None for links that stay on this machine without keys.
+
+    On the loopback address keys are used if `known_daemons` names it.
+    Raises: SettingsError if the endpoint needs keys and they are not there, saying what to do, or
+    if a key file cannot be used.
+    """
+    if endpoint.path is not None:
+        return None
+    server_public_key = _known_daemon(folder, endpoint)
+    if server_public_key is None:
+        if endpoint.is_loopback:
+            return None
+        load_keys(folder)  # the first thing to put right is that there are none
+        raise SettingsError(
+            f"{endpoint.address} is not on this machine, so its daemon's key must be known: add "
+            f"the line '{endpoint.host} {_PUBLIC_WORD} …' with what that machine's {PUBLIC_FILE} "
+            f"holds to {folder / KNOWN_FILE}"
+        )
+    return ClientSecurity(load_keys(folder), server_public_key)
+
+
+def server_security(
+    folder: Path, endpoint: Endpoint, *, is_configured: bool
+) -> ServerSecurity | None:
+    """What listening on this endpoint needs; None if it stays on this machine without keys.
+
+    On the loopback address keys are used if `is_configured`: the folder was asked for by name.
+    Raises: SettingsError if the endpoint needs keys and they are not there, saying what to do, or
+    if a key file cannot be used.
+    """
+    if endpoint.path is not None or (endpoint.is_loopback and not is_configured):
+        return None
+    try:
+        return ServerSecurity(load_keys(folder), AuthorizedClients(folder / AUTHORIZED_FILE))
+    except SettingsError as error:
+        if endpoint.is_loopback:
+            raise
+        raise SettingsError(f"{endpoint.address} is not a loopback address: {error}") from error
+
+
+def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKeys:
+    """Make a key pair and write it into `folder`, which is made with mode 0700 if need be.
+
+    `comment` follows the public key, for people. Empty lists of friends are made beside them.
+    Raises: SettingsError if there is a key already and not `force`, or the folder cannot be used.
+    """
+    comment = one_line(" ".join(comment.split()))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_error(_FOLDER, folder, str(error.strerror)) from error
+    _check_folder(folder)
+    existing = [name for name in (SECRET_FILE, PUBLIC_FILE) if os.path.lexists(folder / name)]
+    if existing and not force:
+        reason = "exists; --force replaces it, and then all who know the old key need the new one"
+        raise file_error(_FILE, folder / existing[0], reason)
+    public, secret = (z85.decode(text) for text in zmq.curve_keypair())
+    keys = CurveKeys(public, secret)
+    secret_text = f"{_SECRET_WORD} {secret.hex()}\n"
+    public_text = f"{public_line(public)} {comment}\n"
+    lists = {name: text for name, text in _HEADERS.items() if not os.path.lexists(folder / name)}
+    with contextlib.ExitStack() as undo:
+        # All are written before one is put in its place: a full disk leaves what was there.
+        pair = [
+            (_staged(folder / SECRET_FILE, secret_text, 0o600, undo), folder / SECRET_FILE),
+            (_staged(folder / PUBLIC_FILE, public_text, 0o644, undo), folder / PUBLIC_FILE),
+        ]
+        others = [
+            (_staged(folder / name, text, 0o600, undo), folder / name)
+            for name, text in lists.items()
+        ]
+        for staged, path in pair:
+            _put(staged, path, replace=force)
+        for staged, path in others:
+            _put(staged, path, replace=False)
+    return keys
+
+
+def load_keys(folder: Path) -> CurveKeys:
+    """Our key pair; the public half is computed from the secret one.
+
+    Raises: SettingsError if there is none, or if others may read, replace or have made it.
+    """
+    _check_folder(folder)
+    path = folder / SECRET_FILE
+    words = _read(path, _KEY_FILE_LIMIT_BYTES, forbidden_mode=0o077).split()
+    if len(words) < 2 or words[0] != _SECRET_WORD:
+        raise file_error(_FILE, path, "not a secret key of dflash-moe keygen")
+    secret = _key(words[1], path, 1)
+    return CurveKeys(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
+
+
+def public_line(public_key: bytes) -> str:
+    """The key as people copy it."""
+    return f"{_PUBLIC_WORD} {public_key.hex()}"
+
+
+class AuthorizedClients:
+    """The clients that may connect: public keys in a file, read again whenever it changes.
+
+    A file that can no longer be used lets nobody in until it is put right. Used by one thread.
+    Raises: SettingsError, when made, if the file is not there or cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature: tuple[int, ...] | None = None
+        self._keys = self._read()
+
+    def allows(self, public_key: bytes) -> bool:
+        """Whether the owner of that key may connect now."""
+        if self._signature is None or self._signature != _signature(self._path):
+            try:
+                self._keys = self._read()
+            except SettingsError as error:
+                if self._keys:
+                    # docs (daemon): `authorized_clients` cannot be used; connections that exist go
+                    # on
+                    _LOG.warning("no client is let in until this is put right: %s", error)
+                self._keys = frozenset()
+        return public_key in self._keys
+
+    def _read(self) -> frozenset[bytes]:
+        # Taken before reading: a change in between is then noticed the next time.
+        self._signature = None
+        signature = _signature(self._path)
+        _check_folder(self._path.parent)
+        text = _read(self._path, _LIST_LIMIT_BYTES, forbidden_mode=0o022)
+        keys = frozenset(_public_key(words, self._path, number) for number, words in _lines(text))
+        self._signature = signature
+        return keys
+
+
+def _known_daemon(folder: Path, endpoint: Endpoint) -> bytes | None:
+    """The key of the daemon at this endpoint; a line with its port goes before one without."""
+    path = folder / KNOWN_FILE
+    if not os.path.lexists(path):
+        return None
+    _check_folder(folder)
+    known: dict[str, bytes] = {}
+    for number, words in _lines(_read(path, _LIST_LIMIT_BYTES, forbidden_mode=0o022)):
+        key = _public_key(words[1:], path, number)
+        if known.setdefault(words[0].lower(), key) != key:
+            raise file_error(
+                _FILE, path, f"line {number}: another key of {words[0]!a} stands above"
+            )
+    host = str(endpoint.host).lower()
+    return known.get(f"{host}:{endpoint.port}", known.get(host))
+
+
+def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Number and words of each line that says something."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            yield number, words
+
+
+def _public_key(words: list[str], path: Path, number: int) -> bytes:
+    if words and words[0] == _SECRET_WORD:
+        reason = "this is a secret key, which belongs nowhere but its machine"
+        raise file_error(_FILE, path, f"line {number}: {reason}")
+    if len(words) < 2 or words[0] != _PUBLIC_WORD:
+        reason = f"expected '{_PUBLIC_WORD} …', a line of {PUBLIC_FILE}"
+        raise file_error(_FILE, path, f"line {number}: {reason}")
+    return _key(words[1], path, number)
+
+
+def _key(text: str, path: Path, number: int) -> bytes:
+    if len(text) == 2 * KEY_BYTES and text.isascii() and text.isalnum():
+        with contextlib.suppress(ValueError):
+            return bytes.fromhex(text)
+    raise file_error(_FILE, path, f"line {number}: a key is {2 * KEY_BYTES} hexadecimal digits")
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Changes when the file does; None while that cannot be told from its time stamps."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    if time.time_ns() - found.st_ctime_ns < _SETTLED_NS:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _check_folder(folder: Path) -> None:
+    """Whoever may write to the folder may replace the keys in it."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        reason = f"{error.strerror}; make keys with: dflash-moe keygen {folder}"
+        raise file_error(_FOLDER, folder, reason) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise file_error(_FOLDER, folder, "is a link or no folder")
+    _check_owner(_FOLDER, folder, found, 0o022)
+
+
+def _check_owner(kind: str, path: Path, found: os.stat_result, forbidden_mode: int) -> None:
+    if found.st_uid not in (os.getuid(), 0):
+        raise file_error(kind, path, "belongs to another user")
+    if stat.S_IMODE(found.st_mode) & forbidden_mode:
+        allowed = "go-rwx" if forbidden_mode & 0o044 else "go-w"
+        raise file_error(kind, path, f"is open to others; chmod {allowed} it")
+
+
+def _read(path: Path, limit_bytes: int, *, forbidden_mode: int) -> str:
+    """Text of a file that nobody else may have written. Raises: SettingsError."""
+    try:
+        # Never waits, whatever is there.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        reason = f"does not exist; make keys with: dflash-moe keygen {path.parent}"
+        raise file_error(_FILE, path, reason) from None
+    except OSError as error:
+        reason = "is a link" if path.is_symlink() else str(error.strerror)
+        raise file_error(_FILE, path, reason) from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise file_error(_FILE, path, "no regular file")
+        _check_owner(_FILE, path, found, forbidden_mode)
+        with os.fdopen(fd, "rb", closefd=False) as stream:
+            data = stream.read(limit_bytes + 1)
+    except OSError as error:
+        raise file_error(_FILE, path, str(error.strerror)) from error
+    finally:
+        os.close(fd)
+    if len(data) > limit_bytes:
+        raise file_error(_FILE, path, f"longer than {limit_bytes} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise file_error(_FILE, path, "is not text") from None
+
+
+def _staged(path: Path, text: str, mode: int, undo: contextlib.ExitStack) -> Path:
+    """A new file of exactly this mode beside the path; removed by `undo` wherever it is not put.
+
+    Raises: SettingsError.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    undo.callback(beside.unlink, missing_ok=True)
+    try:
+        with os.fdopen(os.open(beside, flags, 0o600), "w", encoding="utf-8") as stream:
+            stream.write(text)
+            os.fchmod(stream.fileno(), mode)
+    except OSError as error:
+        raise file_error(_FILE, path, str(error.strerror)) from error
+    return beside
+
+
+def _put(staged: Path, path: Path, *, replace: bool) -> None:
+    """Raises: SettingsError, if there is a file already among them unless it is to be replaced."""
+    try:
+        if replace:
+            os.replace(staged, path)
+        else:
+            os.link(staged, path)
+    except OSError as error:
+        raise file_error(_FILE, path, str(error.strerror)) from error

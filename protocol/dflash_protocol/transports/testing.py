@@ -1,0 +1,344 @@
+"""What every transport must pass: `check_transport`, or its checks one by one (`CHECKS`).
+
+A transport's tests give a function that connects a fresh pair of ends; the checks say nothing of
+how they are connected. Knows nothing of any one transport.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
+from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.wire.transport import ClientTransport, ReceivedRequest, Reply
+
+HIDDEN_SIZE = 37
+MAX_TOKENS = 11
+MAX_EXPERTS_USED = 4
+"""What the ends of a pair must be made for, with float32 payloads."""
+
+NUM_IN_FLIGHT = 4
+"""Requests that a pair must hold while nobody serves."""
+
+PATIENCE_S = 20.0
+"""Longer than any good message takes on the slowest machine; never waited out."""
+_MANY = 50
+_LONG_S = 600.0
+
+
+class TransportPair(Protocol):
+    """Two connected ends, both used by the thread that checks, unless a check says otherwise."""
+
+    @property
+    def client(self) -> ClientTransport: ...
+
+    def receive(self) -> ReceivedRequest | None:
+        """The next good request; None if none came within a moment, or a bad one was answered."""
+
+    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None: ...
+
+    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None: ...
+
+    def lose(self) -> None:
+        """Let the client know that the link is lost."""
+
+    def close(self) -> None:
+        """Release both ends."""
+
+
+MakePair: TypeAlias = Callable[[], TransportPair]
+
+
+def check_transport(make_pair: MakePair) -> None:
+    """Run all checks, each on a fresh pair.
+
+    Raises: AssertionError naming the check, from what it found.
+    """
+    for name, check in CHECKS.items():
+        try:
+            check(make_pair)
+        except Exception as error:
+            raise AssertionError(f"the transport fails the check {name!r}") from error
+
+
+def example_batch(num_tokens: int, *, seed: int = 0, phase: Phase = Phase.PREFILL) -> RoutedBatch:
+    """A batch whose tokens have 0 to MAX_EXPERTS_USED experts each."""
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, MAX_EXPERTS_USED + 1, num_tokens)
+    experts = [random.permutation(7)[:count] for count in counts]
+    return group_by_expert(
+        random.standard_normal((num_tokens, HIDDEN_SIZE), dtype=np.float32),
+        np.repeat(np.arange(num_tokens, dtype=np.int32), counts),
+        np.concatenate([np.empty(0, np.int32), *experts]).astype(np.int32),
+        weights=random.standard_normal(int(counts.sum()), dtype=np.float32),
+        phase=phase,
+    )
+
+
+def sums_of(batch: RoutedBatch) -> F64Array:
+    """What a pretended daemon answers: depends on every array of the batch. Shapes: [T, H]."""
+    ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
+    sums = batch.hidden.astype(np.float64) / 3.0
+    np.add.at(sums, batch.token_indices, (batch.weights * (ids + 1.0))[:, None])
+    return sums
+
+
+def received(pair: TransportPair) -> ReceivedRequest:
+    """The next good request. Raises: AssertionError if none comes."""
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        if (request := pair.receive()) is not None:
+            return request
+    raise AssertionError("no request came")
+
+
+def assert_serves(pair: TransportPair, *, seed: int = 0) -> None:
+    """One good request, there and back; others that come before are left unanswered."""
+    batch = example_batch(3, seed=seed)
+    sequence = pair.client.submit(99, batch, deadline_s=PATIENCE_S)
+    while (request := received(pair)).header.layer_id != 99:
+        pass
+    _assert_same(request.batch, batch)
+    pair.reply(request, sums_of(request.batch), 0.25)
+    _assert_reply(pair.client.wait(sequence, deadline_s=PATIENCE_S), batch, compute_s=0.25)
+
+
+def _assert_same(batch: RoutedBatch, expected: RoutedBatch) -> None:
+    assert batch.phase is expected.phase, "another phase arrived"
+    for name in ("hidden", "expert_ids", "group_starts", "token_indices", "weights"):
+        found, wanted = getattr(batch, name), getattr(expected, name)
+        assert found.dtype == wanted.dtype, f"{name} arrived as {found.dtype}"
+        assert found.shape == wanted.shape, f"{name} arrived with shape {found.shape}"
+        assert found.tobytes() == wanted.tobytes(), f"{name} arrived with other values"
+
+
+def _assert_reply(reply: Reply, batch: RoutedBatch, *, compute_s: float) -> None:
+    expected = sums_of(batch)
+    assert reply.sums.shape == expected.shape, f"sums came back with shape {reply.sums.shape}"
+    assert reply.sums.tobytes() == expected.tobytes(), "sums came back with other bits"
+    assert reply.compute_s == compute_s, "another compute time came back"
+
+
+@contextmanager
+def _connected(make_pair: MakePair) -> Iterator[TransportPair]:
+    pair = make_pair()
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def _raised(
+    error_type: type[Exception], call: Callable[..., object], *arguments: int, **named: float
+) -> Exception:
+    try:
+        call(*arguments, **named)
+    except error_type as error:
+        return error
+    raise AssertionError(f"no {error_type.__name__} was raised")
+
+
+def _check_echo(make_pair: MakePair) -> None:
+    """0, 1 and many tokens arrive bit by bit, in every phase, and so do their sums."""
+    with _connected(make_pair) as pair:
+        for num_tokens in (1, 0, MAX_TOKENS, 2):
+            for phase in Phase:
+                batch = example_batch(num_tokens, seed=num_tokens, phase=phase)
+                sent, came = pair.client.bytes_sent, pair.client.bytes_received
+                sequence = pair.client.submit(5, batch, deadline_s=0.75)
+                request = received(pair)
+                header = request.header
+                assert (header.sequence, header.layer_id) == (sequence, 5)
+                assert header.deadline_ms == 750.0
+                assert 0.0 <= request.waited_s < PATIENCE_S
+                _assert_same(request.batch, batch)
+                pair.reply(request, sums_of(request.batch), 0.125)
+                _assert_reply(
+                    pair.client.wait(sequence, deadline_s=PATIENCE_S), batch, compute_s=0.125
+                )
+                assert pair.client.bytes_sent >= sent + batch.hidden.nbytes
+                assert pair.client.bytes_received >= came + 8 * batch.hidden.size
+
+
+def _check_any_order(make_pair: MakePair) -> None:
+    """Several requests in flight; replies may come, and be waited for, in any order."""
+    with _connected(make_pair) as pair:
+        batches = [example_batch(n + 1, seed=n) for n in range(NUM_IN_FLIGHT)]
+        sequences = [pair.client.submit(n, b, deadline_s=9.0) for n, b in enumerate(batches)]
+        assert sequences == sorted(set(sequences)), "sequences do not ascend"
+        requests = [received(pair) for _ in batches]
+        assert [r.header.layer_id for r in requests] == [*range(NUM_IN_FLIGHT)], "not as sent"
+        for index in (2, 0, 3, 1):
+            pair.reply(requests[index], sums_of(requests[index].batch), float(index))
+        for index in (1, 2, 3, 0):
+            reply = pair.client.wait(sequences[index], deadline_s=PATIENCE_S)
+            _assert_reply(reply, batches[index], compute_s=float(index))
+
+
+def _check_many(make_pair: MakePair) -> None:
+    """More requests than a transport may hold, if another thread serves them meanwhile."""
+    with _connected(make_pair) as pair:
+        batches = [example_batch(n % MAX_TOKENS, seed=n) for n in range(_MANY)]
+
+        def serve() -> None:
+            for _ in batches:
+                request = received(pair)
+                pair.reply(request, sums_of(request.batch), 1.0)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        sequences = [pair.client.submit(0, batch, deadline_s=PATIENCE_S) for batch in batches]
+        for sequence, batch in reversed(list(zip(sequences, batches, strict=True))):
+            _assert_reply(pair.client.wait(sequence, deadline_s=PATIENCE_S), batch, compute_s=1.0)
+        server.join()
+
+
+def _check_sleeping(make_pair: MakePair) -> None:
+    """A waiter that has waited for long is woken by the reply, not by its deadline."""
+    with _connected(make_pair) as pair:
+        batch = example_batch(2)
+
+        def serve() -> None:
+            for _ in range(3):
+                request = received(pair)
+                time.sleep(0.05)
+                pair.reply(request, sums_of(request.batch), 1.0)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        for _ in range(3):
+            started_s = time.monotonic()
+            sequence = pair.client.submit(0, batch, deadline_s=_LONG_S)
+            _assert_reply(pair.client.wait(sequence, deadline_s=_LONG_S), batch, compute_s=1.0)
+            assert 0.05 <= time.monotonic() - started_s < PATIENCE_S
+        server.join()
+
+
+def _check_forget(make_pair: MakePair) -> None:
+    """A forgotten request is answered to nobody, whether its reply has come or not."""
+    with _connected(make_pair) as pair:
+        for round_number in range(3 * NUM_IN_FLIGHT):
+            arrived, coming = (
+                pair.client.submit(0, example_batch(1), deadline_s=9.0) for _ in range(2)
+            )
+            requests = [received(pair), received(pair)]
+            pair.reply(requests[0], sums_of(requests[0].batch), 0.0)
+            pair.client.forget(arrived)
+            pair.client.forget(coming)
+            pair.client.forget(1_000_000_007)
+            pair.reply(requests[1], sums_of(requests[1].batch), 0.0)
+            assert_serves(pair, seed=round_number)
+            for sequence in (arrived, coming):
+                _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=0.0)
+
+
+def _check_deadline(make_pair: MakePair) -> None:
+    """Nothing within the deadline is said so, in time; the late reply is harmless."""
+    with _connected(make_pair) as pair:
+        for deadline_s in (0.0, 0.02):
+            sequence = pair.client.submit(0, example_batch(1), deadline_s=deadline_s)
+            started_s = time.monotonic()
+            _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=deadline_s)
+            assert deadline_s <= time.monotonic() - started_s < PATIENCE_S
+            request = received(pair)
+            pair.reply(request, sums_of(request.batch), 0.0)
+            assert_serves(pair)
+            pair.client.forget(sequence)
+        assert_serves(pair)
+
+
+def _check_lost(make_pair: MakePair) -> None:
+    """A reply that is there counts; else whoever waits learns at once that the link is lost."""
+    with _connected(make_pair) as pair:
+        batch = example_batch(2)
+        answered, pending = (pair.client.submit(0, batch, deadline_s=_LONG_S) for _ in range(2))
+        requests = [received(pair), received(pair)]
+        pair.reply(requests[0], sums_of(requests[0].batch), 0.5)
+        timer = threading.Timer(0.05, pair.lose)
+        timer.start()
+        error = _raised(DaemonUnavailable, pair.client.wait, pending, deadline_s=_LONG_S)
+        timer.join()
+        assert not isinstance(error, DeadlineExceeded), "it sat out its deadline"
+        _assert_reply(pair.client.wait(answered, deadline_s=0.1), batch, compute_s=0.5)
+
+
+def _check_failed(make_pair: MakePair) -> None:
+    """A request that is refused raises the code and the reason where it is waited for."""
+    with _connected(make_pair) as pair:
+        for reason in ("no experts of layer 1 here", "", "ä" * 5000):
+            sequence = pair.client.submit(1, example_batch(1), deadline_s=9.0)
+            request = received(pair)
+            error = ProtocolError(reason, code="not_owned")
+            pair.fail(request.link_id, request.header.sequence, error)
+            caught = _raised(ProtocolError, pair.client.wait, sequence, deadline_s=PATIENCE_S)
+            assert isinstance(caught, ProtocolError)
+            assert caught.code == "not_owned"
+            assert str(caught).removesuffix("…") in reason
+            assert len(str(caught)) >= min(len(reason), 500)
+            assert_serves(pair)
+
+
+def _check_oversize(make_pair: MakePair) -> None:
+    """More tokens than were agreed on are refused, by either end, and nothing else suffers."""
+    with _connected(make_pair) as pair:
+
+        def send() -> None:
+            batch = example_batch(MAX_TOKENS + 1)
+            sequence = pair.client.submit(0, batch, deadline_s=9.0)
+            assert pair.receive() is None
+            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+
+        for _ in range(2 * NUM_IN_FLIGHT):
+            error = _raised(ProtocolError, send)
+            assert isinstance(error, ProtocolError)
+            assert error.code == "capacity"
+            assert_serves(pair)
+
+
+def _check_wrong_answer(make_pair: MakePair) -> None:
+    """Sums of another number of tokens than were asked about are a ProtocolError."""
+    with _connected(make_pair) as pair:
+        for num_rows in (1, 3, 0):
+            sequence = pair.client.submit(0, example_batch(2), deadline_s=9.0)
+            pair.reply(received(pair), np.zeros((num_rows, HIDDEN_SIZE)), 0.0)
+            _raised(ProtocolError, pair.client.wait, sequence, deadline_s=PATIENCE_S)
+            pair.client.forget(sequence)
+            assert_serves(pair)
+
+
+def _check_close(make_pair: MakePair) -> None:
+    """Closing releases every descriptor, also with requests in flight."""
+    with _connected(make_pair) as warm_up:
+        assert_serves(warm_up)
+    before = len(os.listdir("/proc/self/fd"))
+    with _connected(make_pair) as pair:
+        assert_serves(pair)
+        for _ in range(2):
+            pair.client.submit(0, example_batch(1), deadline_s=9.0)
+    end_s = time.monotonic() + PATIENCE_S
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < end_s, "descriptors are left"
+        time.sleep(0.01)
+
+
+CHECKS: dict[str, Callable[[MakePair], None]] = {
+    "echo": _check_echo,
+    "any order": _check_any_order,
+    "many in flight": _check_many,
+    "sleeping": _check_sleeping,
+    "forget": _check_forget,
+    "deadline": _check_deadline,
+    "lost": _check_lost,
+    "failed": _check_failed,
+    "oversize": _check_oversize,
+    "wrong answer": _check_wrong_answer,
+    "close": _check_close,
+}

@@ -1,0 +1,98 @@
+"""Compiles kernels for this CPU, once per machine: results are kept on disk where that is possible.
+
+Kernels are plain functions of this package that are compiled when somebody first needs them, each
+for one signature. Knows nothing of what they compute.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import llvmlite
+import numba
+
+from dflash_protocol.fingerprint import digest
+from dflash_runtime.compute.cpu.compile.kernel_cache import cache_for, release
+from dflash_runtime.compute.cpu.compile.kernel_compiler import Helper, KernelCompiler
+from dflash_runtime.compute.cpu.compile.tiers import current_tier
+from dflash_runtime.compute.cpu.simd.untyped import CFunc, cpu_target, llvm, njit
+from dflash_runtime.interrupts import uninterrupted
+
+# Part of the numeric class: raise it when a change to a kernel changes the bits of a result.
+KERNEL_VERSION = 2
+
+Kernel = Callable[..., Any]
+
+_OPTIONS = {"error_model": "numpy", "nogil": True}
+
+
+def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
+    """A function to be called from Python; it releases the GIL and refuses other argument types."""
+    kernel = njit(**_OPTIONS, pipeline_class=KernelCompiler)(function)
+    kernel._cache = cache_for(function)
+    # LLVM calls Python while it links: what is raised there is lost.
+    with uninterrupted():
+        try:
+            kernel.compile(argument_types)
+        finally:
+            release(kernel._cache)
+    kernel.disable_compile()
+    return kernel  # type: ignore[no-any-return]
+
+
+def compile_row_function(function: Kernel, result: Any, *argument_types: Any) -> RowFunction:
+    """A function to be called by other kernels through its address."""
+    return RowFunction(function, result, argument_types)
+
+
+class RowFunction:
+    """Owns compiled code; `address` is valid while this object lives."""
+
+    def __init__(self, function: Kernel, result: Any, argument_types: tuple[Any, ...]) -> None:
+        signature = argument_types, result
+        callback = CFunc(function, signature, {}, dict(_OPTIONS), pipeline_class=KernelCompiler)
+        callback._cache = cache_for(function)
+        with uninterrupted():
+            try:
+                callback.compile()
+            finally:
+                release(callback._cache)
+        self._callback = callback
+        self.address = int(callback.address)
+        self.came_from_cache: bool = callback.cache_hits > 0
+
+
+def variant(function: Kernel, name: str, **others: object) -> Kernel:
+    """The same function with other things behind these global names, cached under this name."""
+    assert isinstance(function, FunctionType)
+    varied = FunctionType(function.__code__, function.__globals__ | others, name)
+    varied.__qualname__ = name
+    varied.__module__ = function.__module__
+    return varied
+
+
+def helper(function: Kernel) -> Kernel:
+    """Mark a function that kernels call; it is compiled into each of them."""
+    return Helper(function, _OPTIONS)
+
+
+def numeric_class() -> str:
+    """Names what decides the bits of a result: the kernels, their compiler and the CPU."""
+    tier = current_tier()  # decides about the features
+    _, cpu_name, features = cpu_target.target_context.codegen().magic_tuple()
+    features_digest = digest("cpu-features-v1", [str(features).encode()])[:8]
+    return (
+        f"cpu-{KERNEL_VERSION}/{tier.numerics}/{cpu_name}+{features_digest}"
+        f"/numba-{numba.__version__}/llvmlite-{llvmlite.__version__}"
+    )
+
+
+def is_supported_cpu() -> bool:
+    """Whether kernels can run here: LLVM would call functions that do not exist to read halves."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return bool(llvm.get_host_cpu_features().get("f16c"))
+    return machine in ("aarch64", "arm64")

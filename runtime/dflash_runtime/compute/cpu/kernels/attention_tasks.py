@@ -1,0 +1,283 @@
+"""Attention's tasks: storing new keys and values, and attending, each for item after item.
+
+An item is a tile with all its splits (see attention_split), or, when there are too few of those for
+all threads, one split of a tile; whoever ends a tile's last split merges them, in ascending order.
+Knows nothing of how elements are stored.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I64Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import (
+    Kernel,
+    RowFunction,
+    compile_kernel,
+    compile_row_function,
+    helper,
+)
+from dflash_runtime.compute.cpu.kernels.attention_arguments import (
+    ATTEND_TASK,
+    DONE,
+    FETCH_SCORE,
+    FIRST_POSITION,
+    ITEMS_A_PAIR,
+    KEY_BLOCK_BYTES,
+    KEY_DIM,
+    KEY_HEAD_BYTES,
+    KEYS,
+    KV_HEADS,
+    NEW_KEYS,
+    NEW_VALUES,
+    NUM_HEADS,
+    NUM_OF_FUNCTIONS,
+    NUM_OF_LAYER,
+    NUM_TOKENS,
+    OUT,
+    PARTIAL_BYTES,
+    PARTIALS,
+    QUERIES,
+    RING_ROWS,
+    SCALE_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SINKS,
+    STORE_KEY,
+    STORE_TASK,
+    STORE_VALUES,
+    TILE_TOKENS,
+    VALUE_DIM,
+    VALUE_HEAD_BYTES,
+    VALUE_ROW_BYTES,
+    VALUES,
+)
+from dflash_runtime.compute.cpu.kernels.attention_elements import (
+    call_store,
+)
+from dflash_runtime.compute.cpu.kernels.attention_split import (
+    SPLIT,
+    attend_split,
+    blocks_of,
+    first_visible,
+    in_vectors,
+    merge,
+)
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+
+
+def _store(args: int, counter: int, worker_idx: int) -> None:
+    """Each item is up to 32 positions, those of one block of keys, of one head."""
+    first_position, kv_heads = word(args, FIRST_POSITION), word(args, KV_HEADS)
+    end_position = first_position + word(args, NUM_TOKENS)
+    key_dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
+    row_bytes, ring_rows = word(args, VALUE_ROW_BYTES), word(args, RING_ROWS)
+    first_block = first_position // 32
+    num_items = kv_heads * ((end_position + 31) // 32 - first_block)
+    while True:
+        item = claim(counter)
+        if item >= num_items:
+            return
+        block, kv_head = first_block + item // kv_heads, item % kv_heads
+        keys = word(args, KEYS) + kv_head * word(args, KEY_HEAD_BYTES)
+        first_row = 32 * block % ring_rows
+        keys += first_row // 32 * word(args, KEY_BLOCK_BYTES)
+        values = word(args, VALUES) + kv_head * word(args, VALUE_HEAD_BYTES)
+        for position in range(max(first_position, 32 * block), min(end_position, 32 * block + 32)):
+            row = (position - first_position) * kv_heads + kv_head
+            source = word(args, NEW_KEYS) + 4 * key_dim * row
+            call_store(word(args, STORE_KEY), 0, source, key_dim, keys, position % 32)
+            source = word(args, NEW_VALUES) + 4 * value_dim * row
+            target = values + (first_row + position % 32) * row_bytes
+            block_bytes = row_bytes // blocks_of(value_dim)
+            call_store(word(args, STORE_VALUES), 0, source, value_dim, target, block_bytes)
+
+
+@helper
+def _copy_queries(args: int, first_token: int, num_tokens: int, kv_head: int, target: int) -> None:
+    """A tile's rows one after another, scaled."""
+    dim, num_heads = word(args, KEY_DIM), word(args, NUM_HEADS)
+    group = num_heads // word(args, KV_HEADS)
+    scale = v.float_from_bits(word(args, SCALE_BITS))
+    source = word(args, QUERIES) + 4 * dim * (first_token * num_heads + kv_head * group)
+    for _ in range(num_tokens):
+        for _ in range(group):
+            for d in range(0, dim - 31, 32):
+                v.store_floats(target + 4 * d, v.load_floats(source + 4 * d) * v.splat(scale))
+            for d in range(dim // 32 * 32, dim):
+                v.store_float(target + 4 * d, v.load_float(source + 4 * d) * scale)
+            source += 4 * dim
+            target += 4 * dim
+        source += 4 * dim * (num_heads - group)
+
+
+@helper
+def _finish(
+    args: int, result: int, first_token: int, num_tokens: int, kv_head: int, tile_rows: int
+) -> None:
+    """Divide by the totals, of which sinks have their share, into the rows of OUT."""
+    value_dim, num_heads = word(args, VALUE_DIM), word(args, NUM_HEADS)
+    value_padded = (value_dim + 31) // 32 * 32
+    group = num_heads // word(args, KV_HEADS)
+    totals = result + 4 * tile_rows * value_padded
+    maxima, sinks = totals + in_vectors(tile_rows), word(args, SINKS)
+    target = word(args, OUT) + 4 * value_dim * (first_token * num_heads + kv_head * group)
+    for _ in range(num_tokens):
+        for head in range(group):
+            total_one, factor = v.load_float(totals), np.float32(1)
+            if sinks != 0:
+                sink = v.load_float(sinks + 4 * (kv_head * group + head))
+                highest = max(v.load_float(maxima), sink)
+                factor = v.exp_scalar(v.load_float(maxima) - highest)
+                total_one = total_one * factor + v.exp_scalar(sink - highest)
+                maxima += 4
+            total = v.splat(total_one)
+            for lane in range(0, value_dim, 32):
+                lanes = v.load_floats(result + 4 * lane) * v.splat(factor) / total
+                if lane + 32 <= value_dim:
+                    v.store_floats(target + 4 * lane, lanes)
+                else:
+                    v.store_partial(target + 4 * lane, lanes, value_dim - lane)
+            totals += 4
+            result += 4 * value_padded
+            target += 4 * value_dim
+        target += 4 * value_dim * (num_heads - group)
+
+
+def _attend(args: int, counter: int, worker_idx: int) -> None:
+    """Take items until none is left.
+
+    Scratch: the number 1; queries [rows][D]; scores [rows][BLOCK]; sums of terms by lanes
+    [rows][32]; factors [rows]; counts [rows] int64; keys [D][32]; values [BLOCK][32 of V]; a
+    partial; a result.
+    """
+    kv_heads, tile_tokens = word(args, KV_HEADS), word(args, TILE_TOKENS)
+    group = word(args, NUM_HEADS) // kv_heads
+    tile_rows = tile_tokens * group
+    chunk_start = word(args, FIRST_POSITION)
+    chunk_end = chunk_start + word(args, NUM_TOKENS)
+    first_tile, base_split = chunk_start // tile_tokens, first_visible(args, chunk_start) // SPLIT
+    num_tiles = (chunk_end - 1) // tile_tokens - first_tile + 1
+    value_padded = (word(args, VALUE_DIM) + 31) // 32 * 32
+    partials, one_partial = word(args, PARTIALS), word(args, PARTIAL_BYTES)
+    items_a_pair = word(args, ITEMS_A_PAIR)
+    is_streaming = items_a_pair == 1
+    scratch = word(args, SCRATCH) + worker_idx * word(args, SCRATCH_BYTES)
+    queries = scratch + 64
+    result = scratch + word(args, SCRATCH_BYTES) - one_partial
+    v.store_float(scratch, np.float32(1))
+    while True:
+        item = claim(counter)
+        if item >= num_tiles * kv_heads * items_a_pair:
+            return
+        # The last tiles see most: they come first.
+        pair = item // items_a_pair
+        tile, kv_head = first_tile + num_tiles - 1 - pair // kv_heads, pair % kv_heads
+        start = max(chunk_start, tile * tile_tokens)
+        end = min(chunk_end, (tile + 1) * tile_tokens)
+        num_rows, end_split = (end - start) * group, (end - 1) // SPLIT + 1
+        tile_split = first_visible(args, start) // SPLIT
+        first_split = tile_split if is_streaming else base_split + item % items_a_pair
+        if not tile_split <= first_split < end_split:
+            continue
+        _copy_queries(args, start - chunk_start, end - start, kv_head, queries)
+        if is_streaming:
+            for split in range(tile_split, end_split):
+                partial = result - one_partial
+                attend_split(args, kv_head, start, end, split, scratch, queries, partial, tile_rows)
+                merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
+        else:
+            of_pair = partials + (pair * items_a_pair - base_split) * one_partial
+            partial = of_pair + first_split * one_partial
+            attend_split(
+                args, kv_head, start, end, first_split, scratch, queries, partial, tile_rows
+            )
+            num_splits = end_split - tile_split
+            if atomics.atomic_add(word(args, DONE) + 8 * pair, 1) < num_splits - 1:
+                continue
+            for split in range(tile_split, end_split):
+                partial = of_pair + split * one_partial
+                merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
+        _finish(args, result, start - chunk_start, end - start, kv_head, tile_rows)
+
+
+def _attention(
+    q: F32Array,
+    k: F32Array,
+    v_new: F32Array,
+    sinks: F32Array,
+    out: F32Array,
+    layer: I64Array,
+    functions: I64Array,
+    first_position: int,
+    scale: float,
+    tile_tokens: int,
+    num_pairs: int,
+    items_a_pair: int,
+    one_partial: int,
+    one_scratch: int,
+    args: int,
+    scratch: int,
+    partials: int,
+    done: int,
+    counter: int,
+    store_pool: int,
+    attend_pool: int,
+) -> None:
+    """Every new row is stored before any is read: a token sees those of the same chunk. Without
+    pairs nothing is read.
+
+    Sinks are [heads], or [0] for none.
+    A pair is a tile and a key/value head. `layer` and `functions` are copied to `args`, which has
+    room for NUM_ARGUMENTS words; the names of the others are those of words.
+    """
+    for index in range(NUM_OF_LAYER):
+        set_word(args, index, layer[index])
+    for index in range(NUM_OF_FUNCTIONS):
+        set_word(args, FETCH_SCORE + index, functions[index])
+    set_word(args, QUERIES, v.address_of(q))
+    set_word(args, NEW_KEYS, v.address_of(k))
+    set_word(args, NEW_VALUES, v.address_of(v_new))
+    set_word(args, SINKS, v.address_of(sinks) if sinks.size else 0)
+    set_word(args, OUT, v.address_of(out))
+    set_word(args, NUM_TOKENS, k.shape[0])
+    set_word(args, NUM_HEADS, q.shape[1])
+    set_word(args, FIRST_POSITION, first_position)
+    set_word(args, SCALE_BITS, v.bits_of_float(scale))
+    set_word(args, TILE_TOKENS, tile_tokens)
+    set_word(args, ITEMS_A_PAIR, items_a_pair)
+    set_word(args, PARTIAL_BYTES, one_partial)
+    set_word(args, SCRATCH_BYTES, one_scratch)
+    set_word(args, SCRATCH, scratch)
+    set_word(args, PARTIALS, partials)
+    set_word(args, DONE, done)
+    if items_a_pair > 1:
+        for pair in range(num_pairs):
+            atomics.relaxed_store(done + 8 * pair, 0)
+    run_on(store_pool, word(args, STORE_TASK), args, counter)
+    if num_pairs > 0:
+        run_on(attend_pool, word(args, ATTEND_TASK), args, counter)
+
+
+@cache
+def attention_kernel() -> Kernel:
+    new, vector = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (3, 1))
+    words = v.i64[::1]
+    arrays = [new, new, new, vector, v.f32[:, :, ::1], words, words]
+    return compile_kernel(_attention, *arrays, v.i64, v.f32, *[v.i64] * 12)
+
+
+@cache
+def attend_task() -> RowFunction:
+    return compile_row_function(_attend, v.void, *[v.i64] * 3)
+
+
+@cache
+def store_task() -> RowFunction:
+    return compile_row_function(_store, v.void, *[v.i64] * 3)

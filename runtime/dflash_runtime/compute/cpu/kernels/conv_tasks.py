@@ -1,0 +1,118 @@
+"""Causal convolution of each channel with silu: what threads do with tokens, item by item.
+
+A value's result depends on its channel's last inputs alone. Knows nothing of arrays: a call is
+described in words that its kernel, the function Python calls, fills in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from dflash_protocol.ids import F32Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import (
+    Kernel,
+    RowFunction,
+    compile_kernel,
+    compile_row_function,
+    helper,
+)
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+
+TOKENS_AN_ITEM = 4
+
+NUM_WORDS = 10
+
+
+@helper
+def _silu(x: Any) -> Any:
+    return x / (v.splat(1.0) + v.exp_lanes(v.zeros() - x))
+
+
+@helper
+def _conv_row(rows: int, taps: int, num_taps: int, channels: int, out: int) -> None:
+    """One token. Shapes: rows [num_taps], addresses of inputs [C]; taps [num_taps][C]; out [C]."""
+    stride = 4 * channels
+    for place in range(0, 4 * (channels // 32 * 32), 128):
+        total = v.zeros()
+        for tap in range(num_taps):
+            source = v.load_floats(word(rows, tap) + place)
+            total = v.fma(v.load_floats(taps + stride * tap + place), source, total)
+        v.store_floats(out + place, _silu(total))
+    rest, place = channels % 32, 4 * (channels // 32 * 32)
+    if rest:
+        total = v.zeros()
+        for tap in range(num_taps):
+            source = v.load_padded(word(rows, tap) + place, rest)
+            total = v.fma(v.load_padded(taps + stride * tap + place, rest), source, total)
+        v.store_partial(out + place, _silu(total), rest)
+
+
+def _conv_task(args: int, counter: int, worker_idx: int) -> None:
+    """Words: x, inputs kept, taps, out, tokens, channels, taps of a channel, first position,
+    scratch: words for each thread's rows; addresses of all tokens' rows, or 0."""
+    x, kept, taps, out = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
+    num_tokens, channels, num_taps = word(args, 4), word(args, 5), word(args, 6)
+    first_position, rows = word(args, 7), word(args, 8) + 8 * worker_idx * num_taps
+    stride, table = 4 * channels, word(args, 9)
+    while True:
+        first = claim(counter) * TOKENS_AN_ITEM
+        if first >= num_tokens:
+            return
+        for token in range(first, min(first + TOKENS_AN_ITEM, num_tokens)):
+            place = out + stride * token
+            if table != 0:
+                _conv_row(table + 8 * num_taps * token, taps, num_taps, channels, place)
+                continue
+            for tap in range(num_taps):
+                before = token - num_taps + 1 + tap
+                row = x + stride * before
+                if before < 0:
+                    # Of position 0 there are none before, and what is kept is zeros.
+                    position = first_position + before + num_taps - 1
+                    row = kept + stride * (position % (num_taps - 1))
+                set_word(rows, tap, row)
+            _conv_row(rows, taps, num_taps, channels, place)
+
+
+def _conv(
+    x: F32Array,
+    kept: F32Array,
+    taps: F32Array,
+    out: F32Array,
+    first_position: int,
+    rows: int,
+    table: int,
+    args: int,
+    counter: int,
+    pool: int,
+    task: int,
+) -> None:
+    """`rows`: K words for each thread; `table`: of every token the addresses of K inputs, where
+    those before it do not stand before it in `x`, else 0.
+
+    Shapes: x, out [T, C]; kept [K - 1, C], position p's input in row ``p % (K - 1)``; taps [K, C].
+    """
+    set_word(args, 0, v.address_of(x))
+    set_word(args, 1, v.address_of(kept))
+    set_word(args, 2, v.address_of(taps))
+    set_word(args, 3, v.address_of(out))
+    set_word(args, 4, x.shape[0])
+    set_word(args, 5, x.shape[1])
+    set_word(args, 6, taps.shape[0])
+    set_word(args, 7, first_position)
+    set_word(args, 8, rows)
+    set_word(args, 9, table)
+    run_on(pool, task, args, counter)
+
+
+@cache
+def conv_kernel() -> tuple[Kernel, RowFunction]:
+    """A function to call, and the task that it takes the address of."""
+    rows = types.Array(v.f32, 2, "C", readonly=True)
+    arguments = [rows, rows, rows, v.f32[:, ::1], *[v.i64] * 7]
+    task = compile_row_function(_conv_task, v.void, *[v.i64] * 3)
+    return compile_kernel(_conv, *arguments), task

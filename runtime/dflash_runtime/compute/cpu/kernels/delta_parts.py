@@ -1,0 +1,338 @@
+"""What the gated delta rule is made of: pieces of its tasks, each for some tokens of a block.
+
+Positions are cut into blocks of 32. Within a block the matrix M of a value head stays what it was
+at the block's begin; what tokens add to it is kept as rows beside it, one for each token:
+
+    M(t) = P(t) M + sum over j <= t of D(t, j) row_j k_jᵀ           P, D: products of exp(g)
+    row_t = b (v_t - P(t) M k_t - sum over j < t of D(t, j) (k_j · k_t) row_j)
+    out_t =         P(t) M q_t + sum over j <= t of D(t, j) (k_j · q_t) row_j
+
+At the end of a block the rows are added to the matrix. So a step reads the matrix once and seldom
+writes it, many tokens are products of matrices, and all sums are chains whose order depends on
+positions alone: a token has the same bits alone or in any chunk, with any number of threads.
+
+Source: Yang et al. 2024 (arXiv 2406.06484, the delta rule by chunks; arXiv 2412.06464, its decay).
+A call is described in words. Knows nothing of which tokens there are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I64Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
+from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd.untyped import types
+
+DELTA_BLOCK = 32
+"""Positions between two states of a matrix: as many as a vector has lanes."""
+
+(
+    # Of a layer and its state, addresses first; see recurrent.RecurrentState.
+    MATRICES,
+    KEYS,
+    ROWS,
+    DECAYS,
+    TOTALS,
+    KEY_HEADS,
+    VALUE_HEADS,
+    KEY_DIM,
+    VALUE_DIM,
+    IS_TILED,
+    # Of a call.
+    MIXED,
+    ALPHA,
+    BETA,
+    A,
+    DT_BIAS,
+    OUT,
+    NUM_TOKENS,
+    FIRST_POSITION,
+    EPS_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    PRODUCTS,
+) = range(22)
+
+NUM_WORDS = 22
+NUM_OF_LAYER = MIXED
+
+_ROWS_AT_ONCE = 8
+
+_TRACE = np.float32(2.0**-80)
+"""What has decayed to less is nothing: CPUs take long for products of numbers that are almost 0."""
+
+
+@helper
+def padded(dim: int) -> int:
+    return (dim + 31) // 32 * 32
+
+
+@helper
+def _unit_row(x: int, dim: int, eps: float, factor: float, out: int) -> None:
+    """``factor x / sqrt(sum x² + eps)``; squares are summed in float64."""
+    whole, rest = dim // 32 * 32, dim % 32
+    total = v.double_zeros()
+    for d in range(0, whole, 32):
+        total = v.add_squares(v.load_floats(x + 4 * d), total)
+    if rest:
+        total = v.add_squares(v.load_padded(x + 4 * whole, rest), total)
+    scale = np.float32(factor / math.sqrt(v.sum_of_doubles(total) + eps))
+    for d in range(0, whole, 32):
+        v.store_floats(out + 4 * d, v.load_floats(x + 4 * d) * v.splat(scale))
+    for d in range(whole, dim):
+        v.store_float(out + 4 * d, v.load_float(x + 4 * d) * scale)
+
+
+@helper
+def unit_pair(args: int, query: int, out: int) -> None:
+    """A token's key and query of one head, of length 1. Shapes: out [2][Dk]."""
+    dim, eps = word(args, KEY_DIM), lanes.double_from_bits(word(args, EPS_BITS))
+    _unit_row(query + 4 * word(args, KEY_HEADS) * dim, dim, eps, 1.0, out)
+    _unit_row(query, dim, eps, 1.0 / math.sqrt(dim), out + 4 * dim)
+
+
+@helper
+def clear(place: int, num_floats: int) -> None:
+    for offset in range(0, 4 * num_floats, 128):
+        v.store_floats(place + offset, v.zeros())
+
+
+@helper
+def _scale(place: int, num_floats: int, factor: Any) -> None:
+    for offset in range(0, 4 * num_floats, 128):
+        v.store_floats(place + offset, v.load_floats(place + offset) * v.splat(factor))
+
+
+@helper
+def _fade(place: int, num_floats: int, factor: Any) -> None:
+    """What is left of numbers after they have decayed."""
+    for offset in range(0, 4 * num_floats, 128):
+        faded = v.load_floats(place + offset) * v.splat(factor)
+        v.store_floats(place + offset, lanes.without_traces(faded, _TRACE))
+
+
+@helper
+def head_of(args: int, key_head: int, member: int) -> int:
+    """The value head that is so many after the first of a key head's."""
+    key_heads = word(args, KEY_HEADS)
+    if word(args, IS_TILED) == 0:
+        return key_head * (word(args, VALUE_HEADS) // key_heads) + member  # type: ignore[no-any-return]
+    return key_head + member * key_heads  # type: ignore[no-any-return]
+
+
+@helper
+def prepare_key_head(
+    args: int, key_head: int, token: int, num_tokens: int, first: int, units: int, dots: int
+) -> None:
+    """Keys and queries of length 1, in turn, and their products with all keys of the block.
+
+    `first`: where in the block the tokens begin. Shapes: units [2 num_tokens][Dk]; dots
+    [2 num_tokens][32].
+    """
+    dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
+    channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
+    keys = word(args, KEYS) + 128 * dim * key_head
+    for t in range(num_tokens):
+        query = word(args, MIXED) + 4 * ((token + t) * channels + key_head * dim)
+        unit = units + 8 * dim * t
+        unit_pair(args, query, unit)
+        for d in range(dim):
+            v.store_float(keys + 128 * d + 4 * (first + t), v.load_float(unit + 4 * d))
+    clear(dots, 2 * num_tokens * 32)
+    products = word(args, PRODUCTS)
+    add_products(products, 2 * num_tokens, 32, units, 4 * dim, keys, 128, dim, dots, 128)
+
+
+@helper
+def gates(args: int, head: int, token: int, num_tokens: int, decays: int, shares: int) -> None:
+    """exp(g) and b of each token, as 32 lanes each."""
+    heads = word(args, VALUE_HEADS)
+    for t in range(num_tokens):
+        place = 4 * ((token + t) * heads + head)
+        v.store_float(decays + 4 * t, v.load_float(word(args, ALPHA) + place))
+        v.store_float(shares + 4 * t, v.load_float(word(args, BETA) + place))
+    bias = v.splat(v.load_float(word(args, DT_BIAS) + 4 * head))
+    rate = v.splat(v.load_float(word(args, A) + 4 * head))
+    decay = rate * v.softplus_lanes(v.load_padded(decays, num_tokens) + bias)
+    v.store_floats(decays, v.exp_lanes(decay))
+    one = v.splat(np.float32(1))
+    share = one / (one + v.exp_lanes(v.zeros() - v.load_padded(shares, num_tokens)))
+    v.store_floats(shares, share)
+
+
+@helper
+def terms(
+    args: int, head: int, num_tokens: int, first: int, decays: int, dots: int, terms: int
+) -> None:
+    """Factors of earlier rows: those of row_t with their sign, then those of out_t, in turn.
+
+    `decays`, exp(g) of each token, become what is left of the matrix after it. Only the first
+    ``first + t`` of the 32 factors of a row, and one more of an out, mean anything.
+    """
+    since, total = word(args, DECAYS) + 128 * head, word(args, TOTALS) + 4 * head
+    left, product = v.load_floats(since), v.load_float(total)
+    if first == 0:
+        left, product = v.zeros(), np.float32(1)
+    for t in range(num_tokens):
+        decay = v.load_float(decays + 4 * t)
+        left = lanes.without_traces(left * v.splat(decay), _TRACE)
+        left = lanes.with_one(left, first + t)
+        product = product * decay
+        if product < _TRACE:
+            product = np.float32(0)
+        v.store_float(decays + 4 * t, product)
+        pair = 256 * t
+        v.store_floats(terms + pair, v.zeros() - v.load_floats(dots + pair) * left)
+        v.store_floats(terms + pair + 128, v.load_floats(dots + pair + 128) * left)
+    v.store_floats(since, left)
+    v.store_float(total, product)
+
+
+@helper
+def begin_rows(
+    args: int,
+    head: int,
+    token: int,
+    num_tokens: int,
+    has_matrix: bool,
+    totals: int,
+    products: int,
+    row: int,
+) -> None:
+    """What rows and outs are without earlier rows: ``v - P M k`` and ``P M q``.
+
+    Shapes: products [2 num_tokens][V padded], M k and M q in turn, if there is a matrix; the latter
+    become outs.
+    """
+    dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
+    width = padded(value_dim)
+    num_queries = 2 * word(args, KEY_HEADS) * dim
+    channels = num_queries + word(args, VALUE_HEADS) * value_dim
+    for t in range(num_tokens):
+        value = word(args, MIXED) + 4 * ((token + t) * channels + num_queries + head * value_dim)
+        total = v.splat(v.load_float(totals + 4 * t))
+        out = products + 4 * width
+        for lane in range(0, width, 32):
+            if lane + 32 <= value_dim:
+                begin = v.load_floats(value + 4 * lane)
+            else:
+                begin = v.load_padded(value + 4 * lane, value_dim - lane)
+            if has_matrix:
+                begin = v.fma(v.zeros() - total, v.load_floats(products + 4 * lane), begin)
+                v.store_floats(out + 4 * lane, v.load_floats(out + 4 * lane) * total)
+            else:
+                v.store_floats(out + 4 * lane, v.zeros())
+            v.store_floats(row + 4 * lane, begin)
+        products += 8 * width
+        row += 4 * width
+
+
+@helper
+def finish_rows(
+    function: int,
+    num_tokens: int,
+    first: int,
+    width: int,
+    terms: int,
+    shares: int,
+    rows: int,
+    products: int,
+) -> None:
+    """Add earlier rows to rows and outs: those of before some tokens at once, then one by one."""
+    stride = 4 * width
+    start = 0
+    while start < num_tokens:
+        end = min(start + _ROWS_AT_ONCE, num_tokens)
+        known = first + start
+        row, out = rows + stride * known, products + stride * (2 * start + 1)
+        term, size = terms + 256 * start, end - start
+        add_products(function, size, width, term, 256, rows, stride, known, row, stride)
+        add_products(function, size, width, term + 128, 256, rows, stride, known, out, 2 * stride)
+        begin = row
+        term += 4 * known
+        for t in range(size):
+            add_products(function, 1, width, term, 0, begin, stride, t, row, 0)
+            _scale(row, width, v.load_float(shares + 4 * (start + t)))
+            add_products(function, 1, width, term + 128, 0, begin, stride, t + 1, out, 0)
+            term += 256
+            row += stride
+            out += 2 * stride
+        start = end
+
+
+@helper
+def end_block(args: int, key_head: int, head: int, has_matrix: bool, factors: int) -> None:
+    """``M = P M + sum of D(end, j) row_j k_jᵀ``. Shapes: factors [Dk][32]."""
+    dim, width = word(args, KEY_DIM), padded(word(args, VALUE_DIM))
+    matrix = word(args, MATRICES) + 4 * width * dim * head
+    rows = word(args, ROWS) + 128 * width * head
+    keys = word(args, KEYS) + 128 * dim * key_head
+    left = v.load_floats(word(args, DECAYS) + 128 * head)
+    for offset in range(0, 128 * dim, 128):
+        v.store_floats(factors + offset, v.load_floats(keys + offset) * left)
+    if has_matrix:
+        _fade(matrix, dim * width, v.load_float(word(args, TOTALS) + 4 * head))
+    else:
+        clear(matrix, dim * width)
+    products, stride = word(args, PRODUCTS), 4 * width
+    add_products(products, dim, width, factors, 128, rows, stride, 32, matrix, stride)
+
+
+@helper
+def store_outs(args: int, head: int, token: int, num_tokens: int, outs: int) -> None:
+    heads, dim = word(args, VALUE_HEADS), word(args, VALUE_DIM)
+    width = padded(dim)
+    for t in range(num_tokens):
+        target = word(args, OUT) + 4 * dim * ((token + t) * heads + head)
+        out = outs + 8 * width * t
+        for lane in range(0, width, 32):
+            if lane + 32 <= dim:
+                v.store_floats(target + 4 * lane, v.load_floats(out + 4 * lane))
+            else:
+                v.store_partial(target + 4 * lane, v.load_floats(out + 4 * lane), dim - lane)
+
+
+@helper
+def describe(
+    args: int,
+    layer: I64Array,
+    mixed: F32Array,
+    alpha: F32Array,
+    beta: F32Array,
+    a: F32Array,
+    dt_bias: F32Array,
+    out: F32Array,
+    first_position: int,
+    eps: float,
+    scratch: int,
+    one_scratch: int,
+    products: int,
+) -> None:
+    """Write the words of a call: `layer` first, which are those of a state."""
+    for index in range(NUM_OF_LAYER):
+        set_word(args, index, layer[index])
+    set_word(args, MIXED, v.address_of(mixed))
+    set_word(args, ALPHA, v.address_of(alpha))
+    set_word(args, BETA, v.address_of(beta))
+    set_word(args, A, v.address_of(a))
+    set_word(args, DT_BIAS, v.address_of(dt_bias))
+    set_word(args, OUT, v.address_of(out))
+    set_word(args, NUM_TOKENS, mixed.shape[0])
+    set_word(args, FIRST_POSITION, first_position)
+    set_word(args, EPS_BITS, lanes.bits_of_double(eps))
+    set_word(args, SCRATCH, scratch)
+    set_word(args, SCRATCH_BYTES, one_scratch)
+    set_word(args, PRODUCTS, products)
+
+
+def inputs_types() -> list[Any]:
+    """Of the arrays that `describe` is given."""
+    row, rows = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (1, 2))
+    return [v.i64[::1], rows, rows, rows, row, row, v.f32[:, :, ::1]]

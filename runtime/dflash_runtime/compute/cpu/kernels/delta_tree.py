@@ -1,0 +1,267 @@
+"""The gated delta rule of a tree's tokens: each is a step from its parent's state, which is kept.
+
+Tokens are taken in the order of a walk, depth first, so that the rows and keys of a token's
+ancestors are found at their places in the block, as in a sequence; what is beside them there is
+overwritten. The sequence's own block is copied before, and a walk that goes on into the next block
+has a copy of the matrices there. Every token is computed by the functions of delta_parts, with the
+same bits as a step; only the products with the sequence's matrices are those of all tokens at once.
+
+Knows nothing of arrays: a call is described in words that its kernel fills in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from dflash_protocol.ids import F32Array, I32Array, I64Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import (
+    Kernel,
+    RowFunction,
+    compile_kernel,
+    compile_row_function,
+    helper,
+)
+from dflash_runtime.compute.cpu.kernels import delta_parts as d
+from dflash_runtime.compute.cpu.kernels.delta_parts import (
+    DECAYS,
+    FIRST_POSITION,
+    KEY_DIM,
+    KEY_HEADS,
+    KEYS,
+    MATRICES,
+    MIXED,
+    NUM_TOKENS,
+    PRODUCTS,
+    ROWS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    TOTALS,
+    VALUE_DIM,
+    VALUE_HEADS,
+)
+from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+
+WALK, PARENTS, NUM_BLOCKS = range(d.NUM_WORDS, d.NUM_WORDS + 3)
+"""Words besides those of delta_parts: tokens in order, parents by token, blocks that are walked."""
+
+NUM_WORDS = d.NUM_WORDS + 3
+
+_WORDS_BYTES = 8 * (d.NUM_WORDS + 10)
+
+
+def scratch_bytes(
+    num_tokens: int, num_blocks: int, group: int, *, key_dim: int, value_dim: int
+) -> int:
+    """What one thread needs; see `_tree_task`."""
+    padded = -(-value_dim // 32) * 32
+    units = num_tokens * 2 * -(-key_dim // 32) * 32
+    products = group * num_tokens * 2 * padded
+    states = group * num_tokens * (32 + 32)
+    keys = num_blocks * key_dim * 32
+    rows = num_blocks * group * 32 * padded
+    matrices = num_blocks * group * key_dim * padded
+    others = 2 * 32 + 2 * 32 + 32 * key_dim + 2 * 32 + num_blocks * 32
+    return _WORDS_BYTES + 4 * (units + products + states + keys + rows + matrices + others)
+
+
+@helper
+def _copy(source: int, target: int, num_floats: int) -> None:
+    for offset in range(0, 4 * num_floats, 128):
+        v.store_floats(target + offset, v.load_floats(source + offset))
+
+
+@helper
+def _units(args: int, key_head: int, num_tokens: int, units: int) -> None:
+    """Keys and queries of all tokens, as in delta_parts. Shapes: units [2 num_tokens][Dk]."""
+    dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
+    channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
+    for token in range(num_tokens):
+        query = word(args, MIXED) + 4 * (token * channels + key_head * dim)
+        d.unit_pair(args, query, units + 8 * dim * token)
+
+
+@helper
+def _enter_block(
+    local: int, key_head: int, head: int, source: int, matrix: int, has_matrix: bool, factors: int
+) -> None:
+    """What the matrix is when the next block begins, in a place of its own.
+
+    `local`: words by which the block before it is found. Shapes: source, the block's own matrix,
+    and matrix [Dk][V padded].
+    """
+    dim, width = word(local, KEY_DIM), d.padded(word(local, VALUE_DIM))
+    if has_matrix:
+        _copy(source, matrix, dim * width)
+    set_word(local, MATRICES, matrix - 4 * width * dim * head)
+    d.end_block(local, key_head, head, has_matrix, factors)
+
+
+def _tree_task(args: int, counter: int, worker_idx: int) -> None:
+    """Take items until none is left: a key head with its value heads.
+
+    Scratch, each part at the begin of a line: words of the token at hand; units [W][2][Dk];
+    for each of the group's value heads products [W][2][V padded], and after every token decays [32]
+    and total [1 of 32]; for each block keys [Dk][32], for each value head rows [32][V padded] and
+    matrices [Dk][V padded], and whose these are [32 words of 32 bits]; dots [2][32], terms [2][32],
+    factors [Dk][32], decays and shares [32].
+    """
+    key_heads, num_tokens = word(args, KEY_HEADS), word(args, NUM_TOKENS)
+    group = word(args, VALUE_HEADS) // key_heads
+    dim, width = word(args, KEY_DIM), d.padded(word(args, VALUE_DIM))
+    num_blocks, stride = word(args, NUM_BLOCKS), 4 * width
+    local = word(args, SCRATCH) + worker_idx * word(args, SCRATCH_BYTES)
+    units = local + _WORDS_BYTES
+    products = units + 8 * num_tokens * d.padded(dim)
+    states = products + group * num_tokens * 2 * stride
+    block_keys = states + group * num_tokens * 256
+    block_rows = block_keys + num_blocks * 128 * dim
+    matrices = block_rows + num_blocks * group * 32 * stride
+    owners = matrices + num_blocks * group * dim * stride
+    dots = owners + num_blocks * 128
+    terms = dots + 256
+    factors = terms + 256
+    decays = factors + 128 * dim
+    shares = decays + 128
+    begin = word(args, FIRST_POSITION)
+    function = word(args, PRODUCTS)
+    for index in range(d.NUM_WORDS):
+        set_word(local, index, word(args, index))
+    while True:
+        key_head = claim(counter)
+        if key_head >= key_heads:
+            return
+        for block in range(num_blocks):
+            set_word(owners, 16 * block, -2)
+        _copy(word(args, KEYS) + 128 * dim * key_head, block_keys, 32 * dim)
+        _units(args, key_head, num_tokens, units)
+        for member in range(group):
+            head = d.head_of(args, key_head, member)
+            rows = word(args, ROWS) + 32 * stride * head
+            _copy(rows, block_rows + member * 32 * stride, 32 * width)
+            if begin >= 32:
+                target = products + member * num_tokens * 2 * stride
+                d.clear(target, 2 * num_tokens * width)
+                matrix = word(args, MATRICES) + dim * stride * head
+                add_products(
+                    function,
+                    2 * num_tokens,
+                    width,
+                    units,
+                    4 * dim,
+                    matrix,
+                    stride,
+                    dim,
+                    target,
+                    stride,
+                )
+        for step in range(num_tokens):
+            token = v.load_i32(word(args, WALK) + 4 * step)
+            parent = v.load_i32(word(args, PARENTS) + 4 * token)
+            # The depth is found by going up: trees are small.
+            position, above = begin, parent
+            while above >= 0:
+                position += 1
+                above = v.load_i32(word(args, PARENTS) + 4 * above)
+            first, block = position % 32, position // 32 - begin // 32
+            keys = block_keys + block * 128 * dim
+            set_word(local, KEYS, keys - 128 * dim * key_head)
+            unit = units + 8 * dim * token
+            d.prepare_key_head(local, key_head, token, 1, first, unit, dots)
+            enters = first == 0 and block > 0 and word(owners, 16 * block) != parent
+            for member in range(group):
+                head = d.head_of(args, key_head, member)
+                state = states + 256 * (member * num_tokens + token)
+                before, before_total = word(args, DECAYS) + 128 * head, word(args, TOTALS)
+                before_total += 4 * head
+                if parent >= 0:
+                    before = states + 256 * (member * num_tokens + parent)
+                    before_total = before + 128
+                v.store_floats(state, v.load_floats(before))
+                v.store_float(state + 128, v.load_float(before_total))
+                set_word(local, DECAYS, state - 128 * head)
+                set_word(local, TOTALS, state + 128 - 4 * head)
+                of_block = block * group + member
+                own = block_rows + of_block * 32 * stride
+                product = products + (member * num_tokens + token) * 2 * stride
+                matrix = matrices + of_block * dim * stride
+                if enters:
+                    last = of_block - group
+                    source = matrices + last * dim * stride
+                    if block == 1:
+                        source = word(args, MATRICES) + dim * stride * head
+                    set_word(local, KEYS, keys - 128 * dim * (1 + key_head))
+                    set_word(local, ROWS, block_rows + 32 * stride * (last - head))
+                    is_old = begin >= 32 or block > 1
+                    _enter_block(local, key_head, head, source, matrix, is_old, factors)
+                    set_word(local, KEYS, keys - 128 * dim * key_head)
+                if block > 0:
+                    d.clear(product, 2 * width)
+                    add_products(
+                        function, 2, width, unit, 4 * dim, matrix, stride, dim, product, stride
+                    )
+                set_word(local, ROWS, own - 32 * stride * head)
+                has_matrix = position >= 32
+                d.gates(local, head, token, 1, decays, shares)
+                d.terms(local, head, 1, first, decays, dots, terms)
+                row = own + stride * first
+                d.begin_rows(local, head, token, 1, has_matrix, decays, product, row)
+                d.finish_rows(function, 1, first, width, terms, shares, own, product)
+                d.store_outs(local, head, token, 1, product + stride)
+            if enters:
+                set_word(owners, 16 * block, parent)
+
+
+def _tree_rule(
+    layer: I64Array,
+    mixed: F32Array,
+    alpha: F32Array,
+    beta: F32Array,
+    a: F32Array,
+    dt_bias: F32Array,
+    out: F32Array,
+    walk: I32Array,
+    parents: I32Array,
+    first_position: int,
+    eps: float,
+    scratch: int,
+    one_scratch: int,
+    products: int,
+    num_blocks: int,
+    args: int,
+    counter: int,
+    pool: int,
+    task: int,
+) -> None:
+    """As delta_tasks' kernel; the state is only read. Shapes: walk, parents [W]."""
+    d.describe(
+        args,
+        layer,
+        mixed,
+        alpha,
+        beta,
+        a,
+        dt_bias,
+        out,
+        first_position,
+        eps,
+        scratch,
+        one_scratch,
+        products,
+    )
+    set_word(args, WALK, v.address_of(walk))
+    set_word(args, PARENTS, v.address_of(parents))
+    set_word(args, NUM_BLOCKS, num_blocks)
+    run_on(pool, task, args, counter)
+
+
+@cache
+def tree_kernel() -> tuple[Kernel, RowFunction]:
+    """A function to call, and a task whose address it takes, as it does products_function's."""
+    numbers = types.Array(types.int32, 1, "C", readonly=True)
+    arguments = [*d.inputs_types(), numbers, numbers, v.i64, v.f64, *[v.i64] * 8]
+    task = compile_row_function(_tree_task, v.void, *[v.i64] * 3)
+    return compile_kernel(_tree_rule, *arguments), task

@@ -1,0 +1,91 @@
+"""Vector primitives of rotary embedding and of choosing experts.
+
+Knows nothing of where the lanes come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash_runtime.compute.cpu.simd.memory import emit_store
+from dflash_runtime.compute.cpu.simd.types import (
+    I32,
+    I64,
+    LANES,
+    emit_constant,
+    emit_shuffle,
+    emit_splat,
+    f32,
+    f64,
+    floats,
+    i64,
+    lanes_of,
+    primitive,
+    void,
+)
+from dflash_runtime.compute.cpu.simd.untyped import ir
+
+
+def _shuffled(order: list[int]) -> Callable[..., Any]:
+    @primitive(floats, floats, floats)
+    def shuffled(builder: Any, a: Any, b: Any) -> Any:
+        return emit_shuffle(builder, a, b, order)
+
+    return shuffled
+
+
+even_lanes = _shuffled(list(range(0, 2 * LANES, 2)))
+odd_lanes = _shuffled(list(range(1, 2 * LANES, 2)))
+zip_low = _shuffled([lane + part for lane in range(LANES // 2) for part in (0, LANES)])
+zip_high = _shuffled([lane + part for lane in range(LANES // 2, LANES) for part in (0, LANES)])
+
+
+@primitive(floats, floats, i64, f32)
+def pad(builder: Any, lanes: Any, count: Any, padding: Any) -> Any:
+    """The first `count` lanes, which may be more than there are; `padding` in the others."""
+    numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
+    is_kept = builder.icmp_signed("<", numbers, emit_splat(builder, count))
+    return builder.select(is_kept, lanes, emit_splat(builder, padding))
+
+
+@primitive(floats, floats, i64)
+def with_one(builder: Any, lanes: Any, index: Any) -> Any:
+    """The same lanes, but 1 in the one of that index."""
+    numbers = ir.Constant(lanes_of(I32), list(range(LANES)))
+    is_it = builder.icmp_signed("==", numbers, emit_splat(builder, builder.trunc(index, I32)))
+    return builder.select(is_it, emit_constant(lanes.type, 1.0), lanes)
+
+
+@primitive(floats, floats, f32)
+def without_traces(builder: Any, lanes: Any, smallest: Any) -> Any:
+    """0 for what is nearer to it than `smallest`. A NaN stays."""
+    limit = emit_splat(builder, smallest)
+    is_below = builder.fcmp_ordered("<", lanes, limit)
+    is_above = builder.fcmp_ordered(">", lanes, builder.fneg(limit))
+    return builder.select(builder.and_(is_below, is_above), emit_constant(lanes.type, 0.0), lanes)
+
+
+@primitive(i64, floats, f32)
+def first_equal(builder: Any, lanes: Any, value: Any) -> Any:
+    """The first lane that holds `value`, or LANES."""
+    is_equal = builder.fcmp_ordered("==", lanes, emit_splat(builder, value))
+    bits = builder.zext(builder.bitcast(is_equal, ir.IntType(LANES)), I64)
+    # A bit above the lanes is found when no lane is.
+    found = builder.or_(bits, I64(1 << LANES))
+    return builder.cttz(found, ir.IntType(1)(1))
+
+
+@primitive(f64, i64)
+def double_from_bits(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(bits, ir.DoubleType())
+
+
+@primitive(i64, f64)
+def bits_of_double(builder: Any, value: Any) -> Any:
+    return builder.bitcast(value, I64)
+
+
+@primitive(void, i64, i64)
+def store_i32(builder: Any, address: Any, value: Any) -> None:
+    emit_store(builder, address, builder.trunc(value, I32))

@@ -1,0 +1,220 @@
+"""RMS norm and rotary embedding: what threads do with rows of them, item by item.
+
+A row's result depends on that row alone. Knows nothing of arrays: a call is described in words
+that its kernel, the function Python calls, fills in.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import (
+    Kernel,
+    RowFunction,
+    compile_kernel,
+    compile_row_function,
+    helper,
+)
+from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+
+ROWS_AN_ITEM = 16
+TOKENS_AN_ITEM = 8
+
+NUM_WORDS = 14
+
+
+# -- RMS norm -------------------------------------------------------------------------------------
+
+
+@helper
+def _norm_factor(x: int, columns: int, eps: float) -> float:
+    """What a row is multiplied by. Squares are summed in float64."""
+    whole, rest = columns // 32 * 32, columns % 32
+    total = v.double_zeros()
+    for column in range(0, whole, 32):
+        total = v.add_squares(v.load_floats(x + 4 * column), total)
+    if rest:
+        total = v.add_squares(v.load_padded(x + 4 * whole, rest), total)
+    return np.float32(1.0 / math.sqrt(v.sum_of_doubles(total) / columns + eps))  # type: ignore[return-value]
+
+
+@helper
+def _norm_row(x: int, weight: int, columns: int, eps: float, out: int) -> None:
+    """`out` may be `x`."""
+    whole = columns // 32 * 32
+    scale = _norm_factor(x, columns, eps)
+    factor = v.splat(scale)
+    for column in range(0, whole, 32):
+        scaled = v.load_floats(x + 4 * column) * factor
+        v.store_floats(out + 4 * column, scaled * v.load_floats(weight + 4 * column))
+    for column in range(whole, columns):
+        scaled_one = v.load_float(x + 4 * column) * scale
+        v.store_float(out + 4 * column, scaled_one * v.load_float(weight + 4 * column))
+
+
+@helper
+def _norm_in_place(x: int, columns: int, eps: float) -> None:
+    """Without weights."""
+    scale = _norm_factor(x, columns, eps)
+    for column in range(0, columns - 31, 32):
+        v.store_floats(x + 4 * column, v.load_floats(x + 4 * column) * v.splat(scale))
+    for column in range(columns // 32 * 32, columns):
+        v.store_float(x + 4 * column, v.load_float(x + 4 * column) * scale)
+
+
+def _norm_task(args: int, counter: int, worker_idx: int) -> None:
+    """Words: x, weight, out, rows, columns, eps."""
+    x, weight, out, num_rows = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
+    columns, eps = word(args, 4), lanes.double_from_bits(word(args, 5))
+    while True:
+        first = claim(counter) * ROWS_AN_ITEM
+        if first >= num_rows:
+            return
+        for row in range(first, min(first + ROWS_AN_ITEM, num_rows)):
+            place = 4 * columns * row
+            _norm_row(x + place, weight, columns, eps, out + place)
+
+
+def _norm(
+    x: F32Array,
+    weight: F32Array,
+    eps: float,
+    out: F32Array,
+    args: int,
+    counter: int,
+    pool: int,
+    task: int,
+) -> None:
+    """`out` may be `x`. Shapes: x, out [rows, n]; weight [n]."""
+    set_word(args, 0, v.address_of(x))
+    set_word(args, 1, v.address_of(weight))
+    set_word(args, 2, v.address_of(out))
+    set_word(args, 3, x.shape[0])
+    set_word(args, 4, x.shape[1])
+    set_word(args, 5, lanes.bits_of_double(eps))
+    run_on(pool, task, args, counter)
+
+
+# -- rotary embedding -----------------------------------------------------------------------------
+
+
+@helper
+def _rotate(x: int, cos: int, sin: int, half: int, is_interleaved: bool) -> None:
+    """One head in place: (a, b) becomes (a cos - b sin, a sin + b cos)."""
+    whole = half // 32 * 32
+    for pair in range(0, whole, 32):
+        c, s = v.load_floats(cos + 4 * pair), v.load_floats(sin + 4 * pair)
+        if is_interleaved:
+            place = x + 8 * pair
+            low, high = v.load_floats(place), v.load_floats(place + 128)
+            a, b = lanes.even_lanes(low, high), lanes.odd_lanes(low, high)
+            first, second = a * c - b * s, a * s + b * c
+            v.store_floats(place, lanes.zip_low(first, second))
+            v.store_floats(place + 128, lanes.zip_high(first, second))
+        else:
+            place = x + 4 * pair
+            a, b = v.load_floats(place), v.load_floats(place + 4 * half)
+            v.store_floats(place, a * c - b * s)
+            v.store_floats(place + 4 * half, a * s + b * c)
+    step, partner = (8, 4) if is_interleaved else (4, 4 * half)
+    for pair in range(whole, half):
+        c1, s1 = v.load_float(cos + 4 * pair), v.load_float(sin + 4 * pair)
+        place = x + step * pair
+        a1, b1 = v.load_float(place), v.load_float(place + partner)
+        v.store_float(place, a1 * c1 - b1 * s1)
+        v.store_float(place + partner, a1 * s1 + b1 * c1)
+
+
+def _rope_task(args: int, counter: int, worker_idx: int) -> None:
+    """Words: tokens, D, eps, cos, sin, pairs, interleaved; then x, weight or 0, heads, twice;
+    whether heads are divided by their root mean square after that."""
+    num_tokens, dim = word(args, 0), word(args, 1)
+    eps = lanes.double_from_bits(word(args, 2))
+    half, is_interleaved = word(args, 5), word(args, 6) != 0
+    norms_after = word(args, 13) != 0
+    while True:
+        first = claim(counter) * TOKENS_AN_ITEM
+        if first >= num_tokens:
+            return
+        for token in range(first, min(first + TOKENS_AN_ITEM, num_tokens)):
+            cos, sin = word(args, 3) + 4 * half * token, word(args, 4) + 4 * half * token
+            for which in range(7, 13, 3):
+                weight, num_heads = word(args, which + 1), word(args, which + 2)
+                x = word(args, which) + 4 * dim * num_heads * token
+                for _ in range(num_heads):
+                    if weight != 0:
+                        _norm_row(x, weight, dim, eps, x)
+                    _rotate(x, cos, sin, half, is_interleaved)
+                    if norms_after:
+                        _norm_in_place(x, dim, eps)
+                    x += 4 * dim
+
+
+def _rope(
+    q: F32Array,
+    k: F32Array,
+    q_weight: F32Array,
+    k_weight: F32Array,
+    eps: float,
+    cos: F32Array,
+    sin: F32Array,
+    is_interleaved: bool,
+    norms_after: bool,
+    args: int,
+    counter: int,
+    pool: int,
+    task: int,
+) -> None:
+    """In place. Shapes: q, k [T, heads, D]; weights [D], or [0] for none; cos, sin [T, pairs]."""
+    set_word(args, 0, q.shape[0])
+    set_word(args, 1, q.shape[2])
+    set_word(args, 2, lanes.bits_of_double(eps))
+    set_word(args, 3, v.address_of(cos))
+    set_word(args, 4, v.address_of(sin))
+    set_word(args, 5, cos.shape[1])
+    set_word(args, 6, is_interleaved)
+    set_word(args, 7, v.address_of(q))
+    set_word(args, 8, v.address_of(q_weight) if q_weight.size else 0)
+    set_word(args, 9, q.shape[1])
+    set_word(args, 10, v.address_of(k))
+    set_word(args, 11, v.address_of(k_weight) if k_weight.size else 0)
+    set_word(args, 12, k.shape[1])
+    set_word(args, 13, norms_after)
+    run_on(pool, task, args, counter)
+
+
+# -- compiled -------------------------------------------------------------------------------------
+
+_CALL = [v.i64] * 4  # args, counter, pool, task
+
+
+def _input(ndim: int) -> Any:
+    return types.Array(v.f32, ndim, "C", readonly=True)
+
+
+def _task(function: Kernel) -> RowFunction:
+    return compile_row_function(function, v.void, *[v.i64] * 3)
+
+
+@cache
+def norm_kernel() -> tuple[Kernel, RowFunction]:
+    """Like the others a function to call, and the task that it takes the address of."""
+    arguments = [_input(2), _input(1), v.f64, v.f32[:, ::1], *_CALL]
+    return compile_kernel(_norm, *arguments), _task(_norm_task)
+
+
+@cache
+def rope_kernel() -> tuple[Kernel, RowFunction]:
+    heads = v.f32[:, :, ::1]
+    flags = [types.boolean] * 2
+    arguments = [heads, heads, _input(1), _input(1), v.f64, _input(2), _input(2), *flags]
+    return compile_kernel(_rope, *arguments, *_CALL), _task(_rope_task)

@@ -1,0 +1,52 @@
+"""What the phases of the expert FFN are told, and how they find a group's pairs and matrices."""
+
+from __future__ import annotations
+
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, ROW_BYTES
+
+# What a call is about: one int64 each.
+(
+    HIDDEN,  # [T, H] float32
+    NUM_TOKENS,
+    HIDDEN_SIZE,
+    FFN_SIZE,
+    NUM_GROUPS,
+    EXPERT_IDS,  # [G] int32, local
+    GROUP_STARTS,  # [G + 1] int32
+    TOKEN_INDICES,  # [P] int32
+    WEIGHTS,  # [P] float32
+    OUT,  # [T, H] float64
+    ADDRESSES,  # [E, 3] int64: matrices of gate, up, down
+    LAYOUTS,  # [3, NUM_FIELDS] int64
+    SCALES,  # [E, 3] float32
+    BIASES,  # [E, 3] int64: addresses, or 0
+    ACTIVATION,  # [3] float32: limit, alpha, offset of up
+    TOKEN_RECORDS,  # [T] records of hidden, or 0
+    PAIR_RECORDS,  # [P] the same by expert; unused if there is one token
+    ACTIVATIONS,  # [P, F] float32
+    ACTIVATION_RECORDS,  # [P] records of the activations, or 0
+    SCRATCH,  # [threads, SCRATCH_BYTES]
+    SCRATCH_BYTES,
+    QUANTISE,  # address of the function
+    NUM_ARGS,
+) = range(23)
+
+GATE, UP, DOWN = range(3)
+
+
+@helper
+def pair_range(args: int, group: int) -> tuple[int, int]:
+    starts = get(args, GROUP_STARTS) + 4 * group
+    return v.load_i32(starts), v.load_i32(starts + 4)
+
+
+@helper
+def matrix_of(args: int, group: int, projection: int) -> tuple[int, int, int]:
+    """Address of an expert's matrix, its layout, its row bytes."""
+    expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
+    layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * projection
+    address = v.load_i64(get(args, ADDRESSES) + 8 * (3 * expert + projection))
+    return address, layout, v.load_i64(layout + 8 * ROW_BYTES)

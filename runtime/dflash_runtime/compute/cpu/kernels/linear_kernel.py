@@ -1,0 +1,227 @@
+"""Dense products: a set of vectors times one or several matrices; rows of embedding tables."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from dflash_protocol.ids import F32Array, I32Array, I64Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import (
+    Kernel,
+    RowFunction,
+    compile_kernel,
+    compile_row_function,
+    helper,
+)
+from dflash_runtime.compute.cpu.kernels.products import (
+    PANEL_ROWS,
+    TOTALS_BYTES,
+    VECTORS_AT_ONCE,
+    group_size,
+    largest_group,
+    multiply_panel,
+)
+from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.simd.types import i64, void
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.cpu.weights.matrix import ROW_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
+
+# What a call is about: one int64 each.
+(
+    X,  # [T, columns] float32
+    OUT,  # [T, rows] float32 of each matrix, one after another
+    ADDEND,  # as OUT, to be added; or 0
+    NUM_TOKENS,
+    COLUMNS,
+    RECORDS,  # [T] records of x, or 0
+    MATRICES,  # [M, NUM_MATRIX_FIELDS]
+    NUM_MATRICES,
+    NUM_RUNS,  # of all matrices
+    SCRATCH,  # [threads, SCRATCH_BYTES]
+    SCRATCH_BYTES,
+    QUANTISE,  # address of the function
+    NUM_ARGS,
+) = range(13)
+
+# Of one matrix.
+(
+    LAYOUT,
+    WEIGHTS,
+    ROWS,
+    ROWS_BEFORE,  # of the matrices before it
+    RUNS_BEFORE,
+    NUM_MATRIX_FIELDS,
+) = range(6)
+
+RUN_ROWS = 32
+"""Rows that a thread takes at once."""
+
+FEW_TOKENS = 4
+"""Tokens that the caller quantises alone: waking others would take longer."""
+
+
+def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
+    """Items are the largest groups of tokens, the last one perhaps several smaller ones."""
+    num_tokens, columns = get(args, NUM_TOKENS), get(args, COLUMNS)
+    num_blocks = columns // 32
+    first = largest_group() * claim(counter)
+    while first < num_tokens:
+        token = first
+        while token < min(first + largest_group(), num_tokens):
+            size = group_size(token, num_tokens)
+            records = get(args, RECORDS) + RECORD_BYTES * num_blocks * token
+            for slot in range(size):
+                x = get(args, X) + 4 * columns * (token + slot)
+                quantise(get(args, QUANTISE), x, num_blocks, records, slot, size)
+            token += size
+        first = largest_group() * claim(counter)
+
+
+@helper
+def _find_matrix(args: int, run: int) -> int:
+    """Address of the fields of the matrix that a run belongs to."""
+    matrix: int = get(args, MATRICES)
+    for _ in range(1, get(args, NUM_MATRICES)):
+        following = matrix + 8 * NUM_MATRIX_FIELDS
+        if run < get(following, RUNS_BEFORE):
+            break
+        matrix = following
+    return matrix
+
+
+@helper
+def _first_row(matrix: int, run: int) -> int:
+    """Address of the first row of a run."""
+    row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
+    address: int = get(matrix, WEIGHTS) + row * get(get(matrix, LAYOUT), ROW_BYTES)
+    return address
+
+
+def _multiply(args: int, counter: int, worker_idx: int) -> None:
+    """Items are runs of RUN_ROWS rows of one matrix."""
+    num_tokens, num_runs = get(args, NUM_TOKENS), get(args, NUM_RUNS)
+    totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
+    scratch = totals + TOTALS_BYTES
+    run = claim(counter)
+    while run < num_runs:
+        next_run = claim(counter)
+        matrix = _find_matrix(args, run)
+        layout, rows = get(matrix, LAYOUT), get(matrix, ROWS)
+        row_bytes = get(layout, ROW_BYTES)
+        first_row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
+        end_row = min(first_row + RUN_ROWS, rows)
+        following = get(matrix, WEIGHTS)
+        if next_run < num_runs:
+            following = _first_row(_find_matrix(args, next_run), next_run)
+        for row in range(first_row, end_row, PANEL_ROWS):
+            num_rows = min(PANEL_ROWS, rows - row)
+            here = get(matrix, WEIGHTS) + row * row_bytes
+            ahead = here + PANEL_ROWS * row_bytes if row + PANEL_ROWS < end_row else following
+            for first in range(0, num_tokens, VECTORS_AT_ONCE):
+                end = min(first + VECTORS_AT_ONCE, num_tokens)
+                multiply_panel(
+                    layout,
+                    here,
+                    num_rows,
+                    get(args, X),
+                    4 * get(args, COLUMNS),
+                    0,
+                    get(args, RECORDS),
+                    num_tokens,
+                    first,
+                    end,
+                    ahead,
+                    totals,
+                    scratch,
+                )
+                for token in range(first, end):
+                    source = totals + 4 * PANEL_ROWS * (token - first)
+                    place = 4 * (num_tokens * get(matrix, ROWS_BEFORE) + rows * token + row)
+                    if get(args, ADDEND):
+                        _add(source, get(args, ADDEND) + place, num_rows)
+                    v.copy_bytes(get(args, OUT) + place, source, 4 * num_rows)
+        run = next_run
+
+
+@helper
+def _add(place: int, addend: int, count: int) -> None:
+    for index in range(0, 4 * count, 4):
+        v.store_float(place + index, v.load_float(addend + index) + v.load_float(place + index))
+
+
+def _linear(
+    x: F32Array,
+    out: F32Array,
+    addend: F32Array,
+    matrices: I64Array,
+    num_runs: int,
+    thread_bytes: int,
+    args: int,
+    records: int,
+    scratch: int,
+    counter: int,
+    pool: int,
+    quantise_task: int,
+    multiply_task: int,
+    quantise_address: int,
+) -> None:
+    """All phases. Addresses from `args` on; `records` and `pool` may be 0, `addend` empty.
+
+    Shapes: x [T, columns]; out, addend [T * rows of all]; matrices [M, NUM_MATRIX_FIELDS].
+    """
+    num_tokens = x.shape[0]
+    v.store_i64(args + 8 * X, v.address_of(x))
+    v.store_i64(args + 8 * OUT, v.address_of(out))
+    v.store_i64(args + 8 * ADDEND, v.address_of(addend) if addend.size else 0)
+    v.store_i64(args + 8 * NUM_TOKENS, num_tokens)
+    v.store_i64(args + 8 * COLUMNS, x.shape[1])
+    v.store_i64(args + 8 * RECORDS, records)
+    v.store_i64(args + 8 * MATRICES, v.address_of(matrices))
+    v.store_i64(args + 8 * NUM_MATRICES, matrices.shape[0])
+    v.store_i64(args + 8 * NUM_RUNS, num_runs)
+    v.store_i64(args + 8 * SCRATCH, scratch)
+    v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
+    v.store_i64(args + 8 * QUANTISE, quantise_address)
+    if records:
+        run_on(pool if num_tokens > FEW_TOKENS else 0, quantise_task, args, counter)
+    run_on(pool if num_runs > 1 else 0, multiply_task, args, counter)
+
+
+def _embed(
+    token_ids: I32Array, weights: int, expand: int, row_bytes: int, rows: int, out: F32Array
+) -> int:
+    """The first place whose id is no row, or -1. Shapes: token_ids [T]; out [T, columns]."""
+    columns = out.shape[1]
+    for token in range(token_ids.shape[0]):
+        row = token_ids[token]
+        if row < 0 or row >= rows:
+            return token
+        place = v.address_of(out) + 4 * token * columns
+        v.call_expand(expand, weights + row * row_bytes, columns, place)
+    return -1
+
+
+@cache
+def linear_tasks() -> tuple[RowFunction, ...]:
+    """The phases, to be passed to the kernel by address."""
+    phases = (_quantise_x, _multiply)
+    return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
+
+
+@cache
+def linear_kernel() -> Kernel:
+    def given(kind: Any) -> Any:
+        return types.Array(v.f32, kind, "C", readonly=True)
+
+    matrices = types.Array(v.i64, 2, "C", readonly=True)
+    return compile_kernel(_linear, given(2), v.f32[::1], given(1), matrices, *[v.i64] * 10)
+
+
+@cache
+def embed_kernel() -> Kernel:
+    ids: Any = types.Array(types.int32, 1, "C", readonly=True)
+    return compile_kernel(_embed, ids, v.i64, v.i64, v.i64, v.i64, v.f32[:, ::1])

@@ -1,0 +1,174 @@
+"""Sixteen rows of any type times a set of vectors: the step that all kernels with weights share.
+
+The vectors of a set come in both forms that types may want: float32 rows, and records of int8 in
+groups (see panels.kernels): as many as there can be of the tier's largest, 8 or 16 vectors, and
+then one of each power of two in the rest. Addresses and strides are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dflash_protocol.ids import I64Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.simd.memory import emit_call
+from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive, void
+from dflash_runtime.compute.cpu.simd.untyped import ir
+from dflash_runtime.compute.cpu.weights import float_tile
+from dflash_runtime.compute.cpu.weights.matrix import (
+    COLUMNS,
+    EXPAND,
+    FLOAT_ROWS,
+    MULTIPLY,
+    MULTIPLY_ONE,
+    ROW_BYTES,
+    UNPACK,
+)
+from dflash_runtime.compute.cpu.weights.repacked.amx import begin_tiles, end_tiles
+from dflash_runtime.compute.cpu.weights.repacked.kernels import (
+    BLOCKS_AT_ONCE,
+    PANEL_BYTES,
+    RECORD_BYTES,
+    group_sizes,
+)
+
+PANEL_ROWS = 16
+
+VECTORS_AT_ONCE = 256
+"""Vectors that an unpacked panel meets before it is unpacked again: their results stay cached."""
+
+TOTALS_BYTES = 4 * PANEL_ROWS * VECTORS_AT_ONCE
+
+
+def product_scratch_bytes(layouts: Iterable[I64Array]) -> int:
+    """Scratch that `multiply_panel` needs for rows of these layouts."""
+    num_bytes = 64 + PANEL_BYTES
+    for layout in layouts:
+        if layout[UNPACK]:
+            num_bytes = max(num_bytes, 64 + PANEL_BYTES + PANEL_ROWS * int(layout[ROW_BYTES]))
+        else:
+            num_bytes = max(num_bytes, float_tile.scratch_bytes(int(layout[COLUMNS])))
+    return -(-num_bytes // 64) * 64
+
+
+@primitive(void, i64, i64, i64, i64, i64)
+def _call_4(builder: Any, function: Any, *numbers: Any) -> None:
+    emit_call(builder, ir.VoidType(), function, list(numbers))
+
+
+@primitive(void, i64, i64, i64, i64, i64, i64, i64)
+def _call_6(builder: Any, function: Any, *numbers: Any) -> None:
+    emit_call(builder, ir.VoidType(), function, list(numbers))
+
+
+@primitive(void, *[i64] * 14)
+def _call_13(builder: Any, function: Any, *numbers: Any) -> None:
+    emit_call(builder, ir.VoidType(), function, list(numbers))
+
+
+@primitive(i64)
+def largest_group(builder: Any) -> Any:
+    """Vectors in the largest groups."""
+    del builder
+    return I64(group_sizes()[0])
+
+
+@helper
+def group_size(item: int, num_items: int) -> int:
+    """Of the group that begins with `item` in a set of `num_items`."""
+    size: int = largest_group()
+    while size > num_items - item:
+        size >>= 1
+    return size
+
+
+@helper
+def _prefetch(line: int, end: int) -> int:
+    while line < end:
+        v.prefetch(line)
+        line += 64
+    return line
+
+
+@helper
+def multiply_panel(
+    layout: int,
+    rows: int,
+    num_rows: int,
+    x: int,
+    x_stride: int,
+    indices: int,
+    records: int,
+    num_items: int,
+    first: int,
+    end: int,
+    ahead: int,
+    totals: int,
+    scratch: int,
+) -> None:
+    """``totals[item - first][row] = rows[row] · x[item]`` for a part of a set of vectors.
+
+    `first` and `end` begin groups; float32 vectors are at ``x + x_stride * indices[item]``, or
+    ``* item`` if `indices` is 0. Bytes from `ahead` on may be prefetched, as many as these rows
+    have. Shapes: rows [num_rows <= 16]; totals [end - first, 16] float32, an even number of rows.
+    """
+    row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
+    columns = v.load_i64(layout + 8 * COLUMNS)
+    unpack = v.load_i64(layout + 8 * UNPACK)
+    num_used = end - first
+    if unpack == 0:
+        _call_13(
+            v.load_i64(layout + 8 * FLOAT_ROWS),
+            rows,
+            row_bytes,
+            v.load_i64(layout + 8 * EXPAND),
+            num_rows,
+            columns,
+            x if indices else x + x_stride * first,
+            x_stride,
+            indices + 4 * first if indices else 0,
+            num_used,
+            totals,
+            4,
+            4 * PANEL_ROWS,
+            scratch,
+        )
+        return
+    for place in range(totals, totals + 4 * PANEL_ROWS * num_used, 128):
+        v.store_floats(place, v.zeros())
+    if num_rows < PANEL_ROWS:
+        # Kernels read 16 rows: what the rest of the copy holds is computed and ignored.
+        copied = scratch + PANEL_BYTES
+        v.copy_bytes(copied, rows, num_rows * row_bytes)
+        rows = copied
+    num_blocks = columns // 32
+    if num_items == 1:
+        multiply_one = v.load_i64(layout + 8 * MULTIPLY_ONE)
+        _call_6(multiply_one, rows, row_bytes, num_blocks, records, ahead, totals)
+        return
+    chunk_bytes = row_bytes * BLOCKS_AT_ONCE // num_blocks
+    # Lines to come are asked for a few at a time: all at once they would wait for each other.
+    num_parts, item = 1, first
+    while item < end:
+        num_parts += 1
+        item += group_size(item, num_items)
+    share = (PANEL_ROWS * chunk_bytes // num_parts + 63) & -64
+    begin_tiles(num_used)
+    for first_block in range(0, num_blocks, BLOCKS_AT_ONCE):
+        count = min(BLOCKS_AT_ONCE, num_blocks - first_block)
+        chunk = first_block // BLOCKS_AT_ONCE
+        line = ahead + PANEL_ROWS * chunk_bytes * chunk
+        end_line = line + PANEL_ROWS * chunk_bytes
+        line = _prefetch(line, min(line + share, end_line))
+        _call_4(unpack, rows + chunk_bytes * chunk, row_bytes, count, scratch)
+        item = first
+        while item < end:
+            size = group_size(item, num_items)
+            line = _prefetch(line, min(line + share, end_line))
+            multiply = v.load_i64(layout + 8 * (MULTIPLY + size))
+            place = records + RECORD_BYTES * (num_blocks * item + first_block * size)
+            _call_4(multiply, scratch, count, place, totals + 4 * PANEL_ROWS * (item - first))
+            item += size
+    end_tiles(num_used)

@@ -1,0 +1,255 @@
+"""Choosing experts: what threads do with tokens, item by item.
+
+A token's experts depend on its logits alone. Knows nothing of arrays: a call is described in words
+that its kernel, the function Python calls, fills in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from dflash_adapters.ops import Gating
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.compile.compiling import (
+    Kernel,
+    RowFunction,
+    compile_kernel,
+    compile_row_function,
+    helper,
+)
+from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+
+TOKENS_AN_ITEM = 8
+
+GATINGS = {gating: number for number, gating in enumerate(Gating)}
+_SOFTMAX, _SIGMOID = GATINGS[Gating.SOFTMAX], GATINGS[Gating.SIGMOID]
+_SOFTMAX_WEIGHT, _SQRT_SOFTPLUS = GATINGS[Gating.SOFTMAX_WEIGHT], GATINGS[Gating.SQRT_SOFTPLUS]
+
+(
+    _LOGITS,
+    _BIAS,  # or 0
+    _IDS,
+    _WEIGHTS,
+    _NUM_TOKENS,
+    _NUM_EXPERTS,
+    _NUM_USED,
+    _SCRATCH,
+    _GATING,
+    _SELECTS_BY_LOGITS,
+    _NUM_GROUPS,
+    _NUM_GROUPS_USED,
+    _NORMALISE,
+    _SCALE_BITS,
+) = range(14)
+NUM_WORDS = 14
+
+# What stands for no choice is below whatever can be chosen, one below the other: even of NaNs and
+# infinities some expert is chosen, since ids are indices, whatever the logits were.
+_LOWEST, _UNUSED = np.float32(-3.1e38), np.float32(-3.2e38)
+_TAKEN, _PADDING = np.float32(-3.3e38), np.float32(-3.4e38)
+_SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+def scratch_bytes(num_experts: int) -> int:
+    """Of one thread."""
+    return 12 * ((num_experts + 31) // 32 * 32)
+
+
+@helper
+def _softmax(values: int, padded: int) -> None:
+    """In place, also of padding, whose values are minus infinity."""
+    highest = v.splat(_MINUS_INFINITY)
+    for place in range(values, values + 4 * padded, 128):
+        highest = v.maximum(v.load_floats(place), highest)
+    shift, total = v.splat(v.largest_of(highest)), v.zeros()
+    for place in range(values, values + 4 * padded, 128):
+        term = v.exp_lanes(v.load_floats(place) - shift)
+        v.store_floats(place, term)
+        total = total + term
+    total = v.splat(v.sum_of(total))
+    for place in range(values, values + 4 * padded, 128):
+        v.store_floats(place, v.load_floats(place) / total)
+
+
+@helper
+def _score(args: int, logits: int, scores: int, selection: int) -> None:
+    """Of one token. Shapes: logits [E]; scores, selection [E padded]."""
+    num_experts, gating, bias = word(args, _NUM_EXPERTS), word(args, _GATING), word(args, _BIAS)
+    padded = (num_experts + 31) // 32 * 32
+    for expert in range(0, padded, 32):
+        rest = num_experts - expert
+        if rest >= 32:
+            logit = v.load_floats(logits + 4 * expert)
+        else:
+            logit = lanes.pad(v.load_padded(logits + 4 * expert, rest), rest, _MINUS_INFINITY)
+        v.store_floats(selection + 4 * expert, logit)
+        if gating == _SIGMOID:
+            logit = v.splat(1.0) / (v.splat(1.0) + v.exp_lanes(v.zeros() - logit))
+        elif gating == _SQRT_SOFTPLUS:
+            logit = v.square_root(v.softplus_lanes(logit))
+        v.store_floats(scores + 4 * expert, logit)
+    if gating == _SOFTMAX:
+        _softmax(scores, padded)
+    for expert in range(0, padded, 32):
+        rest = num_experts - expert
+        source = selection if word(args, _SELECTS_BY_LOGITS) != 0 else scores
+        worth = v.load_floats(source + 4 * expert)
+        if bias != 0:
+            worth = worth + v.load_padded(bias + 4 * expert, min(rest, 32))
+        worth = v.maximum(worth, v.splat(_LOWEST))  # also instead of a NaN
+        v.store_floats(selection + 4 * expert, lanes.pad(worth, rest, _PADDING))
+
+
+@helper
+def _highest(values: int, padded: int) -> int:
+    """The index of the highest value, of equal ones the first."""
+    best = v.load_floats(values)
+    for place in range(values + 128, values + 4 * padded, 128):
+        best = v.maximum(best, v.load_floats(place))
+    best_value, index = v.largest_of(best), 0
+    lane = lanes.first_equal(v.load_floats(values), best_value)
+    while lane == 32:
+        index += 32
+        lane = lanes.first_equal(v.load_floats(values + 4 * index), best_value)
+    return index + lane  # type: ignore[no-any-return]
+
+
+@helper
+def _drop_groups(args: int, selection: int, worths: int) -> None:
+    """Mark the experts of all but the best groups as unused. Shapes: worths [groups padded]."""
+    num_groups, num_used = word(args, _NUM_GROUPS), word(args, _NUM_GROUPS_USED)
+    size, padded = word(args, _NUM_EXPERTS) // num_groups, (num_groups + 31) // 32 * 32
+    for group in range(padded):
+        first, second = _PADDING, np.float32(0)
+        if group < num_groups:
+            place = selection + 4 * size * group
+            first, second = v.load_float(place), _LOWEST if size > 1 else np.float32(0)
+            for index in range(1, size):
+                value = v.load_float(place + 4 * index)
+                if value > first:
+                    first, second = value, first
+                elif value > second:
+                    second = value
+        # A pair of lowest values is too low for a float32.
+        v.store_float(worths + 4 * group, max(first + second, _PADDING))
+    for _ in range(num_used):
+        v.store_float(worths + 4 * _highest(worths, padded), _MINUS_INFINITY)
+    for group in range(num_groups):
+        if v.load_float(worths + 4 * group) != _MINUS_INFINITY:
+            for index in range(size * group, size * (group + 1)):
+                v.store_float(selection + 4 * index, _UNUSED)
+
+
+@helper
+def _route_token(args: int, logits: int, scratch: int, ids: int, out: int) -> None:
+    """K times the best expert left.
+
+    Scratch: scores, what they are chosen by, the worth of groups, each [E padded].
+    """
+    num_experts, num_used = word(args, _NUM_EXPERTS), word(args, _NUM_USED)
+    padded = (num_experts + 31) // 32 * 32
+    left = scratch + 4 * padded
+    _score(args, logits, scratch, left)
+    if word(args, _NUM_GROUPS) > 1:
+        _drop_groups(args, left, left + 4 * padded)
+    for rank in range(num_used):
+        expert = _highest(left, padded)
+        v.store_float(left + 4 * expert, _TAKEN)
+        lanes.store_i32(ids + 4 * rank, expert)
+        v.store_float(out + 4 * rank, v.load_float(scratch + 4 * expert))
+    if word(args, _GATING) == _SOFTMAX_WEIGHT:
+        _softmax_of_few(out, num_used)
+    total = np.float32(0)
+    for rank in range(num_used):
+        total += v.load_float(out + 4 * rank)
+    scale = v.float_from_bits(word(args, _SCALE_BITS))
+    for rank in range(num_used):
+        share = v.load_float(out + 4 * rank)
+        if word(args, _NORMALISE) != 0:
+            share /= max(total, _SMALLEST_NORMAL_HALF)
+        v.store_float(out + 4 * rank, share * scale)
+
+
+@helper
+def _softmax_of_few(values: int, count: int) -> None:
+    highest, total = _MINUS_INFINITY, np.float32(0)
+    for index in range(count):
+        highest = max(highest, v.load_float(values + 4 * index))
+    for index in range(count):
+        term = v.exp_scalar(v.load_float(values + 4 * index) - highest)
+        v.store_float(values + 4 * index, term)
+        total += term
+    for index in range(count):
+        v.store_float(values + 4 * index, v.load_float(values + 4 * index) / total)
+
+
+def _route_task(args: int, counter: int, worker_idx: int) -> None:
+    num_tokens, num_experts = word(args, _NUM_TOKENS), word(args, _NUM_EXPERTS)
+    num_used = word(args, _NUM_USED)
+    scratch = word(args, _SCRATCH) + worker_idx * 12 * ((num_experts + 31) // 32 * 32)
+    while True:
+        first = claim(counter) * TOKENS_AN_ITEM
+        if first >= num_tokens:
+            return
+        for token in range(first, min(first + TOKENS_AN_ITEM, num_tokens)):
+            chosen = 4 * num_used * token
+            _route_token(
+                args,
+                word(args, _LOGITS) + 4 * num_experts * token,
+                scratch,
+                word(args, _IDS) + chosen,
+                word(args, _WEIGHTS) + chosen,
+            )
+
+
+def _route(
+    logits: F32Array,
+    bias: F32Array,
+    ids: I32Array,
+    weights: F32Array,
+    gating: int,
+    selects_by_logits: bool,
+    num_groups: int,
+    num_groups_used: int,
+    normalise: bool,
+    scale: float,
+    scratch: int,
+    args: int,
+    counter: int,
+    pool: int,
+    task: int,
+) -> None:
+    """Shapes: logits [T, E]; bias [E], or [0] for none; ids, weights [T, K]; scratch: for every
+    thread as much as `scratch_bytes` says."""
+    set_word(args, _LOGITS, v.address_of(logits))
+    set_word(args, _BIAS, v.address_of(bias) if bias.size else 0)
+    set_word(args, _IDS, v.address_of(ids))
+    set_word(args, _WEIGHTS, v.address_of(weights))
+    set_word(args, _NUM_TOKENS, logits.shape[0])
+    set_word(args, _NUM_EXPERTS, logits.shape[1])
+    set_word(args, _NUM_USED, ids.shape[1])
+    set_word(args, _SCRATCH, scratch)
+    set_word(args, _GATING, gating)
+    set_word(args, _SELECTS_BY_LOGITS, selects_by_logits)
+    set_word(args, _NUM_GROUPS, num_groups)
+    set_word(args, _NUM_GROUPS_USED, num_groups_used)
+    set_word(args, _NORMALISE, normalise)
+    set_word(args, _SCALE_BITS, v.bits_of_float(scale))
+    run_on(pool, task, args, counter)
+
+
+@cache
+def route_kernel() -> tuple[Kernel, RowFunction]:
+    """A function to call, and the task that it takes the address of."""
+    logits, bias = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (2, 1))
+    arrays = [logits, bias, types.int32[:, ::1], v.f32[:, ::1]]
+    rule = [v.i64, types.boolean, v.i64, v.i64, types.boolean, v.f32]
+    task = compile_row_function(_route_task, v.void, *[v.i64] * 3)
+    return compile_kernel(_route, *arrays, *rule, *[v.i64] * 5), task

@@ -1,0 +1,270 @@
+"""Making vectors, folding them, and the functions of them that kernels need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dflash_runtime.compute.cpu.simd.types import (
+    DOUBLE,
+    FLOAT,
+    I8,
+    I32,
+    I64,
+    LANES,
+    doubles,
+    emit_constant,
+    emit_join,
+    emit_shuffle,
+    emit_splat,
+    f32,
+    f64,
+    floats,
+    i64,
+    lanes_of,
+    primitive,
+    unsigned,
+)
+from dflash_runtime.compute.cpu.simd.untyped import ir
+
+
+@primitive(floats)
+def zeros(builder: Any) -> Any:
+    del builder
+    return emit_constant(lanes_of(FLOAT), 0.0)
+
+
+@primitive(doubles)
+def double_zeros(builder: Any) -> Any:
+    del builder
+    return emit_constant(lanes_of(DOUBLE), 0.0)
+
+
+@primitive(floats, f32)
+def splat(builder: Any, value: Any) -> Any:
+    return emit_splat(builder, value)
+
+
+@primitive(f32, i64)
+def as_float(builder: Any, value: Any) -> Any:
+    """An integer of few bits as a float32; numba's own conversion would go through float64."""
+    return builder.sitofp(value, FLOAT)
+
+
+@primitive(f32, i64)
+def float_from_bits(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(builder.trunc(bits, I32), FLOAT)
+
+
+@primitive(i64, f32)
+def bits_of_float(builder: Any, value: Any) -> Any:
+    return builder.zext(builder.bitcast(value, I32), I64)
+
+
+@primitive(floats, unsigned)
+def from_unsigned(builder: Any, values: Any) -> Any:
+    return builder.uitofp(values, lanes_of(FLOAT))
+
+
+@primitive(floats, unsigned)
+def from_signed(builder: Any, values: Any) -> Any:
+    return builder.sitofp(values, lanes_of(FLOAT))
+
+
+@primitive(floats, f32, f32)
+def splat_halves(builder: Any, low: Any, high: Any) -> Any:
+    """`low` in lanes 0 … 15, `high` in 16 … 31."""
+    undefined = ir.Constant(lanes_of(FLOAT), ir.Undefined)
+    pair = builder.insert_element(undefined, low, I32(0))
+    pair = builder.insert_element(pair, high, I32(1))
+    order = [0] * (LANES // 2) + [1] * (LANES // 2)
+    return emit_shuffle(builder, pair, undefined, order)
+
+
+@primitive(unsigned, i64)
+def bit_lanes(builder: Any, bits: Any) -> Any:
+    """Lane l is bit l of a 32-bit number, as 0 or 1."""
+    mask = builder.bitcast(builder.trunc(bits, I32), lanes_of(ir.IntType(1)))
+    return builder.zext(mask, lanes_of(I8))
+
+
+def table_lookup(table: tuple[int, ...]) -> Callable[..., Any]:
+    """A primitive that replaces each lane, 0 … 15, by that entry of a table of signed bytes."""
+    half = LANES // 2
+
+    @primitive(unsigned, unsigned)
+    def look_up(builder: Any, indices: Any) -> Any:
+        # LLVM knows this pattern as a byte shuffle, where the CPU has one for 16 lanes.
+        entries = ir.Constant(lanes_of(I8, half), list(table))
+        found = []
+        for first in (0, half):
+            part = ir.Constant(lanes_of(I8, half), ir.Undefined)
+            for lane in range(half):
+                index = builder.extract_element(indices, I32(first + lane))
+                entry = builder.extract_element(entries, index)
+                part = builder.insert_element(part, entry, I32(lane))
+            found.append(part)
+        return emit_join(builder, *found)
+
+    return look_up
+
+
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
+    return builder.call(_declared(builder, f"llvm.fma.{suffix}", a.type, [a.type] * 3), [a, b, c])
+
+
+def _declared(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+fma = primitive(floats, floats, floats, floats)(emit_fma)
+
+
+@primitive(floats, floats)
+def square_root(builder: Any, values: Any) -> Any:
+    kind = values.type
+    return builder.call(_declared(builder, f"llvm.sqrt.v{LANES}f32", kind, [kind]), [values])
+
+
+@primitive(doubles, floats, doubles)
+def add_squares(builder: Any, values: Any, total: Any) -> Any:
+    """``total + values²`` in float64, where the square of a float32 is exact."""
+    wide = builder.fpext(values, lanes_of(DOUBLE))
+    return builder.fadd(total, builder.fmul(wide, wide))
+
+
+@primitive(floats, floats, floats)
+def maximum(builder: Any, a: Any, b: Any) -> Any:
+    """A NaN in `b` stays."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@primitive(floats, floats, floats)
+def minimum(builder: Any, a: Any, b: Any) -> Any:
+    """A NaN in `a` stays."""
+    return builder.select(builder.fcmp_ordered(">", a, b), b, a)
+
+
+@primitive(f64, f32)
+def widen(builder: Any, value: Any) -> Any:
+    return builder.fpext(value, DOUBLE)
+
+
+def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Fold the upper half onto the lower until one lane is left."""
+    width = values.type.count
+    while width > 1:
+        width //= 2
+        lower = emit_shuffle(builder, values, values, list(range(width)))
+        upper = emit_shuffle(builder, values, values, list(range(width, 2 * width)))
+        values = combine(lower, upper)
+    return values
+
+
+def _fold_all(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    return builder.extract_element(_fold(builder, values, combine), I32(0))
+
+
+@primitive(f32, floats)
+def sum_of(builder: Any, values: Any) -> Any:
+    return _fold_all(builder, values, builder.fadd)
+
+
+@primitive(f64, doubles)
+def sum_of_doubles(builder: Any, values: Any) -> Any:
+    return _fold_all(builder, values, builder.fadd)
+
+
+@primitive(f32, floats)
+def largest_of(builder: Any, values: Any) -> Any:
+    def larger(a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+    return _fold_all(builder, values, larger)
+
+
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+_LOG2_E = 1.44269504088896341
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000  # 1.5 * 2^23: adding it rounds to an integer
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """e^x within 2 ulp: 2^n times a polynomial of the rest. The same formula for 1 and 32 lanes.
+
+    Source: Moshier's Cephes library, expf.
+    """
+
+    def constant(value: float) -> Any:
+        return emit_constant(x.type, _as_float32(value))
+
+    integer = lanes_of(I32) if isinstance(x.type, ir.VectorType) else I32
+
+    # Beyond these the result is 0 or infinite anyway. A NaN passes both comparisons unchanged.
+    low, high = constant(-104.0), constant(89.0)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    shifted = emit_fma(builder, x, constant(_LOG2_E), constant(_ROUNDER))
+    exponent = builder.sub(builder.bitcast(shifted, integer), emit_constant(integer, _ROUNDER_BITS))
+    turns = builder.fsub(shifted, constant(_ROUNDER))
+    rest = emit_fma(builder, turns, constant(-_LN2_HIGH), x)
+    rest = emit_fma(builder, turns, constant(-_LN2_LOW), rest)
+    series = constant(_EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        series = emit_fma(builder, series, rest, constant(coefficient))
+    value = emit_fma(builder, series, builder.fmul(rest, rest), rest)
+    value = builder.fadd(value, constant(1.0))
+    # In two halves, because 2^n itself need not be a normal float32.
+    half = builder.ashr(exponent, emit_constant(integer, 1))
+    for part in (half, builder.sub(exponent, half)):
+        bits = builder.shl(
+            builder.add(part, emit_constant(integer, 127)), emit_constant(integer, 23)
+        )
+        value = builder.fmul(value, builder.bitcast(bits, x.type))
+    return value
+
+
+def _as_float32(value: float) -> float:
+    return float(np.float32(value))
+
+
+exp_lanes = primitive(floats, floats)(_exp)
+exp_scalar = primitive(f32, f32)(_exp)
+
+
+_LOG_TERMS = 7
+
+
+def _softplus(builder: Any, x: Any) -> Any:
+    """ln(1 + e^x) within 4 ulp: max(x, 0) + ln(1 + u) of u = e^-|x|, which is at most 1.
+
+    ln(1 + u) = 2 artanh(s) = 2 (s + s^3/3 + s^5/5 + …) with s = u / (2 + u), at most 1/3.
+    """
+
+    def constant(value: float) -> Any:
+        return emit_constant(x.type, _as_float32(value))
+
+    is_positive = builder.fcmp_ordered(">", x, constant(0.0))
+    negated = builder.fsub(constant(0.0), x)
+    u = _exp(builder, builder.select(is_positive, negated, x))
+    s = builder.fdiv(u, builder.fadd(u, constant(2.0)))
+    square = builder.fmul(s, s)
+    series = constant(1.0 / (2 * _LOG_TERMS + 1))
+    for term in range(_LOG_TERMS - 1, -1, -1):
+        series = emit_fma(builder, series, square, constant(1.0 / (2 * term + 1)))
+    logarithm = builder.fmul(builder.fadd(s, s), series)
+    return builder.fadd(builder.select(is_positive, x, constant(0.0)), logarithm)
+
+
+softplus_lanes = primitive(floats, floats)(_softplus)

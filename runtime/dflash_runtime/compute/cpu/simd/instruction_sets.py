@@ -1,0 +1,95 @@
+"""Instruction-set tiers: which instructions the kernels' few special steps are built from.
+
+A tier decides how bytes are multiplied, how many tokens share a panel and which instructions LLVM
+may use; everything else is generic vector IR. Here is what each tier needs of a CPU; which one a
+process uses is chosen in tiers.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from dflash_runtime.compute.cpu.simd.untyped import llvm
+
+
+class Tier(StrEnum):
+    """Best first, of each machine."""
+
+    AMX = "amx"
+    """AVX512_VNNI, and tiles for 16 tokens at once: the same bits."""
+    AVX512_VNNI = "avx512vnni"
+    AVX_VNNI = "avxvnni"
+    AVX2 = "avx2"
+    NEON_DOT = "neondot"
+    GENERIC = "generic"
+
+    @property
+    def has_wide_registers(self) -> bool:
+        """32 registers of 512 bits."""
+        return self in (Tier.AMX, Tier.AVX512_VNNI)
+
+    @property
+    def has_vpdpbusd(self) -> bool:
+        """Unsigned times signed bytes, any of them, straight into 32 bits."""
+        return self.has_wide_registers or self is Tier.AVX_VNNI
+
+    @property
+    def numerics(self) -> str:
+        """Names what this tier decides about the bits of a result."""
+        return (Tier.AVX512_VNNI if self is Tier.AMX else self).value
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+_NEEDED = {  # features of the CPU: all names of one of the sets
+    Tier.AMX: ((*_AVX512, "amx-tile", "amx-int8"),),
+    Tier.AVX512_VNNI: (_AVX512,),
+    Tier.AVX_VNNI: (("avx2", "fma", "avxvnni"), ("fma", *_AVX512)),
+    Tier.AVX2: (("avx2", "fma"),),
+    Tier.NEON_DOT: (("neon", "dotprod"),),
+    Tier.GENERIC: ((),),
+}
+
+# What LLVM must not use: names, or beginnings of them with a star, and the exceptions. Features
+# that would switch a forbidden one on again are forbidden too.
+_FORBIDDEN: dict[Tier, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Tier.AVX_VNNI: (("avx512*", "avx10*", "amx*", "evex512"), ()),
+    Tier.AVX2: (("avx*", "amx*", "evex512"), ("avx", "avx2")),
+    Tier.GENERIC: (
+        ("avx*", "amx*", "evex512", "vaes", "sha512", "sm4", "dotprod", "i8mm", "sve*", "sme*"),
+        ("avx",),
+    ),
+}
+
+
+def offered_tiers(features: dict[str, bool]) -> list[Tier]:
+    """What a CPU with these features has the instructions for, best first."""
+    return [
+        tier
+        for tier, sets in _NEEDED.items()
+        if any(all(features.get(name) for name in names) for names in sets)
+    ]
+
+
+def target_features(tier: Tier, features: dict[str, bool]) -> str:
+    """The features LLVM may use for a tier on a CPU, in LLVM's notation."""
+    forbidden, allowed = _FORBIDDEN.get(tier, ((), ()))
+    if tier is Tier.AVX_VNNI and not features.get("avxvnni"):
+        forbidden = ()  # here these very instructions are a part of AVX-512
+
+    def is_forbidden(name: str) -> bool:
+        return name not in allowed and any(
+            name.startswith(each[:-1]) if each.endswith("*") else name == each for each in forbidden
+        )
+
+    return ",".join(
+        f"{'+' if is_there and not is_forbidden(name) else '-'}{name}"
+        for name, is_there in sorted(features.items())
+    )
+
+
+def host_features() -> dict[str, bool]:
+    """Of this CPU; empty where LLVM cannot tell."""
+    try:
+        return dict(llvm.get_host_cpu_features())
+    except RuntimeError:
+        return {}

@@ -1,0 +1,1 @@
+"""Threads that compute, the regions they share, and scratch memory."""

@@ -1,0 +1,127 @@
+"""The threads of a pool: started and ended here, while what they do is compiled (see parallel).
+
+Knows nothing of what is computed. Results must not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from functools import cache
+from threading import Thread, current_thread, get_native_id
+from weakref import WeakSet, finalize
+
+from dflash_protocol.ids import I64Array
+from dflash_runtime.compute.cpu.threads import parallel
+
+SPIN_US = 50
+"""How long a thread looks out for work before it sleeps: several times what waking it takes."""
+
+_PATIENCE_S = 5.0
+"""How long threads are waited for that are in a region; one that hangs ends with the process."""
+
+
+class Workers:
+    """Owns ``num_threads - 1`` threads until closed; with one thread it owns none.
+
+    Kernels are given the pool's `address`, which is good as long as this object lives. Once it is
+    closed, and in a child of fork, whoever opens a region does all the work himself.
+    """
+
+    def __init__(
+        self, num_threads: int, cores: Sequence[int] | None = None, *, spin_us: int = SPIN_US
+    ) -> None:
+        """`cores`: where each thread is to stay, by worker_idx; the caller's own is not bound."""
+        check_num_threads(num_threads)
+        if cores is not None:
+            _check_cores(cores, num_threads)
+        if num_threads > len(os.sched_getaffinity(0)):
+            spin_us = 0  # on a core that another of us needs
+        self.num_threads = num_threads
+        self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
+        self._words = self._pool.data
+        self.address = int(self._pool.ctypes.data)
+        threads = [
+            Thread(
+                target=_serve,
+                args=(self._pool, worker_idx, None if cores is None else cores[worker_idx]),
+                name=f"cpu-worker-{worker_idx}",
+                daemon=True,
+            )
+            for worker_idx in range(1, num_threads)
+        ]
+        # Also when nobody closes: when this object goes, or the interpreter ends.
+        self._end = finalize(self, _end, self._pool, threads)
+        if threads:
+            parallel.serve_kernel()
+            parallel.stop_kernel()
+            _forget_threads_in_children()
+            _all_workers.add(self)
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException:  # no more threads to be had, or interrupted
+            self.close()
+            raise
+
+    def rest(self) -> None:
+        """Nothing comes for a while: threads that look out for work are to sleep, and leave their
+        cores to others. The next region wakes them as any does."""
+        words = self._words
+        words[parallel.REST] = words[parallel.REGION]
+
+    def close(self) -> None:
+        """End the threads. Work that comes later is done by its caller alone."""
+        self._end()
+
+    def _forget_threads(self) -> None:
+        self._end.detach()
+        self._pool[parallel.REGION] = parallel.STOP
+
+
+_all_workers: WeakSet[Workers] = WeakSet()
+
+
+@cache
+def _forget_threads_in_children() -> None:
+    """A child of fork has the pool's memory but not its threads."""
+
+    def forget() -> None:
+        for workers in list(_all_workers):
+            workers._forget_threads()
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def check_num_threads(num_threads: int) -> None:
+    """Raises: ValueError if no pool can have so many threads."""
+    if not 1 <= num_threads <= parallel.MAX_WORKERS + 1:
+        raise ValueError(f"num_threads is {num_threads}, expected at least 1")
+
+
+def _check_cores(cores: Sequence[int], num_threads: int) -> None:
+    if len(cores) != num_threads:
+        raise ValueError(f"{len(cores)} cores for {num_threads} threads")
+    if unknown := set(cores) - os.sched_getaffinity(0):
+        raise ValueError(f"cores {sorted(unknown)} are not ours to use")
+
+
+# Functions, since a thread or finalizer that knew its Workers would keep it alive.
+
+
+def _serve(pool: I64Array, worker_idx: int, core: int | None) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    parallel.serve_kernel()(pool.ctypes.data, worker_idx, get_native_id())
+
+
+def _end(pool: I64Array, threads: list[Thread]) -> None:
+    if not threads:
+        return
+    parallel.stop_kernel()(pool.ctypes.data)
+    deadline_s = time.monotonic() + _PATIENCE_S
+    for thread in threads:
+        # One may never have started, or be where the garbage collector found time to call us.
+        if thread.is_alive() and thread is not current_thread():
+            thread.join(max(0.0, deadline_s - time.monotonic()))

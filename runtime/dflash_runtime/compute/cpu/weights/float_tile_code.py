@@ -1,0 +1,246 @@
+"""The tile of float_tile: some rows times some vectors, as generated code.
+
+Knows nothing of where rows and vectors come from; float_tile says what decides a product's bits.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, product
+from typing import Any
+
+from dflash_runtime.compute.cpu.compile.tiers import current_tier
+from dflash_runtime.compute.cpu.simd.arithmetic import emit_fma
+from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
+from dflash_runtime.compute.cpu.simd.types import (
+    FLOAT,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    emit_constant,
+    emit_shuffle,
+    i64,
+    lanes_of,
+    primitive,
+    void,
+)
+from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
+
+F32, F16, BF16 = range(3)
+"""Kinds of rows."""
+
+LANES = 16
+LINE = 64
+_ELEMENT_BYTES = (4, 2, 2)
+_PREFETCH_BYTES = 32 * 1024  # at most this far ahead
+_PREFETCH_VECTORS = 4
+
+
+def tile_shape() -> tuple[int, int]:
+    """Rows and vectors multiplied at once: accumulators and operands just fit the registers."""
+    return (4, 6) if current_tier().has_wide_registers else (2, 3)
+
+
+@primitive(i64)
+def tile_rows(builder: Any) -> Any:
+    del builder
+    return I64(tile_shape()[0])
+
+
+@primitive(i64)
+def tile_vectors(builder: Any) -> Any:
+    del builder
+    return I64(tile_shape()[1])
+
+
+def block_products(kinds: tuple[int, ...]) -> Any:
+    """A primitive: rows of one of these kinds times the vectors whose addresses are in a table.
+
+    Called ``(kind, number of vectors, arguments of _block_function…)``; vectors are as many as a
+    tile takes, or fewer.
+    """
+
+    @primitive(void, *[i64] * 10)
+    def multiply_block(builder: Any, kind: Any, num_vectors: Any, *arguments: Any) -> None:
+        rows, most_vectors = tile_shape()
+        done = builder.append_basic_block("done")
+        switch = builder.switch(builder.add(builder.shl(kind, I64(8)), num_vectors), done)
+        for stored, vectors in product(kinds, range(1, most_vectors + 1)):
+            with builder.goto_block(builder.append_basic_block("case")):
+                switch.add_case(I64((stored << 8) + vectors), builder.block)
+                builder.call(_block_function(builder.module, stored, rows, vectors), arguments)
+                builder.branch(done)
+        builder.position_at_end(done)
+
+    return multiply_block
+
+
+def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> Any:
+    """A function of its own for each kind and size, so that each has all registers to itself."""
+    name = f"float_tile_{kind}_{num_rows}x{num_vectors}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    row, row_bytes, rows, columns, table, out, out_row, out_vector = function.args
+    vectors = [emit_load(builder, builder.add(table, I64(8 * t)), I64) for t in range(num_vectors)]
+    step = I64(num_rows)
+    tiles = builder.udiv(builder.add(rows, I64(num_rows - 1)), step)
+    with cgutils.for_range(builder, tiles) as loop:
+        first = builder.mul(loop.index, step)
+        last = builder.sub(builder.sub(rows, first), I64(1))
+        # Rows after the last are the last again: computed and stored more than once.
+        indices = [builder.add(first, _smaller(builder, I64(r), last)) for r in range(num_rows)]
+        places = [builder.add(row, builder.mul(index, row_bytes)) for index in indices]
+        # The same columns of the next tile, unless that is too far.
+        ahead = _smaller(builder, builder.mul(step, row_bytes), I64(_PREFETCH_BYTES))
+        products = _emit_tile(builder, kind, places, vectors, columns, ahead)
+        columns_out = [
+            builder.add(out, builder.mul(I64(t), out_vector)) for t in range(num_vectors)
+        ]
+        side_by_side = builder.and_(
+            builder.icmp_signed("==", out_row, I64(4)),
+            builder.icmp_signed(">=", last, I64(num_rows - 1)),
+        )
+        with builder.if_else(side_by_side) as (together, one_by_one):
+            with together:
+                for column, sums in zip(columns_out, products, strict=True):
+                    emit_store(builder, builder.add(column, builder.mul(first, out_row)), sums)
+            with one_by_one:
+                for column, sums in zip(columns_out, products, strict=True):
+                    for r, index in enumerate(indices):
+                        place = builder.add(column, builder.mul(index, out_row))
+                        emit_store(builder, place, builder.extract_element(sums, I32(r)))
+    builder.ret_void()
+    return function
+
+
+def _emit_tile(
+    builder: Any, kind: int, rows: list[Any], vectors: list[Any], columns: Any, ahead: Any
+) -> list[Any]:
+    """The products of some rows with each of some vectors, one product a lane."""
+    element_bytes = _ELEMENT_BYTES[kind]
+    floats = lanes_of(FLOAT, LANES)
+    totals = [[cgutils.alloca_once(builder, floats) for _ in rows] for _ in vectors]
+    for total in chain.from_iterable(totals):
+        builder.store(emit_constant(floats, 0.0), total)
+
+    def add_products(column: Any, count: Any = None) -> None:
+        row_offset = builder.mul(column, I64(element_bytes))
+        x_offset = builder.mul(column, I64(4))
+        x = [_load(builder, F32, builder.add(place, x_offset), count) for place in vectors]
+        for r, place in enumerate(rows):
+            values = _load(builder, kind, builder.add(place, row_offset), count)
+            for t, operand in enumerate(x):
+                total = totals[t][r]
+                builder.store(emit_fma(builder, values, operand, builder.load(total)), total)
+
+    # Two steps a turn: counting and moving on cost less.
+    turn = 2 * LANES
+    with cgutils.for_range(builder, builder.udiv(columns, I64(turn))) as loop:
+        first = builder.mul(loop.index, I64(turn))
+        start = builder.add(builder.mul(first, I64(element_bytes)), ahead)
+        # With more vectors the CPU's own prefetching keeps up, and addresses need the registers.
+        for place in rows if len(vectors) <= _PREFETCH_VECTORS else ():
+            for offset in range(0, turn * element_bytes, LINE):
+                _prefetch(builder, builder.add(place, builder.add(start, I64(offset))))
+        add_products(first)
+        add_products(builder.add(first, I64(LANES)))
+    with builder.if_then(_is_set(builder, columns, LANES)):
+        add_products(builder.and_(columns, I64(-turn)))
+    rest = builder.and_(columns, I64(LANES - 1))
+    with builder.if_then(builder.icmp_signed("!=", rest, I64(0)), likely=False):
+        add_products(builder.sub(columns, rest), rest)
+    return _fold_all(builder, totals)
+
+
+def _smaller(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
+def _is_set(builder: Any, value: Any, bit: int) -> Any:
+    return builder.icmp_signed("!=", builder.and_(value, I64(bit)), I64(0))
+
+
+def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
+    """16 stored numbers as float32; only the first `count`, zeros after them, if that is given."""
+    element = FLOAT if kind == F32 else I16
+    lanes = lanes_of(element, LANES)
+    if count is None:
+        stored = emit_load(builder, address, lanes)
+    else:
+        buffer = cgutils.alloca_once(builder, lanes)
+        builder.store(ir.Constant(lanes, None), buffer)
+        source = builder.inttoptr(address, buffer.type)
+        cgutils.raw_memcpy(builder, buffer, source, count, I64(_ELEMENT_BYTES[kind]))
+        stored = builder.load(buffer)
+    floats = lanes_of(FLOAT, LANES)
+    if kind == F32:
+        return stored
+    if kind == F16:
+        return builder.fpext(builder.bitcast(stored, lanes_of(HALF, LANES)), floats)
+    words = lanes_of(I32, LANES)
+    return builder.bitcast(
+        builder.shl(builder.zext(stored, words), emit_constant(words, 16)), floats
+    )
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    to_read, to_all_caches, data = I32(0), I32(3), I32(1)
+    arguments = [builder.inttoptr(address, pointer), to_read, to_all_caches, data]
+    builder.call(function, arguments)
+
+
+def _fold_all(builder: Any, totals: list[list[Any]]) -> list[Any]:
+    """The sum of every vector; those of a list lie side by side in one result.
+
+    Lanes are added as if each vector were folded alone, its upper half onto its lower. Here two are
+    folded at once into what one leaves empty, which takes half the instructions.
+    """
+    # Each folded vector comes with the name of what each of its lanes belongs to.
+    folded = [
+        (builder.load(total), [(t, r)] * LANES)
+        for t, each in enumerate(totals)
+        for r, total in enumerate(each)
+    ]
+    width = LANES  # of what is left of each
+    while width > 1:
+        firsts, seconds = folded[::2], folded[1::2]
+        if len(firsts) > len(seconds):
+            seconds.append(firsts[-1])
+        folded = [_fold_pair(builder, a, b, width) for a, b in zip(firsts, seconds, strict=True)]
+        width //= 2
+    place = {name: (vector, names.index(name)) for vector, names in folded for name in names}
+    results = []
+    for t, each in enumerate(totals):
+        lanes = [place[t, r] for r in range(len(each))]
+        vector = lanes[0][0]
+        results.append(emit_shuffle(builder, vector, vector, [lane for _, lane in lanes]))
+    return results
+
+
+def _fold_pair(builder: Any, a: Any, b: Any, width: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Fold parts of `width` lanes by half, in two vectors at once."""
+    (a_vector, a_names), (b_vector, b_names) = a, b
+    names = a_names + b_names
+    # Narrow parts stay within their four lanes: the CPU has quicker shuffles for that.
+    group = LANES if width > 4 else 4
+    parts = [
+        first + part
+        for start in range(0, LANES, group)
+        for first in (start, LANES + start)
+        for part in range(0, group, width)
+    ]
+    lower = [part + lane for part in parts for lane in range(width // 2)]
+    upper = [lane + width // 2 for lane in lower]
+    folded = builder.fadd(
+        emit_shuffle(builder, a_vector, b_vector, lower),
+        emit_shuffle(builder, a_vector, b_vector, upper),
+    )
+    return folded, [names[lane] for lane in lower]

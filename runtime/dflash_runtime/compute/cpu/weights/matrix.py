@@ -1,0 +1,92 @@
+"""Weights as kernels see them: where rows lie, and which functions multiply them.
+
+Weights stay where the file is mapped. Knows nothing of what a matrix is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import AnyArray, I64Array, U8Array
+from dflash_runtime.compute.cpu.weights import float_tile
+from dflash_runtime.compute.cpu.weights.repacked.functions import has_panels, panel_functions
+from dflash_runtime.compute.cpu.weights.repacked.kernels import LARGEST_GROUP
+from dflash_runtime.compute.cpu.weights.rows import expand_function
+
+_PLAIN = {
+    TensorType.F32: float_tile.F32,
+    TensorType.F16: float_tile.F16,
+    TensorType.BF16: float_tile.BF16,
+}
+
+# Fields of a row layout, the array in which kernels get everything about rows but their place.
+ROW_BYTES, COLUMNS, UNPACK, MULTIPLY_ONE, EXPAND, FLOAT_ROWS, MULTIPLY = range(7)
+NUM_FIELDS = MULTIPLY + LARGEST_GROUP + 1  # functions by the size of the group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuMatrix:
+    """A weight [rows, columns]. Implements ops.Matrix.
+
+    Owns: `data`, which keeps the memory at `address` mapped.
+    """
+
+    rows: int
+    columns: int
+    tensor_type: TensorType
+    address: int
+    layout: I64Array
+    data: AnyArray
+
+
+def load_matrix(file: GgufFile, tensor_name: str) -> CpuMatrix:
+    """A two-dimensional tensor of the file, or a vector as a matrix of one row.
+
+    Raises: ValueError if it has more dimensions or its rows are not whole blocks.
+    """
+    tensor = file.tensor(tensor_name)
+    if len(tensor.shape) > 2:
+        raise ValueError(f"{tensor_name} is {tensor.shape}, not a matrix")
+    rows, columns = tensor.num_rows, tensor.columns
+    return as_matrix(file.tensor_bytes(tensor_name), tensor.tensor_type, rows, columns)
+
+
+def as_matrix(data: U8Array, tensor_type: TensorType, rows: int, columns: int) -> CpuMatrix:
+    """Stored bytes as a matrix, in place. Shapes: data [num_bytes] uint8."""
+    num_bytes = rows * tensor_type.row_bytes(columns)
+    if data.shape != (num_bytes,) or data.dtype != np.uint8 or not data.flags.c_contiguous:
+        raise ValueError(f"{data.dtype} {data.shape}, expected {num_bytes} contiguous bytes")
+    return CpuMatrix(
+        rows=rows,
+        columns=columns,
+        tensor_type=tensor_type,
+        address=data.ctypes.data,
+        layout=row_layout(tensor_type, columns),
+        data=data,
+    )
+
+
+def row_layout(tensor_type: TensorType, columns: int) -> I64Array:
+    """How kernels read rows of a type; compiles what they call.
+
+    ``UNPACK`` is 0 where rows are multiplied as float32 through ``FLOAT_ROWS``, with ``EXPAND`` as
+    float_tile wants it. Shapes: result [NUM_FIELDS] int64.
+    """
+    layout = np.zeros(NUM_FIELDS, np.int64)
+    layout[ROW_BYTES] = tensor_type.row_bytes(columns)
+    layout[COLUMNS] = columns
+    if has_panels(tensor_type):
+        functions = panel_functions(tensor_type)
+        layout[UNPACK] = functions.unpack.address
+        layout[MULTIPLY_ONE] = functions.multiply_one.address
+        for size, multiply in functions.multiply.items():
+            layout[MULTIPLY + size] = multiply.address
+    else:
+        is_plain = tensor_type in _PLAIN
+        layout[EXPAND] = _PLAIN[tensor_type] if is_plain else expand_function(tensor_type).address
+        layout[FLOAT_ROWS] = float_tile.float_rows(_PLAIN.get(tensor_type)).address
+    return layout

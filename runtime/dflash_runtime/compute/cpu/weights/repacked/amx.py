@@ -1,0 +1,123 @@
+"""Panels times 16 tokens by tiles: two products at a time, with the bits of the other kernels.
+
+While the CPU scales the sums of two products, its tiles work on the next two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash_runtime.compute.cpu.compile.tiers import current_tier
+from dflash_runtime.compute.cpu.simd.emitting import I8, I64, Vec, load
+from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
+from dflash_runtime.compute.cpu.simd.tiles import (
+    NUM_TOKENS,
+    SUMS_BYTES,
+    emit_begin,
+    emit_end,
+    emit_product,
+)
+from dflash_runtime.compute.cpu.simd.types import i64, primitive, void
+from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
+from dflash_runtime.compute.cpu.weights.repacked.kernels import (
+    OFFSETS_AT,
+    SCALES_AT,
+    Records,
+    scaled,
+)
+from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, WORDS
+
+
+@primitive(void, i64)
+def begin_tiles(builder: Any, num_vectors: Any) -> None:
+    """To be called before a part of a set that has groups of 16; nothing on other tiers."""
+    _if_tiles(builder, num_vectors, emit_begin)
+
+
+@primitive(void, i64)
+def end_tiles(builder: Any, num_vectors: Any) -> None:
+    """Follows `begin_tiles` with the same argument."""
+    _if_tiles(builder, num_vectors, emit_end)
+
+
+def _if_tiles(builder: Any, num_vectors: Any, emit: Callable[[Any], None]) -> None:
+    if current_tier() is Tier.AMX:
+        with builder.if_then(builder.icmp_signed(">=", num_vectors, I64(NUM_TOKENS))):
+            emit(builder)
+
+
+def multiplying_by_tiles(scales_a_block: int) -> Callable[..., Any]:
+    """``multiply(panel, num_blocks, records, totals)``, see kernels; tiles must have begun."""
+
+    @primitive(void, i64, i64, i64, i64)
+    def multiply(builder: Any, panel: Any, num_blocks: Any, records: Any, totals: Any) -> None:
+        emit_multiply(builder, scales_a_block, panel, num_blocks, records, totals)
+
+    return multiply
+
+
+def emit_multiply(
+    builder: Any, scales_a_block: int, panel: Any, num_blocks: Any, records: Any, totals: Any
+) -> None:
+    """A pair of products is that of two blocks, or of the two halves of one."""
+    with builder.goto_entry_block():
+        room = builder.alloca(ir.ArrayType(I8, 4 * SUMS_BYTES))  # numba's way would fill it
+    room.align = 64
+    sums = Vec(builder, builder.ptrtoint(room, I64))  # of two pairs in turn
+    place = Vec(builder, totals)
+    kept = [cgutils.alloca_once(builder, LANES) for _ in range(NUM_TOKENS)]
+    for token in range(NUM_TOKENS):
+        builder.store(load(place + 64 * token, LANES).value, kept[token])
+    last = builder.sub(num_blocks, I64(1))
+    is_whole = scales_a_block == 1
+    num_pairs = builder.lshr(builder.add(num_blocks, I64(1)), I64(1)) if is_whole else num_blocks
+
+    def blocks_of(pair: Any) -> list[Any]:
+        if not is_whole:
+            return [pair, pair]
+        first = builder.shl(pair, I64(1))
+        second = builder.or_(first, I64(1))
+        # An odd block's partner is itself: computed and ignored.
+        is_there = builder.icmp_signed("<=", second, last)
+        return [first, builder.select(is_there, second, first)]
+
+    def sums_of(pair: Any, index: int) -> Vec:
+        turn = Vec(builder, builder.and_(pair, I64(1)))
+        return sums + turn * (2 * SUMS_BYTES) + index * SUMS_BYTES
+
+    def multiply_pair(pair: Any) -> None:
+        for index, block in enumerate(blocks_of(pair)):
+            half = 0 if is_whole else index
+            quants = Vec(builder, panel) + Vec(builder, block) * 512 + 256 * half
+            x = Records(Vec(builder, records), NUM_TOKENS).block(Vec(builder, block))
+            out = sums_of(pair, index)
+            emit_product(builder, scales_a_block, index, quants, x.quants_at + 16 * half, out)
+
+    def scale(pair: Any, index: int, block: Any) -> None:
+        part = 0 if is_whole else index
+        at = Vec(builder, panel) + Vec(builder, block) * (64 * scales_a_block) + 64 * part
+        factor, offset = load(at + SCALES_AT, LANES), load(at + OFFSETS_AT, LANES)
+        x = Records(Vec(builder, records), NUM_TOKENS).block(Vec(builder, block))
+        out = sums_of(pair, index)
+        for token in range(NUM_TOKENS):
+            integers = load(out + 64 * token, WORDS)
+            x_sum = x.sum(token, scales_a_block, part)
+            total = Vec(builder, builder.load(kept[token]))
+            total = scaled(total, integers, factor, offset, x.scale(token), x_sum)
+            builder.store(total.value, kept[token])
+
+    multiply_pair(I64(0))
+    with cgutils.for_range(builder, num_pairs) as loop:
+        pair, following = loop.index, builder.add(loop.index, I64(1))
+        with builder.if_then(builder.icmp_signed("<", following, num_pairs)):
+            multiply_pair(following)
+        first, second = blocks_of(pair)
+        scale(pair, 0, first)
+        if is_whole:
+            with builder.if_then(builder.icmp_signed("!=", first, second)):
+                scale(pair, 1, second)
+        else:
+            scale(pair, 1, second)
+    for token in range(NUM_TOKENS):
+        Vec(builder, builder.load(kept[token])).store(place + 64 * token)

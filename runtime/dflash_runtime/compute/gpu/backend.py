@@ -1,0 +1,330 @@
+"""The GPU backend: a device, its operations, and the experts on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.ops import KvCache, KvType, Model
+from dflash_adapters.quant import TensorType
+from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
+from dflash_protocol.device import Device
+from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
+from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
+from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
+from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.devices import DeviceMemory
+from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
+from dflash_runtime.compute.gpu.experts.recorded_experts import RecordedExperts
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
+from dflash_runtime.compute.gpu.layers.matrix import Uploader
+from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
+from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
+from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.room import (
+    Room,
+    cache_bytes,
+    experts_bytes,
+    logits_bytes,
+    weights_bytes,
+    work_bytes,
+)
+from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
+from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
+
+_LOG = logging.getLogger(__name__)
+
+MAX_CHUNK = 4096
+"""Tokens of a chunk of a prompt: the more, the less often matrices are made halves of."""
+
+HALVED_FROM = 1536
+"""Tokens of a chunk that goes through the layers as two halves while others compute experts: fewer
+take longer to launch, and to make halves of matrices for twice, than they would stand still."""
+
+_SCRATCH_BYTES = 1 << 30
+"""For matrices as halves: all experts of a layer of a 30B model at once."""
+
+_LEFT_BYTES = 256 << 20
+"""What must stay free beside weights of prompts: they are not worth a failure of something else."""
+
+_HEAD_ROWS = 512
+"""Rows of logits that are computed at once."""
+
+KERNEL_VERSION = 1
+"""To be raised with every change that changes bits."""
+
+
+class CupyBackend:
+    """Implements backend.ComputeBackend.
+
+    A model is run by one thread; banks may be loaded and asked by others meanwhile.
+    Owns: the device that it has opened, and with it all memory on it.
+    """
+
+    name = "cupy"
+    is_host = False
+
+    def __init__(
+        self,
+        device: Device | KernelDevice,
+        *,
+        max_chunk: int = MAX_CHUNK,
+        scratch_bytes: int = _SCRATCH_BYTES,
+        halved_from: int = HALVED_FROM,
+        memory: Callable[[], DeviceMemory] | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        """`memory` says what is free; nothing is checked beforehand without it, unless the device
+        is opened here. Kernels of that one are kept in `cache_dir`, as `cache_folder` has it.
+
+        Raises: DeviceUnavailable, KernelCompileError.
+        """
+        self._undo = contextlib.ExitStack()
+        if isinstance(device, Device):
+            opened = CupyDevice(device, cache=BinaryCache(cache_dir=cache_dir))
+            self._undo.callback(opened.close)
+            device, memory = opened, opened.memory
+        self.device: KernelDevice = device
+        self.numeric_class = f"cupy-{KERNEL_VERSION}/{device.capabilities.architecture}"
+        # Fewer tokens than that are a step's kernels' work, which have other bits.
+        self.chunking = Chunking(
+            max_chunk,
+            max_chunk,
+            invariant_from=MOST_TOKENS + 1,
+            halved_from=max(halved_from, 2 * (MOST_TOKENS + 1)),
+        )
+        self.trial_batches = (
+            *((Phase.DECODE, size) for size in STEP_SIZES),
+            (Phase.PREFILL, max_chunk),
+        )
+        self._memory = memory
+        self._scratch_bytes = scratch_bytes
+        self._lock = threading.RLock()
+        try:
+            self._uploader = Uploader(device)
+            self.ops = CupyOps(
+                device,
+                self._uploader,
+                max_chunk=max_chunk,
+                scratch_bytes=scratch_bytes,
+                lock=self._lock,
+            )
+        except BaseException:
+            self._undo.close()
+            raise
+        self._mail = CupyMail(device, self._lock)
+        self._recorded_experts = RecordedExperts(self.ops)
+        self._offload: ExpertOffload | None = None
+
+    @property
+    def mover(self) -> PayloadMover:
+        """As backend.ComputeBackend.mover: there always is one."""
+        return self.ops.payload
+
+    @property
+    def mail(self) -> CupyMail:
+        """As backend.ComputeBackend.mail: there always is one."""
+        return self._mail
+
+    def free_memory_bytes(self) -> int:
+        """As backend.ComputeBackend; what is not known is 0."""
+        return 0 if self._memory is None else self._memory().free_bytes
+
+    def require_room(
+        self,
+        file: GgufFile,
+        experts: Iterable[tuple[MoeLayer, int]],
+        *,
+        kv_layers: tuple[KvLayer, ...] = (),
+        recurrent: tuple[RecurrentLayer, ...] = (),
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+    ) -> None:
+        """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
+        given = list(experts)
+        layers = [layer for layer, _ in given]
+        work = 0
+        if not self.ops.chunks.has_worked:
+            work = work_bytes(
+                layers, max_chunk=self.chunking.preferred, scratch_bytes=self._scratch_bytes
+            )
+        if kv_layers:
+            work += logits_bytes(file, _HEAD_ROWS)
+        room = Room(
+            experts_bytes(file, given),
+            weights=weights_bytes(file, layers) if kv_layers else 0,
+            cache=cache_bytes(kv_layers, num_positions, kv_type) + state_bytes(recurrent),
+            scratch=work,
+        )
+        if self._memory is not None:
+            with self._lock:
+                self.device.trim()
+            room.require(self.device.name, self._memory())
+
+    def load_experts(
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
+    ) -> CupyExpertBank:
+        """Raises: UnsupportedModel, DeviceOutOfMemory."""
+        with self._lock:
+            by_global, by_local = load_resident(
+                self.device, self._uploader, file, layer=layer, global_expert_ids=global_expert_ids
+            )
+            self.ops.chunks.expect_experts(by_global)
+        return CupyExpertBank(
+            self.ops, by_global, by_local, recorded=self._recorded_experts, lock=self._lock
+        )
+
+    def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+        """A bank's memory goes with it; here it goes on to whoever else wants it."""
+        with self._lock:
+            self._recorded_experts.forget_dropped()
+            self.device.trim()
+
+    def to_host(self, rows: Any) -> F32Array:
+        """As backend.ComputeBackend.to_host."""
+        return self.ops.to_host(rows)
+
+    def likeliest(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.likeliest."""
+        return self.ops.likeliest(logits)
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """As backend.ComputeBackend.joined."""
+        return self.ops.joined(parts)
+
+    def moe(
+        self,
+        banks: Mapping[int, ExpertBank],
+        phase: Phase,
+        elsewhere: OtherExperts | None,
+    ) -> DeviceMoe:
+        """As backend.ComputeBackend.moe; without `elsewhere` all that is in the banks is used."""
+        resident = self._resident(banks, elsewhere)
+        offload = self._offload if phase is Phase.PREFILL else None
+        return DeviceMoe(self.ops, resident, phase, elsewhere=elsewhere, offload=offload)
+
+    def offload_prompts(
+        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+    ) -> None:
+        """As backend.ComputeBackend.offload_prompts."""
+        self._close_offload()
+        if not elsewhere.may_offload:
+            return
+        here = ((layer, elsewhere.experts_here(layer.layer_id)) for layer in layers)
+        missing = {layer.layer_id: (layer, ~some) for layer, some in here if not some.all()}
+        if not missing:
+            return
+        try:
+            num_bytes = offload_bytes(missing)
+            if self._memory is not None:
+                self.device.trim()
+                room = Room(0, scratch=_LEFT_BYTES, offload=num_bytes)
+                room.require(self.device.name, self._memory())
+            self._offload = ExpertOffload(self.ops, file, missing, uploader=self._uploader)
+            self._offload.prepare()
+        except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
+            self._close_offload()
+            # docs (parent): there is no room on the device for two layers' experts beside all else,
+            # or no memory can be locked, or no kernel reads them; prompts take as long as their
+            # owners do
+            _LOG.warning("experts of prompts stay with their owners: %s", str(error))
+        else:
+            # docs (parent): how fast weights come from the file, and the memory on the device that
+            # is kept for them
+            _LOG.info(
+                "experts of prompts can be brought here at %.1f GB/s, through %.2f GiB on %s",
+                self._offload.bytes_per_s / 1e9,
+                num_bytes / 2**30,
+                self.device.name,
+            )
+
+    def _close_offload(self) -> None:
+        if self._offload is not None:
+            with contextlib.suppress(DeviceUnavailable):  # of a device that has failed
+                self._offload.close()
+            self._offload = None
+            self.device.trim()
+
+    def recorded_step(
+        self,
+        model: Model[Any],
+        cache: KvCache,
+        banks: Mapping[int, ExpertBank],
+        *,
+        elsewhere: OtherExperts,
+    ) -> RecordedStep:
+        """As backend.ComputeBackend.recorded_step: there always is one."""
+        assert isinstance(cache, DeviceKvCache)
+        resident = self._resident(banks, elsewhere)
+        layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
+        if all(layer is not None and layer.is_whole for layer in layers):
+            whole = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
+            return RecordedStep(self.ops, model, cache, moe=whole)
+        shared = SharedMoe(self.ops, resident, elsewhere)
+        mailed = MailedSteps(
+            self.ops,
+            model.spec.moe,
+            resident,
+            elsewhere=elsewhere,
+            keeper=self._mail.keeper,
+        )
+        return RecordedStep(self.ops, model, cache, moe=shared, mailed=mailed)
+
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+        """As backend.ComputeBackend.take_selections."""
+        taken: dict[int, I64Array] = {}
+        for layer_id, bank in banks.items():
+            assert isinstance(bank, CupyExpertBank)
+            counts = bank.by_global.take_selections(self.device)
+            if counts is not None:
+                taken[layer_id] = counts
+        return taken
+
+    def _resident(
+        self, banks: Mapping[int, ExpertBank], elsewhere: OtherExperts | None
+    ) -> dict[int, ResidentLayer]:
+        """What of the banks is to be computed here, by layer id."""
+        resident: dict[int, ResidentLayer] = {}
+        for layer_id, bank in banks.items():
+            assert isinstance(bank, CupyExpertBank)  # another backend's are never given to this one
+            layer: ResidentLayer | None = bank.by_global
+            if elsewhere is not None:
+                layer = bank.by_global.only(self.device, elsewhere.experts_here(layer_id))
+            if layer is not None:
+                resident[layer_id] = layer
+        return resident
+
+    def warm_up(
+        self,
+        tensor_types: Iterable[TensorType],
+        *,
+        kv_type: KvType | None = None,
+        is_recurrent: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Nothing: kernels are compiled for a model's shapes, when it is first tried."""
+
+    def rest(self) -> None:
+        """Nothing: no thread here waits for work."""
+
+    def close(self) -> None:
+        """Give back the device with all that it holds, of whatever nothing refers to any more."""
+        with contextlib.suppress(DeviceUnavailable):  # one that has failed is left all the same
+            self.device.synchronize()
+        self._close_offload()
+        self._recorded_experts.close()
+        self._mail.close()
+        del self.ops, self._uploader, self._recorded_experts
+        self._undo.close()

@@ -1,0 +1,1 @@
+"""Devices: memory, streams, graphs, drivers, and compiling at run time."""

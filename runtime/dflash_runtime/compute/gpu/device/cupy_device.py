@@ -1,0 +1,500 @@
+"""A real device: CuPy holds its memory, the driver table does all else.
+
+Imports CuPy when a device is opened, not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_protocol.device import Device
+from dflash_protocol.errors import (
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    SettingsError,
+    one_line,
+)
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
+from dflash_runtime.compute.gpu.device.capabilities import Vendor
+from dflash_runtime.compute.gpu.device.device import (
+    NANOSECONDS_PER_MS,
+    DeviceArray,
+    Graph,
+    Grid,
+    address,
+    check_args,
+)
+from dflash_runtime.compute.gpu.device.devices import (
+    VENDORS,
+    DeviceMemory,
+    capabilities_of,
+    memory_of,
+)
+from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
+from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
+from dflash_runtime.compute.gpu.device.rtc import KernelCompiler, runtime_compiler
+from dflash_runtime.compute.gpu.device.side_stream import CupyMark, CupySideStream, Events
+
+_OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
+"""Device indices and memory pools of closed devices that still had arrays, as an error's traceback
+may keep some. CuPy does not give the driver what they leave in their pool later."""
+
+
+@dataclass(frozen=True)
+class CupyKernel:
+    """A function on the device."""
+
+    name: str
+    handle: int
+    args: type[ctypes.Structure]
+
+
+class CupyModule:
+    """Machine code on the device."""
+
+    def __init__(self, device: CupyDevice, handle: int) -> None:
+        self._device = device
+        self.handle = handle
+
+    def kernel(self, name: str, args: type[ctypes.Structure]) -> CupyKernel:
+        """As KernelModule.kernel."""
+        return self._device.kernel_of(self.handle, name, args)
+
+
+class CupyGraph:
+    """Launches that the driver has recorded."""
+
+    def __init__(self, driver: Driver, *, index: int, stream: int, executable: int) -> None:
+        self._driver = driver
+        self._index = index
+        self._stream = stream
+        self._executable: int | None = executable
+
+    def replay(self) -> None:
+        """As Graph.replay."""
+        self.replay_in(self._stream)
+
+    def replay_in(self, stream: int) -> None:
+        """The same in another stream of the driver."""
+        if self._executable is None:
+            raise SettingsError("a graph that was closed is replayed")
+        self._driver.use(self._index)
+        self._driver.launch_graph(self._executable, stream)
+
+    def close(self) -> None:
+        """As Graph.close; closing twice does nothing."""
+        if self._executable is not None:
+            self._driver.use(self._index)
+            self._driver.destroy_graph(self._executable)
+            self._executable = None
+
+
+class CupyQueue:
+    """Implements device.Queue."""
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._driver, self._index = driver, index
+        driver.use(index)
+        self._stream: int | None = driver.create_stream()
+
+    def replay(self, graph: Graph) -> None:
+        """As Queue.replay."""
+        assert isinstance(graph, CupyGraph)
+        assert self._stream is not None
+        graph.replay_in(self._stream)
+
+    def synchronize(self) -> None:
+        """As Queue.synchronize."""
+        assert self._stream is not None
+        self._driver.use(self._index)
+        self._driver.synchronize_stream(self._stream)
+
+    def close(self) -> None:
+        """As Queue.close."""
+        if self._stream is not None:
+            self._driver.use(self._index)
+            self._driver.destroy_stream(self._stream)
+            self._stream = None
+
+
+class CupyPeerMemory:
+    """Implements device.PeerMemory: ours, or another process's."""
+
+    def __init__(self, driver: Driver, index: int, *, num_bytes: int, handle: bytes = b"") -> None:
+        """New memory of so many bytes, or what the handle is of, if it has so many."""
+        self._driver, self._index = driver, index
+        self._is_ours = not handle
+        driver.use(index)
+        if self._is_ours:
+            self.device_address, self.handle = driver.export_memory(num_bytes)
+        else:
+            self.device_address, self.handle = driver.import_memory(handle, num_bytes), handle
+
+    def close(self) -> None:
+        """As PeerMemory.close."""
+        if self.device_address:
+            self._driver.use(self._index)
+            give_back = self._driver.free if self._is_ours else self._driver.close_memory
+            give_back(self.device_address)
+            self.device_address = 0
+
+
+class CupyHostMapping:
+    """Locked memory of the host."""
+
+    def __init__(self, driver: Driver, index: int, array: AnyArray) -> None:
+        self._driver = driver
+        self._index = index
+        self._array: AnyArray | None = array  # which must not go before the mapping
+        self.device_address = driver.register_host(address(array), array.nbytes)
+
+    def close(self) -> None:
+        """As HostMapping.close; closing twice does nothing."""
+        if self._array is not None:
+            self._driver.use(self._index)
+            self._driver.unregister_host(address(self._array))
+            self._array = None
+
+
+class CupyCopyStream:
+    """A stream of its own."""
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._driver = driver
+        self._index = index
+        self._stream: int | None = driver.create_stream()
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """As CopyStream.write."""
+        assert source.flags.c_contiguous
+        assert source.nbytes == destination.nbytes
+        self._driver.use(self._index)
+        self._driver.copy(
+            address(destination), address(source), source.nbytes, stream=self._opened()
+        )
+
+    def wait(self) -> None:
+        """As CopyStream.wait."""
+        self._driver.use(self._index)
+        self._driver.synchronize_stream(self._opened())
+
+    def close(self) -> None:
+        """As CopyStream.close."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            self._driver.use(self._index)
+            self._driver.destroy_stream(stream)
+
+    def _opened(self) -> int:
+        if self._stream is None:
+            raise SettingsError("a copy stream that was closed is used")
+        return self._stream
+
+
+class CupyDevice:
+    """Implements KernelDevice."""
+
+    def __init__(
+        self, device: Device, *, lanes: int | None = None, cache: BinaryCache | None = None
+    ) -> None:
+        """`lanes` may be 64 where warps have 32, for tests of kernels.
+
+        Raises: DeviceUnavailable if there is no such device, driver, compiler or CuPy;
+        SettingsError if our kernels cannot run on it.
+        """
+        self.name = str(device)
+        self._cupy = _import_cupy(device)
+        self._index = device.index
+        self._driver = driver = open_driver(VENDORS[device.kind])
+        count = driver.device_count()
+        if device.index >= count:
+            raise DeviceUnavailable(f"{device}: the driver sees {count} devices of this kind")
+        self.capabilities = capabilities_of(driver, device.index)
+        self.lanes = self.capabilities.lanes if lanes is None else lanes
+        self.num_multiprocessors = self._attribute(DeviceAttribute.MULTIPROCESSORS)
+        self.max_shared_bytes = self._attribute(DeviceAttribute.MAX_SHARED_BYTES)
+        self.uuid = bytes.fromhex(driver.device_uuid(device.index))
+        # NVIDIA's kernels read nanoseconds, AMD's a clock of so many kHz, that is ticks a ms.
+        is_hip = driver.vendor is Vendor.HIP
+        self.ticks_per_ms = (
+            self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else NANOSECONDS_PER_MS
+        )
+        newest = driver.version() // 1000 if driver.vendor is Vendor.CUDA else None
+        self._compiler = KernelCompiler(
+            runtime_compiler(driver.vendor, newest),
+            self.capabilities,
+            lanes=self.lanes,
+            cache=cache,
+        )
+        self._modules: dict[tuple[str, tuple[str, ...]], CupyModule] = {}
+        self._is_recording = False
+        self._is_closed = False
+        driver.use(device.index)
+        self.stream = driver.create_stream()
+        """The driver's handle of the stream that everything runs on."""
+        self._sides: dict[str, CupySideStream] = {}
+        self._events = Events(driver)
+        # A block is taken again as soon as nothing refers to it. That is safe because all that uses
+        # it runs in the order of our one stream.
+        self._pool = self._cupy.cuda.MemoryPool()
+        self._empty_outlived_pools()
+        self.capabilities.log(f"{device} ({driver.device_name(device.index)})")
+
+    def memory(self) -> DeviceMemory:
+        """What is free now. Raises: DeviceUnavailable."""
+        return memory_of(self._driver, self._index)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """As KernelDevice.empty."""
+        sizes = (shape,) if isinstance(shape, int) else shape
+        if self._is_recording:  # naming what is wanted takes longer than having it
+            self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
+        self.use()
+        num_bytes = prod(sizes) * np.dtype(dtype).itemsize
+        try:
+            with self._cupy.cuda.Device(self._index):
+                memory = self._pool.malloc(num_bytes)
+                array: DeviceArray = self._cupy.ndarray(shape, dtype, memptr=memory)
+                return array
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            found = self.memory()
+            raise DeviceOutOfMemory(
+                self.name,
+                num_bytes=num_bytes,
+                free_bytes=found.free_bytes,
+                total_bytes=found.total_bytes,
+            ) from error
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """As KernelDevice.zeros."""
+        array = self.empty(shape, dtype)
+        if array.nbytes:
+            self._driver.clear(address(array), array.nbytes, self.stream)
+        return array
+
+    def upload(self, array: AnyArray) -> DeviceArray:
+        """As KernelDevice.upload."""
+        copy = self.empty(array.shape, array.dtype)
+        self.write(copy, array)
+        return copy
+
+    def write(self, destination: DeviceArray, source: AnyArray) -> None:
+        """As KernelDevice.write."""
+        self._begin("write")
+        source = np.ascontiguousarray(source)
+        if source.nbytes != destination.nbytes:
+            raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
+        if source.nbytes:
+            self._driver.copy(
+                address(destination), address(source), source.nbytes, stream=self.stream
+            )
+            # Not every driver has read the source when it returns.
+            self._driver.synchronize_stream(self.stream)
+
+    def download(self, array: DeviceArray) -> AnyArray:
+        """As KernelDevice.download."""
+        self._begin("download")
+        self._driver.synchronize_stream(self.stream)
+        given: Any = array
+        with self._cupy.cuda.Device(self._index):
+            copy: AnyArray = given.get()
+        return copy
+
+    def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
+        """As KernelDevice.copy."""
+        self._begin("copy")
+        if source.nbytes != destination.nbytes:
+            raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
+        if source.nbytes:
+            self._driver.copy(
+                address(destination), address(source), source.nbytes, stream=self.stream
+            )
+
+    def module(self, file: str, defines: Defines) -> CupyModule:
+        """As KernelDevice.module."""
+        self._begin(f"load {file}")
+        key = file, define_options(defines)
+        if key not in self._modules:
+            binary = self._compiler.binary(file, defines)
+            self._modules[key] = CupyModule(self, self._driver.load_module(binary))
+        return self._modules[key]
+
+    def prepare(self, kernels: list[tuple[str, Defines]], *, num_threads: int) -> None:
+        """Compile several files side by side, so that `module` finds them on the disk.
+
+        Raises: KernelCompileError.
+        """
+        self._compiler.prepare(kernels, num_threads=num_threads)
+
+    def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
+        """A function that may use all the shared memory there is."""
+        self._begin("load a kernel")
+        driver = self._driver
+        handle = driver.module_function(module, name)
+        num_bytes = driver.parameter_bytes(handle)
+        if num_bytes is not None:
+            check_args(name, num_bytes, args)
+        static = driver.function_attribute(handle, FunctionAttribute.STATIC_SHARED_BYTES)
+        driver.set_function_attribute(
+            handle, FunctionAttribute.MAX_DYNAMIC_SHARED_BYTES, self.max_shared_bytes - static
+        )
+        if self.capabilities.large_clusters:
+            driver.set_function_attribute(handle, FunctionAttribute.LARGE_CLUSTERS_ALLOWED, 1)
+        return CupyKernel(name, handle, args)
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: Grid,
+        block: int,
+        args: ctypes.Structure,
+        *,
+        shared_bytes: int = 0,
+        overlaps_previous: bool = True,
+        stream: int | None = None,
+    ) -> None:
+        """As KernelDevice.launch; in a side stream, if that is given."""
+        assert isinstance(kernel, CupyKernel)
+        if not isinstance(args, kernel.args):
+            raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
+        if block % self.lanes:  # the others of the last logical warp would be waited for for ever
+            raise SettingsError(f"{kernel.name}: {block} threads are no logical warps")
+        self._driver.use(self._index)
+        self._driver.launch(
+            kernel.handle,
+            grid,
+            block,
+            args=args,
+            shared_bytes=shared_bytes,
+            stream=self.stream if stream is None else stream,
+            overlaps_previous=overlaps_previous and self.capabilities.dependent_launch,
+        )
+
+    def capture(self, record: Callable[[], None]) -> CupyGraph:
+        """As KernelDevice.capture."""
+        self._begin("capture")
+        self._is_recording = True
+        try:
+            executable = self._driver.capture(self.stream, record)
+        finally:
+            self._is_recording = False
+        return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
+
+    def new_queue(self) -> CupyQueue:
+        """As KernelDevice.new_queue."""
+        self._begin("make a stream")
+        return CupyQueue(self._driver, self._index)
+
+    def export_memory(self, num_bytes: int) -> CupyPeerMemory:
+        """As KernelDevice.export_memory."""
+        self._begin("export memory")
+        return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
+
+    def import_memory(self, handle: bytes, num_bytes: int) -> CupyPeerMemory:
+        """As KernelDevice.import_memory."""
+        self._begin("import memory")
+        return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes, handle=handle)
+
+    def map_host(self, array: AnyArray) -> CupyHostMapping:
+        """As KernelDevice.map_host."""
+        self._begin("map memory")
+        return CupyHostMapping(self._driver, self._index, array)
+
+    def copy_stream(self) -> CupyCopyStream:
+        """As KernelDevice.copy_stream."""
+        self._begin("open a stream")
+        return CupyCopyStream(self._driver, self._index)
+
+    def trim(self) -> None:
+        """As KernelDevice.trim."""
+        self._begin("free memory")
+        with self._cupy.cuda.Device(self._index):
+            self._pool.free_all_blocks()
+
+    def mark(self) -> CupyMark:
+        """As KernelDevice.mark."""
+        self._begin("mark")
+        return self._events.record(self.stream)
+
+    def side_stream(self, name: str) -> CupySideStream:
+        """As KernelDevice.side_stream."""
+        side = self._sides.get(name)
+        if side is None:
+            self._begin("make a stream")
+            side = self._sides[name] = CupySideStream(
+                self._driver, self._index, name=self.name, launch=self.launch
+            )
+        return side
+
+    def use(self) -> None:
+        """Calls of this thread mean this device from now on."""
+        self._driver.use(self._index)
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        """As KernelDevice.synchronize."""
+        self._begin("synchronise")
+        self._driver.synchronize_stream(self.stream, deadline_s)
+
+    def close(self) -> None:
+        """Give back every byte of whatever no array refers to any more. Twice does nothing.
+
+        Graphs and mappings are closed by who has made them, before.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
+            self._driver.use(self._index)
+            for side in self._sides.values():
+                side.close()
+            self._driver.synchronize_stream(self.stream)
+            self._events.close()
+            for module in self._modules.values():
+                self._driver.unload_module(module.handle)
+            _OUTLIVED_POOLS.append((self._index, self._pool))
+            self._empty_outlived_pools()
+            self._driver.destroy_stream(self.stream)
+        self._modules.clear()
+
+    def _empty_outlived_pools(self) -> None:
+        """Give the driver what arrays of closed devices have left in their pools."""
+        for _ in range(len(_OUTLIVED_POOLS)):
+            index, pool = _OUTLIVED_POOLS.popleft()
+            with self._cupy.cuda.Device(index):
+                pool.free_all_blocks()
+            if pool.total_bytes():
+                _OUTLIVED_POOLS.append((index, pool))
+
+    def _begin(self, what: str) -> None:
+        if self._is_recording:
+            raise DeviceUnavailable(f"cannot {what} while launches are recorded")
+        self._driver.use(self._index)
+
+    def _attribute(self, attribute: DeviceAttribute) -> int:
+        return self._driver.device_attribute(self._index, attribute)
+
+
+def _import_cupy(device: Device) -> Any:
+    """Raises: DeviceUnavailable if there is none, or one for another vendor."""
+    if device.kind not in VENDORS:
+        raise SettingsError(f"{device} is no GPU")
+    try:
+        cupy = importlib.import_module("cupy")
+        is_hip = bool(cupy.cuda.runtime.is_hip)
+    except Exception as error:  # libraries that it finds or does not find raise whatever they like
+        raise DeviceUnavailable(f"{device}: CuPy cannot be used: {one_line(str(error))}") from error
+    if is_hip != (VENDORS[device.kind] is Vendor.HIP):
+        raise DeviceUnavailable(f"{device}: the CuPy that is installed is for another vendor")
+    return cupy

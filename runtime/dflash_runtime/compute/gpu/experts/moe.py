@@ -1,0 +1,127 @@
+"""Routed experts of a GPU parent: those on its device without any work of the host.
+
+Where all of a layer's experts are on the device, nothing leaves it. Else the choice comes to the
+host, and unless all that was chosen is on the device, others are asked for their share; what is
+here is computed while they are at work. Rows of a chunk and sums that come back stay on the device
+unless somebody computes on a CPU; experts of such an owner may be computed here, see offload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dflash_protocol.batch import Hidden, Sums
+from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.gpu.device.buffers import Buffer
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
+from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.ops.ops import CupyOps
+
+
+class DeviceMoe:
+    """Implements ops.MoeBlock for one phase; `resident` has what is to be computed here.
+
+    `elsewhere` leaves out just that; it may be None if every layer is whole. `offload`, for chunks,
+    computes what would take others longer.
+    """
+
+    def __init__(
+        self,
+        ops: CupyOps,
+        resident: Mapping[int, ResidentLayer],
+        phase: Phase,
+        *,
+        elsewhere: OtherExperts | None,
+        offload: ExpertOffload | None = None,
+    ) -> None:
+        self._offload = offload
+        self._ops = ops
+        self._resident = resident
+        self._phase = phase
+        self._elsewhere = elsewhere
+
+    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+        """Raises: DaemonUnavailable if nobody can compute what is not here."""
+        assert isinstance(hidden, Normed | Rows)
+        assert isinstance(topk_ids, Chosen)
+        assert isinstance(topk_weights, Chosen)
+        layer, elsewhere = self._resident.get(layer_id), self._elsewhere
+        if self._phase is Phase.PREFILL or layer is None or not layer.is_whole:
+            self._ops.steps.choose(topk_ids)
+        sums = ExpertSums(layer, hidden, topk_ids, topk_weights, self._phase)
+        if elsewhere is None:
+            return sums
+        num_tokens, num_used = topk_ids.array.shape
+        if layer is None or not layer.is_whole:
+            device, both = self._ops.device, self._both(topk_ids, topk_weights)
+            ids = device.download(topk_ids.array) if both is None else both[0]
+            if layer is None or _has_others(layer.slot_of_expert, ids):
+                weights = device.download(topk_weights.array) if both is None else both[1]
+                sums.parts = self._parts(layer_id, sums, (ids, weights), elsewhere)
+                return sums
+            elsewhere.count_selections(layer_id, ids)
+        elsewhere.count_here(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
+        return sums
+
+    def _both(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array] | None:
+        """What was chosen, once that is done, if one copy brings it. Shapes: both [T, K]."""
+        if topk_ids.both is None or topk_ids.both is not topk_weights.both:
+            return None
+        both: I32Array = self._ops.device.download(topk_ids.both)
+        return both[0], both[1].view(np.float32)
+
+    def _parts(
+        self,
+        layer_id: int,
+        sums: ExpertSums,
+        chosen: tuple[I32Array, F32Array],
+        elsewhere: OtherExperts,
+    ) -> tuple[Buffer, ...]:
+        """Sums of what is here, if anything is, and of what is not.
+
+        Shapes: chosen [T, K], of global ids; all results [T, H] float64.
+        """
+        (ids, weights), offload = chosen, self._offload
+        hidden = self._hidden_of(sums)
+        offloaded = None if offload is None else offload.begin(layer_id, ids, elsewhere)
+        # Launched first: the device is at work while the host groups pairs, and while rows go out.
+        here = None if sums.layer is None else self._ops.sums_here(sums)
+        started = elsewhere.start(
+            layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
+        )
+        try:
+            if offload is not None and offloaded is not None:
+                here = offload.sums(layer_id, sums, experts=offloaded, before=here)
+        except BaseException:
+            if started is not None:
+                elsewhere.abandon(started)
+            raise
+        parts = () if here is None else (here,)
+        return parts if started is None else (*parts, self._on_device(elsewhere.finish(started)))
+
+    def _hidden_of(self, sums: ExpertSums) -> Hidden:
+        """The rows that experts are given; those of a chunk stay on the device.
+
+        They are a copy, which others may need while the device goes on with other rows.
+        """
+        if self._phase is not Phase.PREFILL:
+            return self._ops.hidden_of(sums)
+        return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
+
+    def _on_device(self, sums: Sums) -> Buffer:
+        """Sums of others. Shapes: sums [T, H]."""
+        if isinstance(sums, np.ndarray):
+            return self._ops.uploaded(sums)
+        return Buffer(self._ops.payload.array_of_sums(sums))
+
+
+def _has_others(slot_of_expert: I32Array, ids: I32Array) -> bool:
+    """Whether experts were chosen that are not here. Shapes: slot_of_expert [E]; ids [T, K]."""
+    if (slot_of_expert[ids[0]] < 0).any():  # of thousands, the first one's mostly tell
+        return True
+    return bool((slot_of_expert[ids] < 0).any())

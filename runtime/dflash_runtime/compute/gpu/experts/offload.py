@@ -1,0 +1,373 @@
+"""Experts of a chunk that others own, computed here: their weights come from the mapped file.
+
+::
+
+    file ──threads──► locked memory ──copies──► place 0 │ place 1 ──(laid out)──► products
+
+Layers take the two places in turn. While a layer is computed from one, the next layer's experts are
+on their way into the other: all of them where this layer's tokens have chosen nearly all of its
+own, else those that were chosen, once that is known. The parent maps the file anyway, for what
+becomes of a lost daemon's experts. Knows nothing of owners: `OtherExperts` says whose experts it is
+to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import ExpertProjection, MoeLayer
+from dflash_protocol.batch import group_by_expert
+from dflash_protocol.ids import I32Array, I64Array, Phase
+from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.gpu.device.buffers import Buffer
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.gpu.launch.layouts import is_native
+from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
+from dflash_runtime.compute.gpu.layers.values import ExpertSums
+from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Piece, Transfer
+
+_ALIGNMENT = 256
+_NUM_PLACES = 2
+_NEARLY_ALL = 0.75
+"""Of a layer's experts: when so many were chosen, the next layer's are copied unseen."""
+_TRIAL_BYTES = 128 << 20
+"""Copied twice at the start, to know how fast that is."""
+_TELLING_BYTES = 16 << 20
+"""A transfer of so much says something of how fast copies are."""
+_RATE_WEIGHT = 0.2
+
+Experts = npt.NDArray[np.bool_]
+"""Some of a layer's. Shapes: [E]."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Memory for the experts of one layer, as the file has them; whose they are now."""
+
+    memory: DeviceArray
+    layer_id: int = -1
+    loaded: Experts = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """What is there, or on its way."""
+    transfers: list[Transfer] = field(default_factory=list)
+    is_read: bool = False
+    """By kernels that may not have ended."""
+
+    def clear(self) -> None:
+        """Nothing is there, nor on its way."""
+        for transfer in self.transfers:
+            transfer.cancel()
+        self.transfers.clear()
+        self.layer_id = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """A layer that is not wholly here."""
+
+    layer: MoeLayer
+    missing: Experts
+    place: _Place
+    native: tuple[DeviceArray, ...]
+    """Of each projection, the missing experts one after another as the file has them."""
+    weights: tuple[DeviceArray, ...]
+    """The same as the device has them; the same arrays, where that is the same."""
+    resident: ResidentLayer
+    """All of them, as if they were here."""
+    some: tuple[Experts, ResidentLayer] | None = None
+    """Those that were to be computed last."""
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether some of it lies otherwise on the device than in the file."""
+        pairs = zip(self.native, self.weights, strict=True)
+        return any(native is not weights for native, weights in pairs)
+
+    @property
+    def slots(self) -> I64Array:
+        """Places of experts in the arrays, by expert, where they are missing. Shapes: [E]."""
+        return np.cumsum(self.missing) - 1
+
+
+class ExpertOffload:
+    """Computes experts of chunks with weights that are copied for them. Used by one thread.
+
+    Owns: memory on the device, and a FileCopier, until it is closed.
+    """
+
+    def __init__(
+        self,
+        ops: CupyOps,
+        file: GgufFile,
+        missing: Mapping[int, tuple[MoeLayer, Experts]],
+        *,
+        uploader: Uploader,
+        new_copier: Callable[[KernelDevice], FileCopier] = FileCopier,
+    ) -> None:
+        """`missing` are the experts that are not here, by layer id in the order of the model.
+
+        Raises: UnsupportedModel if there are no kernels for them; SettingsError, DeviceUnavailable.
+        """
+        for layer, _ in missing.values():
+            for each in layer.projections:
+                require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
+        self._ops = ops
+        self._device = device = ops.device
+        self._uploader = uploader
+        self._file = file
+        place_bytes, laid_out_bytes = _memory_of(missing)
+        self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(_NUM_PLACES)]
+        laid_out = device.empty(laid_out_bytes, np.uint8)
+        self._laid_out_of: tuple[int, bytes] | None = None
+        device.synchronize()  # what had this memory before must not be running any more
+        self._layers = {
+            layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES], laid_out)
+            for index, (layer_id, (layer, experts)) in enumerate(missing.items())
+        }
+        ids = list(missing)
+        self._following = dict(pairwise(ids))
+        self._bytes_per_s = self._last_ended_s = 0.0
+        self._copier = new_copier(device)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast weights come, as it was found at the start and since."""
+        return self._bytes_per_s
+
+    def prepare(self) -> None:
+        """Find out how fast copies are, and have every kernel compiled and all memory taken.
+
+        Raises: SettingsError, DeviceUnavailable, DeviceOutOfMemory among them.
+        """
+        tried: set[object] = set()
+        for layer_id, known in self._layers.items():
+            layer = known.layer
+            self._ops.chunks.expect_experts(known.resident)
+            kind = tuple((each.tensor_type, each.rows, each.columns) for each in layer.projections)
+            if kind not in tried:
+                tried.add(kind)
+                self._try_out(layer_id, known)
+        first_id, first = next(iter(self._layers.items()))
+        most = max(1, _TRIAL_BYTES // first.layer.expert_bytes)
+        some = first.missing & (first.slots < most)
+        for _ in range(2):  # the first time, pages come from the disk
+            first.place.clear()
+            self._load(first_id, some)
+            for transfer in first.place.transfers:
+                transfer.wait()
+                self._bytes_per_s = transfer.bytes_per_s()
+            first.place.transfers.clear()
+
+    def begin(self, layer_id: int, topk_ids: I32Array, elsewhere: OtherExperts) -> Experts | None:
+        """Decide whose experts of a layer are to be computed here, and have those of them that were
+        chosen copied; None if there are none. Everything launched for the chunk must have ended.
+
+        Shapes: topk_ids [T, K]; result [E]. Raises: ModelFileError if the file was written to.
+        """
+        known = self._layers.get(layer_id)
+        if known is None:
+            return None
+        wanted = self._wanted(layer_id, topk_ids, elsewhere)
+        if wanted is None:
+            return None
+        self._file.require_unwritten()
+        chosen = np.zeros(wanted.size, np.bool_)
+        chosen[topk_ids] = True
+        chosen &= wanted
+        self._load(layer_id, chosen)
+        following = self._following.get(layer_id)
+        if following is not None and chosen.sum() >= _NEARLY_ALL * wanted.sum():
+            unseen = self._wanted(following, None, elsewhere)
+            if unseen is not None:
+                self._load(following, unseen)
+        return wanted
+
+    def sums(
+        self, layer_id: int, sums: ExpertSums, *, experts: Experts, before: Buffer | None
+    ) -> Buffer:
+        """Sums of the pairs of these experts, which `begin` gave, added to those `before`.
+
+        Shapes: result [T, H] float64. Raises: DeviceUnavailable.
+        """
+        known = self._layers[layer_id]
+        resident = self._arrived(layer_id, known, experts)
+        return self._ops.chunks.sums_here(replace(sums, layer=resident), before)
+
+    def close(self) -> None:
+        """Give everything back. Twice does nothing."""
+        for place in self._places:
+            place.clear()
+        self._copier.close()
+        self._layers.clear()
+        self._places.clear()
+
+    def _wanted(
+        self, layer_id: int, topk_ids: I32Array | None, elsewhere: OtherExperts
+    ) -> Experts | None:
+        known = self._layers[layer_id]
+        expert_s = known.layer.expert_bytes / max(self._bytes_per_s, 1.0)
+        wanted = elsewhere.to_offload(layer_id, topk_ids, expert_s=expert_s)
+        if wanted is None or not (wanted & known.missing).any():
+            return None
+        return wanted & known.missing
+
+    def _load(self, layer_id: int, experts: Experts) -> None:
+        """Have these in the layer's place, or on their way there."""
+        known = self._layers[layer_id]
+        place = known.place
+        if place.layer_id != layer_id:
+            place.clear()
+            if place.is_read:
+                self._device.synchronize()
+                place.is_read = False
+            place.layer_id = layer_id
+            place.loaded = np.zeros(experts.size, np.bool_)
+        more = experts & ~place.loaded
+        if more.any():
+            runs = [
+                piece
+                for projection, native in zip(known.layer.projections, known.native, strict=True)
+                for piece in self._runs(projection, native, more, known.slots)
+            ]
+            place.transfers.append(self._copier.begin(runs))
+            place.loaded = place.loaded | more
+
+    def _runs(
+        self, projection: ExpertProjection, native: DeviceArray, experts: Experts, slots: I64Array
+    ) -> list[Piece]:
+        """Experts that follow each other in the file and on the device, as one each."""
+        size = projection.num_bytes
+        found: list[tuple[int, int, int, int]] = []  # shard, offset, first slot, experts
+        for global_expert_id in np.flatnonzero(experts).tolist():
+            shard, offset = projection.place_of(global_expert_id)
+            slot = int(slots[global_expert_id])
+            if found:
+                last_shard, begin, first, count = found[-1]
+                if (shard, offset, slot) == (last_shard, begin + count * size, first + count):
+                    found[-1] = shard, begin, first, count + 1
+                    continue
+            found.append((shard, offset, slot, 1))
+        return [
+            Piece(
+                self._file.region(shard, offset, count * size),
+                native[first * size : (first + count) * size],
+            )
+            for shard, offset, first, count in found
+        ]
+
+    def _arrived(self, layer_id: int, known: _Layer, experts: Experts) -> ResidentLayer:
+        """What was loaded of a layer, ready to be multiplied; `experts` are to be computed."""
+        place = known.place
+        assert place.layer_id == layer_id
+        try:
+            for transfer in place.transfers:
+                transfer.wait()
+                if transfer.num_bytes >= _TELLING_BYTES:
+                    rate = transfer.bytes_per_s(self._last_ended_s)
+                    self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
+                self._last_ended_s = max(self._last_ended_s, transfer.ended_s)
+        except BaseException:
+            place.clear()
+            raise
+        place.transfers.clear()
+        place.is_read = True
+        self._lay_out(layer_id, known)
+        if known.some is None or (known.some[0] != experts).any():
+            resident = known.resident.only(self._device, experts)
+            assert resident is not None
+            known.some = experts, resident
+        return known.some[1]
+
+    def _lay_out(self, layer_id: int, known: _Layer) -> None:
+        """Bring what is there into the device's layout, if that is another one."""
+        loaded = known.place.loaded
+        state = layer_id, loaded.tobytes()
+        if state == self._laid_out_of or not known.is_laid_out:
+            return
+        self._laid_out_of = state
+        bounds = np.flatnonzero(np.diff(loaded[known.missing], prepend=False, append=False))
+        for projection, native, weights in zip(
+            known.layer.projections, known.native, known.weights, strict=True
+        ):
+            if native is weights:
+                continue
+            size, laid_out_size = projection.num_bytes, expert_bytes(projection)
+            for first, end in bounds.reshape(-1, 2).tolist():
+                self._uploader.lay_out(
+                    native[first * size : end * size],
+                    weights[first * laid_out_size : end * laid_out_size],
+                    projection.tensor_type,
+                    columns=projection.columns,
+                )
+
+    def _made(
+        self, layer: MoeLayer, missing: Experts, place: _Place, laid_out: DeviceArray
+    ) -> _Layer:
+        """`laid_out` is memory for what does not lie on the device as in the file."""
+        num = int(missing.sum())
+        native: list[DeviceArray] = []
+        weights: list[DeviceArray] = []
+        begin = laid_out_begin = 0
+        for each in layer.projections:
+            end = begin + num * each.num_bytes
+            native.append(place.memory[begin:end])
+            begin = _aligned(end)
+            if is_native(each.tensor_type, each.columns):
+                weights.append(native[-1])
+                continue
+            laid_out_end = laid_out_begin + num * expert_bytes(each)
+            weights.append(laid_out[laid_out_begin:laid_out_end])
+            laid_out_begin = _aligned(laid_out_end)
+        ids = np.flatnonzero(missing)
+        resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))
+        return _Layer(layer, missing, place, tuple(native), tuple(weights), resident)
+
+    def _try_out(self, layer_id: int, known: _Layer) -> None:
+        """A chunk of the fewest tokens, all of which have chosen the same expert."""
+        layer, num_tokens = known.layer, MOST_TOKENS + 1
+        expert = np.zeros(layer.num_experts, np.bool_)
+        expert[np.flatnonzero(known.missing)[0]] = True
+        self._load(layer_id, expert)
+        resident = self._arrived(layer_id, known, expert)
+        batch = group_by_expert(
+            np.ones((num_tokens, layer.hidden_size), np.float32),
+            np.arange(num_tokens, dtype=np.int32),
+            np.full(num_tokens, np.flatnonzero(expert)[0], np.int32),
+            weights=np.ones(num_tokens, np.float32),
+            phase=Phase.PREFILL,
+        )
+        self._ops.chunks.sums_of_batch(resident, batch)
+        self._device.synchronize()
+
+
+def offload_bytes(missing: Mapping[int, tuple[MoeLayer, Experts]]) -> int:
+    """Memory on the device that an ExpertOffload takes for weights."""
+    place_bytes, laid_out_bytes = _memory_of(missing)
+    return _NUM_PLACES * place_bytes + laid_out_bytes
+
+
+def _memory_of(missing: Mapping[int, tuple[MoeLayer, Experts]]) -> tuple[int, int]:
+    """Bytes of a place, and for what has another layout on the device."""
+    place_bytes = laid_out_bytes = 0
+    for layer, experts in missing.values():
+        num = int(experts.sum())
+        native = sum(_aligned(num * each.num_bytes) for each in layer.projections)
+        laid_out = sum(
+            _aligned(num * expert_bytes(each))
+            for each in layer.projections
+            if not is_native(each.tensor_type, each.columns)
+        )
+        place_bytes, laid_out_bytes = max(place_bytes, native), max(laid_out_bytes, laid_out)
+    return place_bytes, laid_out_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,1 @@
+"""Launch records: for each kernel its arguments, what it is compiled for, and its grid."""

@@ -1,0 +1,178 @@
+"""What the launch records of decode kernels share: checks of arrays, rows on lanes.
+
+Knows nothing of any kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_adapters.quant import TensorType
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, num_units, row_bytes
+
+MOST_TOKENS = 8
+"""That a step's kernels take at once."""
+
+STEP_SIZES = (1, 2, 4, MOST_TOKENS)
+"""Numbers of tokens that steps are cut into, or filled up to: as few as will do, since each has
+kernels of its own."""
+
+GRANULE = 16
+"""Elements of a row of int8 activations that share a scale."""
+
+
+def padded_columns(columns: int) -> int:
+    """Elements of a row of int8 activations, padding included."""
+    return -(-columns // 256) * 256
+
+
+def meta_shape(rows: int, columns: int) -> tuple[int, int, int]:
+    """Shape of the float32 array beside int8 rows: scale, and scale times sum, of each granule."""
+    return rows, padded_columns(columns) // GRANULE, 2
+
+
+def staged_bytes(rows: int, columns: int, *, as_bytes: bool, as_floats: bool) -> int:
+    """Shared memory that rows of activations take in a block."""
+    padded = padded_columns(columns)
+    return rows * (as_bytes * (padded + padded // 2) + as_floats * 4 * padded)
+
+
+def check_shared_bytes(device: KernelDevice, num_bytes: int, what: str) -> int:
+    """The same number. Raises: ValueError if no block can have so much."""
+    if num_bytes > device.max_shared_bytes:
+        raise ValueError(
+            f"{what} take {num_bytes} bytes of shared memory, {device.name} has "
+            f"{device.max_shared_bytes} for a block: use fewer tokens a step"
+        )
+    return num_bytes
+
+
+def team_lanes(num_units: int, most: int) -> int:
+    """How many lanes share a row: as many as possible with few of them idle at its end.
+
+    It decides the order of a row's sum, so it depends on nothing but the row and the device.
+    """
+    lanes = 1
+    while lanes * 2 <= most:
+        lanes *= 2
+    while lanes > 1 and 8 * -(-num_units // lanes) * lanes > 9 * num_units:
+        lanes //= 2
+    return lanes
+
+
+def check_columns(columns: int, tensor_types: tuple[TensorType, ...]) -> None:
+    """Raises: ValueError if rows of activations of this length cannot be multiplied."""
+    step = 4 if all(kind in FLOAT_TYPES for kind in tensor_types) else 32
+    if columns <= 0 or columns % step:
+        raise ValueError(f"{columns} columns are not a multiple of {step}")
+    for kind in tensor_types:
+        row_bytes(kind, columns)  # raises for a part of a block, or a type without layout
+
+
+def step_parts(num_tokens: int) -> list[slice]:
+    """How a step's kernels take so many tokens: at once, or more than MOST_TOKENS in parts."""
+    if num_tokens <= MOST_TOKENS:
+        return [slice(0, num_tokens)]
+    parts, first = [], 0
+    for size in STEP_SIZES[::-1]:
+        while num_tokens - first >= size:
+            parts.append(slice(first, first + size))
+            first += size
+    return parts
+
+
+def check_tokens(num_tokens: int) -> None:
+    """Raises: ValueError outside of 1 to MOST_TOKENS."""
+    if not 1 <= num_tokens <= MOST_TOKENS:
+        raise ValueError(f"T={num_tokens}, a step has 1 to {MOST_TOKENS} tokens")
+
+
+def units_of(tensor_type: TensorType, columns: int) -> int:
+    """Units of a row as the kernels take them: 64 quantised weights, or 16 bytes of floats."""
+    if tensor_type is TensorType.F32:
+        return -(-columns // 4)
+    return -(-columns // 8) if tensor_type in FLOAT_TYPES else num_units(columns)
+
+
+class ArrayChecker:
+    """Turns arrays into addresses, having checked them."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        family, _, index = device.name.partition(":")
+        self._name = device.name
+        self._device_id = None if family == "host" else int(index)
+
+    def address(self, name: str, array: DeviceArray, dtype: DTypeLike, **sizes: int) -> int:
+        """Where `array` begins. `sizes` are its dimensions in order, by shape letter.
+
+        Raises: ValueError naming the array, what it is and what is expected.
+        """
+        given: Any = array
+        expected = tuple(sizes.values())
+        if array.shape != expected or array.dtype != dtype:
+            letters = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)}, "
+                f"expected {np.dtype(dtype)} [{letters}]"
+            )
+        if getattr(given.device, "id", None) != self._device_id:
+            raise ValueError(f"{name} is on {given.device}, expected {self._name}")
+        return address(array)
+
+    def optional(self, name: str, array: DeviceArray | None, dtype: DTypeLike, **sizes: int) -> int:
+        """The same; 0 for None."""
+        return 0 if array is None else self.address(name, array, dtype, **sizes)
+
+    def weights(
+        self, name: str, array: DeviceArray, tensor_type: TensorType, *, rows: int, columns: int
+    ) -> int:
+        """The same for rows in the device's layout, of any shape."""
+        expected = rows * row_bytes(tensor_type, columns)
+        if array.dtype != np.uint8 or array.size != expected:
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)}, expected {expected} bytes: "
+                f"{rows} rows of {columns} {tensor_type.name}"
+            )
+        flat: DeviceArray = array.reshape(-1)
+        return self.address(name, flat, np.uint8, bytes=expected)
+
+
+def int8_rows(
+    arrays: ArrayChecker,
+    prefix: str,
+    *,
+    quants: DeviceArray | None,
+    meta: DeviceArray | None,
+    rows: int,
+    columns: int,
+) -> tuple[int, int]:
+    """Addresses of int8 rows and of what belongs to them."""
+    _, granules, two = meta_shape(rows, columns)
+    return (
+        arrays.address(
+            f"{prefix}quants",
+            given(f"{prefix}quants", quants),
+            np.int8,
+            T=rows,
+            padded=padded_columns(columns),
+        ),
+        arrays.address(
+            f"{prefix}meta",
+            given(f"{prefix}meta", meta),
+            np.float32,
+            T=rows,
+            granules=granules,
+            two=two,
+        ),
+    )
+
+
+def given(name: str, array: DeviceArray | None) -> DeviceArray:
+    """The array. Raises: ValueError if there is none."""
+    if array is None:
+        raise ValueError(f"{name} is missing")
+    return array

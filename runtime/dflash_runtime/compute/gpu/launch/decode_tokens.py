@@ -1,0 +1,281 @@
+"""Launch records of the small kernels of a decode step: embed, sample, quantise; repack."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import numpy as np
+
+from dflash_adapters.quant import TensorType
+from dflash_protocol.ids import I32Array
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.decode_arrays import (
+    ArrayChecker,
+    check_columns,
+    check_tokens,
+    int8_rows,
+)
+from dflash_runtime.compute.gpu.launch.layouts import row_bytes
+
+_THREADS = 256
+
+
+class RowChange(IntEnum):
+    """What is done to a row before it is quantised; the numbers are staging.cuh's."""
+
+    NORM = 0
+    NONE = 1
+    FACTORS = 4
+
+
+class EmbedArgs(ctypes.Structure):
+    """Mirrors embed.cu; the others their own files."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class SampleArgs(ctypes.Structure):
+    _fields_ = (
+        ("partials", ctypes.c_void_p),
+        ("num_partials", ctypes.c_int),
+        ("capacity", ctypes.c_int),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+    )
+
+
+class QuantiseRowsArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("norm_weight", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("quants", ctypes.c_void_p),
+        ("meta", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+class RepackArgs(ctypes.Structure):
+    _fields_ = (
+        ("native", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_pieces", ctypes.c_uint64),
+    )
+
+
+def check_token_ids(token_ids: I32Array, vocab_size: int) -> None:
+    """Raises: ValueError if one is not of the vocabulary. Shapes: token_ids [T]."""
+    if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        raise ValueError(f"token ids must lie within 0..{vocab_size - 1}")
+
+
+class Embed:
+    """Rows of a table by ids that are on the device."""
+
+    def __init__(
+        self, device: KernelDevice, tensor_type: TensorType, *, rows: int, columns: int
+    ) -> None:
+        """Raises: ValueError for a type without layout, or rows of no whole blocks."""
+        check_columns(columns, (tensor_type,))
+        self._device, self._arrays = device, ArrayChecker(device)
+        self._type, self._rows, self._columns = tensor_type, rows, columns
+        self._threads = 2 * device.lanes
+        defines = _embed_defines(tensor_type, rows=rows, columns=columns, threads=self._threads)
+        self._kernel = device.module("embed.cu", defines).kernel("embed", EmbedArgs)
+
+    def launch(
+        self,
+        table: DeviceArray,
+        token_ids: DeviceArray,
+        out: DeviceArray,
+        *,
+        overlaps_previous: bool = True,
+    ) -> None:
+        """``out[t] = table[token_ids[t]]``; NaN for an id that the table has not.
+
+        Shapes: table [V] rows in the device's layout, uint8; token_ids [T] int32; out [T, H].
+        Raises: ValueError for an array that is not of this shape, type or device.
+        """
+        (num_tokens,) = token_ids.shape
+        args = EmbedArgs(
+            table=self._arrays.weights(
+                "table", table, self._type, rows=self._rows, columns=self._columns
+            ),
+            token_ids=self._arrays.address("token_ids", token_ids, np.int32, T=num_tokens),
+            out=self._arrays.address("out", out, np.float32, T=num_tokens, H=self._columns),
+        )
+        self._device.launch(
+            self._kernel,
+            (num_tokens, 1, 1),
+            self._threads,
+            args,
+            overlaps_previous=overlaps_previous,
+        )
+
+
+class Sample:
+    """The likeliest token of each row, from the partials of a head (DecodeLinear with argmax)."""
+
+    def __init__(self, device: KernelDevice, *, num_tokens: int, advances: bool) -> None:
+        """With `advances`, positions are one further afterwards."""
+        check_tokens(num_tokens)
+        self._device, self._arrays, self._num_tokens = device, ArrayChecker(device), num_tokens
+        self._warps = _THREADS // device.lanes
+        defines = {"TOKENS": num_tokens, "ADVANCE": int(advances), "WARPS": self._warps}
+        self._kernel = device.module("sample.cu", defines).kernel("sample", SampleArgs)
+
+    def launch(
+        self,
+        partials: DeviceArray,
+        token_ids: DeviceArray,
+        positions: DeviceArray,
+        *,
+        history: DeviceArray | None = None,
+    ) -> None:
+        """``token_ids[t]`` of the largest logit, the lowest of equals; NOT_FINITE if one is not.
+
+        `history`, if there is one, gets each token at its position: one further than its row's.
+        Where positions advance, a token that is not known stands in `history` alone: the next step
+        computes something all the same.
+        Shapes: partials [blocks, T] uint64; token_ids, positions [T] int32; history [N] int32.
+        Raises: ValueError for an array that is not of this shape, type or device.
+        """
+        arrays, tokens, num_partials = self._arrays, self._num_tokens, partials.shape[0]
+        capacity = 0 if history is None else history.size
+        args = SampleArgs(
+            partials=arrays.address("partials", partials, np.uint64, blocks=num_partials, T=tokens),
+            num_partials=num_partials,
+            capacity=capacity,
+            token_ids=arrays.address("token_ids", token_ids, np.int32, T=tokens),
+            positions=arrays.address("positions", positions, np.int32, T=tokens),
+            history=arrays.optional("history", history, np.int32, N=capacity),
+        )
+        self._device.launch(
+            self._kernel,
+            (1, 1, 1),
+            self._warps * self._device.lanes,
+            args,
+        )
+
+
+class QuantiseRows:
+    """Rows of activations to int8, normalised first, or multiplied by a factor each."""
+
+    def __init__(self, device: KernelDevice, *, columns: int, change: RowChange) -> None:
+        """Raises: ValueError for columns that are no multiple of 32."""
+        if columns <= 0 or columns % 32:
+            raise ValueError(f"{columns} columns are not a multiple of 32")
+        self._device, self._arrays = device, ArrayChecker(device)
+        self._columns, self._change = columns, change
+        self._warps = _THREADS // device.lanes
+        defines = _quantise_defines(columns=columns, change=change, warps=self._warps)
+        module = device.module("quantise_rows.cu", defines)
+        self._kernel = module.kernel("quantise_rows", QuantiseRowsArgs)
+
+    def launch(
+        self,
+        x: DeviceArray,
+        quants: DeviceArray,
+        meta: DeviceArray,
+        *,
+        norm_weight: DeviceArray | None = None,
+        eps: float = 0.0,
+        factors: DeviceArray | None = None,
+        values: DeviceArray | None = None,
+    ) -> None:
+        """Quantise each row, and write to `values` what was quantised.
+
+        Shapes: x, values [rows, H] float32; quants [rows, padded_columns] int8; meta `meta_shape`;
+        norm_weight [H] float32; factors [rows, 1] float32.
+        Raises: ValueError for an array that is missing, or not of this shape, type or device.
+        """
+        arrays, columns, (num_rows, _) = self._arrays, self._columns, x.shape
+        for name, array, change in (
+            ("norm_weight", norm_weight, RowChange.NORM),
+            ("factors", factors, RowChange.FACTORS),
+        ):
+            if (array is not None) != (self._change is change):
+                raise ValueError(f"{name} is {array}, compiled for {self._change.name}")
+        args = QuantiseRowsArgs(
+            x=arrays.address("x", x, np.float32, T=num_rows, H=columns),
+            norm_weight=arrays.optional("norm_weight", norm_weight, np.float32, H=columns),
+            factors=arrays.optional("factors", factors, np.float32, T=num_rows, one=1),
+            values=arrays.optional("values", values, np.float32, T=num_rows, H=columns),
+            eps=eps,
+        )
+        args.quants, args.meta = int8_rows(
+            arrays, "", quants=quants, meta=meta, rows=num_rows, columns=columns
+        )
+        self._device.launch(
+            self._kernel,
+            (num_rows, 1, 1),
+            self._warps * self._device.lanes,
+            args,
+        )
+
+
+class Repack:
+    """Rows of a file, already on the device, to the device's layout."""
+
+    def __init__(self, device: KernelDevice, tensor_type: TensorType, *, columns: int) -> None:
+        """Raises: ValueError for a type without layout, or rows of no whole blocks."""
+        self._row_bytes = row_bytes(tensor_type, columns)
+        self._native_bytes = tensor_type.row_bytes(columns)
+        self._device, self._arrays = device, ArrayChecker(device)
+        defines = _repack_defines(tensor_type, columns=columns)
+        self._kernel: Kernel = device.module("repack.cu", defines).kernel("repack", RepackArgs)
+
+    def launch(self, native: DeviceArray, out: DeviceArray) -> None:
+        """Shapes: native [rows * the file's row bytes], out [rows * row_bytes], uint8.
+
+        Raises: ValueError for an array that is not of this shape, type or device.
+        """
+        num_rows = native.size // self._native_bytes
+        num_pieces = num_rows * self._row_bytes // 16
+        args = RepackArgs(
+            native=self._arrays.address(
+                "native", native, np.uint8, bytes=num_rows * self._native_bytes
+            ),
+            out=self._arrays.address("out", out, np.uint8, bytes=num_rows * self._row_bytes),
+            num_pieces=num_pieces,
+        )
+        num_blocks = min(-(-num_pieces // _THREADS), 32 * self._device.num_multiprocessors)
+        if num_blocks:
+            grid: Grid = (num_blocks, 1, 1)
+            self._device.launch(self._kernel, grid, _THREADS, args)
+
+
+Defines = dict[str, int | str]
+
+
+def _embed_defines(kind: TensorType, *, rows: int, columns: int, threads: int) -> Defines:
+    return {"TYPE": int(kind), "ROWS": rows, "COLUMNS": columns, "THREADS": threads}
+
+
+def _quantise_defines(*, columns: int, change: RowChange, warps: int) -> Defines:
+    return {"COLUMNS": columns, "INPUT": int(change), "WARPS": warps}
+
+
+def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
+    return {"TYPE": int(kind), "COLUMNS": columns, "THREADS": _THREADS}
+
+
+KERNEL_VARIANTS = (
+    KernelVariant("sample.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
+    *(
+        KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, change=each, warps=4))
+        for each in RowChange
+    ),
+    KernelVariant("embed.cu", _embed_defines(TensorType.Q4_K, rows=10, columns=512, threads=64)),
+    KernelVariant("embed.cu", _embed_defines(TensorType.F16, rows=10, columns=96, threads=64)),
+    KernelVariant("repack.cu", _repack_defines(TensorType.Q6_K, columns=512)),
+    KernelVariant("repack.cu", _repack_defines(TensorType.MXFP4, columns=96)),
+)

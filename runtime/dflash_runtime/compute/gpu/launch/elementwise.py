@@ -1,0 +1,215 @@
+"""Launch records of what is done to rows element by element: gates, SwiGLU, biases, columns."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.ops import Gate
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
+
+_THREADS = 256
+_GATES = {Gate.SIGMOID: 0, Gate.SILU: 1, Gate.SOFTPLUS: 2}
+
+
+class ColumnsArgs(ctypes.Structure):
+    """Mirrors elementwise.cu, as do the next ones."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("first", ctypes.c_int),
+        ("inner", ctypes.c_int),
+        ("stride", ctypes.c_int),
+    )
+
+
+class GatedArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("gate", ColumnsArgs),
+        ("out", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+        ("num_columns", ctypes.c_int),
+        ("share", ctypes.c_int),
+    )
+
+
+class SwigluArgs(ctypes.Structure):
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+    )
+
+
+class AddBiasArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+        ("num_columns", ctypes.c_int),
+    )
+
+
+class ScaleRowsArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+        ("num_columns", ctypes.c_int),
+        ("factor", ctypes.c_float),
+    )
+
+
+class TakeColumnsArgs(ctypes.Structure):
+    _fields_ = (
+        ("source", ColumnsArgs),
+        ("out", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+        ("num_columns", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnsOf:
+    """Columns `first` to `last` of each head of wider rows.
+
+    Shapes: array [T, heads * D] float32; what is meant: [T, heads * (last - first)].
+    """
+
+    array: DeviceArray
+    num_heads: int
+    first: int
+    last: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_heads * (self.last - self.first)
+
+    @staticmethod
+    def whole(array: DeviceArray) -> ColumnsOf:
+        """All of some rows."""
+        return ColumnsOf(array, 1, 0, array.shape[1])
+
+
+class Elementwise:
+    """All of them, each compiled when it is first needed."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device, self._arrays = device, ArrayChecker(device)
+        self._kernels: dict[tuple[str, Gate], Kernel] = {}
+
+    def gated(self, x: DeviceArray, gate: ColumnsOf, kind: Gate, out: DeviceArray) -> None:
+        """``x * f(gate)``. Shapes: x, out [T, C]; gate [T, n], n divides C; out may be x."""
+        rows, columns = x.shape
+        if gate.array.shape[0] != rows or columns % gate.num_columns:
+            raise ValueError(f"a gate [{gate.array.shape[0]}, {gate.num_columns}] of {x.shape}")
+        args = GatedArgs(
+            x=self._address("x", x, rows, columns),
+            gate=self._columns_of(gate),
+            out=self._address("out", out, rows, columns),
+            num_elements=x.size,
+            num_columns=columns,
+            share=columns // gate.num_columns,
+        )
+        self._launch("gated", args, GatedArgs, kind)
+
+    def swiglu(self, gate: DeviceArray, up: DeviceArray, out: DeviceArray) -> None:
+        """``silu(gate) * up``. Shapes: all [T, F]; out may be either."""
+        rows, columns = gate.shape
+        args = SwigluArgs(
+            gate=self._address("gate", gate, rows, columns),
+            up=self._address("up", up, rows, columns),
+            out=self._address("out", out, rows, columns),
+            num_elements=gate.size,
+        )
+        self._launch("swiglu", args, SwigluArgs)
+
+    def add_bias(self, x: DeviceArray, bias: DeviceArray, out: DeviceArray) -> None:
+        """``x + bias``. Shapes: x, out [T, C]; bias [C]; out may be x."""
+        rows, columns = x.shape
+        args = AddBiasArgs(
+            x=self._address("x", x, rows, columns),
+            bias=self._arrays.address("bias", bias, np.float32, C=columns),
+            out=self._address("out", out, rows, columns),
+            num_elements=x.size,
+            num_columns=columns,
+        )
+        self._launch("add_bias", args, AddBiasArgs)
+
+    def scale_rows(self, x: DeviceArray, factors: DeviceArray | float, out: DeviceArray) -> None:
+        """Each row times its factor, or all times one.
+
+        Shapes: x, out [T, C]; factors T of them; out may be x.
+        """
+        rows, columns = x.shape
+        args = ScaleRowsArgs(
+            x=self._address("x", x, rows, columns),
+            out=self._address("out", out, rows, columns),
+            num_elements=x.size,
+            num_columns=columns,
+        )
+        if isinstance(factors, float):
+            args.factor = factors
+        else:
+            flat: DeviceArray = factors.reshape(-1)
+            args.factors = self._arrays.address("factors", flat, np.float32, T=rows)
+        self._launch("scale_rows", args, ScaleRowsArgs)
+
+    def take_columns(self, source: ColumnsOf, out: DeviceArray) -> None:
+        """Columns as rows of their own. Shapes: out [T, source.num_columns]."""
+        rows, columns = source.array.shape[0], source.num_columns
+        args = TakeColumnsArgs(
+            source=self._columns_of(source),
+            out=self._address("out", out, rows, columns),
+            num_elements=rows * columns,
+            num_columns=columns,
+        )
+        self._launch("take_columns", args, TakeColumnsArgs)
+
+    def _columns_of(self, of: ColumnsOf) -> ColumnsArgs:
+        rows, width = of.array.shape
+        stride = width // of.num_heads
+        if width % of.num_heads or not 0 <= of.first < of.last <= stride:
+            raise ValueError(f"columns {of.first} to {of.last} of {of.num_heads} heads in {width}")
+        self._address("columns", of.array, rows, width)
+        return ColumnsArgs(
+            values=address(of.array),
+            row_stride=width,
+            first=of.first,
+            inner=of.last - of.first,
+            stride=stride,
+        )
+
+    def _address(self, name: str, array: DeviceArray, rows: int, columns: int) -> int:
+        return self._arrays.address(name, array, np.float32, T=rows, C=columns)
+
+    def _launch(
+        self,
+        name: str,
+        args: ctypes.Structure,
+        mirror: type[ctypes.Structure],
+        kind: Gate = Gate.SIGMOID,
+    ) -> None:
+        kernel = self._kernels.get((name, kind))
+        if kernel is None:
+            module = self._device.module("elementwise.cu", _defines(kind))
+            kernel = self._kernels[name, kind] = module.kernel(name, mirror)
+        count: int = args.num_elements
+        if count:
+            self._device.launch(kernel, (-(-count // _THREADS), 1, 1), _THREADS, args)
+
+
+def _defines(kind: Gate) -> dict[str, int | str]:
+    return {"THREADS": _THREADS, "GATE": _GATES[kind]}
+
+
+KERNEL_VARIANTS = tuple(KernelVariant("elementwise.cu", _defines(kind)) for kind in Gate)

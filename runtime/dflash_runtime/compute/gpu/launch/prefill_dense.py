@@ -1,0 +1,299 @@
+"""Products of a prefill chunk's rows with dense matrices: q, k, v and output, router, head."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.quant import TensorType
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    Kernel,
+    KernelDevice,
+    PreparedLaunch,
+    address,
+    optional_address,
+)
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.layouts import row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
+from dflash_runtime.compute.gpu.launch.prefill_tiles import (
+    DENSE_FLOAT_TILE,
+    FEW_TILE,
+    FMA_TILE,
+    TENSOR_TILES,
+    Product,
+    Products,
+    Tile,
+    activation_parts,
+)
+from dflash_runtime.compute.gpu.launch.prefill_weights import (
+    AS_STORED,
+    WeightScratch,
+    check_type,
+    half_row_bytes,
+    product_row_bytes,
+)
+
+_MOST_KNOWN = 1024
+"""More than a model has of matrices that are multiplied together."""
+
+MAX_MATRICES = 4
+"""Of one launch."""
+
+
+class DenseMatrixArgs(ctypes.Structure):
+    """DenseMatrix of gemm_dense.cu."""
+
+    _fields_ = (
+        ("weights", ctypes.c_uint64),
+        ("add", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("out_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32),
+        ("first_tile", ctypes.c_int32),
+    )
+
+
+class DenseArgs(ctypes.Structure):
+    """See gemm_dense.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("x_scales", ctypes.c_uint64),
+        ("part_bytes", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_matrices", ctypes.c_int32),
+        ("matrices", DenseMatrixArgs * MAX_MATRICES),
+    )
+
+
+@dataclass(slots=True, eq=False)  # made for every launch, and frozen takes four times as long
+class DenseProduct:
+    """``out = x @ matrix.T``, plus `add`, which may be `out`.
+
+    Shapes: the matrix [rows, columns] as layouts.py has it; out, add [T, rows] float32.
+    """
+
+    tensor_type: TensorType
+    rows: int
+    columns: int
+    weights_address: int
+    out: DeviceArray
+    add: DeviceArray | None = None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a matrix that are computed in the same launch as others."""
+
+    index: int
+    """Of the product."""
+    product: DenseProduct
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Result:
+    """Where a kernel is told to write a product, or some columns of it."""
+
+    entry: DenseMatrixArgs
+    index: int
+    """Of the product."""
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Multiplication:
+    """Launches of products of rows with some matrices, wherever the results are to be."""
+
+    key: tuple[object, ...]
+    launches: list[PreparedLaunch]
+    results: list[_Result]
+
+
+class DensePrefill:
+    """Products of rows with any matrices; one serves a whole model."""
+
+    def __init__(self, device: KernelDevice, *, products: Products, scratch: WeightScratch) -> None:
+        self.products = products
+        self._device = device
+        self._scratch = scratch
+        self._kernels: dict[tuple[int, int, bool], Kernel] = {}
+        self._known: dict[tuple[tuple[int, TensorType, int, int], ...], _Multiplication] = {}
+
+    def prepare(self, tensor_type: TensorType, columns: int) -> None:
+        """Compile what such matrices need; before a capture, as nothing is compiled in one."""
+        check_type(tensor_type, columns)
+        if tensor_type not in AS_STORED:
+            self._scratch.prepare(tensor_type, columns)
+        self._kernel(columns, activation_parts((tensor_type,)))
+
+    def run(self, rows: PreparedRows, products: Sequence[DenseProduct]) -> None:
+        """Each of the products, small ones together; bits as if each were computed alone.
+
+        Raises: SettingsError for other shapes or rows prepared in fewer parts than are needed.
+        """
+        matrices = tuple(
+            (each.weights_address, each.tensor_type, each.rows, each.columns) for each in products
+        )
+        for product in products:
+            self._check(rows, product)
+        parts = sorted({activation_parts((each.tensor_type,)) for each in products})
+        # Layers are multiplied again and again, by rows that are prepared in the same place.
+        key = rows.num_rows, rows.columns, *(rows.addresses(each) for each in parts)
+        known = self._known.get(matrices)
+        if known is None or known.key != key:
+            known = self._multiplication(rows, products, parts, key)
+            if matrices not in self._known and len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[matrices] = known
+        for result in known.results:
+            product, entry = products[result.index], result.entry
+            entry.out = address(product.out, result.offset_bytes)
+            entry.add = optional_address(product.add, result.offset_bytes)
+        for launch in known.launches:
+            launch.start(self._device)
+
+    def _multiplication(
+        self,
+        rows: PreparedRows,
+        products: Sequence[DenseProduct],
+        all_parts: Sequence[int],
+        key: tuple[object, ...],
+    ) -> _Multiplication:
+        made = _Multiplication(key, [], [])
+        for parts in all_parts:
+            chosen = [
+                (index, each)
+                for index, each in enumerate(products)
+                if activation_parts((each.tensor_type,)) == parts
+            ]
+            for pieces in self._launches(chosen):
+                self._multiply(rows, parts, pieces, made)
+        return made
+
+    def _check(self, rows: PreparedRows, product: DenseProduct) -> None:
+        check_type(product.tensor_type, product.columns)
+        shape = rows.num_rows, product.rows
+        arrays = [product.out] if product.add is None else [product.out, product.add]
+        if rows.columns != product.columns or any(each.shape != shape for each in arrays):
+            raise SettingsError(
+                f"{product.rows} x {product.columns} times rows of {rows.columns} gives "
+                f"{[each.shape for each in arrays]}, {shape} wanted"
+            )
+        if any(each.dtype != np.float32 for each in arrays):
+            raise SettingsError("results must be float32")
+
+    def _launches(self, products: Iterable[tuple[int, DenseProduct]]) -> Iterator[list[_Piece]]:
+        """Pieces that fit into the scratch memory together."""
+        pieces: list[_Piece] = []
+        free_bytes = self._scratch.num_bytes
+        for index, product in products:
+            needed = 0 if product.tensor_type in AS_STORED else half_row_bytes(product.columns)
+            first = 0
+            while first < product.rows:
+                num_rows = product.rows - first
+                if needed:
+                    num_rows = min(num_rows, free_bytes // needed)
+                # A piece of a matrix begins a launch of its own: what is left would be too little.
+                is_cut = num_rows < product.rows - first
+                if len(pieces) == MAX_MATRICES or (pieces and is_cut):
+                    yield pieces
+                    pieces, free_bytes = [], self._scratch.num_bytes
+                    continue
+                if num_rows == 0:
+                    raise SettingsError(
+                        f"a row of {product.columns} columns does not fit into "
+                        f"{self._scratch.num_bytes} bytes of scratch memory"
+                    )
+                pieces.append(_Piece(index, product, first, num_rows))
+                free_bytes -= num_rows * needed
+                first += num_rows
+        if pieces:
+            yield pieces
+
+    def _multiply(
+        self, rows: PreparedRows, parts: int, pieces: list[_Piece], made: _Multiplication
+    ) -> None:
+        """Launches of one product of several matrices, as part of what is made."""
+        x, x_scales, part_bytes = rows.addresses(parts)
+        is_few = self._is_few(rows.num_rows, parts, pieces)
+        _, tile = self.products.of_dense(parts, is_few=is_few)
+        args = DenseArgs(
+            x=x,
+            x_scales=x_scales,
+            part_bytes=part_bytes,
+            num_tokens=rows.num_rows,
+            num_matrices=len(pieces),
+        )
+        num_tiles = offset_bytes = 0
+        for entry, piece in zip(args.matrices, pieces, strict=False):
+            product = piece.product
+            weights_address = product.weights_address + piece.first_row * row_bytes(
+                product.tensor_type, product.columns
+            )
+            entry.weights = weights_address
+            if product.tensor_type not in AS_STORED:
+                entry.weights = self._scratch.place(offset_bytes)
+                fill, num_bytes = self._scratch.fill(
+                    product.tensor_type,
+                    weights_address,
+                    rows=piece.num_rows,
+                    columns=product.columns,
+                    offset_bytes=offset_bytes,
+                )
+                made.launches.append(fill)
+                offset_bytes += num_bytes
+            made.results.append(_Result(entry, piece.index, 4 * piece.first_row))
+            entry.out_stride = product.rows
+            entry.num_rows = piece.num_rows
+            entry.first_tile = num_tiles
+            num_tiles += -(-piece.num_rows // tile.columns)
+        grid = num_tiles, -(-rows.num_rows // tile.rows), 1
+        kernel = self._kernel(rows.columns, parts, is_few=is_few)
+        made.launches.append(
+            PreparedLaunch(kernel, grid, tile.num_threads, args, tile.shared_bytes)
+        )
+
+    def _is_few(self, num_tokens: int, parts: int, pieces: Sequence[_Piece]) -> bool:
+        """Whether tiles as large as usual would leave multiprocessors idle."""
+        _, tile = self.products.of_dense(parts)
+        columns = sum(-(-piece.num_rows // tile.columns) for piece in pieces)
+        return columns * -(-num_tokens // tile.rows) < self._device.num_multiprocessors
+
+    def _kernel(self, columns: int, parts: int, *, is_few: bool = False) -> Kernel:
+        """For both sizes of tiles as soon as one is wanted: chunks come in all lengths."""
+        if (columns, parts, is_few) not in self._kernels:
+            for each in (False, True):
+                product, tile = self.products.of_dense(parts, is_few=each)
+                defines = _defines(product, tile, columns, parts)
+                module = self._device.module("gemm_dense.cu", defines)
+                self._kernels[columns, parts, each] = module.kernel("gemm_dense", DenseArgs)
+        return self._kernels[columns, parts, is_few]
+
+
+def _defines(product: Product, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
+    return {
+        **tile.defines(product),
+        "NUM_COLUMNS": columns,
+        "NUM_PARTS": max(parts, 1),
+        "WEIGHT_ROW_BYTES": product_row_bytes(columns, parts),
+    }
+
+
+KERNEL_VARIANTS = (
+    *(
+        KernelVariant(
+            "gemm_dense.cu", _defines(Product.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
+        )
+        for tile in (*TENSOR_TILES, FEW_TILE)
+    ),
+    KernelVariant("gemm_dense.cu", _defines(Product.HALF, FMA_TILE, 96, 2)),
+    KernelVariant("gemm_dense.cu", _defines(Product.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
+)

@@ -1,0 +1,268 @@
+"""Pairs of a prefill chunk sorted by expert on the device: the arrays that groups.cuh draws.
+
+Knows nothing of weights; experts' ids are what the chosen ones are called, global or local.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import numpy as np
+
+from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    KernelDevice,
+    address,
+    optional_address,
+)
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+
+MAX_EXPERTS = 960
+"""A block of the sort has a thread for each expert, in whole logical warps."""
+
+CHUNK_PAIRS = 1024
+_FIND_THREADS = 256
+_ALIGNMENT = 64
+_NUMBERS = itertools.count()
+"""Of all ExpertGroups, so that none is taken for one whose memory it has got."""
+
+
+class GroupArgs(ctypes.Structure):
+    """See group_experts.cu."""
+
+    _fields_ = (
+        ("topk_ids", ctypes.c_uint64),
+        ("topk_weights", ctypes.c_uint64),
+        ("slot_of_expert", ctypes.c_uint64),
+        ("chunk_rows", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("expert_ids", ctypes.c_uint64),
+        ("group_starts", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
+        ("token_indices", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("rows_of_tokens", ctypes.c_uint64),
+        ("selections", ctypes.c_uint64),
+        ("num_pairs", ctypes.c_int32),
+        ("pairs_per_token", ctypes.c_int32),
+    )
+
+
+class SortedArgs(ctypes.Structure):
+    """See group_experts.cu."""
+
+    _fields_ = (
+        ("expert_ids", ctypes.c_uint64),
+        ("group_starts", ctypes.c_uint64),
+        ("token_indices", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
+        ("rows_of_tokens", ctypes.c_uint64),
+        ("num_groups", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("pairs_per_token", ctypes.c_int32),
+    )
+
+
+def _padded(*sizes: int) -> int:
+    """Elements of arrays one after the other."""
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+class ExpertGroups:
+    """The arrays for up to `max_pairs` pairs, overwritten by each chunk.
+
+    `num_tokens`, `num_pairs`, `pairs_per_token` and `max_groups` are of the last chunk: what bounds
+    the grids of the kernels that follow, as only the device knows how many groups there are.
+    Shapes: counts [4] int32: groups, tiles, rows; expert_ids [groups], group_starts [groups + 1],
+    token_indices [rows], rows_of_tokens [T * pairs_per_token] int32; weights [rows] float32; tiles
+    [tiles, 4] int32.
+    """
+
+    def __init__(
+        self,
+        device: KernelDevice,
+        *,
+        num_experts: int,
+        max_pairs: int,
+        tile_rows: int,
+        chunk_pairs: int = CHUNK_PAIRS,
+    ) -> None:
+        """`tile_rows`: see prefill_tiles.Products."""
+        if not 0 < num_experts <= MAX_EXPERTS or max_pairs <= 0:
+            raise SettingsError(
+                f"prefill of {max_pairs} pairs, {num_experts} experts; up to {MAX_EXPERTS} can be"
+            )
+        self.num_experts = num_experts
+        self.max_pairs = max_pairs
+        self.tile_rows = tile_rows
+        self.num_tokens = self.num_pairs = self.max_groups = self.pairs_per_token = 0
+        self._is_loaded = False
+        self._number = next(_NUMBERS)
+        self._device = device
+        self._chunk_pairs = chunk_pairs
+        self._num_threads = -(-num_experts // 64) * 64
+        defines = {"NUM_EXPERTS": num_experts, "CHUNK_PAIRS": chunk_pairs, "TILE_M": tile_rows}
+        module = device.module("group_experts.cu", defines)
+        self._count = module.kernel("count_pairs", GroupArgs)
+        self._lay_out = module.kernel("lay_out_groups", GroupArgs)
+        self._place = module.kernel("place_pairs", GroupArgs)
+        self._tile = module.kernel("tile_groups", SortedArgs)
+        self._find = module.kernel("find_rows", SortedArgs)
+        most_groups = min(num_experts, max_pairs)
+        most_tiles = -(-max_pairs // tile_rows) + most_groups
+        num_chunks = -(-max_pairs // chunk_pairs)
+        self.counts = device.zeros(4, np.int32)
+        self.expert_ids = device.empty(most_groups, np.int32)
+        self.group_starts = device.empty(most_groups + 1, np.int32)
+        self.tiles = device.empty((most_tiles, 4), np.int32)
+        self.token_indices = device.empty(max_pairs, np.int32)
+        self.weights = device.empty(max_pairs, np.float32)
+        self.rows_of_tokens = device.empty(max_pairs, np.int32)
+        self._chunk_rows = device.empty((num_chunks, num_experts), np.int32)
+        self._own = self.expert_ids, self.group_starts, self.token_indices, self.weights
+        self._group_args = GroupArgs(
+            chunk_rows=address(self._chunk_rows),
+            counts=address(self.counts),
+            expert_ids=address(self.expert_ids),
+            group_starts=address(self.group_starts),
+            tiles=address(self.tiles),
+            token_indices=address(self.token_indices),
+            weights=address(self.weights),
+            rows_of_tokens=address(self.rows_of_tokens),
+        )
+        """With what all chunks have in common."""
+        # A batch's come in one piece, each beginning where vectors may be read.
+        self._loaded = device.empty(
+            _padded(most_groups, most_groups + 1, *(max_pairs,) * 2), np.int32
+        )
+
+    @property
+    def max_tiles(self) -> int:
+        """Bound of the number of tiles of this chunk."""
+        return self.num_pairs // self.tile_rows + self.max_groups
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What decides where this chunk's arrays are, and the grids that they ask for."""
+        return (
+            self._number,
+            self.num_tokens,
+            self.num_pairs,
+            self.pairs_per_token,
+            self.max_groups,
+            self._is_loaded,
+        )
+
+    def group_chosen(
+        self,
+        topk_ids: DeviceArray,
+        topk_weights: DeviceArray,
+        *,
+        slot_of_expert: DeviceArray | None = None,
+        num_resident: int | None = None,
+        selections: DeviceArray | None = None,
+    ) -> None:
+        """Sort a chunk's choice. Pairs of experts without a slot get no row: they are others'.
+
+        `num_resident` bounds how many experts have a slot; all, if not given. What is sorted is
+        added to `selections` [E] uint32.
+        Shapes: topk_ids [T, K] int32; topk_weights [T, K] float32; slot_of_expert [E] int32, below
+        0: none.
+        Raises: SettingsError for other shapes or more pairs than there is room for.
+        """
+        shape = topk_ids.shape
+        if (
+            len(shape) != 2
+            or topk_weights.shape != shape
+            or not 0 < topk_ids.size <= self.max_pairs
+        ):
+            raise SettingsError(
+                f"choice {shape}, weights {topk_weights.shape}, room for {self.max_pairs} pairs"
+            )
+        if topk_ids.dtype != np.int32 or topk_weights.dtype != np.float32:
+            raise SettingsError(f"choice of {topk_ids.dtype}, weights of {topk_weights.dtype}")
+        if slot_of_expert is not None and (
+            slot_of_expert.shape != (self.num_experts,) or slot_of_expert.dtype != np.int32
+        ):
+            raise SettingsError(f"slots of {slot_of_expert.shape}, {self.num_experts} experts")
+        if selections is not None and (
+            selections.shape != (self.num_experts,) or selections.dtype != np.uint32
+        ):
+            raise SettingsError(f"counts of {selections.shape}, {self.num_experts} experts")
+        self._set_chunk(shape[0], topk_ids.size, shape[1], is_loaded=False)
+        self.expert_ids, self.group_starts, self.token_indices, self.weights = self._own
+        most = self.num_experts if num_resident is None else min(num_resident, self.num_experts)
+        self.max_groups = min(most, self.num_pairs)
+        args = self._group_args
+        args.topk_ids, args.topk_weights = address(topk_ids), address(topk_weights)
+        args.slot_of_expert = optional_address(slot_of_expert)
+        args.selections = optional_address(selections)
+        args.num_pairs, args.pairs_per_token = self.num_pairs, self.pairs_per_token
+        chunks = (-(-self.num_pairs // self._chunk_pairs), 1, 1)
+        self._device.launch(self._count, chunks, self._num_threads, args)
+        self._device.launch(self._lay_out, (1, 1, 1), self._num_threads, args)
+        self._device.launch(self._place, chunks, self._num_threads, args)
+
+    def load(self, batch: RoutedBatch) -> None:
+        """Take over a batch, which is sorted already. It must have been checked.
+
+        Raises: SettingsError if there is no room for it, or no pair in it.
+        """
+        num_groups, num_pairs = batch.num_groups, batch.num_pairs
+        if not num_pairs or num_groups > self._own[0].size:
+            raise SettingsError(f"a batch of {num_pairs} pairs in {num_groups} groups")
+        pairs_per_token = int(np.bincount(batch.token_indices).max())
+        num_places = batch.num_tokens * pairs_per_token
+        if max(num_pairs, num_places) > self.max_pairs:
+            raise SettingsError(
+                f"a batch of {num_pairs} pairs, up to {pairs_per_token} a token of "
+                f"{batch.num_tokens}; room for {self.max_pairs} pairs"
+            )
+        self._set_chunk(batch.num_tokens, num_pairs, pairs_per_token, is_loaded=True)
+        self.max_groups = num_groups
+        arrays = batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights
+        packed = np.empty(_padded(*(array.size for array in arrays)), np.int32)
+        places, end = [], 0
+        for array in arrays:
+            place = slice(end, end + array.size)
+            packed[place] = array.view(np.int32)
+            places.append(place)
+            end += _padded(array.size)
+        self._device.write(self._loaded[: packed.size], packed)
+        self.expert_ids, self.group_starts, self.token_indices, weights = (
+            self._loaded[place] for place in places
+        )
+        self.weights = weights.view(np.float32)
+        args = SortedArgs(
+            expert_ids=address(self.expert_ids),
+            group_starts=address(self.group_starts),
+            token_indices=address(self.token_indices),
+            counts=address(self.counts),
+            tiles=address(self.tiles),
+            rows_of_tokens=address(self.rows_of_tokens),
+            num_groups=num_groups,
+            num_tokens=batch.num_tokens,
+            pairs_per_token=pairs_per_token,
+        )
+        self._device.launch(self._tile, (1, 1, 1), self._num_threads, args)
+        blocks = (-(-batch.num_tokens // _FIND_THREADS), 1, 1)
+        self._device.launch(self._find, blocks, _FIND_THREADS, args)
+
+    def _set_chunk(
+        self, num_tokens: int, num_pairs: int, pairs_per_token: int, *, is_loaded: bool
+    ) -> None:
+        self._is_loaded = is_loaded
+        self.num_tokens = num_tokens
+        self.num_pairs = num_pairs
+        self.pairs_per_token = pairs_per_token
+
+
+KERNEL_VARIANTS = (
+    KernelVariant(
+        "group_experts.cu", {"NUM_EXPERTS": 128, "CHUNK_PAIRS": CHUNK_PAIRS, "TILE_M": 128}
+    ),
+)

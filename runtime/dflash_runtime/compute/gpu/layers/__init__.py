@@ -1,0 +1,1 @@
+"""What a layer has on a device: weights, experts, keys and values, states."""

@@ -1,0 +1,217 @@
+"""Launches attention of a tree's tokens: checks shapes and memory, fills in arguments.
+
+Keys and values of the tokens stay beside the cache until a path is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_adapters.ops import KvType
+from dflash_adapters.rope import RopePairing
+from dflash_adapters.spec import CAUSAL, KvLayer, Mask
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker
+from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.layers import attention_args as a
+from dflash_runtime.compute.gpu.layers.attention import (
+    NewRows,
+    TokenRows,
+    attention_rows,
+    check_layer,
+    layer_cache,
+    merge_args,
+    scratch_address,
+)
+from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
+from dflash_runtime.compute.gpu.layers.branch import Branch
+from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache, new_layer_cache
+from dflash_runtime.compute.trees import MOST_NODES
+
+_NODES_WARPS = 8
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """How some of a tree's tokens are computed over contexts of up to `bucket` positions: as a step
+    of as many as it can have, whatever their number."""
+
+    step: DecodePlan
+
+    @staticmethod
+    def of(shape: AttentionShape, bucket: int, lanes: int = 32) -> TreePlan:
+        return TreePlan(DecodePlan(shape, MOST_TOKENS, bucket, lanes))
+
+    def grid(self, num_tokens: int) -> tuple[int, int, int]:
+        return replace(self.step, num_tokens=num_tokens).grid_of(self.step.row_warps)
+
+    def defines(self) -> dict[str, int]:
+        defines = self.step.defines()
+        del defines["NUM_TOKENS"]
+        return defines
+
+
+class TreeAttention:
+    """Attention of trees, over contexts of one bucket.
+
+    Results have the bits of DecodeAttention, with each token as the last one of a sequence.
+    """
+
+    def __init__(self, device: KernelDevice, shape: AttentionShape, bucket: int) -> None:
+        self.plan = TreePlan.of(shape, bucket, device.lanes)
+        self.shape = shape
+        self._device, self._arrays = device, ArrayChecker(device)
+        nodes = device.module("attention_nodes.cu", shape.defines())
+        self._nodes = nodes.kernel("attention_nodes", a.AttentionNodesArgs)
+        self._accept = nodes.kernel("attention_accept", a.AttentionAcceptArgs)
+        tree = device.module("attention_tree.cu", self.plan.defines())
+        self._tree = tree.kernel("attention_tree", a.AttentionTreeArgs)
+        merge = device.module("attention_merge.cu", self.plan.step.merge_defines())
+        self._merge = merge.kernel("attention_merge", a.AttentionMergeArgs)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What a launch needs, whatever the tree: tokens go by eights."""
+        return self.plan.step.scratch_bytes
+
+    def new_nodes(self, num_tokens: int) -> LayerKvCache:
+        """Memory for keys and values of so many tokens. Raises: DeviceOutOfMemory."""
+        return new_layer_cache(
+            self._device, self.shape.kv, capacity=num_tokens, kv_type=self.shape.kv_type
+        )
+
+    def launch(
+        self,
+        rows: NewRows,
+        layer: LayerKvCache,
+        branch: Branch,
+        *,
+        nodes: LayerKvCache,
+        scratch: DeviceArray,
+        out: Rows,
+        sinks: DeviceArray | None = None,
+    ) -> None:
+        """Write the tokens' keys and values to `nodes`; then each sees the sequence and its path.
+
+        Positions lie inside the bucket and the cache, which the caller has checked.
+        Shapes: nodes as `new_nodes` of the tree's W tokens; scratch [scratch_bytes] uint8; `out` as
+        DecodeAttention.launch has it, of W tokens; sinks [heads], if compiled with them.
+        """
+        num_tokens, shape, device = branch.num_tokens, self.shape, self._device
+        check_layer(shape, layer, rows)
+        if (nodes.kv, nodes.kv_type, nodes.capacity) != (shape.kv, shape.kv_type, num_tokens):
+            raise ValueError(f"{nodes.capacity} rows of {nodes.kv} for {num_tokens} of {shape.kv}")
+        cache, of_nodes = layer_cache(layer), layer_cache(nodes)
+        positions = branch.positions.array
+        warps = 2 * shape.kv.num_heads
+        device.launch(
+            self._nodes,
+            (num_tokens, -(-warps // _NODES_WARPS), 1),
+            _NODES_WARPS * device.lanes,
+            a.AttentionNodesArgs(
+                rows=attention_rows(self._arrays, shape, rows, num_tokens=num_tokens),
+                positions=self._arrays.address("positions", positions, np.int32, T=num_tokens),
+                nodes=of_nodes,
+            ),
+        )
+        begin = self._arrays.address("begin", branch.begin, np.int32, one=1)
+        partials = scratch_address(scratch, self.scratch_bytes)
+        statistics = partials + self.scratch_bytes - self.plan.step.statistics_bytes
+        for first in range(0, num_tokens, MOST_TOKENS):
+            part = slice(first, min(first + MOST_TOKENS, num_tokens))
+            count = part.stop - first
+            where = self._arrays.address("positions", positions[part], np.int32, T=count)
+            merging = merge_args(
+                self._arrays,
+                shape,
+                Rows(
+                    values=None if out.values is None else out.values[part],
+                    quants=None if out.quants is None else out.quants[part],
+                    meta=None if out.meta is None else out.meta[part],
+                ),
+                num_tokens=count,
+                sinks=sinks,
+            )
+            merging.positions = where
+            merging.partials, merging.statistics = partials, statistics
+            device.launch(
+                self._tree,
+                self.plan.grid(count),
+                self.plan.step.threads(device.lanes),
+                a.AttentionTreeArgs(
+                    rows=attention_rows(self._arrays, shape, _part(rows, part), num_tokens=count),
+                    positions=where,
+                    ancestors=self._arrays.address(
+                        "paths", branch.paths[part], np.int32, T=count, nodes=MOST_NODES
+                    ),
+                    begin=begin,
+                    cache=cache,
+                    nodes=of_nodes,
+                    partials=partials,
+                    statistics=statistics,
+                    num_tokens=count,
+                ),
+            )
+            device.launch(
+                self._merge, (shape.num_heads, count, 1), self.plan.step.merge_threads, merging
+            )
+
+    def accept(
+        self, layer: LayerKvCache, branch: Branch, path: DeviceArray, *, nodes: LayerKvCache
+    ) -> None:
+        """Keys and values of a path go where those of a sequence are. Shapes: path [L]."""
+        (length,) = path.shape
+        self._device.launch(
+            self._accept,
+            (length, self.shape.kv.num_heads, 1),
+            _NODES_WARPS * self._device.lanes,
+            a.AttentionAcceptArgs(
+                path=self._arrays.address("path", path, np.int32, L=length),
+                begin=self._arrays.address("begin", branch.begin, np.int32, one=1),
+                nodes=layer_cache(nodes),
+                cache=layer_cache(layer),
+            ),
+        )
+
+
+def _part(rows: NewRows, part: slice) -> NewRows:
+    def some(of: TokenRows) -> TokenRows:
+        return TokenRows(of.array[part], of.first_column)
+
+    return replace(rows, queries=some(rows.queries), keys=some(rows.keys), values=some(rows.values))
+
+
+def _variants() -> tuple[KernelVariant, ...]:
+    """Small heads, since all loops over them are unrolled."""
+    variants: list[KernelVariant] = []
+    for kv_type, use_mma in (
+        (KvType.F32, False),
+        (KvType.Q8_0, False),
+        (KvType.F16, True),
+    ):
+        is_ring = kv_type is not KvType.F32
+        mask = Mask(window=60) if is_ring else CAUSAL
+        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
+        shape = AttentionShape(
+            4,
+            kv,
+            kv_type,
+            RopePairing.HALF_SPLIT,
+            num_rotated=32,
+            use_mma=use_mma,
+            is_tempered=is_ring,
+            ring_rows=100 if is_ring else 0,
+        )
+        needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
+        variants.append(
+            KernelVariant("attention_tree.cu", TreePlan.of(shape, 1024).defines(), needs, lanes)
+        )
+        if not use_mma:
+            variants.append(KernelVariant("attention_nodes.cu", shape.defines(), needs, lanes))
+    return tuple(variants)
+
+
+KERNEL_VARIANTS = _variants()

@@ -1,0 +1,208 @@
+"""Trees of guessed tokens on a device, as kernels read them: brought there once for all layers.
+
+Knows nothing of what layers keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from dflash_protocol.ids import I32Array
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
+from dflash_runtime.compute.gpu.layers.values import StepPositions
+from dflash_runtime.compute.trees import MOST_NODES, OnAccept, Tree
+
+GOES_ON, FROM_SEQUENCE, NOWHERE = -2, -1, -1
+"""As delta_tree.cu has them."""
+
+
+_Key: TypeAlias = tuple[object, ...]
+_Thing = TypeVar("_Thing")
+
+
+class Branch:
+    """One tree, of at least one token; and others after it that are of its kind, if it `stays`:
+    then everything on the device stays where it is.
+
+    Owns: its arrays on the device.
+    """
+
+    def __init__(self, device: KernelDevice, tree: Tree, *, stays: bool = False) -> None:
+        self._device, self._stays = device, stays
+        self._arrays: dict[_Key, tuple[DeviceArray, Callable[[Tree], I32Array]]] = {}
+        self._memory: dict[_Key, Any] = {}
+        self._keep: Callable[[OnAccept], None] | None = None
+        self.aim(tree)
+
+    @staticmethod
+    def kind_of(tree: Tree, *, has_states: bool) -> tuple[int, int, int]:
+        """What is the same of trees that one object may be aimed at: tokens, their context's
+        bucket, and, if there are layers with states, places of these."""
+        num_places = state_walk(tree)[1] if has_states else 0
+        return tree.parents.size, _bucket_of(tree), num_places
+
+    def aim(self, tree: Tree) -> None:
+        """From now on it is that tree, of the same kind as the one before."""
+        # What layers want kept refers to this object: it must not refer to who has that.
+        self.tree = Tree(tree.parents, tree.position)
+        self._path: tuple[I32Array, DeviceArray] | None = None
+        for array, make in self._arrays.values():
+            self._device.write(array, make(self.tree))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tree.parents.size
+
+    @property
+    def position(self) -> int:
+        """The first one of the tree."""
+        return self.tree.position
+
+    def check_size(self, num_tokens: int) -> None:
+        """As Tree.check_size."""
+        self.tree.check_size(num_tokens)
+
+    def begin_keeping(self, keep: Callable[[OnAccept], None]) -> None:
+        """The tree is being computed: layers have kept what they are to keep by this."""
+        self._keep = keep
+
+    def keep(self, on_accept: OnAccept) -> None:
+        """As Tree.keep, while the tree is computed."""
+        assert self._keep is not None
+        self._keep(on_accept)
+
+    def end(self) -> None:
+        """The tree was computed."""
+        self._keep = None
+
+    def memory(self, key: _Key, make: Callable[[], _Thing]) -> _Thing:
+        """What a layer has of its own for the tree, with anything in it; the same again for the
+        same key if this object stays."""
+        if not self._stays:
+            return make()
+        if key not in self._memory:
+            self._memory[key] = make()
+        kept: _Thing = self._memory[key]
+        return kept
+
+    @property
+    def positions(self) -> StepPositions:
+        """Where each token stands. Shapes: array [W]."""
+        return StepPositions(self._array(("positions",), lambda tree: tree.positions), self._bucket)
+
+    @cached_property
+    def _bucket(self) -> int:
+        return _bucket_of(self.tree)
+
+    @property
+    def begin(self) -> DeviceArray:
+        """The tree's first position. Shapes: [1] int32."""
+        return self._array(("begin",), lambda tree: np.array([tree.position], np.int32))
+
+    @property
+    def paths(self) -> DeviceArray:
+        """Tokens from the tree's first position up to each token's own; nothing after that.
+
+        Shapes: [W, MOST_NODES] int32.
+        """
+        return self._array(("paths",), _paths_of)
+
+    def ancestors(self, count: int) -> DeviceArray:
+        """As Tree.ancestors. Shapes: [W, count] int32."""
+        return self._array(("ancestors", count), lambda tree: tree.ancestors(count))
+
+    @property
+    def walk(self) -> DeviceArray:
+        """As `state_walk`. Shapes: [W, 3] int32."""
+        return self._array(("walk",), lambda tree: state_walk(tree)[0])
+
+    @cached_property
+    def num_places(self) -> int:
+        """Of states that are kept at the same time."""
+        return state_walk(self.tree)[1]
+
+    def _array(self, key: _Key, make: Callable[[Tree], I32Array]) -> DeviceArray:
+        if key not in self._arrays:
+            self._arrays[key] = self._device.upload(make(self.tree)), make
+        return self._arrays[key][0]
+
+    def path_on_device(self, path: I32Array) -> DeviceArray:
+        """A path that is accepted, brought there once for all layers. Shapes: path, result [L]."""
+        if self._path is None or self._path[0] is not path:
+            self._path = path, self._device.upload(path)
+        return self._path[1]
+
+
+class Branching:
+    """Which tree is being computed, if any: what a model's operations and its cache both know."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device = device
+        self.current: Branch | None = None
+
+    @contextmanager
+    def over(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
+        """Within it operations are given this tree's tokens; `branch` is aimed at it, if given."""
+        if branch is None:
+            branch = Branch(self._device, tree)
+        branch.begin_keeping(tree.keep)
+        self.current = branch
+        try:
+            yield
+        finally:
+            branch.end()
+            self.current = None
+
+
+def _bucket_of(tree: Tree) -> int:
+    return context_bucket(int(tree.positions.max()) + 1)
+
+
+def _paths_of(tree: Tree) -> I32Array:
+    """As Branch.paths."""
+    paths = np.zeros((tree.parents.size, MOST_NODES), np.int32)
+    depths = tree.depths.tolist()
+    for node, parent in enumerate(tree.parents.tolist()):
+        if parent >= 0:
+            paths[node] = paths[parent]
+        paths[node, depths[node]] = node
+    return paths
+
+
+def state_walk(tree: Tree) -> tuple[I32Array, int]:
+    """How states go through a tree, depth first, and how many places it takes to keep some.
+
+    Each step is a token, where its parent's state is (GOES_ON: it is that of the step before;
+    FROM_SEQUENCE; or a place), and the place where its own is kept until the last of several tokens
+    that follow it has begun, or NOWHERE. Shapes: result [W, 3].
+    """
+    parents = tree.parents.tolist()
+    children_left = np.bincount(tree.parents + 1, minlength=tree.parents.size + 1)[1:]
+    place_of: dict[int, int] = {}
+    free: list[int] = []
+    num_places, before = 0, -1
+    walk = np.empty((tree.parents.size, 3), np.int32)
+    for step, node in enumerate(tree.walk.tolist()):
+        parent = parents[node]
+        if parent < 0:
+            source = FROM_SEQUENCE
+        else:
+            source = GOES_ON if parent == before else place_of[parent]
+            children_left[parent] -= 1
+            if parent in place_of and not children_left[parent]:
+                free.append(place_of.pop(parent))
+        place = NOWHERE
+        if children_left[node] > 1:
+            if not free:
+                free.append(num_places)
+                num_places += 1
+            place = place_of[node] = free.pop()
+        walk[step] = node, source, place
+        before = node
+    return walk, num_places

@@ -1,0 +1,393 @@
+"""Launch records of a Gated DeltaNet layer's own kernels: steps of a few tokens, and chunks.
+
+Knows nothing of what surrounds them: projections are made before, the output's after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.spec import DeltaShape
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.decode_arrays import (
+    GRANULE,
+    ArrayChecker,
+    check_tokens,
+    int8_rows,
+    padded_columns,
+)
+from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+
+RING = 16
+"""Inputs that are kept: of the last positions."""
+PLACES = 4
+"""States that are kept: before the last positions."""
+_STEP_WARPS, _CHUNK_WARPS, _CHUNK_ROWS = 16, 4, 8
+
+
+class DeltaStepArgs(ctypes.Structure):
+    """Mirrors delta_step.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "gate", "taps")),
+        *((name, ctypes.c_void_p) for name in ("decay", "bias", "weight", "positions", "ring")),
+        *((name, ctypes.c_void_p) for name in ("state", "values", "quants", "meta")),
+        ("key_eps", ctypes.c_float),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+class DeltaInputsArgs(ctypes.Structure):
+    """Mirrors delta_chunk.cu, as do the next ones."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "taps", "decay")),
+        *((name, ctypes.c_void_p) for name in ("bias", "first_position", "ring", "mixed", "rates")),
+        ("num_tokens", ctypes.c_int),
+        ("key_eps", ctypes.c_float),
+    )
+
+
+class DeltaScanArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mixed", "rates", "first_position", "state")),
+        ("results", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class DeltaFinishArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "results", "gate", "weight")),
+        *((name, ctypes.c_void_p) for name in ("first_position", "ring", "out")),
+        ("num_tokens", ctypes.c_int),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPlan:
+    """What kernels are compiled for."""
+
+    delta: DeltaShape
+    num_taps: int
+    finishes: bool
+    """Results are normalised, head by head, and gated."""
+
+    @property
+    def channels(self) -> int:
+        return self.delta.num_channels
+
+    @property
+    def num_heads(self) -> int:
+        """Of values."""
+        return self.delta.num_value_heads
+
+    @property
+    def value_channels(self) -> int:
+        return self.delta.num_value_heads * self.delta.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Of a layer's states, that before position p in place ``p % PLACES``."""
+        return PLACES, self.num_heads, self.delta.value_dim, self.delta.key_dim
+
+    @property
+    def ring_shape(self) -> tuple[int, int]:
+        return RING, self.channels
+
+    @property
+    def has_quants(self) -> bool:
+        """Steps write int8 rows too."""
+        return self.delta.value_dim % GRANULE == 0 and self.value_channels % 32 == 0
+
+    def step_defines(self, num_warps: int) -> dict[str, int | str]:
+        """Of kernels whose blocks have a head each."""
+        padded = padded_columns(self.value_channels) if self.has_quants else 0
+        return {**self.defines(), "WARPS": num_warps, "PADDED_COLUMNS": padded}
+
+    def defines(self) -> dict[str, int | str]:
+        delta = self.delta
+        return {
+            "KEY_HEADS": delta.num_key_heads,
+            "VALUE_HEADS": delta.num_value_heads,
+            "KEY_DIM": delta.key_dim,
+            "VALUE_DIM": delta.value_dim,
+            "TAPS": self.num_taps,
+            "TILED": int(delta.is_tiled),
+            "FINISH": int(self.finishes),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaInputs:
+    """What projections have given, and the gate.
+
+    Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
+    [T, value channels], if the shape finishes; all float32.
+    """
+
+    mixed: DeviceArray
+    alpha: DeviceArray
+    beta: DeviceArray
+    gate: DeviceArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """A layer's small weights.
+
+    Shapes: taps [channels, taps]; decay, bias [value heads]; norm [value dim], if the shape
+    finishes; all float32.
+    """
+
+    taps: DeviceArray
+    decay: DeviceArray
+    bias: DeviceArray
+    norm: DeviceArray | None
+    key_eps: float
+    norm_eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaState:
+    """A layer's state of one sequence; with anything in it, for a sequence that begins at 0.
+
+    Shapes: ring, state as the shape has them, float32.
+    """
+
+    ring: DeviceArray
+    state: DeviceArray
+
+
+def step_warps(device: KernelDevice) -> int:
+    """Warps of a block that has a head."""
+    return _STEP_WARPS // (device.lanes // 32)
+
+
+class DeltaStep:
+    """A step of 1 to 8 tokens, in one launch without any work of the host."""
+
+    def __init__(self, device: KernelDevice, shape: DeltaPlan, num_tokens: int) -> None:
+        check_tokens(num_tokens)
+        self.shape, self.num_tokens = shape, num_tokens
+        self._device, self._arrays = device, ArrayChecker(device)
+        self._warps = step_warps(device)
+        defines = {**shape.step_defines(self._warps), "TOKENS": num_tokens}
+        module = device.module("delta_step.cu", defines)
+        self._kernel = module.kernel("delta_step", DeltaStepArgs)
+
+    def launch(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        positions: DeviceArray,
+        out: Rows,
+    ) -> None:
+        """`positions` ascend by one, and are read before the preceding kernel has ended.
+
+        Shapes: positions [T] int32; out has values [T, value channels] or None, and int8 rows of
+        as many columns if `has_quants`.
+        Raises: ValueError for an array that is missing, or not of this shape, type or device.
+        """
+        shape, arrays, count = self.shape, self._arrays, self.num_tokens
+        args = DeltaStepArgs(
+            positions=arrays.address("positions", positions, np.int32, T=count),
+            **input_args(arrays, shape, inputs, count=count),
+            **weight_args(arrays, shape, weights),
+            **state_args(arrays, shape, state),
+            **result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
+            key_eps=weights.key_eps,
+            norm_eps=weights.norm_eps,
+        )
+        block = self._warps * self._device.lanes
+        self._device.launch(self._kernel, (shape.num_heads, 1, 1), block, args)
+
+
+class DeltaChunk:
+    """A chunk of any number of tokens, in three launches."""
+
+    def __init__(self, device: KernelDevice, shape: DeltaPlan) -> None:
+        self.shape = shape
+        self._device, self._arrays = device, ArrayChecker(device)
+        defines = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
+        module = device.module("delta_chunk.cu", defines)
+        self._inputs = module.kernel("delta_inputs", DeltaInputsArgs)
+        self._scan = module.kernel("delta_scan", DeltaScanArgs)
+        self._finish = module.kernel("delta_finish", DeltaFinishArgs)
+
+    def launch(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        first_position: DeviceArray,
+        out: DeviceArray,
+    ) -> None:
+        """Shapes: first_position [1] int32; out [T, value channels] float32.
+
+        Raises: ValueError for an array that is missing, or not of this shape, type or device;
+        DeviceOutOfMemory.
+        """
+        shape, arrays, device = self.shape, self._arrays, self._device
+        count = inputs.mixed.shape[0]
+        mixed = device.empty((count, shape.channels), np.float32)
+        rates = device.empty((count, shape.num_heads, 2), np.float32)
+        given = input_args(arrays, shape, inputs, count=count)
+        small = weight_args(arrays, shape, weights)
+        kept = state_args(arrays, shape, state)
+        where = arrays.address("first_position", first_position, np.int32, one=1)
+        common = {"first_position": where, "num_tokens": count}
+        prepared = {
+            "mixed": arrays.address("mixed", mixed, np.float32, T=count, channels=shape.channels),
+            "rates": arrays.address(
+                "rates", rates, np.float32, T=count, heads=shape.num_heads, two=2
+            ),
+        }
+        results = arrays.address("out", out, np.float32, T=count, columns=shape.value_channels)
+        block = _CHUNK_WARPS * device.lanes
+        num_heads = 2 * shape.delta.num_key_heads + shape.num_heads
+        device.launch(
+            self._inputs,
+            (count * -(-num_heads // _CHUNK_WARPS), 1, 1),
+            block,
+            DeltaInputsArgs(
+                **common,
+                **given,
+                **small,
+                **prepared,
+                ring=kept["ring"],
+                key_eps=weights.key_eps,
+            ),
+        )
+        device.launch(
+            self._scan,
+            (shape.num_heads, -(-shape.delta.value_dim // (_CHUNK_WARPS * _CHUNK_ROWS)), 1),
+            block,
+            DeltaScanArgs(**common, **prepared, state=kept["state"], results=results),
+        )
+        finish = DeltaFinishArgs(
+            **common,
+            inputs=given["inputs"],
+            ring=kept["ring"],
+            results=results,
+            out=results,
+            norm_eps=weights.norm_eps,
+        )
+        if shape.finishes:
+            finish.gate, finish.weight = _finish_args(
+                arrays, shape, inputs, weights=weights, count=count
+            )
+        blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
+        device.launch(self._finish, (blocks, 1, 1), block, finish)
+
+
+def input_args(
+    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, *, count: int
+) -> dict[str, int]:
+    """Addresses, by the names that kernels' arguments have; as those below.
+
+    Raises: ValueError for an array that is missing, or not of this shape, type or device.
+    """
+    heads = {"T": count, "heads": shape.num_heads}
+    return {
+        "inputs": arrays.address("mixed", inputs.mixed, np.float32, T=count, C=shape.channels),
+        "alpha": arrays.address("alpha", inputs.alpha, np.float32, **heads),
+        "beta": arrays.address("beta", inputs.beta, np.float32, **heads),
+    }
+
+
+def weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, int]:
+    heads = shape.num_heads
+    return {
+        "taps": arrays.address(
+            "taps", weights.taps, np.float32, channels=shape.channels, taps=shape.num_taps
+        ),
+        "decay": arrays.address("decay", weights.decay, np.float32, heads=heads),
+        "bias": arrays.address("bias", weights.bias, np.float32, heads=heads),
+    }
+
+
+def state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[str, int]:
+    places, heads, rows, columns = shape.state_shape
+    return {
+        "ring": arrays.address("ring", state.ring, np.float32, ring=RING, channels=shape.channels),
+        "state": arrays.address(
+            "state", state.state, np.float32, places=places, heads=heads, rows=rows, columns=columns
+        ),
+    }
+
+
+def _finish_args(
+    arrays: ArrayChecker,
+    shape: DeltaPlan,
+    inputs: DeltaInputs,
+    *,
+    weights: DeltaWeights,
+    count: int,
+) -> tuple[int, int]:
+    """Addresses of gate and norm. Raises: ValueError if one is missing."""
+    if inputs.gate is None or weights.norm is None:
+        raise ValueError("no gate, or no norm, where results are to be finished")
+    return (
+        arrays.address("gate", inputs.gate, np.float32, T=count, columns=shape.value_channels),
+        arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
+    )
+
+
+def result_args(
+    arrays: ArrayChecker,
+    shape: DeltaPlan,
+    inputs: DeltaInputs,
+    *,
+    weights: DeltaWeights,
+    out: Rows,
+    count: int,
+) -> dict[str, int]:
+    """Where a step's results go, and what they are normalised and gated by."""
+    columns = shape.value_channels
+    found = {"values": arrays.optional("values", out.values, np.float32, T=count, columns=columns)}
+    if shape.finishes:
+        found["gate"], found["weight"] = _finish_args(
+            arrays, shape, inputs, weights=weights, count=count
+        )
+    if shape.has_quants:
+        found["quants"], found["meta"] = int8_rows(
+            arrays, "", quants=out.quants, meta=out.meta, rows=count, columns=columns
+        )
+    return found
+
+
+def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:
+    """Of a file whose blocks have a head each."""
+    return [
+        KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
+        for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS // 2))
+    ]
+
+
+VARIANT_SHAPES = (
+    DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
+    DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
+)
+
+
+def _variants() -> tuple[KernelVariant, ...]:
+    variants = []
+    for shape in VARIANT_SHAPES:
+        chunk = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
+        variants += [
+            *step_variants("delta_step.cu", shape, TOKENS=2),
+            KernelVariant("delta_chunk.cu", chunk),
+        ]
+    return tuple(variants)
+
+
+KERNEL_VARIANTS = _variants()

@@ -1,0 +1,171 @@
+"""Launch record of a Gated DeltaNet layer's own kernels for a tree's tokens, and for the path that
+is accepted. The layer's state is only read until then."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
+from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.layers.branch import Branch
+from dflash_runtime.compute.gpu.layers.delta import (
+    RING,
+    VARIANT_SHAPES,
+    DeltaInputs,
+    DeltaPlan,
+    DeltaState,
+    DeltaWeights,
+    input_args,
+    result_args,
+    state_args,
+    step_variants,
+    step_warps,
+    weight_args,
+)
+
+_FILE = "delta_tree.cu"
+
+
+class DeltaTreeArgs(ctypes.Structure):
+    """Mirrors delta_tree.cu, as do the next ones."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "gate", "taps")),
+        *((name, ctypes.c_void_p) for name in ("decay", "bias", "weight", "walk", "ancestors")),
+        *((name, ctypes.c_void_p) for name in ("begin", "ring", "state", "kept", "values")),
+        *((name, ctypes.c_void_p) for name in ("quants", "meta")),
+        ("key_eps", ctypes.c_float),
+        ("norm_eps", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class DeltaAcceptArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "taps", "decay")),
+        *((name, ctypes.c_void_p) for name in ("bias", "path", "ancestors", "begin", "ring")),
+        ("state", ctypes.c_void_p),
+        ("key_eps", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class DeltaKeepArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "path", "begin", "ring")),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class DeltaTree:
+    """Any tree through a layer: each token goes on from its parent's state, as in a step."""
+
+    def __init__(self, device: KernelDevice, shape: DeltaPlan) -> None:
+        self.shape = shape
+        self._device, self._arrays = device, ArrayChecker(device)
+        warps = step_warps(device)
+        self._block = warps * device.lanes
+        module = device.module(_FILE, shape.step_defines(warps))
+        self._tree = module.kernel("delta_tree", DeltaTreeArgs)
+        self._accept = module.kernel("delta_accept", DeltaAcceptArgs)
+        self._keep = module.kernel("delta_keep", DeltaKeepArgs)
+
+    def launch(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        branch: Branch,
+        out: Rows,
+    ) -> None:
+        """`state` is that before the tree, and stays as it is. Arrays as DeltaStep.launch has them,
+        of the tree's W tokens.
+
+        Raises: ValueError for an array that is missing, or not of this shape, type or device;
+        DeviceOutOfMemory.
+        """
+        shape, arrays, count = self.shape, self._arrays, branch.num_tokens
+        places = (branch.num_places, *shape.state_shape[1:])
+        # Others may have its memory as soon as this was launched: what they do comes after it.
+        kept = None
+        if branch.num_places:
+            kept = branch.memory(
+                ("states", *places), lambda: self._device.empty(places, np.float32)
+            )
+        args = DeltaTreeArgs(
+            **input_args(arrays, shape, inputs, count=count),
+            **weight_args(arrays, shape, weights),
+            **state_args(arrays, shape, state),
+            walk=arrays.address("walk", branch.walk, np.int32, T=count, three=3),
+            ancestors=self._ancestors(branch),
+            begin=arrays.address("begin", branch.begin, np.int32, one=1),
+            kept=arrays.optional(
+                "kept",
+                kept,
+                np.float32,
+                **dict(zip(("places", "heads", "rows", "columns"), places, strict=True)),
+            ),
+            **result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
+            key_eps=weights.key_eps,
+            norm_eps=weights.norm_eps,
+            num_tokens=count,
+        )
+        self._device.launch(self._tree, (shape.num_heads, 1, 1), self._block, args)
+
+    def accept(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        branch: Branch,
+        path: DeviceArray,
+    ) -> None:
+        """The state becomes that after a path, of which `launch` was given the inputs.
+
+        Shapes: path [L] int32, at least one.
+        Raises: ValueError for an array that is missing, or not of this shape, type or device.
+        """
+        shape, arrays, (length,) = self.shape, self._arrays, path.shape
+        given = input_args(arrays, shape, inputs, count=branch.num_tokens)
+        kept = state_args(arrays, shape, state)
+        where = {
+            "path": arrays.address("path", path, np.int32, L=length),
+            "begin": arrays.address("begin", branch.begin, np.int32, one=1),
+            "ring": kept["ring"],
+            "num_tokens": length,
+        }
+        self._device.launch(
+            self._accept,
+            (shape.num_heads, 1, 1),
+            self._block,
+            DeltaAcceptArgs(
+                **given,
+                **weight_args(arrays, shape, weights),
+                **where,
+                ancestors=self._ancestors(branch),
+                state=kept["state"],
+                key_eps=weights.key_eps,
+            ),
+        )
+        self._device.launch(
+            self._keep,
+            (min(length, RING), 1, 1),
+            self._block,
+            DeltaKeepArgs(inputs=given["inputs"], **where),
+        )
+
+    def _ancestors(self, branch: Branch) -> int:
+        taps = self.shape.num_taps
+        return self._arrays.address(
+            "ancestors", branch.ancestors(taps), np.int32, T=branch.num_tokens, taps=taps
+        )
+
+
+KERNEL_VARIANTS = tuple(
+    variant for shape in VARIANT_SHAPES for variant in step_variants(_FILE, shape)
+)

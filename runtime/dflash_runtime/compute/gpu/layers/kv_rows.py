@@ -1,0 +1,131 @@
+"""Keys and values of a layer on a device, in the layout that kernels/kv_rows.cuh reads.
+
+Knows nothing of attention, and of whose positions these are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from dflash_adapters.ops import KvType
+from dflash_adapters.spec import KvLayer
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.layers.kept_rows import rows_kept
+from dflash_runtime.compute.rings import MOST_KEPT
+
+LARGEST_HEAD = 256
+"""Elements of a head that the kernels keep in registers."""
+
+Q8_BLOCK = 32
+
+_MOST_POSITIONS = 1 << 24
+"""Positions, and rows times heads, stay far inside 32 bits."""
+
+_ELEMENTS: dict[KvType, type[np.generic]] = {
+    KvType.F32: np.float32,
+    KvType.F16: np.float16,
+    KvType.Q8_0: np.int8,
+}
+
+
+def row_elements(kv_type: KvType, dim: int) -> int:
+    """Elements of a cached row of `dim` values: whole loads of 16 bytes, whole blocks.
+
+    Raises: SettingsError if the kernels cannot take heads of this size.
+    """
+    if not 1 <= dim <= LARGEST_HEAD:
+        raise SettingsError(
+            f"heads of {dim} elements: attention on a GPU takes from 1 to {LARGEST_HEAD}"
+        )
+    unit = Q8_BLOCK if kv_type is KvType.Q8_0 else 16
+    return -(-dim // unit) * unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedRows:
+    """Keys or values of one layer.
+
+    Shapes: elements [kv_heads, N, row] of the cache's element type, zeros past the head's dim;
+    scales [kv_heads, N, row / 32] float16, only of q8_0. N are all positions, or those of a ring.
+    """
+
+    elements: DeviceArray
+    scales: DeviceArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKvCache:
+    """One layer of a cache."""
+
+    kv: KvLayer
+    kv_type: KvType
+    capacity: int
+    """Positions."""
+    keys: CachedRows
+    values: CachedRows
+
+    @property
+    def num_rows(self) -> int:
+        """Positions that there is room for at the same time."""
+        return self.keys.elements.shape[1]
+
+    @property
+    def ring_rows(self) -> int:
+        """The same; 0 if there is room for all."""
+        return self.num_rows if self.num_rows < self.capacity else 0
+
+
+def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
+    """Device memory that one layer takes. Raises: SettingsError for heads or a
+    capacity that the kernels cannot take."""
+    check_capacity(capacity)
+    if kv.num_heads < 1:
+        raise SettingsError(f"{kv.num_heads} key/value heads")
+    all_rows = kv.num_heads * rows_kept(kv, capacity)
+    total = 0
+    for row in (row_elements(kv_type, kv.key_dim), row_elements(kv_type, kv.value_dim)):
+        total += all_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize
+        if kv_type is KvType.Q8_0:
+            total += 2 * _scale_halves(all_rows, row)
+    return total
+
+
+def bytes_with_snapshots(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
+    """The same with what an engine may keep of it besides."""
+    is_ring = rows_kept(kv, capacity) < capacity
+    return layer_bytes(kv, capacity, kv_type) * (1 + MOST_KEPT if is_ring else 1)
+
+
+def _scale_halves(all_rows: int, row: int) -> int:
+    """Kernels read two scales at a time, the last too."""
+    return -(-all_rows * (row // Q8_BLOCK) // 2) * 2
+
+
+def check_capacity(capacity: int) -> None:
+    """Raises: SettingsError if the kernels cannot take so many positions."""
+    if not 1 <= capacity <= _MOST_POSITIONS:
+        raise SettingsError(
+            f"a context of {capacity} positions; from 1 to {_MOST_POSITIONS} are possible"
+        )
+
+
+def new_layer_cache(
+    device: KernelDevice, kv: KvLayer, *, capacity: int, kv_type: KvType
+) -> LayerKvCache:
+    """With anything in it. Raises: DeviceOutOfMemory."""
+    kept = rows_kept(kv, capacity)
+
+    def rows(dim: int) -> CachedRows:
+        row = row_elements(kv_type, dim)
+        scales = None
+        if kv_type is KvType.Q8_0:
+            shape = (kv.num_heads, kept, row // Q8_BLOCK)
+            halves = device.empty(_scale_halves(kv.num_heads * kept, row), np.float16)
+            scales = halves[: prod(shape)].reshape(shape)
+        return CachedRows(device.empty((kv.num_heads, kept, row), _ELEMENTS[kv_type]), scales)
+
+    return LayerKvCache(kv, kv_type, capacity, rows(kv.key_dim), rows(kv.value_dim))

@@ -1,0 +1,152 @@
+"""What recurrent layers keep of a sequence on a device, and how it is taken up.
+
+The host knows for which positions states are there; what they are lies on the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters import ops
+from dflash_adapters.spec import RecurrentLayer
+from dflash_protocol.errors import StateNotKept
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.layers.delta import PLACES, RING, DeltaPlan, DeltaState
+
+_NOTHING = -1
+"""In place of a number of positions, while layers differ."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A layer's states are there after `oldest` positions, up to `newest`.
+
+    Layers differ while a chunk goes through them, or two halves of one, and if that was not ended.
+    """
+
+    oldest: int = 0
+    newest: int = 0
+
+    def has(self, num_positions: int) -> bool:
+        return num_positions == 0 or self.oldest <= num_positions <= self.newest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSnapshot:
+    """Implements ops.Snapshot. Shapes: of each layer, its ring, and one state."""
+
+    num_positions: int
+    rings: tuple[DeviceArray, ...]
+    states: tuple[DeviceArray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.rings, *self.states))
+
+
+class RecurrentStates:
+    """The part of ops.KvCache that is about going on.
+
+    States before the last positions are kept, so that steps that were started too much can be
+    taken back. Owns: device memory. Raises: DeviceOutOfMemory.
+    """
+
+    def __init__(self, device: KernelDevice, layers: Sequence[RecurrentLayer]) -> None:
+        self._device = device
+        self._kept = [_Kept() for _ in layers]
+        self.layers = [
+            DeltaState(
+                device.empty(plan.ring_shape, np.float32),
+                device.empty(plan.state_shape, np.float32),
+            )
+            for plan in (
+                DeltaPlan(layer.delta, num_taps=layer.conv_kernel, finishes=False)
+                for layer in layers
+            )
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.ring.nbytes + layer.state.nbytes for layer in self.layers)
+
+    def advance_layer(self, layer: int, first: int, num_tokens: int) -> None:
+        """A layer's state is brought further, whatever the others' are.
+
+        Raises: StateNotKept if it is not there after `first` positions.
+        """
+        kept = self._kept[layer]
+        if not kept.has(first):
+            raise StateNotKept(wanted=first, kept=kept.newest)
+        oldest = kept.newest = first + num_tokens
+        if num_tokens == 1:  # only one place is written to
+            oldest = max(kept.oldest if first else 0, oldest - PLACES + 1)
+        kept.oldest = oldest
+
+    def require(self, num_positions: int) -> None:
+        """Raises: StateNotKept if there is no state after so many positions."""
+        if not self.can_resume(num_positions):
+            newest = {kept.newest for kept in self._kept}
+            raise StateNotKept(
+                wanted=num_positions, kept=newest.pop() if len(newest) == 1 else _NOTHING
+            )
+
+    def can_resume(self, num_positions: int) -> bool:
+        """As ops.KvCache.can_resume."""
+        return all(kept.has(num_positions) for kept in self._kept)
+
+    def begin_step(self, position: int) -> None:
+        """Recorded steps of one token go on from here. Raises: StateNotKept."""
+        if not self.layers:
+            return
+        self.require(position)
+        for kept in self._kept:
+            if not position:
+                kept.oldest = 0
+            kept.newest = position
+
+    def count_step(self) -> None:
+        """One of them was started."""
+        for kept in self._kept:
+            kept.newest += 1
+            kept.oldest = max(kept.oldest, kept.newest - PLACES + 1)
+
+    def snapshot(
+        self, num_positions: int, instead_of: ops.Snapshot | None = None
+    ) -> DeviceSnapshot:
+        """As ops.KvCache.snapshot."""
+        if self.layers:
+            self.require(num_positions)
+        if instead_of is None:
+            empty = self._device.empty
+            rings = tuple(empty(layer.ring.shape, np.float32) for layer in self.layers)
+            states = tuple(empty(layer.state.shape[1:], np.float32) for layer in self.layers)
+            instead_of = DeviceSnapshot(num_positions, rings, states)
+        assert isinstance(instead_of, DeviceSnapshot)
+        taken = DeviceSnapshot(num_positions, instead_of.rings, instead_of.states)
+        for layer, ring, state in zip(self.layers, taken.rings, taken.states, strict=True):
+            self._device.copy(ring, layer.ring)
+            self._device.copy(state, layer.state[num_positions % PLACES])
+        return taken
+
+    def restore(self, snapshot: ops.Snapshot) -> None:
+        """As ops.KvCache.restore."""
+        assert isinstance(snapshot, DeviceSnapshot)
+        num_positions = snapshot.num_positions
+        for layer, ring, state in zip(self.layers, snapshot.rings, snapshot.states, strict=True):
+            self._device.copy(layer.ring, ring)
+            self._device.copy(layer.state[num_positions % PLACES], state)
+        for kept in self._kept:
+            kept.oldest = kept.newest = num_positions
+
+
+def state_bytes(layers: Sequence[RecurrentLayer]) -> int:
+    """Device memory that RecurrentStates takes."""
+    total = 0
+    for layer in layers:
+        delta = layer.delta
+        matrices = PLACES * delta.num_value_heads * delta.value_dim * delta.key_dim
+        total += 4 * (matrices + RING * delta.num_channels)
+    return total

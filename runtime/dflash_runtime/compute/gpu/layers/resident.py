@@ -1,0 +1,193 @@
+"""The experts of one layer that lie on the device, as decode's and prefill's kernels name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
+from dflash_protocol.ids import I32Array, I64Array
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.gpu.launch.decode_experts import ProjectionArrays, ResidentExperts
+from dflash_runtime.compute.gpu.launch.layouts import row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_weights import StoredExperts, StoredProjection
+from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentLayer:
+    """Some experts of a layer, and which: `slot_of_expert` [E] int32 on the host, -1: not here."""
+
+    layer: MoeLayer
+    slot_of_expert: I32Array
+    decode: ResidentExperts
+    prefill: StoredExperts
+    selections: DeviceArray | None = None
+    """Of a layer that is whole, whose choice the host does not see: how often each expert was
+    chosen since `take_selections`. Shapes: [E] uint32."""
+    num_resident: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_resident", int((self.slot_of_expert >= 0).sum()))
+
+    @property
+    def weights(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        """The matrices of gate, up and down, by slot. Shapes: [slots * expert_bytes] uint8."""
+        return self.decode.gate.weights, self.decode.up.weights, self.decode.down.weights
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every expert of the layer is here."""
+        return self.num_resident == self.layer.num_experts
+
+    def only(self, device: KernelDevice, chosen: npt.NDArray[np.bool_]) -> ResidentLayer | None:
+        """The same without the others, which stay where they are; None if nothing is left.
+
+        Shapes: chosen [E], by the ids that this goes by.
+        """
+        slots = np.where(chosen, self.slot_of_expert, np.int32(-1))
+        if (slots == self.slot_of_expert).all():
+            return self
+        if (slots < 0).all():
+            return None
+        table = device.upload(slots)
+        return replace(
+            self,
+            slot_of_expert=slots,
+            decode=replace(self.decode, slot_of_expert=table),
+            prefill=replace(self.prefill, slot_of_expert=table),
+            selections=None,
+        )
+
+    def take_selections(self, device: KernelDevice) -> I64Array | None:
+        """How often each expert was chosen since the last call, if that is counted and not zero.
+
+        Shapes: result [E].
+        """
+        if self.selections is None:
+            return None
+        counts: I64Array = device.download(self.selections).astype(np.int64)
+        if not counts.any():
+            return None
+        device.write(self.selections, np.zeros(counts.size, np.uint32))
+        return counts
+
+
+def load_resident(
+    device: KernelDevice,
+    uploader: Uploader,
+    file: GgufFile,
+    *,
+    layer: MoeLayer,
+    global_expert_ids: I32Array,
+) -> tuple[ResidentLayer, ResidentLayer]:
+    """Bring experts to the device, once; named by their global ids, and by their local ids, which
+    are their places in `global_expert_ids`.
+
+    Raises: UnsupportedModel if there are no kernels for their types; DeviceOutOfMemory.
+    """
+    global_ids = np.asarray(global_expert_ids, np.int64)
+    weights = [_matrices(device, uploader, file, each, global_ids) for each in layer.projections]
+    local_ids = np.arange(global_ids.size)
+    by_global, by_local = (
+        named_layer(device, file, layer, weights=weights, ids=(global_ids, named))
+        for named in (global_ids, local_ids)
+    )
+    if by_global.is_whole:
+        by_global = replace(by_global, selections=device.zeros(layer.num_experts, np.uint32))
+    return by_global, by_local
+
+
+def _matrices(
+    device: KernelDevice,
+    uploader: Uploader,
+    file: GgufFile,
+    projection: ExpertProjection,
+    global_ids: I64Array,
+) -> DeviceArray:
+    require_kernels(
+        file, projection.tensor_name, projection.tensor_type, columns=projection.columns
+    )
+    num_bytes = expert_bytes(projection)
+    weights = device.empty(max(1, global_ids.size) * num_bytes, np.uint8)
+    for slot, global_expert_id in enumerate(global_ids.tolist()):
+        raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
+        place = weights[slot * num_bytes : (slot + 1) * num_bytes]
+        uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
+    return weights
+
+
+def named_layer(
+    device: KernelDevice,
+    file: GgufFile,
+    layer: MoeLayer,
+    *,
+    weights: Sequence[DeviceArray],
+    ids: tuple[I64Array, I64Array],
+    places: I32Array | None = None,
+) -> ResidentLayer:
+    """Experts whose matrices, of each projection, lie in these arrays one after another, or in the
+    slots that `places` says.
+
+    `ids` are their global ids, and what they are called. Shapes: weights each
+    [slots * expert_bytes] uint8; ids each [experts]; places [experts].
+    """
+    names = ids[1]
+    slots = np.full(layer.num_experts, -1, np.int32)
+    slots[names] = np.arange(names.size, dtype=np.int32) if places is None else places
+    decode, prefill = [], []
+    for projection, matrices in zip(layer.projections, weights, strict=True):
+        bias, scale = (
+            _by_name(device, file, vector, ids, num_experts=layer.num_experts)
+            for vector in (projection.bias, projection.scale)
+        )
+        scale = None if scale is None else scale.reshape(-1)
+        decode.append(ProjectionArrays(matrices, bias, scale))
+        prefill.append(
+            StoredProjection(
+                tensor_type=projection.tensor_type,
+                weights_address=address(matrices),
+                stride_bytes=expert_bytes(projection),
+                bias=bias,
+                scale=scale,
+            )
+        )
+    table = device.upload(slots)
+    limit, alpha = layer.activation_limit, layer.activation_alpha
+    offset = layer.activation.up_offset
+    gate, up, down = decode
+    stored_gate, stored_up, stored_down = prefill
+    return ResidentLayer(
+        layer=layer,
+        slot_of_expert=slots,
+        decode=ResidentExperts(gate, up, down, table, limit, alpha, offset),
+        prefill=StoredExperts(stored_gate, stored_up, stored_down, table, limit, alpha, offset),
+    )
+
+
+def _by_name(
+    device: KernelDevice,
+    file: GgufFile,
+    vector: ExpertVector | None,
+    ids: tuple[I64Array, I64Array],
+    *,
+    num_experts: int,
+) -> DeviceArray | None:
+    """A vector of every expert that is here, where its name says. Shapes: [E, length] float32."""
+    if vector is None:
+        return None
+    values = np.zeros((num_experts, vector.length), np.float32)
+    for global_expert_id, name in zip(*(each.tolist() for each in ids), strict=True):
+        # Need not be aligned in the file.
+        raw = file.region(*vector.place_of(global_expert_id), vector.num_bytes).copy()
+        values[name] = raw.view("<f4")
+    return device.upload(values)
+
+
+def expert_bytes(projection: ExpertProjection) -> int:
+    """Bytes of one expert's matrix as it lies on a device."""
+    return projection.rows * row_bytes(projection.tensor_type, projection.columns)

@@ -1,0 +1,338 @@
+"""What adapters hold in their hands on a GPU: rows on the device, and work that is put off.
+
+An adapter says norm, project, route, add, one after the other; kernels do several of these at once.
+So an operation whose result only the next one reads gives a value that says what is to be done, and
+the next one does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from dflash_adapters.ops import RoutingRule
+from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.spec import DeltaShape
+from dflash_protocol.ids import Phase
+from dflash_runtime.compute.gpu.device.buffers import Buffer, array_of
+from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.gpu.launch.decode_experts import Rows as StepRows
+from dflash_runtime.compute.gpu.layers.kept_rows import KeptRows
+from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+
+if TYPE_CHECKING:
+    from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
+
+
+@dataclass(slots=True, eq=False)
+class Sides:
+    """Rows as kernels of a step read them besides; what they do not read is None.
+
+    Shapes: values [T, H] float32; quants and meta as decode_linear.LinearInputs has them.
+    """
+
+    values: Buffer | None
+    quants: Buffer | None
+    meta: Buffer | None
+
+    def __getitem__(self, tokens: slice) -> Sides:
+        """Those of some of the rows, in place."""
+
+        def some(buffer: Buffer | None) -> Buffer | None:
+            return None if buffer is None else Buffer(buffer.array[tokens])
+
+        return Sides(some(self.values), some(self.quants), some(self.meta))
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """Float32 rows. Shapes: array [T, columns], contiguous.
+
+    Owns: `buffers`, whose memory others may take once nobody holds these rows.
+    """
+
+    array: DeviceArray
+    buffers: tuple[Buffer, ...] = ()
+    version: int = 0
+    """How often they were written to since they were made."""
+    sides: Sides | None = None
+    """The same rows as int8, if what wrote them has written these too."""
+    of_step: bool = False
+    """Computed by a step's kernels, however many they are: a tree's too."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.array.shape[0]
+
+    @property
+    def is_step(self) -> bool:
+        """Whether what is made of them is a step's."""
+        return self.of_step or self.num_tokens <= MOST_TOKENS
+
+    @property
+    def columns(self) -> int:
+        return self.array.shape[1]
+
+    @property
+    def to_fill(self) -> StepRows:
+        """The rows, and the sides that whoever writes them is to write too."""
+        sides = self.sides
+        return StepRows(
+            values=self.array,
+            quants=None if sides is None else array_of(sides.quants),
+            meta=None if sides is None else array_of(sides.meta),
+        )
+
+    def __getitem__(self, tokens: slice) -> Rows:
+        """Some of the rows, in place."""
+        sides = None if self.sides is None else self.sides[tokens]
+        return Rows(self.array[tokens], self.buffers, sides=sides, of_step=self.of_step)
+
+
+@dataclass(slots=True, eq=False)
+class Normed:
+    """``rms_norm(rows)``, to be computed by whoever multiplies them."""
+
+    rows: Rows
+    weight: DeviceArray
+    eps: float
+    version: int = field(init=False)
+    sides: Sides | None = None
+    """Of a step: the same rows, once a kernel has written them."""
+
+    def __post_init__(self) -> None:
+        self.version = self.rows.version
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
+    @property
+    def is_step(self) -> bool:
+        """As Rows.is_step."""
+        return self.rows.is_step
+
+    def __getitem__(self, tokens: slice) -> Normed:
+        """The same of some of the rows, which are unchanged."""
+        some = Normed(self.rows[tokens], self.weight, self.eps)
+        some.sides = None if self.sides is None else self.sides[tokens]
+        return some
+
+    def require_unchanged(self) -> None:
+        """Raises: RuntimeError if the rows were written to after they were to be normalised."""
+        if self.version != self.rows.version:
+            raise RuntimeError("rows were changed before their norm was used")
+
+
+@dataclass(slots=True, eq=False)
+class Rotation:
+    """Norm of each head, where there is a weight, and rotation, to be computed by attention."""
+
+    table: RopeTable
+    weight: DeviceArray | None
+    eps: float
+
+
+@dataclass(slots=True, eq=False)
+class Heads:
+    """Rows as heads: [T, heads, D], or `part` of each: from its first column to its last."""
+
+    rows: Rows
+    num_heads: int
+    rotation: Rotation | None = None
+    part: tuple[int, int] | None = None
+    temperature: AttentionTemperature | None = None
+    """Of queries, to be computed by attention as well."""
+
+    @property
+    def dim(self) -> int:
+        """Columns of a head."""
+        if self.part is None:
+            return self.rows.columns // self.num_heads
+        return self.part[1] - self.part[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activated:
+    """``silu(gate) * up`` of a step, to be computed by whoever multiplies it."""
+
+    gate: Rows
+    up: Rows
+    sides: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.gate.num_tokens
+
+    @property
+    def is_step(self) -> bool:
+        """As Rows.is_step."""
+        return self.gate.is_step
+
+    def __getitem__(self, tokens: slice) -> Activated:
+        """The same of some of the rows."""
+        return Activated(self.gate[tokens], self.up[tokens])
+
+
+@dataclass(slots=True, eq=False)
+class Product:
+    """``x @ matrix.T``, to be computed by whoever reads it first."""
+
+    x: Normed | Rows | Activated
+    matrix: DeviceMatrix
+    rows: Rows | None = None
+    """It, once somebody has."""
+
+    @property
+    def is_step(self) -> bool:
+        """As Rows.is_step."""
+        return self.x.is_step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedProduct:
+    """A product of a step times ``sigmoid(gate)``, to be computed by whoever adds it.
+
+    Shapes: gate [T, 1].
+    """
+
+    product: Product
+    gate: Rows
+
+
+@dataclass(slots=True, eq=False)
+class Choosing:
+    """Experts to be chosen from logits, by whoever needs to know first."""
+
+    logits: Rows
+    rule: RoutingRule
+    ids: Buffer
+    weights: Buffer
+    """Where to. Shapes: both [T, K]."""
+    bias: DeviceArray | None = None
+    """Of experts, for the choice alone."""
+    is_done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Chosen:
+    """Ids, or weights, of the chosen experts, once `choosing` is done.
+
+    Shapes: [T, K] int32, or float32.
+    """
+
+    buffer: Buffer
+    choosing: Choosing | None = None
+    both: DeviceArray | None = None
+    """Ids and then weights, as int32, if they lie one after the other. Shapes: [2, T, K]."""
+
+    @property
+    def array(self) -> DeviceArray:
+        return self.buffer.array
+
+
+ExpertInputs: TypeAlias = Normed | Rows
+"""What experts are given: normalised rows, or rows as they are, which nobody writes to any more."""
+
+
+@dataclass(slots=True, eq=False)
+class ExpertSums:
+    """A layer's routed experts, to be computed by whoever adds them to the residual."""
+
+    layer: ResidentLayer | None
+    """None: no expert of the layer is here."""
+    x: ExpertInputs
+    topk_ids: Chosen
+    topk_weights: Chosen
+    phase: Phase
+    """Which kernels compute them: the parent's, and any daemon's, must be the same."""
+    parts: tuple[Buffer, ...] = ()
+    """Float64 sums [T, H] of all pairs, of experts here and elsewhere, if somebody else has had a
+    share: at most two."""
+    add_to: Callable[[Rows], None] | None = None
+    """Launches what adds all of it to a residual, if somebody else has put that off."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[T, H]."""
+        return (self.x if isinstance(self.x, Rows) else self.x.rows).array.shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Columns `first` to `last` of rows, or of each of their heads, where they lie.
+
+    Shapes: rows [T, heads * D]; what is meant: [T, heads * (last - first)].
+    """
+
+    rows: Rows
+    num_heads: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolved:
+    """A causal convolution, to be computed by the delta rule that reads it.
+
+    Shapes: rows [T, channels]; weight [channels, taps].
+    """
+
+    rows: Rows
+    weight: DeviceArray
+    cache: KeptRows
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaHeads:
+    """A gated delta rule, to be computed when norm and gate are known, or by whoever reads it.
+
+    Shapes: alpha, beta [T, heads]; a, dt_bias [heads].
+    """
+
+    mixed: Convolved
+    alpha: Rows
+    beta: Rows
+    shape: DeltaShape
+    a: DeviceArray
+    dt_bias: DeviceArray
+    eps: float
+    positions: StepPositions
+    norm: tuple[DeviceArray, float] | None = None
+    """Weight and eps of what each head is normalised with."""
+
+
+DeviceValue: TypeAlias = (
+    Rows
+    | Normed
+    | Activated
+    | Heads
+    | Product
+    | GatedProduct
+    | Chosen
+    | ExpertSums
+    | Columns
+    | Convolved
+    | DeltaHeads
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTokens:
+    """Token ids of a step that are on the device. Shapes: array [T] int32."""
+
+    array: DeviceArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPositions:
+    """Positions of a step that are on the device, so that a recorded step can be replayed.
+
+    Shapes: array [T] int32, ascending by one; all lie below `bucket` and fit the cache.
+    """
+
+    array: DeviceArray
+    bucket: int

@@ -1,0 +1,1 @@
+"""Mailboxes: devices of two processes ask each other, without a host in between."""

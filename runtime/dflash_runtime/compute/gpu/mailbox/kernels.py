@@ -1,0 +1,386 @@
+"""Launch records of the mailbox's kernels, for steps of 1 to 8 tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+
+from dflash_adapters.ops import RoutingRule
+from dflash_adapters.spec import MoeLayer
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, given
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
+from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS, MailArgs, MailReplies
+from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+
+_THREADS = 512
+_ADD_THREADS = 256
+_PARTS = 3
+_BLAMED = 4
+"""In the words of `MailSide.state`."""
+
+_Addresses = ctypes.c_void_p * MOST_PEERS
+
+
+class MailBeginArgs(ctypes.Structure):
+    _fields_ = (("state", ctypes.c_void_p),)
+
+
+class MailPartsArgs(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_void_p * _PARTS), ("num_words", ctypes.c_int * _PARTS))
+
+
+class MailPostArgs(ctypes.Structure):
+    """Mirrors mailbox_parent.cu, as the next."""
+
+    _fields_ = (
+        ("mail", MailArgs),
+        ("parts", MailPartsArgs),
+        ("logits", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("selections", ctypes.c_void_p),
+        ("local_ids", _Addresses),
+        ("requests", _Addresses),
+        ("rounds", ctypes.c_int),
+    )
+
+
+class MailAddArgs(ctypes.Structure):
+    _fields_ = (("replies", MailReplies), ("residual", ctypes.c_void_p))
+
+
+class MailTakeArgs(ctypes.Structure):
+    """Mirrors mailbox_daemon.cu."""
+
+    _fields_ = (
+        ("mail", MailArgs),
+        ("parts", MailPartsArgs),
+        ("request", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("slot_of_expert", ctypes.c_void_p),
+        ("pair_slots", ctypes.c_void_p),
+    )
+
+
+class MailRelayArgs(ctypes.Structure):
+    _fields_ = (
+        ("mail", MailArgs),
+        ("request", ctypes.c_void_p),
+        ("lines", ctypes.c_void_p),
+        ("num_lines", ctypes.c_int),
+    )
+
+
+class MailProbeArgs(ctypes.Structure):
+    """Mirrors mailbox_probe.cu."""
+
+    _fields_ = (
+        ("mail", MailArgs),
+        ("requests", ctypes.c_void_p),
+        ("replies", ctypes.c_void_p),
+        ("faults", ctypes.c_void_p),
+        ("ticks", ctypes.c_void_p),
+        ("num_requests", ctypes.c_int),
+        ("num_replies", ctypes.c_int),
+        ("num_rounds", ctypes.c_int),
+        ("seed", ctypes.c_uint32),
+        ("follows", ctypes.c_int),
+        ("longest_pause", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MailPeer:
+    """The other side of one mailbox, by addresses that our device has for it."""
+
+    own_abort: int
+    other_abort: int
+
+
+@dataclass(eq=False)
+class MailSide:
+    """What all kernels of one side know: its peers, and the state of its steps.
+
+    Owns: memory of the device.
+    """
+
+    device: KernelDevice
+    peers: Sequence[MailPeer]
+    limit_ms: int
+    """That a step may take."""
+    failed: int = 0
+    """Address of a word of the host, which says that a step has failed to nobody but us."""
+    state: DeviceArray = field(init=False)
+    """Shapes: [6] uint32: two of a clock, epoch, epoch of the first step that failed, the peer that
+    is to blame for that plus one, whether a daemon's layer is to be answered as float32."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.peers) <= MOST_PEERS:
+            raise ValueError(f"{len(self.peers)} mailboxes, at most {MOST_PEERS} can be used")
+        self.state = self.device.zeros(6, np.uint32)
+
+    @property
+    def args(self) -> MailArgs:
+        args = MailArgs(
+            state=address(self.state),
+            failed=self.failed,
+            limit=self.limit_ms * self.device.ticks_per_ms,
+            num_peers=len(self.peers),
+        )
+        for index, peer in enumerate(self.peers):
+            args.own_aborts[index], args.other_aborts[index] = peer.own_abort, peer.other_abort
+        return args
+
+    @property
+    def blamed(self) -> int:
+        """The peer that did not answer in time, plus one, once all that runs has ended; 0: none."""
+        return int(self.device.download(self.state)[_BLAMED])
+
+    def set_epoch(self, epoch: int, *, is_trial: bool = False, blamed: int = 0) -> None:
+        """Of the last step that was; a trial's waits all return at once. Whose fault that is, is a
+        peer plus one, or 0."""
+        words = np.array([0, 0, epoch, is_trial, blamed, 0], np.uint32)
+        self.device.write(self.state, words)
+
+
+class MailKernels:
+    """The kernels of a side, compiled when they are first needed."""
+
+    def __init__(self, side: MailSide) -> None:
+        self.side = side
+        self._device = side.device
+        self._arrays = ArrayChecker(side.device)
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+
+    def begin(self) -> None:
+        """A step begins: its epoch is one more than the last one's."""
+        kernel = self._kernel("mailbox_begin.cu", "mail_begin", MailBeginArgs, {})
+        args = MailBeginArgs(state=address(self.side.state))
+        self._device.launch(kernel, (1, 1, 1), self._device.lanes, args)
+
+    def post(
+        self,
+        layer: MoeLayer,
+        rule: RoutingRule | None,
+        rows: Rows,
+        *,
+        choice: Choice,
+        local_ids: Sequence[DeviceArray],
+        requests: Sequence[int],
+        rounds: bool = False,
+    ) -> None:
+        """Ask every peer for its share of a layer; with a rule experts are chosen by it first.
+
+        One peer, of whom nothing else is added to, may round what it answers: see `add`.
+        Shapes: local_ids each [E] int32; requests: addresses, by peer.
+        """
+        arrays, num_tokens = self._arrays, choice.topk_ids.shape[0]
+        sizes = {"T": num_tokens, "K": layer.num_experts_used}
+        if rounds and len(requests) != 1:
+            raise ValueError("what is summed up of several answers is not rounded before")
+        args = MailPostArgs(
+            mail=self.side.args,
+            rounds=rounds,
+            parts=_parts(layer, rows, num_tokens),
+            topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
+            topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
+            selections=arrays.optional(
+                "selections", choice.selections, np.uint32, E=layer.num_experts
+            ),
+        )
+        if rule is not None:
+            assert choice.logits is not None
+            args.logits = arrays.address(
+                "logits", choice.logits, np.float32, T=num_tokens, E=layer.num_experts
+            )
+        for index, (table, request) in enumerate(zip(local_ids, requests, strict=True)):
+            args.local_ids[index] = arrays.address(
+                "local_ids", table, np.int32, E=layer.num_experts
+            )
+            args.requests[index] = request
+        kernel = self._parent_kernel(layer, rule, num_tokens, "mail_post", MailPostArgs)
+        self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
+
+    def replies(self, lines: Mapping[int, int]) -> MailReplies:
+        """What peers answer, in their order. Shapes: lines: addresses, by peer."""
+        replies = MailReplies(mail=self.side.args, num_replies=len(lines))
+        for index, (peer, line) in enumerate(lines.items()):
+            replies.peers[index], replies.lines[index] = peer, line
+        return replies
+
+    def add(
+        self,
+        layer: MoeLayer,
+        rule: RoutingRule | None,
+        residual: DeviceArray,
+        *,
+        replies: MailReplies,
+        rounded: bool = False,
+    ) -> None:
+        """Add what peers have answered to the residual; or one, who was asked to round it.
+
+        Shapes: residual [T, H] float32; if it is rounded H is even.
+        """
+        num_tokens = residual.shape[0]
+        sizes = {"T": num_tokens, "H": layer.hidden_size}
+        args = MailAddArgs(
+            replies=replies,
+            residual=self._arrays.address("residual", residual, np.float32, **sizes),
+        )
+        name = "mail_add_rounded" if rounded else "mail_add"
+        kernel = self._parent_kernel(layer, rule, num_tokens, name, MailAddArgs)
+        num_elements = num_tokens * layer.hidden_size
+        num_blocks = ceil((num_elements // 2 if rounded else num_elements) / _ADD_THREADS)
+        self._device.launch(kernel, (num_blocks, 1, 1), _ADD_THREADS, args)
+
+    def take(
+        self,
+        layer: MoeLayer,
+        rows: Rows,
+        choice: Choice,
+        *,
+        slot_of_expert: DeviceArray,
+        request: int,
+    ) -> None:
+        """Wait for what the parent asks of a layer, and find where that lies.
+
+        Shapes: of the choice, slots too, [T, K]; slot_of_expert [E] int32; request: an address.
+        """
+        slots, num_tokens = given("slots", choice.slots), choice.topk_ids.shape[0]
+        sizes = {"T": num_tokens, "K": layer.num_experts_used}
+        args = MailTakeArgs(
+            mail=self.side.args,
+            parts=_parts(layer, rows, num_tokens),
+            request=request,
+            topk_ids=self._arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
+            topk_weights=self._arrays.address(
+                "topk_weights", choice.topk_weights, np.float32, **sizes
+            ),
+            slot_of_expert=self._arrays.address(
+                "slot_of_expert", slot_of_expert, np.int32, E=layer.num_experts
+            ),
+            pair_slots=self._arrays.address("slots", slots, np.int32, **sizes),
+        )
+        kernel = self._daemon_kernel(layer, num_tokens, "mail_take", MailTakeArgs)
+        self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
+
+    def relay(self, layer: MoeLayer, num_tokens: int, *, request: int, to: int) -> None:
+        """Bring what the parent asks of a layer to where the kernel after this one looks for it.
+
+        Shapes: request, to: addresses of lines.
+        """
+        args = MailRelayArgs(
+            mail=self.side.args,
+            request=request,
+            lines=to,
+            num_lines=num_request_lines(layer, num_tokens),
+        )
+        kernel = self._daemon_kernel(layer, num_tokens, "mail_relay", MailRelayArgs)
+        self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
+
+    def prepare_probe(self, *, is_echo: bool) -> Kernel:
+        """Compiled, so that the other side need not wait for that."""
+        name, defines = "mail_echo" if is_echo else "mail_ping", _probe_defines(is_echo=is_echo)
+        return self._kernel("mailbox_probe.cu", name, MailProbeArgs, defines)
+
+    def probe(self, args: MailProbeArgs, *, is_echo: bool) -> None:
+        """So many round trips of a probe, or the answers to them."""
+        args.mail = self.side.args
+        kernel = self.prepare_probe(is_echo=is_echo)
+        self._device.launch(kernel, (1, 1, 1), _THREADS, args)
+
+    def _daemon_kernel(
+        self, layer: MoeLayer, num_tokens: int, name: str, args: type[ctypes.Structure]
+    ) -> Kernel:
+        defines: dict[str, int | str] = {
+            "TOKENS": num_tokens,
+            "TOP_K": layer.num_experts_used,
+            "EXPERTS": layer.num_experts,
+            "THREADS": _THREADS,
+            "MOST_PEERS": MOST_PEERS,
+        }
+        return self._kernel("mailbox_daemon.cu", name, args, defines)
+
+    def _parent_kernel(
+        self,
+        layer: MoeLayer,
+        rule: RoutingRule | None,
+        num_tokens: int,
+        name: str,
+        args: type[ctypes.Structure],
+    ) -> Kernel:
+        defines: dict[str, int | str] = {
+            "TOKENS": num_tokens,
+            "HIDDEN": layer.hidden_size,
+            "TOP_K": layer.num_experts_used,
+            "EXPERTS": layer.num_experts,
+            "ROUTE": int(rule is not None),
+            "NORMALISE": int(rule is not None and rule.normalise),
+            "GATE": 0 if rule is None else GATES[rule.gating],
+            "THREADS": _THREADS,
+            "ADD_THREADS": _ADD_THREADS,
+            "MOST_PEERS": MOST_PEERS,
+        }
+        return self._kernel("mailbox_parent.cu", name, args, defines)
+
+    def _kernel(
+        self, file: str, name: str, args: type[ctypes.Structure], defines: Defines
+    ) -> Kernel:
+        key = name, *sorted(defines.items())
+        if key not in self._kernels:
+            self._kernels[key] = self._device.module(file, defines).kernel(name, args)
+        return self._kernels[key]
+
+
+def _parts(layer: MoeLayer, rows: Rows, num_tokens: int) -> MailPartsArgs:
+    """Raises: ValueError if rows that are needed are not there."""
+    args = MailPartsArgs()
+    given = (rows.quants, rows.meta, rows.values)
+    for index, (of_row, part) in enumerate(zip(part_words(layer), given, strict=True)):
+        num_words = num_tokens * of_row
+        if not num_words:
+            continue
+        if part is None or part.nbytes != 4 * num_words:
+            raise ValueError(f"part {index} of the rows is not of {num_words} words")
+        args.words[index], args.num_words[index] = address(part), num_words
+    return args
+
+
+def _probe_defines(*, is_echo: bool) -> dict[str, int | str]:
+    return {"IS_ECHO": int(is_echo), "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS}
+
+
+KERNEL_VARIANTS = (
+    *(
+        KernelVariant(
+            "mailbox_parent.cu",
+            {
+                **{"TOKENS": tokens, "HIDDEN": 96, "TOP_K": 3, "EXPERTS": 70, "ROUTE": route},
+                **{"NORMALISE": 1, "GATE": 0, "THREADS": _THREADS, "ADD_THREADS": _ADD_THREADS},
+                "MOST_PEERS": MOST_PEERS,
+            },
+        )
+        for tokens, route in ((1, 0), (1, 1), (MOST_TOKENS, 1))
+    ),
+    *(
+        KernelVariant(
+            "mailbox_daemon.cu",
+            {
+                **{"TOKENS": tokens, "TOP_K": 3, "EXPERTS": 70},
+                **{"THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
+            },
+        )
+        for tokens in (1, MOST_TOKENS)
+    ),
+    KernelVariant("mailbox_begin.cu"),
+    *(KernelVariant("mailbox_probe.cu", _probe_defines(is_echo=echo)) for echo in (False, True)),
+)

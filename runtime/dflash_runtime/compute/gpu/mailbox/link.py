@@ -1,0 +1,199 @@
+"""One mailbox as the parent's device has it: where its lines are, what its daemon's host is asked
+besides steps, and the memory that the two devices share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
+from dflash_protocol.ids import I64Array
+from dflash_protocol.ring.segment import Segment
+from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelDevice, PeerMemory
+from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
+from dflash_runtime.compute.gpu.mailbox.layout import (
+    DAEMON_ABORT_AT,
+    HANDLE_BYTES,
+    PARENT_ABORT_AT,
+    PARENT_HOLDS_AT,
+    PROBE_FAULTS_AT,
+    PROBE_FOLLOWS_AT,
+    PROBE_PAUSE_AT,
+    PROBE_SEED_AT,
+    REPLY_MEMORY_AT,
+    REQUEST_MEMORY_AT,
+    STATE_AT,
+    Ask,
+    MailLayout,
+    MailLines,
+    MailState,
+    host_lines,
+)
+from dflash_runtime.compute.gpu.mailbox.probe import (
+    FAULT_BYTES,
+    ProbePlan,
+    new_faults,
+    probe_args,
+    read_faults,
+)
+from dflash_runtime.compute.gpu.mailbox.words import MailWords
+from dflash_runtime.compute.mail_trial import FaultKind, TrialBatch
+
+_LOG = logging.getLogger(__name__)
+
+_COMPILE_S = 30.0
+_ANSWER_S = 5.0
+"""Of a daemon's host that is well; it may be computing a chunk."""
+_CLOSED = 0xFFFFFFFF
+"""In place of the epoch of a step that failed: none ever will again."""
+
+
+class MailLink:
+    """Used by one thread. What is asked of it raises DaemonUnavailable if nobody answers.
+
+    Owns: memory of the device, what it shows of it to the daemon, and what it sees of the daemon's.
+    """
+
+    def __init__(
+        self,
+        device: KernelDevice,
+        layout: MailLayout,
+        segment: Segment,
+        *,
+        name: str,
+        is_live: Callable[[], bool],
+        keeper: MemoryKeeper,
+    ) -> None:
+        assert segment.window is not None
+        base = segment.window.device_address(segment.shape.mail_at)
+        self.name, self.words = name, MailWords(segment)
+        self.peer = MailPeer(own_abort=base + PARENT_ABORT_AT, other_abort=base + DAEMON_ABORT_AT)
+        self.peer_lines: MailLines | None = None
+        """Those in the devices' memory, if both see them."""
+        self.why_no_peer = ""
+        self._host_lines = host_lines(layout, base)
+        self.lines = self._host_lines
+        """Those that are used."""
+        self._device, self._layout, self._segment = device, layout, segment
+        self._is_live, self._keeper = is_live, keeper
+        self._exported: PeerMemory | None = None
+        self._imported: PeerMemory | None = None
+
+    @property
+    def stays_in_host(self) -> bool:
+        """Devices' memory is not to be tried."""
+        return self._segment.mail_in_host
+
+    def use_peers(self, uses_peers: bool) -> None:
+        """Lines are those in the devices' memory, if there are any, from the next `restart` on."""
+        self.lines = (self.peer_lines if uses_peers else None) or self._host_lines
+
+    def restart(self, epoch: int) -> None:
+        """Begin anew with steps after this epoch; none may be under way."""
+        self.words.write(PARENT_ABORT_AT, 0)
+        self.words.ask(Ask.PEER_EPOCH if self.lines is self.peer_lines else Ask.EPOCH, epoch)
+        self.words.await_answer(_ANSWER_S, self._is_live)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Have the daemon ready for steps of so many tokens; `restart` is to follow."""
+        self.words.ask(Ask.SIZE, num_tokens)
+        self.words.await_answer(_COMPILE_S, self._is_live)
+
+    def open_peer(self) -> None:
+        """Have lines in the memory of whichever device reads them, if each sees the other's."""
+        self.why_no_peer = "the other device shows none of its own"
+        handle = self._segment.read_mail(REQUEST_MEMORY_AT, HANDLE_BYTES)
+        if not any(handle):
+            return
+        layout = self._layout
+        try:
+            self._exported = self._device.export_memory(layout.replies_nbytes)
+            self.words.write(PARENT_HOLDS_AT, 1)
+            self._imported = self._device.import_memory(handle, layout.requests_nbytes)
+        except DeviceUnavailable as error:
+            self.why_no_peer = one_line(str(error))
+            # docs (parent): no peer access between the two GPUs: mailboxes lie in the host's memory
+            _LOG.info("our device does not see that of %s: %s", self.name, self.why_no_peer)
+            self._close_imported()
+            return
+        self._segment.write_mail(REPLY_MEMORY_AT, self._exported.handle)
+        self.words.ask(Ask.PEERS)
+        self.words.await_answer(_COMPILE_S, self._is_live)
+        self.why_no_peer = "the other device does not see ours"
+        if self.words.read(STATE_AT) != MailState.SEES_PEER:
+            return
+        self.why_no_peer = ""
+        self.peer_lines = MailLines(
+            layout, requests=self._imported.device_address, replies=self._exported.device_address
+        )
+
+    def probe(
+        self, plan: ProbePlan, *, epoch: int, limit_ms: int, first_epoch: int | None = None
+    ) -> TrialBatch:
+        """Round trips with the epochs after this one.
+
+        `limit_ms` is that of each trip. Rounds of what was found are counted from the one that has
+        `first_epoch`: the first of these, if nothing is said.
+        """
+        device, words = self._device, self.words
+        side = MailSide(device, (self.peer,), limit_ms)
+        kernels = MailKernels(side)
+        kernels.prepare_probe(is_echo=False)
+        faults, ticks = new_faults(device), device.zeros(plan.num_rounds, np.int64)
+        words.write(PROBE_SEED_AT, plan.seed)
+        words.write(PROBE_FOLLOWS_AT, plan.follows)
+        words.write(PROBE_PAUSE_AT, plan.longest_pause_ns)
+        self.restart(epoch)
+        side.set_epoch(epoch)
+        words.ask(Ask.ECHO, plan.num_rounds)
+        words.await_answer(_ANSWER_S, self._is_live)  # it waits for us from now on
+        args = probe_args(device, self.lines, plan, faults=faults, ticks=ticks)
+        kernels.probe(args, is_echo=False)
+        if first_epoch is None:
+            first_epoch = epoch + 1
+        num_before = epoch + 1 - first_epoch
+        found = device.download(faults)
+        in_replies = read_faults(found.tobytes(), first_epoch=first_epoch)
+        trips: I64Array = device.download(ticks)
+        if in_replies.counts[FaultKind.MISSING] and in_replies.first is not None:
+            trips = trips[: max(0, in_replies.first.round_number - num_before)]
+        # Whoever answers this has told what it found.
+        self.restart(epoch + plan.num_rounds)
+        told = self._segment.read_mail(PROBE_FAULTS_AT, FAULT_BYTES)
+        return TrialBatch(
+            trips_ns=trips * NANOSECONDS_PER_MS // device.ticks_per_ms,
+            in_requests=read_faults(told, first_epoch=first_epoch),
+            in_replies=in_replies,
+        )
+
+    def close(self) -> None:
+        """Give back memory that was shared, each side's when the other has closed it; no step may
+        still run."""
+        self._close_imported()
+        exported, self._exported = self._exported, None
+        if exported is None:
+            return
+        try:
+            self.words.ask(Ask.LEAVE)
+            self.words.await_answer(_ANSWER_S, self._is_live)
+        except DaemonUnavailable:
+            with suppress(DaemonUnavailable):
+                self.words.write(PARENT_ABORT_AT, _CLOSED)
+            self._keeper.keep(exported)
+        else:
+            with suppress(DeviceUnavailable):  # what has failed shares nothing any more
+                exported.close()
+
+    def _close_imported(self) -> None:
+        self.peer_lines, self.lines = None, self._host_lines
+        imported, self._imported = self._imported, None
+        if imported is not None:
+            with suppress(DeviceUnavailable):
+                imported.close()
+        with suppress(DaemonUnavailable):
+            self.words.write(PARENT_HOLDS_AT, 0)

@@ -1,0 +1,105 @@
+"""Probes of a mailbox: what its two sides agree on, and what either has found."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.gpu.device.device import (
+    NANOSECONDS_PER_MS,
+    DeviceArray,
+    KernelDevice,
+    address,
+    optional_address,
+)
+from dflash_runtime.compute.gpu.mailbox.kernels import MailProbeArgs
+from dflash_runtime.compute.gpu.mailbox.layout import MailLines
+from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults
+
+MOST_ROUNDS = 1 << 12
+"""Of one probe."""
+
+_LONGEST_PAUSE_NS = 10_000_000
+
+
+class _FaultWords(ctypes.Structure):
+    """Mirrors MailFaults of mailbox_probe.cu."""
+
+    _fields_ = (
+        ("counts", ctypes.c_uint32 * len(FaultKind)),
+        ("num_found", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("kind", "epoch", "line", "word")),
+        *((name, ctypes.c_uint32) for name in ("expected", "found")),
+    )
+
+
+FAULT_BYTES = ctypes.sizeof(_FaultWords)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """What a probe does, on both sides. The payload of each round follows from seed and epoch."""
+
+    num_rounds: int
+    seed: int = 0
+    follows: bool = False
+    """The lines are new, or of a probe that has ended with the epoch before."""
+    longest_pause_ns: int = 0
+    """Of either side before it sends; 0: none, and nothing is looked at twice."""
+
+
+def new_faults(device: KernelDevice) -> DeviceArray:
+    """Memory for what a side will find."""
+    return device.zeros(FAULT_BYTES // 4, np.uint32)
+
+
+def probe_args(
+    device: KernelDevice,
+    lines: MailLines,
+    plan: ProbePlan,
+    *,
+    faults: DeviceArray,
+    ticks: DeviceArray | None = None,
+) -> MailProbeArgs:
+    """Of either side's kernel. What the other process may have written is kept within bounds.
+
+    Shapes: faults as `new_faults`; ticks [num_rounds] int64.
+    """
+    pause_ns = min(plan.longest_pause_ns, _LONGEST_PAUSE_NS)
+    return MailProbeArgs(
+        requests=lines.requests,
+        replies=lines.replies,
+        faults=address(faults),
+        ticks=optional_address(ticks),
+        num_requests=lines.layout.request_lines,
+        num_replies=lines.layout.reply_lines,
+        num_rounds=min(plan.num_rounds, MOST_ROUNDS),
+        seed=plan.seed,
+        follows=plan.follows,
+        longest_pause=-(-pause_ns * device.ticks_per_ms // NANOSECONDS_PER_MS),
+    )
+
+
+def read_faults(words: AnyArray | bytes, *, first_epoch: int) -> Faults:
+    """What a side has found, in rounds that are counted from `first_epoch`.
+
+    The other side may have written anything. Shapes: words FAULT_BYTES in all.
+    """
+    found = _FaultWords.from_buffer_copy(bytes(words))
+    counts = {kind: int(found.counts[kind]) for kind in FaultKind}
+    if not sum(counts.values()) or found.kind not in tuple(FaultKind):
+        return Faults(counts)
+    return Faults(
+        counts,
+        Fault(
+            FaultKind(found.kind),
+            round_number=(found.epoch - first_epoch) % (1 << 32),
+            line=found.line,
+            word=found.word,
+            expected=found.expected,
+            found=found.found,
+        ),
+    )

@@ -1,0 +1,106 @@
+"""A daemon's step that is asked for through a mailbox, and the memory that its lines go through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_adapters.spec import MoeLayer
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph, KernelDevice, address
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, Rows
+from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
+from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels
+from dflash_runtime.compute.gpu.mailbox.layout import MailLines
+from dflash_runtime.compute.gpu.ops.steps import Steps
+
+
+class MailStep:
+    """What is recorded: every layer of which there are experts here, one after the other.
+
+    `by_all`: every block that needs a request looks for it in our device's memory, where one block
+    a token brings it to `relay` if it does not lie there; or else such a block takes it, before the
+    others begin.
+    """
+
+    def __init__(
+        self,
+        device: KernelDevice,
+        kernels: MailKernels,
+        lines: MailLines,
+        *,
+        num_tokens: int,
+        by_all: bool,
+        relay: MailLines | None,
+    ) -> None:
+        self._device, self._kernels, self._lines = device, kernels, lines
+        self._relay = relay
+        self._num_tokens, self._by_all = num_tokens, by_all
+        # Others may compute at the same time, in another stream: nothing is shared with them.
+        self._steps = Steps(device)
+        self._choices: dict[int, Choice] = {}
+        self._rows: dict[int, Rows] = {}
+
+    def launch(self, layers: Sequence[tuple[int, ResidentLayer]]) -> None:
+        """Shapes: layers by their place in the model."""
+        self._kernels.begin()
+        reply = address(self._kernels.side.state)
+        for index, resident in layers:
+            choice = self._choice_of(resident.layer)
+            to = MailReply(self._lines.reply(index), reply)
+            if self._by_all:
+                self._steps.answer(resident, self._awaited(index, resident.layer), choice, to=to)
+            else:
+                rows = self._taken(index, resident, choice)
+                self._steps.answer(resident, rows, choice, to=to)
+
+    def _awaited(self, index: int, layer: MoeLayer) -> MailRequest:
+        """What every block will look for, brought to where they do."""
+        request = self._lines.request(index)
+        asked = MailRequest(self._kernels.side.args, request, is_relayed=0)
+        if self._relay is not None:
+            asked.lines, asked.is_relayed = self._relay.request(index), 1
+            self._kernels.relay(layer, self._num_tokens, request=request, to=asked.lines)
+        return asked
+
+    def _taken(self, index: int, resident: ResidentLayer, choice: Choice) -> Rows:
+        """Rows that were asked for; `choice` is written."""
+        layer = resident.layer
+        if layer.hidden_size not in self._rows:
+            rows = self._steps.new_rows(self._num_tokens, layer.hidden_size)
+            self._rows[layer.hidden_size] = rows
+        rows, table = self._rows[layer.hidden_size], resident.decode.slot_of_expert
+        request = self._lines.request(index)
+        self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
+        return rows
+
+    def _choice_of(self, layer: MoeLayer) -> Choice:
+        """With slots where these are known before the experts are computed."""
+        num_used, empty = layer.num_experts_used, self._device.empty
+        if num_used not in self._choices:
+            shape = self._num_tokens, num_used
+            self._choices[num_used] = Choice(
+                empty(shape, np.int32),
+                empty(shape, np.float32),
+                slots=None if self._by_all else empty(shape, np.int32),
+            )
+        return self._choices[num_used]
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Memory that lines go through, and steps that were recorded for it, by their tokens and by who
+    looks for requests: what each uses, and its graph."""
+
+    lines: MailLines
+    relay: tuple[DeviceArray, MailLines] | None
+    """Memory of our device that requests are brought to, where they do not lie there."""
+    steps: dict[tuple[int, bool], tuple[MailStep, Graph]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """No step may still run."""
+        for _, graph in self.steps.values():
+            graph.close()
+        self.steps.clear()

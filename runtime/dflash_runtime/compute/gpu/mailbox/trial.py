@@ -1,0 +1,111 @@
+"""A mailbox that is tried out with another process, whoever starts that: see `mail_trial`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import Segment
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox.layout import (
+    DAEMON_DEVICE_AT,
+    DEVICE_BYTES,
+    STATE_AT,
+    MailLayout,
+    MailState,
+)
+from dflash_runtime.compute.gpu.mailbox.link import MailLink
+from dflash_runtime.compute.gpu.mailbox.probe import MOST_ROUNDS, ProbePlan
+from dflash_runtime.compute.gpu.mailbox.words import MailWords
+from dflash_runtime.compute.mail_trial import Medium, TrialBatch
+
+_HIDDEN, _EXPERTS_USED = 2048, 8
+
+TRIAL_LAYOUT = MailLayout(
+    num_layers=1,
+    request_lines=_EXPERTS_USED + _HIDDEN // 8 + _HIDDEN // 16,
+    reply_lines=_HIDDEN // 2,
+)
+"""What one layer of Qwen3-30B-A3B sends and gets for a token: its choice, int8 and two float32 for
+16 of them, two words a line; and float32, as the only one answers who is asked."""
+
+TRIAL_SHAPE = RingShape(1, 1, 64, 1, mail_bytes=TRIAL_LAYOUT.nbytes)
+"""Of the memory that a trial goes through: nothing but the mailbox is used."""
+
+_LOOK_S = 0.01
+_EPOCHS_OF_MEDIUM = 1 << 30
+"""A trial's rounds in one medium."""
+
+
+class MailboxTrial:
+    """Implements mail_trial.MailTrial. Used by one thread.
+
+    Owns: memory of the device, not the segment.
+    """
+
+    def __init__(
+        self, device: KernelDevice, segment: Segment, *, seed: int, keeper: MemoryKeeper
+    ) -> None:
+        self._device, self._segment, self._seed = device, segment, seed
+        self._is_live: Callable[[], bool] = lambda: True
+        self._link = MailLink(
+            device,
+            TRIAL_LAYOUT,
+            segment,
+            name="the other device",
+            is_live=lambda: self._is_live(),
+            keeper=keeper,
+        )
+        self._num_rounds = dict.fromkeys(Medium, 0)
+
+    def begin(self, patience_s: float, is_live: Callable[[], bool]) -> None:
+        """As MailTrial.begin."""
+        self._is_live = is_live
+        words, end_s = MailWords(self._segment), time.monotonic() + patience_s
+        while (state := words.read(STATE_AT)) == MailState.PREPARING:
+            if not is_live() or time.monotonic() > end_s:
+                raise DaemonUnavailable("the other side does not become ready")
+            time.sleep(_LOOK_S)
+        if state == MailState.FAILED:
+            raise DaemonUnavailable("the other side cannot serve a mailbox")
+        if self._segment.read_mail(DAEMON_DEVICE_AT, DEVICE_BYTES) == self._device.uuid:
+            raise SettingsError("both are the same device: a mailbox needs two")
+        self._link.open_peer()
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """As MailTrial.media."""
+        return tuple(Medium) if self._link.peer_lines is not None else (Medium.HOST,)
+
+    @property
+    def why_not(self) -> str:
+        """As MailTrial.why_not."""
+        return self._link.why_no_peer
+
+    def run(self, medium: Medium, num_rounds: int, *, longest_pause_us: float) -> TrialBatch:
+        """As MailTrial.run."""
+        done = self._num_rounds[medium]
+        if not 0 < num_rounds <= min(MOST_ROUNDS, _EPOCHS_OF_MEDIUM - done):
+            raise ValueError(f"{num_rounds} rounds cannot be run after {done}")
+        self._link.use_peers(medium is Medium.DEVICES)
+        plan = ProbePlan(
+            num_rounds,
+            seed=self._seed,
+            follows=True,
+            longest_pause_ns=round(longest_pause_us * 1e3),
+        )
+        first = tuple(Medium).index(medium) * _EPOCHS_OF_MEDIUM
+        self._num_rounds[medium] += num_rounds
+        return self._link.probe(
+            plan,
+            epoch=first + done,
+            first_epoch=first + 1,
+            limit_ms=self._segment.mail_limit_ms,
+        )
+
+    def close(self) -> None:
+        """As MailTrial.close."""
+        self._link.close()

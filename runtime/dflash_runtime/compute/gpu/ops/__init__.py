@@ -1,0 +1,1 @@
+"""Operations of a layer, put together from launches."""

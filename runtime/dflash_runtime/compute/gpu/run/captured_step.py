@@ -1,0 +1,495 @@
+"""A decode step that was recorded once and is replayed for every token of a context bucket.
+
+Token ids and positions lie on the device: a step reads what the one before it has chosen, so that
+the host may start several without waiting for any. Nothing is allocated or compiled in between.
+What was chosen is written to memory of the host, which looks there without a word to the driver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.ops import Model, MoeBlock
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_runtime.compute.backend import NOT_FINITE, DrawOptions
+from dflash_runtime.compute.gpu.device.mapped_array import mapped_array, whole_pages
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
+from dflash_runtime.compute.gpu.launch.draw_tokens import (
+    NUM_OPTIONS,
+    UNDECIDED,
+    DrawInputs,
+    option_values,
+)
+from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
+from dflash_runtime.compute.gpu.layers.values import Product, Rows, StepPositions, StepTokens
+from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
+from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.run.recorded_pieces import (
+    Pause,
+    Piece,
+    Recording,
+    record_pieces,
+)
+from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
+from dflash_runtime.compute.trees import Tree, TreeResult
+
+_NONE = -1
+"""In place of a token that no step has chosen yet."""
+_LOOK_S = 20e-6
+"""Time between looks for a token: short for a step, and long enough for others to get the lock
+that Python has."""
+_TRIED_STEPS, _TRIED_TIMES = 16, 3
+_PATIENCE_S = 0.5
+"""A step that takes longer may have failed: the driver is asked."""
+
+
+class RecordedStep:
+    """Steps of one token of one sequence. Implements backend.RecordedStep.
+
+    `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces. As long as
+    `mailed` has daemons that devices can ask by themselves, its steps go that way; one that fails
+    is computed once more in pieces, as is all that follows until such daemons are there again.
+    What draws tokens is recorded apart, so that it costs nothing where it is not wanted.
+    Trees of guessed tokens are recorded too, but for those that hosts have a part in.
+    Owns: the graphs of each context bucket that was met, and mapped memory of the host.
+    """
+
+    def __init__(
+        self,
+        ops: CupyOps,
+        model: Model[Any],
+        cache: DeviceKvCache,
+        *,
+        moe: MoeBlock[Any],
+        mailed: MailedSteps | None = None,
+    ) -> None:
+        device = ops.device
+        self._ops = ops
+        self._model = model
+        self._cache = cache
+        self._moe = moe
+        self._token_ids = device.zeros(1, np.int32)
+        self._positions = device.zeros(1, np.int32)
+        # What the last position's step chooses has no position any more, but is wanted as well.
+        self._chosen = whole_pages(cache.capacity + 1, _NONE)
+        self._mapping = device.map_host(self._chosen)
+        self._history = mapped_array(device, self._mapping, self._chosen)
+        self._drawing = DrawInputs(
+            device.zeros(NUM_OPTIONS, np.float64), device.zeros(self._chosen.size, np.float64)
+        )
+        self._is_drawing = False
+        self._shared = moe if isinstance(moe, SharedMoe) else None
+        self._mailed = mailed
+        self._mail: MailMoe | None = None
+        """What the next step goes through, unless the host is asked."""
+        self._left_to_host_s: float | None = None
+        """When a tree was, to have daemons checked; what that costs is known at the next one."""
+        self._is_trial = False
+        """Steps are run in vain, and counted by nobody."""
+        self._counted: dict[tuple[Phase, int], I64Array] = {}
+        """Selections of steps through mailboxes that are no more."""
+        self._first_epoch = self._first_id = 0
+        """Of the step that was begun last."""
+        self._recordings: dict[tuple[int, bool, MailMoe | None], Recording] = {}
+        self._trees = RecordedTrees(ops, model, cache)
+        self._last: Rows | None = None
+        self._first = self._position = 0
+        self._is_closed = False
+
+    @property
+    def needs_host(self) -> bool:
+        """As backend.RecordedStep.needs_host."""
+        return self._shared is not None and self._mail is None
+
+    @property
+    def counts_itself(self) -> bool:
+        """As backend.RecordedStep.counts_itself."""
+        return self._shared is not None
+
+    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
+        """As backend.RecordedStep.take_selections."""
+        counted, self._counted = self._counted, {}
+        if self._mailed is not None:
+            self._mailed.settle()
+        if self._mail is not None:
+            for key, counts in self._mail.take_selections().items():
+                counted[key] = counted.get(key, 0) + counts
+        return counted
+
+    def prepare(self) -> None:
+        """As backend.RecordedStep.prepare."""
+        self._prepare_all()
+        if self._mailed is not None and self._mailed.await_ready():
+            self._choose_way()
+            self._choose_memory(self._mailed)
+            self._prepare_all()
+
+    def _choose_memory(self, mailed: MailedSteps) -> None:
+        """Of mailboxes: where steps are the fastest."""
+        self._is_trial = True
+        try:
+            mailed.choose_memory(self._step_s)
+        except DaemonUnavailable as error:
+            self._forget_mail()
+            mailed.refuse(error)
+        finally:
+            self._is_trial = False
+        self._forget_recordings()
+
+    def _step_s(self) -> float:
+        """Seconds of a step, of some that are run in vain."""
+        self._forget_recordings()
+        num_steps = min(self._cache.capacity, _TRIED_STEPS)
+        times_s = []
+        for _ in range(_TRIED_TIMES):
+            self._begin(0, 0)
+            self._recording()
+            began_s = time.perf_counter()
+            for _ in range(num_steps):
+                self.start()
+            self._ops.device.synchronize()
+            if self._mail is not None and self._mail.mail.failed_epoch():
+                raise DaemonUnavailable("a step that was tried has failed")
+            times_s.append((time.perf_counter() - began_s) / num_steps)
+        self._cache.begin_step(0)
+        return min(times_s)
+
+    def _prepare_all(self) -> None:
+        capacity, position = self._cache.capacity, 0
+        while position < capacity:
+            self._place(0, position)
+            for is_drawing in (True, False):
+                self._is_drawing = is_drawing
+                self._recording()
+            position = context_bucket(position + 1)
+        self.begin(0, 0)
+
+    def choose_by(self, options: DrawOptions | None) -> None:
+        """As backend.RecordedStep.choose_by."""
+        vocab_size = self._model.spec.vocab_size
+        values = option_values(options, vocab_size=vocab_size)
+        self._ops.device.write(self._drawing.options, values)
+        self._is_drawing = options is not None
+
+    def expect(self, first_position: int, numbers: F64Array) -> None:
+        """As backend.RecordedStep.expect."""
+        places = self._drawing.numbers[first_position : first_position + numbers.size]
+        self._ops.device.write(places, numbers)
+
+    def begin(self, token_id: int, position: int) -> None:
+        """The next step computes this token at this position.
+
+        Raises: ContextExceeded, DeviceUnavailable; StateNotKept.
+        """
+        self._cache.check_fits(position, 1)
+        self._choose_way()
+        self._begin(token_id, position)
+
+    def _begin(self, token_id: int, position: int) -> None:
+        self._cache.begin_step(position)
+        self._place(token_id, position)
+
+    def _choose_way(self) -> None:
+        """Through mailboxes, if there are some: other ones than before, perhaps."""
+        if self._mailed is None or (self._mail is not None and self._mail.mail.is_live):
+            return
+        self._forget_mail()
+        self._mail = self._mailed.present()
+
+    def _forget_mail(self) -> None:
+        self._forget_recordings()
+        self._counted = self.take_selections()
+        self._mail = None
+
+    def _forget_recordings(self) -> None:
+        """Those that go through mailboxes."""
+        if self._mail is not None:
+            self._ops.device.synchronize()
+        self._trees.forget(mailed_only=True)
+        for key in [key for key in self._recordings if key[2] is not None]:
+            self._recordings.pop(key).close()
+
+    def _place(self, token_id: int, position: int) -> None:
+        device = self._ops.device
+        device.synchronize()  # steps that were started too much write what they have chosen
+        if self._shared is not None:
+            self._shared.reset()
+        self._chosen[self._first + 1 : self._position + 1] = _NONE
+        self._first_id = token_id
+        self._first_epoch = 0 if self._mail is None else self._mail.mail.epoch + 1
+        device.write(self._token_ids, np.array([token_id], np.int32))
+        device.write(self._positions, np.array([position], np.int32))
+        self._first = self._position = position
+
+    def start(self) -> None:
+        """Start a step: the token that it chooses is the next one's, at the next position.
+
+        Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
+        """
+        self._cache.check_fits(self._position, 1)
+        recording = self._recording()
+        self._last = recording.logits
+        if self._mail is not None:
+            self._start_mailed(self._mail, recording)
+            return
+        try:
+            for piece in recording.pieces:
+                piece.graph.replay()
+                if piece.then is not None:
+                    piece.then()
+        except BaseException:
+            if self._shared is not None:
+                self._shared.abandon()
+            raise
+        if self._shared is not None:
+            self._shared.count_step()
+        self._cache.count_step()
+        self._position += 1
+
+    def _start_mailed(self, mail: MailMoe, recording: Recording) -> None:
+        """A daemon that is gone is noticed when the step's token is asked for."""
+        assert self._mailed is not None
+        mail.mail.ring()
+        for piece in recording.pieces:
+            piece.graph.replay()
+        if not self._is_trial:
+            self._mailed.count_step()
+        self._cache.count_step()
+        self._position += 1
+
+    def verify(
+        self, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """As backend.RecordedStep.verify. Through mailboxes only as many as a step may have."""
+        if self._left_to_host_s is not None and self._mailed is not None:
+            self._mailed.note_checked(time.monotonic() - self._left_to_host_s)
+            self._left_to_host_s = None
+        self._choose_way()
+        if self._mail is None:
+            if self._shared is not None:
+                return None
+            return self._trees.run(token_ids, tree, features, moe=self._moe)
+        if token_ids.size > MOST_TOKENS:
+            return None
+        if self._is_to_be_checked():
+            self._left_to_host_s = time.monotonic()
+            return None
+        return self._verify_mailed(self._mail, token_ids, tree, features)
+
+    def _verify_mailed(
+        self, mail: MailMoe, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """None: a daemon has not answered, and others are to be asked; or there is no memory."""
+        assert self._mailed is not None
+        self._ops.device.synchronize()  # steps that were started too much have another size
+        try:
+            if not mail.mail.failed_epoch():
+                mail.mail.prepare(token_ids.size)
+                result = self._trees.run(token_ids, tree, features, moe=mail)
+                if result is not None:
+                    self._mailed.count_tree(token_ids.size)
+                if not mail.mail.failed_epoch():
+                    return result
+        except DaemonUnavailable as error:
+            self._forget_mail()
+            self._mailed.refuse(error)
+            return None
+        self._lose_mail(mail, self._mailed)
+        return None
+
+    def _lose_mail(self, mail: MailMoe, mailed: MailedSteps) -> None:
+        """A step has failed: the host is asked until there are mailboxes again."""
+        self._ops.device.synchronize()
+        mail.mail.fail()
+        self._forget_mail()
+        mailed.count_failure()
+
+    def _redo_failed(self, position: int) -> None:
+        """If the step of this position has failed, it and all after it are computed once more, with
+        the host's help. Whatever it had written is written again.
+
+        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        """
+        mail = self._mail
+        if mail is None:
+            return
+        failed = mail.mail.failed_epoch()
+        if not failed or failed > self._first_epoch + position - self._first:
+            return
+        end, token_id = self._position, self._first_id
+        if position > self._first:
+            token_id = int(self._chosen[position])
+        assert self._mailed is not None
+        self._lose_mail(mail, self._mailed)
+        self._begin(token_id, position)
+        while self._position < end:
+            self.start()
+
+    def _computed_by_host(self, position: int) -> int:
+        """What follows the token of this position, by a step in which the host asks the others, so
+        that each reply is looked at by itself. Steps that were started after it begin anew.
+
+        If mailboxes alone are at fault for logits that are not finite, they are used no more.
+        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        """
+        mail, end, began_s = self._mail, self._position, time.monotonic()
+        assert mail is not None
+        assert self._mailed is not None
+        token_id = self._first_id if position == self._first else int(self._chosen[position])
+        was_finite = self._chosen[position + 1] != NOT_FINITE
+        self._mail = None
+        try:
+            self._begin(token_id, position)
+            self.start()
+            self.token(position + 1)
+        finally:
+            self._mail = mail
+        found = int(self._chosen[position + 1])
+        is_lost = not mail.mail.is_live
+        if is_lost or (found != NOT_FINITE and not was_finite):
+            self._forget_mail()
+            if not is_lost:
+                self._mailed.refuse(DaemonUnavailable("logits of a step through it are not finite"))
+        if found >= 0 and self._position < end:
+            self._begin(found, position + 1)
+            while self._position < end:
+                self.start()
+        if was_finite:
+            self._mailed.note_checked(time.monotonic() - began_s)
+        return found
+
+    def _is_to_be_checked(self) -> bool:
+        """Whether the step whose token is asked for is to be computed by the host, to have the
+        daemons checked."""
+        return self._mailed is not None and not self._is_trial and self._mailed.is_to_be_checked()
+
+    def token(self, position: int) -> int | None:
+        """The token chosen for a position, by a step that was started; None: the host is to.
+
+        Raises: DeviceUnavailable if the device has failed.
+        """
+        assert self._first < position <= self._position
+        chosen, patient_until_s = self._chosen, 0.0
+        while (token_id := int(chosen[position])) == _NONE:
+            now_s = time.monotonic()
+            if not patient_until_s:
+                patient_until_s = now_s + _PATIENCE_S
+            elif now_s > patient_until_s:
+                self._ops.device.synchronize()
+                if chosen[position] == _NONE:
+                    raise DeviceUnavailable(
+                        # docs: the device failed without its driver saying so; look at the system's
+                        # log
+                        f"{self._ops.device.name}: a step has ended without a token"
+                    )
+            time.sleep(_LOOK_S)
+        if self._mail is not None:
+            self._redo_failed(position - 1)
+            if self._mail is None:
+                return self.token(position)
+            if token_id == NOT_FINITE or self._is_to_be_checked():
+                token_id = self._computed_by_host(position - 1)
+        return None if token_id == UNDECIDED else token_id
+
+    def logits(self) -> F32Array:
+        """Of the step that was started last, once it is done. Shapes: result [V]."""
+        assert self._last is not None
+        if self._mail is not None:
+            self._ops.device.synchronize()
+            self._redo_failed(self._position - 1)
+            is_known = self._chosen[self._position] != NOT_FINITE
+            if self._mail is not None and (not is_known or self._is_to_be_checked()):
+                self._computed_by_host(self._position - 1)
+        logits: F32Array = self._ops.device.download(self._last.array)[0]
+        return logits
+
+    def close(self) -> None:
+        """As backend.RecordedStep.close, whoever still refers to this. Twice does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(DeviceUnavailable):  # a device that has failed writes nothing any more
+            self._ops.device.synchronize()
+        for recording in self._recordings.values():
+            recording.close()
+        self._recordings.clear()
+        self._trees.forget()
+        self._mail = None
+        if self._mailed is not None:
+            self._mailed.close()
+        self._mapping.close()
+        if self._shared is not None:
+            self._shared.close()
+        del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
+        del self._token_ids, self._positions, self._drawing, self._trees
+
+    def _recording(self) -> Recording:
+        """Of the bucket that the next step is in: tried out and recorded when first needed."""
+        bucket = context_bucket(self._position + 1)
+        key = bucket, self._is_drawing, self._mail
+        if key not in self._recordings:
+            self._recordings[key] = self._recorded(bucket)
+        return self._recordings[key]
+
+    def _recorded(self, bucket: int) -> Recording:
+        """Try the step out, which compiles and allocates what it needs, then record it."""
+        device, buffers, shared = self._ops.device, self._ops.steps.buffers, self._shared
+        mail = None if self._mail is None else self._mail.mail
+        if mail is not None:
+            shared = None
+        before = [device.download(array) for array in (self._token_ids, self._positions)]
+        with buffers.noted() as noted, nullcontext() if mail is None else mail.trial():
+            if shared is not None:
+                shared.begin_trial()
+            with self._ops.steps.uncounted():
+                self._record(bucket)
+        device.synchronize()
+        self._chosen[self._position + 1] = _NONE
+        for array, values in zip((self._token_ids, self._positions), before, strict=True):
+            device.write(array, values)
+        results: list[Rows] = []
+        if shared is None:
+            with buffers.repeated(noted):
+                graph = device.capture(lambda: results.append(self._record(bucket)))
+            return Recording([Piece(graph, None)], results[0], [])
+
+        def record(pause: Pause) -> None:
+            shared.begin_recording(pause)
+            results.append(self._record(bucket))
+
+        # Between pieces others may use buffers: those of a step in pieces are its own.
+        with buffers.repeated(noted) as kept:
+            try:
+                pieces = record_pieces(device, record)
+            finally:
+                shared.end_recording()
+        return Recording(pieces, results[0], kept)
+
+    def _record(self, bucket: int) -> Rows:
+        tokens: Any = StepTokens(self._token_ids)
+        positions: Any = StepPositions(self._positions, bucket)
+        moe = self._moe
+        if self._mail is not None:
+            self._mail.mail.kernels.begin()
+            moe = self._mail.block(Phase.DECODE)
+        hidden = self._model.forward(tokens, positions, self._cache, moe)
+        logits = self._model.head(hidden)
+        if not isinstance(logits, Product):
+            self._ops.lacks("a head whose logits are scaled, in a recorded step")
+        history: Any = self._history
+        return self._ops.steps.pick(
+            logits,
+            self._token_ids,
+            self._positions,
+            history=history,
+            drawing=self._drawing if self._is_drawing else None,
+        )

@@ -1,0 +1,175 @@
+"""Passes over trees of guessed tokens that were recorded once and are replayed for every tree of
+their kind: as many tokens, a context of the same bucket, and as `Branch.kind_of` says.
+
+Everything that differs among such trees lies on the device, where it is written before a replay. A
+pass only reads what the sequence has left; what accepting a path needs stays beside it until the
+next one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dflash_adapters.ops import Model, MoeBlock
+from dflash_protocol.errors import DeviceOutOfMemory
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_runtime.compute.backend import NOT_FINITE
+from dflash_runtime.compute.gpu.device.buffers import Places
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph
+from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
+from dflash_runtime.compute.gpu.layers.branch import Branch
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
+from dflash_runtime.compute.gpu.layers.values import Product, StepTokens
+from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
+from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
+
+_MOST_TOKENS_KEPT = 256
+"""Of all recordings together: each keeps what layers want for accepting a path, and memory of its
+own."""
+
+
+class RecordedTrees:
+    """Used by one thread. Owns: graphs, and memory of the device."""
+
+    def __init__(self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache) -> None:
+        self._ops, self._model, self._cache = ops, model, cache
+        self._recordings: OrderedDict[_Key, _Recording] = OrderedDict()
+
+    def run(
+        self,
+        token_ids: I32Array,
+        tree: Tree,
+        features: Collection[int],
+        *,
+        moe: MoeBlock[Any] | MailMoe,
+    ) -> TreeResult | None:
+        """A tree's tokens through all layers. With a MailMoe every daemon must be ready for steps
+        of so many tokens, of which none is under way. None: that step has failed, or has results
+        that are not finite, or there is no memory for a recording; the tree is as it was.
+
+        Shapes: token_ids [W]. `features` are layers whose results are wanted.
+        Raises: ContextExceeded, StateNotKept; ValueError for ids that there are not;
+        DaemonUnavailable if a mailbox is gone.
+        """
+        check_token_ids(token_ids, self._model.spec.vocab_size)
+        tree.check_size(token_ids.size)
+        self._cache.check_tree(tree)
+        kind = Branch.kind_of(tree, has_states=bool(self._cache.states.layers))
+        key = _Key(kind, frozenset(features), moe)
+        recording = self._recordings.get(key)
+        if recording is None:
+            self._make_room(token_ids.size)
+            try:
+                recording = self._recorded(key, token_ids, tree)
+            except DeviceOutOfMemory:
+                self.forget()
+                return None
+            self._recordings[key] = recording
+        else:
+            self._recordings.move_to_end(key)
+            recording.branch.aim(tree)
+            self._ops.device.write(recording.token_ids, token_ids.astype(np.int32))
+        if isinstance(moe, MailMoe):
+            moe.mail.ring(token_ids.size)
+        recording.graph.replay()
+        download = self._ops.device.download
+        likeliest: I32Array = download(recording.likeliest)
+        # Of what is not finite the host's requests tell whose reply is at fault.
+        if isinstance(moe, MailMoe) and (
+            moe.mail.failed_epoch() or (likeliest == NOT_FINITE).any()
+        ):
+            return None
+        by_layer: dict[int, F32Array] = {
+            layer: download(array) for layer, array in recording.features.items()
+        }
+        for on_accept in recording.on_accept:
+            tree.keep(on_accept)
+        return TreeResult(likeliest, by_layer)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """For so many tokens more: those go that were not used for longest."""
+        sizes = [recording.branch.num_tokens for recording in self._recordings.values()]
+        while sizes and sum(sizes) + num_tokens > _MOST_TOKENS_KEPT:
+            del sizes[0]
+            self._recordings.popitem(last=False)[1].graph.close()
+
+    def forget(self, *, mailed_only: bool = False) -> None:
+        """None of them may run, and no path through one be accepted."""
+        for key in list(self._recordings):
+            if not mailed_only or isinstance(key.moe, MailMoe):
+                self._recordings.pop(key).graph.close()
+
+    def _recorded(self, key: _Key, token_ids: I32Array, tree: Tree) -> _Recording:
+        """Compute the tree once, which compiles and allocates what that needs, then record it."""
+        device, buffers = self._ops.device, self._ops.steps.buffers
+        mail = key.moe.mail if isinstance(key.moe, MailMoe) else None
+        size, hidden_size = token_ids.size, self._model.spec.hidden_size
+        branch = Branch(device, tree, stays=True)
+        recording = _Recording(
+            branch,
+            device.upload(token_ids.astype(np.int32)),
+            device.empty(size, np.int32),
+            {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
+        )
+        trial = nullcontext() if mail is None else mail.trial()
+        with buffers.noted(recording.apart) as noted, self._ops.steps.uncounted(), trial:
+            # Whatever layers want kept must be nobody else's until the pass is complete.
+            kept = self._launch(key, recording, tree)
+        device.synchronize()
+        kept.clear()
+        with buffers.repeated(noted):
+            recording.graph = device.capture(
+                lambda: recording.on_accept.extend(self._launch(key, recording, tree))
+            )
+        return recording
+
+    def _launch(self, key: _Key, recording: _Recording, tree: Tree) -> list[OnAccept]:
+        """One pass; the result is what layers want done when a path is accepted."""
+        moe, kept = key.moe, Tree(tree.parents, tree.position)
+        if isinstance(moe, MailMoe):
+            moe.mail.kernels.begin()
+            moe = moe.block(Phase.VERIFY)
+
+        def on_layer(layer_id: int, hidden: AnyArray) -> None:
+            if layer_id in recording.features:
+                rows: Any = hidden
+                self._ops.copy_rows(rows, recording.features[layer_id])
+
+        tokens: Any = StepTokens(recording.token_ids)
+        positions: Any = recording.branch.positions
+        with self._cache.branching(kept, recording.branch):
+            hidden = self._model.forward(tokens, positions, self._cache, moe, on_layer)
+            logits = self._model.head(hidden)
+        if not isinstance(logits, Product):
+            self._ops.lacks("a head whose logits are scaled, in a recorded tree")
+        self._ops.steps.pick_likeliest(logits, recording.likeliest)
+        return kept.kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    kind: tuple[int, int, int]
+    """As Branch.kind_of."""
+    features: frozenset[int]
+    moe: MoeBlock[Any] | MailMoe
+
+
+@dataclass(slots=True, eq=False)
+class _Recording:
+    """A pass over trees of one kind. Shapes: token_ids, likeliest [W]; features each [W, H]."""
+
+    branch: Branch
+    token_ids: DeviceArray
+    likeliest: DeviceArray
+    features: dict[int, DeviceArray]
+    on_accept: list[OnAccept] = field(default_factory=list)
+    apart: Places = field(default_factory=dict)
+    """Rows of large trees."""
+    graph: Graph = field(init=False)

@@ -1,0 +1,176 @@
+"""Routed experts of a recorded step some of whose experts are elsewhere.
+
+Between the pieces of such a step the host asks others for their share of a layer, has the device
+begin with its own, and brings it what the others have said. All of that lies in memory that both
+see: no copy is asked of the driver. Bits are those of `moe.DeviceMoe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_protocol.ids import Phase
+from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.gpu.device.buffers import Buffer
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
+from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.run.recorded_pieces import Pause, Then
+from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
+
+_PHASE = Phase.DECODE
+
+
+class SharedMoe:
+    """Implements ops.MoeBlock while a step of one token is recorded, or tried without others.
+
+    Owns: mapped memory of the host, for each layer that others have a share of.
+    """
+
+    def __init__(
+        self, ops: CupyOps, resident: Mapping[int, ResidentLayer], elsewhere: OtherExperts
+    ) -> None:
+        self._pause: Pause | None = None
+        self._ops = ops
+        self._resident = resident
+        self._elsewhere = elsewhere
+        self._exchanger = Exchanger(ops.device)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._num_whole = self._num_whole_pairs = 0
+
+    def begin_trial(self) -> None:
+        """The next step is run without others."""
+        self.begin_recording(None)
+
+    def begin_recording(self, pause: Pause | None) -> None:
+        """What is called from now on is a step's; the same layers as of any other."""
+        self._pause = pause
+        self._num_whole = self._num_whole_pairs = 0
+
+    def end_recording(self) -> None:
+        """The step is complete, and none is running."""
+        self._pause = None
+        self.reset()
+
+    def reset(self) -> None:
+        """No step is running: what one has left half done, or a trial, is forgotten."""
+        for exchange in self._exchanges.values():
+            exchange.box.expect()
+
+    def count_step(self) -> None:
+        """A step has been run: its layers that needed no word of the host are counted."""
+        if self._num_whole:
+            self._elsewhere.count_here(
+                _PHASE,
+                num_tokens=1,
+                num_pairs=self._num_whole_pairs,
+                num_layers=self._num_whole,
+            )
+
+    def abandon(self) -> None:
+        """A step has failed: nobody waits for the others any more."""
+        for exchange in self._exchanges.values():
+            exchange.abandon()
+
+    def close(self) -> None:
+        """No step of this may still run."""
+        for exchange in self._exchanges.values():
+            exchange.box.close()
+        self._exchanges.clear()
+
+    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+        assert isinstance(hidden, Normed | Rows)
+        assert isinstance(topk_ids, Chosen)
+        assert isinstance(topk_weights, Chosen)
+        ops, layer = self._ops, self._resident.get(layer_id)
+        sums = ExpertSums(layer, hidden, topk_ids, topk_weights, _PHASE)
+        if layer is not None and layer.is_whole:
+            self._num_whole += 1
+            self._num_whole_pairs += topk_ids.array.size
+            return sums
+        ops.steps.choose(topk_ids)
+        rows = ops.steps.normed_rows(hidden)
+        exchange = self._exchanges.get(layer_id)
+        if exchange is None:
+            num_tokens, hidden_size = rows.array.shape
+            box = StepBox(
+                ops.device,
+                num_tokens=num_tokens,
+                hidden_size=hidden_size,
+                num_used=topk_ids.array.shape[1],
+            )
+            exchange = self._exchanges[layer_id] = _Exchange(layer_id, layer, self._elsewhere, box)
+        box = exchange.box
+        self._exchanger.give(box, rows.array, Choice(topk_ids.array, topk_weights.array))
+        pause = self._pause
+        if pause is None:
+            exchange.forget()  # nobody was asked
+            pause = _go_on
+        others = Buffer(box.mapped_sums)
+        if layer is None:
+            pause(exchange.ask_and_add)
+            sums.parts = (others,)
+        else:
+            pause(exchange.ask)
+            here = ops.sums_here(sums)
+            pause(exchange.add)
+            sums.parts = (here, others)
+        return sums
+
+
+def _go_on(then: Then) -> None:
+    """In place of a pause, where nothing is recorded."""
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One layer's share of others, step after step."""
+
+    layer_id: int
+    layer: ResidentLayer | None
+    elsewhere: OtherExperts
+    box: StepBox
+    started: Any = None
+    has_sums: bool = False
+    """The box has what others have said last, not zeros."""
+
+    def ask(self) -> None:
+        """Begin what is not here, if any of it was chosen."""
+        box = self.box
+        box.wait()
+        box.expect()  # the next step's
+        ids = box.ids
+        if self.layer is not None and (self.layer.slot_of_expert[ids] >= 0).all():
+            self.elsewhere.count_selections(self.layer_id, ids)
+            self.elsewhere.count_here(_PHASE, num_tokens=1, num_pairs=ids.size)
+            return
+        self.started = self.elsewhere.start(self.layer_id, box.rows, ids, box.weights, phase=_PHASE)
+
+    def add(self) -> None:
+        """Bring the device what the others have said."""
+        started, self.started = self.started, None
+        if started is None:
+            self.forget()
+        else:
+            self.elsewhere.finish(started, self.box.sums)
+            self.has_sums = True
+
+    def ask_and_add(self) -> None:
+        """Both, where the device has nothing to do meanwhile."""
+        self.ask()
+        self.add()
+
+    def forget(self) -> None:
+        """Others have no share of this step."""
+        if self.has_sums:
+            self.box.sums.fill(0.0)
+            self.has_sums = False
+
+    def abandon(self) -> None:
+        """Nobody waits for what was begun."""
+        started, self.started = self.started, None
+        if started is not None:
+            self.elsewhere.abandon(started)

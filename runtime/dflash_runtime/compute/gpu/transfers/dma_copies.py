@@ -1,0 +1,91 @@
+"""Copies of payload that are under way beside what a device computes, in one direction of a window.
+
+Knows nothing of what is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.gpu.device.device import SideStream
+from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
+
+COPY_DEADLINE_S = 60.0
+"""A copy waits for what the device computes before it, and for nobody else."""
+
+
+class Shares(NamedTuple):
+    """What as many blocks as a launch may have find: shares of a digest, or whether there is
+    something that is not finite. Shapes: host [blocks] int64, or uint32."""
+
+    host: AnyArray
+    device_address: int
+
+
+class Crossings:
+    """One direction of a window: a side stream, and whose digest is found in it now."""
+
+    def __init__(
+        self,
+        kernels: PayloadKernels,
+        name: str,
+        shares: Shares,
+        *,
+        not_finite: Shares | None = None,
+    ) -> None:
+        """`not_finite` is for directions in which sums are moved, of float64."""
+        self.kernels = kernels
+        self.shares = shares
+        self.not_finite = not_finite
+        self._name = name
+        self._held: tuple[object, ...] = ()
+        """What the stream may be using, until it is known to have ended."""
+
+    @property
+    def stream(self) -> SideStream:
+        return self.kernels.device.side_stream(self._name)
+
+    def hold(self, *used: object) -> None:
+        """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
+        self._held = *self._held, *used
+
+    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
+        """As PayloadKernels.move, in the stream."""
+        address = self.shares.device_address
+        if self.not_finite is not None:
+            how["not_finite"] = self.not_finite.device_address
+        num_blocks = self.kernels.move(
+            source, target, shape, shares=address, side=self.stream, **how
+        )
+        return Crossing(self, num_blocks)
+
+    def settle(self) -> None:
+        """Wait for all that was begun. Raises: DeviceUnavailable."""
+        self.stream.synchronize(COPY_DEADLINE_S)
+        self._held = ()
+
+
+class Crossing:
+    """Implements device_payload.Crossing: what its direction has begun last."""
+
+    def __init__(self, crossings: Crossings, num_blocks: int) -> None:
+        self._crossings = crossings
+        self._num_blocks = num_blocks
+
+    def has_ended(self) -> bool:
+        """As device_payload.Crossing.has_ended."""
+        with self._crossings.kernels.lock:
+            return self._crossings.stream.is_empty()
+
+    def digest(self) -> int:
+        """As device_payload.Crossing.digest."""
+        with self._crossings.kernels.lock:
+            self._crossings.settle()
+            return int(self._crossings.shares.host[: self._num_blocks].sum())
+
+    def is_finite(self) -> bool:
+        """As device_payload.Crossing.is_finite."""
+        not_finite = self._crossings.not_finite
+        assert not_finite is not None
+        return not not_finite.host[: self._num_blocks].any()

@@ -1,0 +1,152 @@
+"""One layer's rows, choice and sums, in memory that the host and a device both see.
+
+For steps of a few tokens: no copy has to be asked of the driver, and the host knows that something
+is there by looking at a word. Which side writes what differs: a parent's device writes rows and
+choice and reads sums, a daemon's the other way round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import numpy as np
+
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice
+
+_THREADS = 512
+_MOST_COPIES = 3
+_LOOKS = 64
+"""Looks at the word between two looks at the clock."""
+_BUSY_S = 0.5e-3
+"""A step's piece takes less: until then the word is looked at without pause."""
+_PAUSE_S = 20e-6
+_PATIENCE_S = 0.5
+"""A piece that takes longer may have failed: the driver is asked."""
+
+_Copies = ctypes.c_void_p * _MOST_COPIES
+
+
+class ExchangeArgs(ctypes.Structure):
+    """Mirrors exchange.cu."""
+
+    _fields_ = (
+        ("sources", _Copies),
+        ("targets", _Copies),
+        ("num_words", ctypes.c_int * _MOST_COPIES),
+        ("signal", ctypes.c_void_p),
+    )
+
+
+class Exchanger:
+    """The kernel that brings boxes' arrays to a device, or from there."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device, self._arrays = device, ArrayChecker(device)
+        module = device.module("exchange.cu", {"THREADS": _THREADS})
+        self._kernel = module.kernel("exchange", ExchangeArgs)
+
+    def give(self, box: StepBox, rows: DeviceArray, choice: Choice) -> None:
+        """Rows and choice into the host's memory, which is told so.
+
+        Shapes: as the box has them. Raises: ValueError for others.
+        """
+        copies = ((rows, box.mapped_rows), (choice.topk_ids, box.mapped_ids))
+        self._launch(box, (*copies, (choice.topk_weights, box.mapped_weights)), signals=True)
+
+    def take(self, box: StepBox, rows: DeviceArray, choice: Choice) -> None:
+        """The other way round: what the host has written before this is started."""
+        copies = ((box.mapped_rows, rows), (box.mapped_ids, choice.topk_ids))
+        self._launch(box, (*copies, (box.mapped_weights, choice.topk_weights)), signals=False)
+
+    def give_sums(self, box: StepBox, sums: DeviceArray) -> None:
+        """Sums into the host's memory, which is told so."""
+        self._launch(box, ((sums, box.mapped_sums),), signals=True)
+
+    def _launch(
+        self,
+        box: StepBox,
+        copies: tuple[tuple[DeviceArray, DeviceArray], ...],
+        *,
+        signals: bool,
+    ) -> None:
+        args = ExchangeArgs()
+        for index, (source, target) in enumerate(copies):
+            shape, dtype = target.shape, target.dtype
+            sizes = {f"dimension_{axis}": size for axis, size in enumerate(shape)}
+            args.sources[index] = self._arrays.address("source", source, dtype, **sizes)
+            args.targets[index] = self._arrays.address("target", target, dtype, **sizes)
+            args.num_words[index] = target.size * dtype.itemsize // 4
+        if signals:
+            args.signal = self._arrays.address("signal", box.mapped_signal, np.int32, one=1)
+        self._device.launch(self._kernel, (1, 1, 1), _THREADS, args)
+
+
+class StepBox:
+    """Memory for the rows, choices and sums of one layer of a step, seen by host and device.
+
+    Shapes: rows [T, H] float32, ids [T, K] int32, weights [T, K] float32, sums [T, H] float64.
+    Owns: mapped memory.
+    """
+
+    def __init__(
+        self, device: KernelDevice, *, num_tokens: int, hidden_size: int, num_used: int
+    ) -> None:
+        wide, chosen = (num_tokens, hidden_size), (num_tokens, num_used)
+        self._device = device
+        self._block = MappedBlock(
+            device,
+            [
+                (wide, np.float32),
+                (chosen, np.int32),
+                (chosen, np.float32),
+                (wide, np.float64),
+                ((1,), np.int32),
+            ],
+        )
+        rows, ids, weights, sums, signal = self._block.host
+        self.rows: F32Array = rows
+        self.ids: I32Array = ids
+        self.weights: F32Array = weights
+        self.sums: F64Array = sums
+        self.flat_ids, self.flat_weights = self.ids.reshape(-1), self.weights.reshape(-1)
+        """The same arrays."""
+        self._signal = memoryview(signal)
+        mapped: list[DeviceArray] = self._block.device
+        self.mapped_rows, self.mapped_ids, self.mapped_weights = mapped[:3]
+        self.mapped_sums, self.mapped_signal = mapped[3:]
+
+    def expect(self) -> None:
+        """Before that is started which will say that something is there."""
+        self._signal[0] = 0
+
+    def wait(self) -> None:
+        """Until it is there. Raises: DeviceUnavailable if the device has failed."""
+        signal = self._signal
+        if signal[0]:
+            return
+        busy_until_s = time.monotonic() + _BUSY_S
+        while time.monotonic() < busy_until_s:
+            for _ in range(_LOOKS):
+                if signal[0]:
+                    return
+        patient_until_s = busy_until_s + _PATIENCE_S
+        while not signal[0]:
+            if time.monotonic() > patient_until_s:
+                self._device.synchronize()
+                if not signal[0]:
+                    raise DeviceUnavailable(f"{self._device.name}: work has ended without a result")
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """Nothing that uses it may still run. Twice does nothing."""
+        self._block.close()
+
+
+KERNEL_VARIANTS = (KernelVariant("exchange.cu", {"THREADS": _THREADS}),)

@@ -1,0 +1,176 @@
+"""Bytes of mapped files to the device, by several threads beside everything else.
+
+Each thread copies into locked memory of its own, of which the device takes one half while the
+thread fills the other. Copying, waiting and reading from the disk release the interpreter. Knows
+nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import U8Array
+from dflash_runtime.compute.gpu.device.device import CopyStream, DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+
+_MOST_THREADS = 8
+"""So many fill what PCIe 5 takes; each costs 16 MiB of locked memory."""
+PIECE_BYTES = 8 << 20
+"""What a thread copies at once: with fewer bytes the interpreter, which it holds in between, is
+what there is too little of."""
+_HALVES = 2
+_PATIENCE_S = 120.0
+"""Longest wait for a transfer: its bytes may have to come from a slow disk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Bytes of a file, and where they go. Shapes: both [bytes] uint8."""
+
+    source: U8Array
+    destination: DeviceArray
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What one thread copies with."""
+
+    stream: CopyStream
+    block: MappedBlock
+    half: int = 0
+    """The one that is to be filled next."""
+
+    def copy(self, piece: Piece) -> None:
+        """Begin to copy; what was begun before has ended when this returns."""
+        staged = self.block.host[self.half][: piece.source.size]
+        np.copyto(staged, piece.source)
+        self.stream.wait()  # of the other half, which is filled next
+        self.stream.write(piece.destination, staged)
+        self.half = 1 - self.half
+
+    def close(self) -> None:
+        self.stream.close()
+        self.block.close()
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Pieces on their way."""
+
+    pieces: list[Piece]
+    num_bytes: int
+    counter: itertools.count[int] = field(default_factory=itertools.count)
+    runs: list[Future[None]] = field(default_factory=list)
+    is_cancelled: bool = False
+    begun_s: float = float("inf")
+    ended_s: float = 0.0
+
+    def bytes_per_s(self, free_from_s: float = 0.0) -> float:
+        """Once it has ended, from its first byte to its last; or from when those before it, which
+        took turns with it, had ended."""
+        return self.num_bytes / max(self.ended_s - max(self.begun_s, free_from_s), 1e-7)
+
+    def wait(self) -> None:
+        """Until everything has arrived, but for what was cancelled. Raises: DeviceUnavailable."""
+        runs = [run for run in self.runs if not run.cancelled()]
+        _, left = wait_for(runs, timeout=_PATIENCE_S)
+        if left:
+            self.cancel()
+            raise DeviceUnavailable(
+                f"{self.num_bytes} bytes of the model file have not come within {_PATIENCE_S:.0f} s"
+            )
+        for run in runs:
+            run.result()
+
+    def cancel(self) -> None:
+        """What was not begun is not copied. Returns when nothing is on its way any more."""
+        self.is_cancelled = True
+        wait_for([run for run in self.runs if not run.cancel()])
+
+
+class FileCopier:
+    """Copies in the order in which it was asked to. Used by one thread.
+
+    Owns: threads, streams and locked memory, until it is closed.
+    """
+
+    def __init__(
+        self,
+        device: KernelDevice,
+        *,
+        num_threads: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """`num_threads`: None for as many as the cores that this process may use, up to eight.
+
+        Raises: DeviceUnavailable if memory cannot be locked.
+        """
+        if num_threads is None:
+            num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._piece_bytes = piece_bytes
+        self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        self._times = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            for _ in range(num_threads):
+                block = MappedBlock(device, [((piece_bytes,), np.uint8)] * _HALVES)
+                undo.callback(block.close)
+                stream = device.copy_stream()
+                undo.callback(stream.close)
+                self._lanes.put(_Lane(stream, block))
+            self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="dflash-copy")
+            undo.callback(self._threads.shutdown)
+            self._undo = undo.pop_all()
+
+    @property
+    def locked_bytes(self) -> int:
+        """Memory of the host that nobody else can have."""
+        return self._num_threads * _HALVES * self._piece_bytes
+
+    def begin(self, runs: Iterable[Piece]) -> Transfer:
+        """Copy these, of any length, cut into pieces; their arrays must be there until it ends."""
+        at_once = self._piece_bytes
+        pieces = [
+            Piece(each.source[first : first + at_once], each.destination[first : first + at_once])
+            for each in runs
+            for first in range(0, each.source.size, at_once)
+        ]
+        transfer = Transfer(pieces, sum(each.source.size for each in pieces))
+        for _ in range(min(self._num_threads, len(pieces))):
+            transfer.runs.append(self._threads.submit(self._run, transfer))
+        return transfer
+
+    def close(self) -> None:
+        """End the threads; what is on its way arrives before. Twice does nothing."""
+        self._undo.close()
+
+    def _run(self, transfer: Transfer) -> None:
+        """One thread's share of a transfer: whatever nobody else has taken yet."""
+        lane = self._lanes.get_nowait()  # there are as many as threads
+        begun_s = time.perf_counter()
+        try:
+            for index in transfer.counter:
+                if index >= len(transfer.pieces) or transfer.is_cancelled:
+                    break
+                lane.copy(transfer.pieces[index])
+        finally:
+            try:
+                lane.stream.wait()
+            finally:
+                self._lanes.put(lane)
+                ended_s = time.perf_counter()
+                with self._times:
+                    transfer.begun_s = min(transfer.begun_s, begun_s)
+                    transfer.ended_s = max(transfer.ended_s, ended_s)

@@ -1,0 +1,395 @@
+"""Rows and sums of a GPU that others compute, or that it computes for others: they go from and to
+shared memory by kernels of ours, which take the digest of what they copy.
+
+Implements dflash_protocol.device_payload. What a parent sends and takes in goes through the
+device's side stream, beside what it computes meanwhile; all else runs in the device's own order.
+The host waits only where it must know that something has arrived, and never without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+
+import numpy as np
+
+from dflash_protocol import device_payload
+from dflash_protocol.batch import Hidden
+from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    KernelDevice,
+    Mark,
+    address,
+)
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.transfers.crossings import (
+    COPY_DEADLINE_S,
+    Crossing,
+    Crossings,
+    Shares,
+)
+from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
+
+_FEWEST_PLACES = 1024
+
+
+class PayloadMover:
+    """Implements device_payload.DeviceMover for one device.
+
+    `lock` is held while anything of it uses the device, as everybody else's must be who may do so
+    from another thread.
+    """
+
+    def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
+        self.device = device
+        self.lock = lock
+        self.kernels = PayloadKernels(device, lock)
+
+    def open(self, address: int, num_bytes: int) -> SegmentWindow:
+        """As DeviceMover.open."""
+        with self.lock:
+            return SegmentWindow(self, address, num_bytes)
+
+    def rows(self, array: DeviceArray) -> PlacedRows:
+        """Rows that must not be written to any more. Shapes: array [T, H] float32, contiguous."""
+        return PlacedRows(self, array)
+
+    def sums(self, array: DeviceArray) -> PlacedSums:
+        """Sums that are nobody else's from now on. Shapes: array [T, H] float64, contiguous."""
+        return PlacedSums(self, array.shape, array)
+
+    def array_of(self, hidden: Hidden) -> DeviceArray:
+        """Rows in this device's memory, wherever they are now. Shapes: result [T, H] float32."""
+        with self.lock:
+            if isinstance(hidden, np.ndarray):
+                return self.device.upload(hidden)
+            if isinstance(hidden, PlacedRows | SlotRows) and hidden.mover is self:
+                return hidden.array()
+            return self.device.upload(hidden.to_host())
+
+    def array_of_sums(self, sums: F64Array | DeviceSums) -> DeviceArray:
+        """The same of sums. Shapes: result [T, H] float64."""
+        with self.lock:
+            if isinstance(sums, np.ndarray):
+                return self.device.upload(sums)
+            if isinstance(sums, PlacedSums) and sums.mover is self:
+                return sums.array()
+            return self.device.upload(sums.to_host())
+
+
+class PlacedRows:
+    """Implements device_payload.DeviceRows: rows of an array, some of them perhaps."""
+
+    def __init__(
+        self,
+        mover: PayloadMover,
+        array: DeviceArray,
+        *,
+        whole: PlacedRows | None = None,
+        indices: I32Array | None = None,
+        mark: Mark | None = None,
+    ) -> None:
+        """They are there after `mark`, or else after what was launched until now."""
+        self.mover = mover
+        self.mark = mover.device.mark() if mark is None else mark
+        self._array = array
+        self._whole = whole
+        self._indices = indices
+        self._on_host: F32Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows = self._array.shape[0] if self._indices is None else self._indices.size
+        return num_rows, self._array.shape[1]
+
+    def to_host(self) -> F32Array:
+        """As DeviceRows.to_host: all rows of the array are brought there, once for all."""
+        if self._on_host is None:
+            if self._whole is not None and self._indices is not None:
+                self._on_host = self._whole.to_host()[self._indices]
+            else:
+                with self.mover.lock:
+                    self._on_host = self.mover.device.download(self._array)
+        return self._on_host
+
+    def chosen(self, rows: SomeRows) -> PlacedRows:
+        """As DeviceRows.chosen."""
+        if self._indices is None and isinstance(rows, slice):
+            return PlacedRows(self.mover, self._array[rows], mark=self.mark)
+        indices = self._indices
+        if indices is None:
+            indices = np.arange(self._array.shape[0], dtype=np.int32)
+        indices = indices[rows]
+        whole = self._whole or self
+        return PlacedRows(self.mover, self._array, whole=whole, indices=indices, mark=self.mark)
+
+    def new_sums(self) -> PlacedSums:
+        """As DeviceRows.new_sums."""
+        return PlacedSums(self.mover, self.shape)
+
+    def array(self) -> DeviceArray:
+        """The rows one after the other, to be read only. To be called with the mover's lock."""
+        if self._indices is None:
+            return self._array
+        gathered = self.mover.device.empty(self.shape, np.float32)
+        rows = self.mover.device.upload(self._indices)
+        self.mover.kernels.move(
+            address(self._array), address(gathered), self.shape, itemsize=4, rows=rows
+        )
+        return gathered
+
+    @property
+    def chosen_rows(self) -> tuple[DeviceArray, I32Array | None]:
+        """An array, and which of its rows these are: None = all. Shapes: [N, H], [T] int32."""
+        return self._array, self._indices
+
+
+class PlacedSums:
+    """Implements device_payload.DeviceSums: an array, once there is something in it."""
+
+    def __init__(
+        self, mover: PayloadMover, shape: tuple[int, ...], array: DeviceArray | None = None
+    ) -> None:
+        self.mover = mover
+        self._shape = shape
+        self._array = array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows, columns = self._shape
+        return num_rows, columns
+
+    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
+        """As DeviceSums.add; the first that is added to all is taken over."""
+        mover = self.mover
+        with mover.lock:
+            more = mover.array_of_sums(sums)
+            if rows is None:
+                if self._array is None and more.shape == self._shape:
+                    self._array = more
+                    return
+                rows = slice(None)
+            if isinstance(rows, slice):
+                mover.kernels.add_to_rows(self.array()[rows], more)
+            else:
+                mover.kernels.add_to_rows(self.array(), more, mover.device.upload(rows))
+
+    def to_host(self) -> F64Array:
+        """As DeviceSums.to_host."""
+        with self.mover.lock:
+            sums: F64Array = self.mover.device.download(self.array())
+        return sums
+
+    def array(self) -> DeviceArray:
+        """The sums; with the mover's lock. Shapes: result [T, H] float64."""
+        if self._array is None:
+            self._array = self.mover.device.zeros(self._shape, np.float64)
+        return self._array
+
+
+class ExpectedSums:
+    """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
+
+    def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
+        self.array = mover.device.empty(shape, np.float64)
+        self.mark = mover.device.mark()
+        self.sums = mover.sums(self.array)
+
+
+class SlotRows:
+    """Implements device_payload.ReadRows: rows in a window, and then in the device's memory."""
+
+    def __init__(self, window: SegmentWindow, offset: int, shape: tuple[int, int]) -> None:
+        self.mover = window.mover
+        self.shape = shape
+        self._window = window
+        self._offset = offset
+        self._array: DeviceArray | None = None
+        self._digest: int | None = None
+
+    def to_host(self) -> F32Array:
+        """As DeviceRows.to_host."""
+        with self.mover.lock:
+            rows: F32Array = self.mover.device.download(self.array())
+        return rows
+
+    def chosen(self, rows: SomeRows) -> PlacedRows:
+        """As DeviceRows.chosen."""
+        with self.mover.lock:
+            return PlacedRows(self.mover, self.array()).chosen(rows)
+
+    def new_sums(self) -> PlacedSums:
+        """As DeviceRows.new_sums."""
+        return PlacedSums(self.mover, self.shape)
+
+    def array(self) -> DeviceArray:
+        """The rows, read when this is called first. To be called with the mover's lock."""
+        if self._array is None:
+            self._array = self._window.read(self, self._offset)
+        return self._array
+
+    def digest(self) -> int:
+        """As ReadRows.digest."""
+        with self.mover.lock:
+            self.array()
+            if self._digest is None:
+                self._window.settle()
+        assert self._digest is not None
+        return self._digest
+
+    def abandon(self) -> None:
+        """As ReadRows.abandon."""
+        with self.mover.lock:
+            if self._array is not None and self._digest is None:
+                self._window.settle()
+
+    def settle(self, digest: int) -> None:
+        """What was read has this digest."""
+        self._digest = digest
+
+
+class SegmentWindow:
+    """Implements device_payload.DeviceWindow.
+
+    Owns: the mapping, and a page of the host for digests.
+    """
+
+    def __init__(self, mover: PayloadMover, address: int, num_bytes: int) -> None:
+        device = mover.device
+        self.mover = mover
+        # Not a view of the caller's object: that must stay closable.
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+        self._undo = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            mapping = device.map_host(memory)
+            undo.callback(mapping.close)
+            places = (mover.kernels.max_blocks,)
+            block = MappedBlock(
+                device, [(places, np.int64), (places, np.int64), (places, np.uint32)]
+            )
+            undo.callback(block.close)
+            self._undo = undo.pop_all()
+        self._base = mapping.device_address
+        self._shares, self._read_shares, not_finite = (
+            Shares(host, array.data.ptr)
+            for host, array in zip(block.host, block.device, strict=True)
+        )
+        self._reading: tuple[SlotRows, int] | None = None
+        """What was begun last, if nobody knows its digest yet; in how many blocks."""
+        self._out = Crossings(mover.kernels, "out", self._shares)
+        self._in = Crossings(mover.kernels, "in", self._read_shares, not_finite=not_finite)
+        self._places: DeviceArray | None = None
+        """Of rows that are gathered on their way out."""
+
+    def device_address(self, offset: int) -> int:
+        """As DeviceWindow.device_address."""
+        return self._at(offset)
+
+    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
+        """As DeviceWindow.write_rows."""
+        mover = self.mover
+        with mover.lock:
+            if not isinstance(rows, PlacedRows) or rows.mover is not mover:
+                rows = mover.rows(mover.array_of(rows))
+            target = self._at(offset)
+            array, indices = rows.chosen_rows
+            stream, places = self._out.stream, None
+            self._out.hold(array, indices)
+            if indices is not None and indices.size:
+                places = self._places_for(indices.size)
+                stream.write(places, indices)
+            stream.wait_for(rows.mark)
+            return self._out.begin(address(array), target, rows.shape, itemsize=4, rows=places)
+
+    def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
+        """As DeviceWindow.read_rows."""
+        return SlotRows(self, offset, shape)
+
+    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+        """As DeviceWindow.write_sums."""
+        with self.mover.lock:
+            source = self.mover.array_of_sums(sums)
+            shares = self._shares.device_address
+            num_blocks = self.mover.kernels.move(
+                address(source), self._at(offset), sums.shape, itemsize=8, shares=shares
+            )
+            return self._arrived(num_blocks)
+
+    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+        """As DeviceWindow.expect_sums."""
+        with self.mover.lock:
+            return ExpectedSums(self.mover, shape)
+
+    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> Crossing:
+        """As DeviceWindow.read_sums."""
+        assert isinstance(expected, ExpectedSums)
+        with self.mover.lock:
+            source, array = self._at(offset), expected.array
+            self._in.hold(expected)
+            self._in.stream.wait_for(expected.mark)
+            return self._in.begin(source, address(array), expected.sums.shape, itemsize=8)
+
+    def read(self, rows: SlotRows, offset: int) -> DeviceArray:
+        """Begin to read rows. Shapes: result [T, H] float32."""
+        self.settle()
+        array = self.mover.device.empty(rows.shape, np.float32)
+        shares = self._read_shares.device_address
+        num_blocks = self.mover.kernels.move(
+            self._at(offset), address(array), rows.shape, itemsize=4, shares=shares
+        )
+        self._reading = rows, num_blocks
+        return array
+
+    def settle(self) -> None:
+        """Wait for what was begun to be read, and tell it its digest."""
+        if self._reading is not None:
+            self.mover.device.synchronize(COPY_DEADLINE_S)
+            self._settle()
+
+    def close(self) -> None:
+        """As DeviceWindow.close."""
+        with self.mover.lock:
+            if self._base:
+                self._base = 0
+                device = self.mover.device
+                with contextlib.suppress(DeviceUnavailable):  # nothing of it runs any more
+                    self._out.settle()
+                    self._in.settle()
+                    device.synchronize(COPY_DEADLINE_S)
+                self._places = None
+                with contextlib.suppress(DeviceUnavailable):
+                    self._undo.close()
+
+    def _at(self, offset: int) -> int:
+        """Raises: DeviceUnavailable if the window is closed."""
+        if not self._base:
+            raise DeviceUnavailable("the memory is not shared any more")
+        return self._base + offset
+
+    def _arrived(self, num_blocks: int) -> int:
+        """Wait for everything; the digest of what was copied last."""
+        with self.mover.lock:
+            self.mover.device.synchronize(COPY_DEADLINE_S)
+            if self._reading is not None:
+                self._settle()
+            return int(self._shares.host[:num_blocks].sum())
+
+    def _places_for(self, count: int) -> DeviceArray:
+        """Memory that only the stream of what goes out uses. Shapes: result [count] int32."""
+        if self._places is None or self._places.size < count:
+            device = self.mover.device
+            size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())
+            self._out.hold(self._places)
+            self._places = device.empty(size, np.int32)
+            device.synchronize(COPY_DEADLINE_S)  # who had it before has done with it
+        places: DeviceArray = self._places[:count]
+        return places
+
+    def _settle(self) -> None:
+        assert self._reading is not None
+        (rows, num_blocks), self._reading = self._reading, None
+        rows.settle(int(self._read_shares.host[:num_blocks].sum()))

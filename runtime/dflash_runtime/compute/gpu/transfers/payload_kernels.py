@@ -1,0 +1,121 @@
+"""The kernels that move payload: copies of rows that take the digest of what they copy, and sums
+that are added to rows."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    KernelDevice,
+    SideStream,
+    address,
+    optional_address,
+)
+from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
+
+_THREADS = 256
+_BLOCKS_OF_MULTIPROCESSOR = 8
+_MULTIPROCESSORS_OF_BLOCK = 2
+"""Beside other work: enough of them for PCIe, and as many again in which nothing is disturbed."""
+_PIECE_BYTES = 16
+
+
+class MovePayloadArgs(ctypes.Structure):
+    """Mirrors move_payload.cu."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("not_finite", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int),
+        ("row_pieces", ctypes.c_int),
+    )
+
+
+class AddToRowsArgs(ctypes.Structure):
+    """Mirrors move_payload.cu."""
+
+    _fields_ = (
+        ("sums", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+    )
+
+
+class PayloadKernels:
+    """Launches them on one device; `lock` is as PayloadMover has it."""
+
+    def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
+        self.device = device
+        self.lock = lock
+        self.max_blocks = _BLOCKS_OF_MULTIPROCESSOR * device.num_multiprocessors
+        self._blocks_beside = -(-device.num_multiprocessors // _MULTIPROCESSORS_OF_BLOCK)
+        module = device.module("move_payload.cu", {"THREADS": _THREADS})
+        self._move = module.kernel("move_payload", MovePayloadArgs)
+        self._add = module.kernel("add_to_rows", AddToRowsArgs)
+        self._unused_shares = device.empty(self.max_blocks, np.int64)
+
+    def move(
+        self,
+        source: int,
+        target: int,
+        shape: tuple[int, int],
+        *,
+        itemsize: int,
+        rows: DeviceArray | None = None,
+        shares: int | None = None,
+        not_finite: int | None = None,
+        side: SideStream | None = None,
+    ) -> int:
+        """Copy rows from one address to another; how many blocks have left a share of the digest.
+
+        `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
+        Of float64 each block tells at the address `not_finite`, if there is one, whether some are
+        NaN or infinite.
+        With `side` that is where it runs, of few blocks, and nobody waits for it.
+        """
+        num_rows, columns = shape
+        num_blocks = min(num_rows, self.max_blocks if side is None else self._blocks_beside)
+        if num_blocks:
+            args = MovePayloadArgs(
+                source=source,
+                rows=optional_address(rows),
+                target=target,
+                shares=address(self._unused_shares) if shares is None else shares,
+                not_finite=not_finite,
+                num_rows=num_rows,
+                row_pieces=columns * itemsize // _PIECE_BYTES,
+            )
+            grid = num_blocks, 1, 1
+            # What others have written is seen by a kernel that begins after it.
+            if side is None:
+                self.device.launch(self._move, grid, _THREADS, args, overlaps_previous=False)
+            else:
+                side.launch(self._move, grid, _THREADS, args)
+        return num_blocks
+
+    def add_to_rows(
+        self, out: DeviceArray, sums: DeviceArray, rows: DeviceArray | None = None
+    ) -> None:
+        """Shapes: out [T, H], sums [T', H] float64; rows [T'] int32, None: the first."""
+        num_rows, columns = sums.shape
+        if num_rows:
+            args = AddToRowsArgs(
+                sums=address(sums),
+                rows=optional_address(rows),
+                out=address(out),
+                num_rows=num_rows,
+                columns=columns,
+            )
+            self.device.launch(self._add, (num_rows, 1, 1), _THREADS, args)
+
+
+KERNEL_VARIANTS = (KernelVariant("move_payload.cu", {"THREADS": _THREADS}),)

@@ -1,0 +1,1 @@
+"""Daemon processes and links to them: launched, greeted, watched, revived."""

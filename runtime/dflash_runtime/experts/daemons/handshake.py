@@ -1,0 +1,204 @@
+"""A parent's side of a handshake: what it says, whether a daemon's welcome will do, and whether the
+daemon's file has our weights.
+
+Knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from dflash_adapters.gguf.weight_blocks import NONCE_BYTES, nonce_from
+from dflash_adapters.gguf.weight_check import WeightCheck
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    HandshakeRefused,
+    ModelFileError,
+    one_line,
+)
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.wire.messages import PROTOCOL_VERSIONS, Hello, Welcome
+from dflash_runtime.experts.daemons.link import DaemonLink
+from dflash_runtime.experts.daemons.sharing import SharingPlan
+from dflash_runtime.experts.event_kinds import EventKind
+
+OTHER_WEIGHTS = "weights"
+"""Code of a refusal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a parent tells every daemon about itself and its model."""
+
+    model_identity: str
+    moe_digest: str
+    numeric_class: str
+    max_tokens: int
+    payload: PayloadType = PayloadType.F32
+    """Type that rows and sums should travel in, where a daemon knows it."""
+    sharing: SharingPlan | None = None
+    """How to share memory with daemons of this machine; None = not to."""
+    is_sharing_required: bool = False
+    is_mail_required: bool = False
+    """Devices must be able to ask each other by themselves."""
+    weights: WeightCheck | None = None
+    """Of our file, to compare a daemon's with; None = nothing is compared."""
+
+    def hello(self, owned: OwnedExperts) -> Hello:
+        """To a daemon that is to hold these experts."""
+        return Hello(
+            versions=PROTOCOL_VERSIONS,
+            model_identity=self.model_identity,
+            moe_digest=self.moe_digest,
+            placement_fingerprint=owned.fingerprint,
+            numeric_class=self.numeric_class,
+            max_tokens=self.max_tokens,
+            payload=self.payload.value,
+        )
+
+
+class Comparison:
+    """One handshake's question whether a daemon's file has the same weights as ours.
+
+    Made by `weights_compared`. Used in the supervisor's loop; blocks are hashed off it.
+    """
+
+    def __init__(self, weights: WeightCheck | None, link: DaemonLink) -> None:
+        self._weights = weights
+        self._link = link
+        self._nonce = self._stamp = ""
+        self._hashing: asyncio.Future[str] | None = None
+        self._is_over = threading.Event()
+
+    async def asked_in(self, hello: Hello) -> Hello:
+        """The same hello, with what the daemon has to answer.
+
+        Raises: HandshakeRefused if our own file was written to.
+        """
+        weights = self._weights
+        if weights is None:
+            return hello
+        self._nonce = secrets.token_hex(NONCE_BYTES)
+        try:
+            self._stamp = await asyncio.to_thread(weights.stamp)
+        except ModelFileError as error:
+            raise HandshakeRefused(str(error), code="file") from error
+        return replace(
+            hello, nonce=self._nonce, file_stamp=self._stamp, file_digest=weights.full_digest
+        )
+
+    def begin(self) -> None:
+        """Hash our blocks, while the daemon does its. Twice does nothing."""
+        if self._weights is not None and self._hashing is None:
+            self._hashing = asyncio.ensure_future(asyncio.to_thread(self._hash, self._weights))
+
+    async def finish(self, welcome: Welcome) -> None:
+        """Compare with what the daemon has answered.
+
+        Raises: HandshakeRefused if it has other weights, did not answer, or our own file was
+        written to.
+        """
+        weights, link = self._weights, self._link
+        if weights is None:
+            return
+        if welcome.version == 1:
+            link.note(
+                EventKind.WEIGHTS_UNCHECKED,
+                "it speaks version 1 of the protocol, in which weights are not compared",
+            )
+            return
+        whose = f"daemon {link.name} at {link.endpoint.address}"
+        if not welcome.file_stamp:
+            raise HandshakeRefused(
+                # docs: an older daemon: have it run this version of the program
+                f"{whose} is too old: it does not show that its file has our weights; "
+                "have it run this version of the program",
+                code="too_old",
+            )
+        if differ(weights.full_digest, welcome.file_digest):
+            reason = digests(weights, welcome.file_digest)
+            raise HandshakeRefused(f"{whose} has other weights: {reason}", code=OTHER_WEIGHTS)
+        if welcome.file_stamp == self._stamp:
+            return  # the very same files
+        self.begin()
+        assert self._hashing is not None
+        try:
+            ours = await asyncio.shield(self._hashing)
+        except ModelFileError as error:
+            raise HandshakeRefused(str(error), code="file") from error
+        if ours != welcome.blocks_digest:
+            raise HandshakeRefused(
+                # docs: the daemon's file is another one, or damaged: give both sides the same file,
+                # and compare `dflash-moe inspect --digest` of both
+                f"{whose} has other weights: blocks of its file were compared with ours; "
+                "give both sides the same file",
+                code=OTHER_WEIGHTS,
+            )
+
+    async def close(self) -> None:
+        """Have nothing go on that was begun."""
+        self._is_over.set()
+        if self._hashing is not None:
+            await asyncio.gather(self._hashing, return_exceptions=True)
+
+    def _hash(self, weights: WeightCheck) -> str:
+        def on_group(num_done: int, num_total: int) -> None:
+            if self._is_over.is_set():
+                raise DaemonUnavailable(f"daemon {self._link.name}: the handshake has ended")
+
+        return weights.answer(self._link.owned, nonce_from(self._nonce), on_group)
+
+
+@contextlib.asynccontextmanager
+async def weights_compared(
+    weights: WeightCheck | None, link: DaemonLink
+) -> AsyncIterator[Comparison]:
+    """A comparison for one handshake, at the end of which nothing of it goes on."""
+    comparison = Comparison(weights, link)
+    try:
+        yield comparison
+    finally:
+        await comparison.close()
+
+
+def differ(ours: str, theirs: str) -> bool:
+    """Whether two digests are known, and are of other bytes."""
+    return bool(ours) and bool(theirs) and ours != theirs
+
+
+def digests(weights: WeightCheck, theirs: str) -> str:
+    """For people: what two full digests are."""
+    return (
+        f"the digest of all its bytes is {one_line(theirs)[:16]}, ours {weights.full_digest[:16]}"
+    )
+
+
+def check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:
+    """Raises: HandshakeRefused, naming both sides, if the daemon is not what was asked for, or
+    offers what cannot be."""
+    name = link.name
+    for what, ours, theirs in (
+        ("model", hello.model_identity, welcome.model_identity),
+        ("placement", hello.placement_fingerprint, welcome.placement_fingerprint),
+    ):
+        if ours != theirs:
+            raise HandshakeRefused(f"daemon {name} has {what} {theirs[:16]}, ours is {ours[:16]}")
+    if welcome.version not in hello.versions:
+        raise HandshakeRefused(f"daemon {name} chose protocol version {welcome.version}")
+    data_ports = range(1) if link.endpoint.path is not None else range(1, 65536)
+    for what, is_sound in (
+        ("link_id", re.fullmatch("([0-9a-f]{2}){1,32}", welcome.link_id) is not None),
+        ("data_port", welcome.data_port in data_ports),
+        ("max_tokens", 1 <= welcome.max_tokens <= hello.max_tokens),
+        ("payload", welcome.payload in (hello.payload, PayloadType.F32.value)),
+        ("pairs_per_second", 1e-2 <= welcome.pairs_per_second <= 1e12),
+    ):
+        if not is_sound:
+            raise HandshakeRefused(f"daemon {name} offers an impossible {what}")

@@ -1,0 +1,221 @@
+"""DaemonLink: the state of one link, shared by the supervisor's thread and the data thread.
+
+Knows nothing of sockets. The supervisor makes sessions; the data thread uses the present one and
+may report it lost; whoever is first to report a session lost has it counted, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import zmq
+
+from dflash_protocol.endpoint import Endpoint
+from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.ring.segment import Segment
+from dflash_protocol.wire.messages import Welcome
+from dflash_runtime.experts.event_kinds import EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a daemon of our own: the command up to its endpoint and pipe arguments.
+
+    `environment` is the whole of the child's; None = ours.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonCounters:
+    """What a daemon says it dropped since it was started, of all its parents' requests."""
+
+    late: int = 0
+    stale: int = 0
+    checksum_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One successful handshake. Each has a generation of its own, never used twice."""
+
+    generation: int
+    welcome: Welcome
+    data_address: str
+    segment: Segment | None = None
+    """Shared memory, for whoever takes it (DaemonLink.take_segment)."""
+
+
+class DaemonLink:
+    """One daemon as the parent sees it.
+
+    `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
+    ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_back`` for the
+    session after either, with how long the daemon was away, ``daemon_refused`` for one that came
+    back as what cannot be used, ``weights_unchecked`` for one that speaks version 1,
+    ``request_failed`` for a request that failed without that, ``not_finite`` for one whose reply
+    was NaN or infinite, ``wrong_reply`` when a daemon is given up since it has answered wrongly,
+    ``breaker_open`` and the like for every new state of the circuit breaker, and
+    ``numeric_class_differs`` for a session in which bits are not promised to equal the parent's.
+
+    Owns: an eventfd that is readable exactly while the last session is known to be lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: Endpoint,
+        owned: OwnedExperts,
+        *,
+        launch: Launch | None,
+        numeric_class: str,
+        on_event: Callable[[EventKind, str, str], None],
+        secure: Callable[[zmq.Socket[Any]], object] | None = None,
+    ) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.owned = owned
+        self.launch = launch
+        self.secure = secure
+        """Puts keys on a socket of this link before it connects; None if it needs none."""
+        self.daemon_counters = DaemonCounters()
+        """As the last heartbeat said; replaced as a whole by the supervisor."""
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._numeric_class = numeric_class
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._untaken: Segment | None = None
+        self._num_sessions = 0
+        self._reason = "not connected yet"
+        self._away_since_s: float | None = None
+        self._refused = ""
+        self.is_given_up = False
+        """The daemon is not used again, whoever makes a session."""
+        self._wake_supervisor: Callable[[int], None] = lambda generation: None
+
+    @property
+    def session(self) -> Session | None:
+        """The live session, or None while there is none."""
+        return self._session
+
+    @property
+    def restarts(self) -> int:
+        """Times the daemon came back after it was lost."""
+        return max(0, self._num_sessions - 1)
+
+    def lost_reason(self) -> str:
+        with self._lock:
+            return f"daemon {self.name}: {self._reason}"
+
+    def set_supervisor_wake(self, wake: Callable[[int], None]) -> None:
+        """`wake` is called, from any thread, with the generation of a session that was lost."""
+        self._wake_supervisor = wake
+
+    def mark_ready(self, welcome: Welcome, segment: Segment | None = None) -> Session:
+        """Open a new session, which owns the segment until that is taken.
+
+        Raises: DaemonUnavailable if the daemon was given up.
+        """
+        with self._lock:
+            if self.is_given_up:
+                if segment is not None:
+                    segment.close()
+                raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
+            self._num_sessions += 1
+            session = Session(
+                self._num_sessions,
+                welcome,
+                self.endpoint.data_address(welcome.data_port),
+                segment,
+            )
+            self._untaken = segment
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.lost_fd)
+            self._session = session
+            away_since_s, self._away_since_s = self._away_since_s, None
+            self._refused = ""
+        if away_since_s is not None:
+            self._on_event(
+                EventKind.DAEMON_BACK, self.name, f"away for {monotonic() - away_since_s:.1f} s"
+            )
+        if welcome.numeric_class != self._numeric_class:
+            reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
+            self._on_event(EventKind.NUMERIC_CLASS_DIFFERS, self.name, reason)
+        return session
+
+    def mark_lost(self, generation: int, reason: str) -> None:
+        """End the session of that generation, if it is still the live one."""
+        with self._lock:
+            if self._session is None or self._session.generation != generation:
+                return
+            self._session = None
+            self._reason = reason
+            self._away_since_s = monotonic()
+            self._close_untaken()
+            os.eventfd_write(self.lost_fd, 1)
+        self._on_event(EventKind.DAEMON_LOST, self.name, reason)
+        self._wake_supervisor(generation)
+
+    def mark_absent(self, kind: EventKind, reason: str) -> None:
+        """Report that the daemon is not there, where there was no session that could be lost."""
+        with self._lock:
+            if self._away_since_s is None:
+                self._away_since_s = monotonic()
+        self._on_event(kind, self.name, reason)
+
+    def give_up(self, reason: str) -> None:
+        """The daemon has answered wrongly: its session ends, and there is no other one as long as
+        the link lasts. A daemon that was started by us is ended."""
+        with self._lock:
+            if self.is_given_up:
+                return
+            self.is_given_up = True
+            self._reason = reason
+            generation = self._num_sessions
+            if self._session is not None:
+                self._session = None
+                self._close_untaken()
+                os.eventfd_write(self.lost_fd, 1)
+        self._on_event(EventKind.WRONG_REPLY, self.name, reason)
+        self._wake_supervisor(generation)
+
+    def take_segment(self, session: Session) -> Segment | None:
+        """The session's shared memory, which the caller owns from now on.
+
+        Raises: DaemonUnavailable if the session is over.
+        """
+        with self._lock:
+            if self._session is not session:
+                raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
+            segment, self._untaken = self._untaken, None
+            return segment
+
+    def _close_untaken(self) -> None:
+        if self._untaken is not None:
+            self._untaken.close()
+            self._untaken = None
+
+    def note(self, kind: EventKind, reason: str) -> None:
+        """Report something that does not end the session."""
+        self._on_event(kind, self.name, reason)
+
+    def note_refused(self, reason: str) -> None:
+        """Report, once until there is a session again, why none can be had."""
+        if reason != self._refused:
+            self._refused = reason
+            self.note(EventKind.DAEMON_REFUSED, reason)
+
+    def close(self) -> None:
+        """Release the eventfd and what nobody took. The link must not be used afterwards."""
+        self._close_untaken()
+        os.close(self.lost_fd)

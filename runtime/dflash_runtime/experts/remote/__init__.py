@@ -1,0 +1,1 @@
+"""Experts in daemons: requests, deadlines, circuit breaker, checks of replies."""

@@ -1,0 +1,122 @@
+"""The parent's end of a session's data path: through shared memory if there is some, else a socket.
+
+Knows nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from dflash_protocol.device_payload import DeviceMover
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring.segment import Segment
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
+from dflash_protocol.wire.transport import ClientTransport, TransportCounters
+from dflash_runtime.experts.daemons.link import DaemonLink, Session
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """Whoever has it owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` those of
+    a request. Of requests that devices move, at most `moved_window` should be in flight; 0 if the
+    CPU copies what is sent."""
+
+    client: ClientTransport
+    transport: str
+    max_tokens: int
+    moved_window: int = 0
+    mail: Segment | None = None
+    """The memory, which `client` owns, if there is a mailbox in it."""
+
+
+def open_data_path(
+    link: DaemonLink,
+    session: Session,
+    context: zmq.Context[zmq.Socket[bytes]],
+    *,
+    hidden_size: int,
+    num_experts_used: int,
+    spin_s: float | None,
+    before_sleep: Callable[[], object],
+    counters: TransportCounters,
+    mover: DeviceMover | None = None,
+) -> DataPath:
+    """To be called, like all of the client, by the data thread.
+
+    `mover` is the device on which rows lie that are sent, if there is one that can move them.
+    Raises: DaemonUnavailable if the session is over, or there is no way to send, for lack of
+    descriptors perhaps.
+    """
+    welcome = session.welcome
+    payload = PayloadType(welcome.payload)
+    with contextlib.ExitStack() as undo:
+        segment = link.take_segment(session)
+        if segment is not None:
+            undo.callback(segment.close)
+        try:
+            if segment is not None:
+                moves = payload is PayloadType.F32 and _has_window(link, segment, mover)
+                shared = SharedClient(
+                    segment,
+                    lost_fd=link.lost_fd,
+                    lost_reason=link.lost_reason,
+                    payload=payload,
+                    spin_s=spin_s,
+                    counters=counters,
+                    before_sleep=before_sleep,
+                )
+                undo.pop_all()
+                max_tokens = segment.shape.max_tokens
+                if not segment.peer_moves:
+                    max_tokens = min(max_tokens, welcome.max_tokens)
+                window = segment.shape.num_slots if moves else 0
+                mail = segment if moves and segment.peer_mails else None
+                return DataPath(shared, "shared", max_tokens, window, mail)
+            stream = StreamClient(
+                context,
+                session.data_address,
+                welcome.link_id,
+                hidden_size=hidden_size,
+                max_frame_bytes=largest_frame_bytes(
+                    max_tokens=welcome.max_tokens,
+                    hidden_size=hidden_size,
+                    max_pairs=welcome.max_tokens * num_experts_used,
+                ),
+                lost_fd=link.lost_fd,
+                lost_reason=link.lost_reason,
+                generation=welcome.generation,
+                payload=payload,
+                version=welcome.version,
+                global_ids=link.owned.by_layer,
+                counters=counters,
+                secure=link.secure,
+                before_sleep=before_sleep,
+            )
+            return DataPath(stream, "stream", welcome.max_tokens)
+        except (OSError, zmq.ZMQError) as error:
+            raise DaemonUnavailable(
+                f"daemon {link.name}: no way to send requests: {error.strerror}"
+            ) from error
+
+
+def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -> bool:
+    """Whether a device on each side sees the memory; ours is made to, if the other side's does."""
+    if mover is None or not segment.peer_moves:
+        return False
+    try:
+        segment.open_window(mover)
+    except DeviceUnavailable as error:
+        # docs: its device cannot lock the shared memory (the run directory is on a disk, see
+        # `doctor`; `ulimit -l`; the driver's own limits); all else goes on, slower
+        _LOG.warning("daemon %s: the CPU copies what is sent: %s", link.name, str(error))
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""Replies of daemons that the parent computes itself too, before it uses them, and compares.
+
+::
+
+    every request ──► schedule: is it its turn? ──► no: used as it comes
+                                                └─► a few of its rows are computed here
+                                                      the same bits, or within the bound: used
+                                                      else: the daemon is given up
+
+Which requests these are cannot be foreseen, and how many is bounded by the time that they take: a
+sample finds bad memory and other models sooner or later, and guarantees nothing.
+Knows nothing of links.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.ids import F64Array, I32Array
+from dflash_protocol.payloads import PayloadType, as_received
+from dflash_runtime.compute import ExpertBank
+
+EVERY = 4096
+"""One request of so many is checked where nothing else is asked for."""
+MOST_SHARE = 1e-3
+"""Of the time, likewise."""
+
+CLASS_BOUND = 0.1
+"""The bound of *Exactness* for one layer's sums of a token that two numeric classes compute from
+the same row: how long their difference may be, by the length of its experts' outputs together.
+
+Each class keeps within 0.02 of float32 in the mean of many rows (test_cpu_expert_ffn), two of them
+within 0.04 of each other, and single rows are further off: see test_reply_checks, where honest
+daemons of every class and payload type stay below half of the bound. Outputs of another expert are
+about 1.4 away.
+"""
+
+_MOST_ROWS = 4
+"""Of one request: the bits of a row do not depend on how many there are."""
+_REPLY, _STEP = "reply", "step"
+_EXPECTED_S = {_REPLY: 5e-3, _STEP: 0.1}
+"""What checking is thought to cost before it was done."""
+
+
+class CheckSchedule:
+    """Whose turn it is. `every`: one request of so many, whatever it costs; None: one of EVERY, as
+    long as all checks together take no more than MOST_SHARE of the time.
+
+    Used by one thread.
+    """
+
+    def __init__(
+        self, every: int | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._every = EVERY if every is None else every
+        self._share = MOST_SHARE if every is None else math.inf
+        self._clock = clock
+        self._began_s = clock()
+        self._spent_s = 0.0
+        self._cost_s = dict(_EXPECTED_S)
+        self._is_owed = False
+        self._num_left = self._gap()
+
+    def takes_reply(self) -> bool:
+        """Whether the next request is checked; `note_reply` is then told what that has cost."""
+        self._num_left -= 1
+        if self._num_left > 0:
+            return False
+        self._num_left = self._gap()
+        is_owed, self._is_owed = self._is_owed, False
+        return is_owed or self._can_afford(_REPLY)
+
+    def takes_step(self, num_requests: int) -> bool:
+        """Whether a step in which devices have made so many requests is to be made by hosts, one of
+        whose requests is then checked; `note_step` is told what all of it has cost."""
+        self._num_left -= num_requests
+        if self._num_left > 0:
+            return False
+        self._num_left = self._gap()
+        if not self._can_afford(_STEP):
+            return False
+        self._num_left = min(self._num_left, 1 + secrets.randbelow(max(num_requests, 1)))
+        self._is_owed = True
+        return True
+
+    def note_reply(self, elapsed_s: float) -> None:
+        self._note(_REPLY, elapsed_s)
+
+    def note_step(self, elapsed_s: float) -> None:
+        self._note(_STEP, elapsed_s)
+
+    def _note(self, kind: str, elapsed_s: float) -> None:
+        self._spent_s += elapsed_s
+        self._cost_s[kind] = elapsed_s
+
+    def _can_afford(self, kind: str) -> bool:
+        elapsed_s = self._clock() - self._began_s
+        return self._spent_s + self._cost_s[kind] <= self._share * elapsed_s
+
+    def _gap(self) -> int:
+        """Requests up to the next one that is checked, if each is with the same probability."""
+        if self._every == 1:
+            return 1
+        chance = (1 + secrets.randbelow(1 << 53)) * 2.0**-53
+        return 1 + int(math.log(chance) / math.log1p(-1.0 / self._every))
+
+
+class ReplyChecker:
+    """Computes rows of replies with the parent's own experts. Used by one thread.
+
+    `banks` hold every expert of every layer under its global id, and are not owned.
+    """
+
+    def __init__(
+        self, banks: Mapping[int, ExpertBank], numeric_class: str, schedule: CheckSchedule
+    ) -> None:
+        self.schedule = schedule
+        self.numeric_class = numeric_class
+        self._banks = banks
+
+    def difference(
+        self,
+        layer_id: int,
+        batch: RoutedBatch,
+        sums: F64Array,
+        *,
+        global_ids: I32Array,
+        payload: PayloadType,
+        is_same_class: bool,
+    ) -> str:
+        """What is wrong with the sums of a batch, in words; empty if nothing is known to be.
+
+        Of sums of the same numeric class the bits are compared, as the payload type leaves them; of
+        another one how far they are from ours. Rows that are not finite are not compared.
+        Shapes: sums [T, H]; global_ids [E], of the batch's ids.
+        """
+        rows = _some(np.unique(batch.token_indices))
+        part = _rows_of(batch, rows, global_ids, payload)
+        bank = self._banks[layer_id]
+        if is_same_class:
+            return _different_bits(bank, part, sums[rows], payload)
+        return _too_far_apart(bank, part, sums[rows])
+
+
+def _some(rows: I32Array) -> I32Array:
+    """A few of them, which cannot be foreseen, in order."""
+    if rows.size <= _MOST_ROWS:
+        return rows
+    places = secrets.SystemRandom().sample(range(rows.size), _MOST_ROWS)
+    return rows[sorted(places)]
+
+
+def _rows_of(
+    batch: RoutedBatch, rows: I32Array, global_ids: I32Array, payload: PayloadType
+) -> RoutedBatch:
+    """These rows with their pairs, in the batch's order, which is that of adding them."""
+    is_kept = np.isin(batch.token_indices, rows)
+    ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[is_kept]
+    starts = np.flatnonzero(np.diff(ids, prepend=-1))
+    some = batch.rows[rows] if isinstance(batch.rows, np.ndarray) else batch.rows.chosen(rows)
+    hidden = some if isinstance(some, np.ndarray) else some.to_host()
+    return RoutedBatch(
+        batch.phase,
+        np.ascontiguousarray(as_received(hidden, payload), np.float32),
+        global_ids[ids[starts]],
+        np.append(starts, ids.size).astype(np.int32),
+        np.searchsorted(rows, batch.token_indices[is_kept]).astype(np.int32),
+        batch.weights[is_kept],
+    )
+
+
+def _different_bits(
+    bank: ExpertBank, part: RoutedBatch, found: F64Array, payload: PayloadType
+) -> str:
+    own = np.zeros(part.hidden.shape)
+    bank.accumulate(part, own)
+    own = as_received(own, payload)
+    is_wrong = (found != own) & np.isfinite(own).all(axis=1, keepdims=True)
+    if not is_wrong.any():
+        return ""
+    largest = np.abs(found - own)[is_wrong].max()
+    return (
+        f"{np.count_nonzero(is_wrong)} of {own.size} sums have other bits than those computed "
+        f"here, by up to {largest:.3g}"
+    )
+
+
+def _too_far_apart(bank: ExpertBank, part: RoutedBatch, found: F64Array) -> str:
+    own, lengths = np.zeros(part.hidden.shape), np.zeros(part.num_tokens)
+    for group in range(part.num_groups):
+        pairs = slice(int(part.group_starts[group]), int(part.group_starts[group + 1]))
+        output = np.zeros_like(own)
+        alone = RoutedBatch(
+            part.phase,
+            part.hidden,
+            part.expert_ids[group : group + 1],
+            np.array([0, pairs.stop - pairs.start], np.int32),
+            part.token_indices[pairs],
+            part.weights[pairs],
+        )
+        bank.accumulate(alone, output)
+        own += output
+        lengths += np.linalg.norm(output, axis=1)
+    with np.errstate(all="ignore"):
+        distances = np.linalg.norm(found - own, axis=1)
+        is_wrong = (distances > CLASS_BOUND * lengths) & np.isfinite(lengths)
+    if not is_wrong.any():
+        return ""
+    furthest = (distances[is_wrong] / np.maximum(lengths[is_wrong], 1e-300)).max()
+    return (
+        f"sums of {np.count_nonzero(is_wrong)} of {part.num_tokens} rows are {furthest:.3g} of "
+        f"their length from those computed here, {CLASS_BOUND} is allowed"
+    )

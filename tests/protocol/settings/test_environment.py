@@ -1,0 +1,327 @@
+"""Settings: every variable, its bounds, and what a wrong one says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import (
+    CPU_TIERS,
+    VARIABLES,
+    Settings,
+    load_settings,
+)
+from dflash_protocol.settings.table import KNOBS, Knob, Reader, server_knobs
+from support.examples import examples
+
+PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
+NUMBERS = [
+    # variable, field, default, smallest, largest
+    ("IPC_DEADLINE_MS", "deadline_ms", 250, 1, 3_600_000),
+    ("IPC_STEP_LIMIT_MS", "step_limit_ms", 200, 1, 60_000),
+    ("HEARTBEAT_MS", "heartbeat_ms", 1000, 10, 60_000),
+    ("CONNECT_TIMEOUT_MS", "connect_timeout_ms", 10_000, 10, 3_600_000),
+    ("IPC_BATCH_CAPACITY", "batch_capacity", 1024, 1, 4096),
+    ("BATCH_MAX", "stream_batch_max", 32, 1, 4096),
+    ("IPC_SHARED_BYTES", "ipc_shared_bytes", 0, 0, 1 << 40),
+    ("IPC_SPIN_US", "spin_us", None, 0, 1_000_000),
+    ("CHECK_REPLIES", "check_replies", None, 0, 1_000_000_000),
+    ("IPC_GPU", "ipc_gpu", 0, 0, 1023),
+    ("THREADS", "threads", 0, 0, 1024),
+    ("DATA_PORT", "data_port", 0, 0, 65_535),
+    ("CONTEXT", "context", None, 1, 1 << 30),
+    ("LOCAL_EXPERTS", "local_experts", None, 0, 65_536),
+]
+WORDS = [
+    # variable, field, default, values
+    ("IPC_MODE", "ipc_mode", "auto", ("auto", "batched", "stream")),
+    ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "device", "shared", "stream")),
+    ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
+    ("IPC_MAIL_MEMORY", "mail_memory", "auto", ("auto", "host")),
+    ("PREFILL_OFFLOAD", "prefill_offload", "auto", ("auto", "on", "off")),
+    ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),
+    ("YARN", "yarn", "file", ("file", "llama.cpp")),
+    ("BACKEND", "backend", "auto", ("auto", "reference", "cpu")),
+    ("KV_TYPE", "kv_type", "auto", ("auto", "f32", "f16", "q8_0")),
+]
+SWITCHES = [
+    ("IPC_REQUIRED", "ipc_required"),
+    ("IPC_PROFILE", "ipc_profile"),
+    ("PIN_DAEMONS", "pin_daemons"),
+]
+PATHS = [
+    ("MODEL", "model"),
+    ("PLACEMENT", "placement"),
+    ("IPC_BIN", "ipc_bin"),
+    ("IPC_WORK_DIR", "run_dir"),
+    ("CACHE_DIR", "cache_dir"),
+    ("KEYS_DIR", "keys_dir"),
+]
+
+
+def test_defaults_hold_when_nothing_is_set() -> None:
+    assert load_settings({"PATH": "/bin", "DFLASH": "1"}) == Settings()
+    defaults = {each[1]: each[2] for each in NUMBERS} | {each[1]: each[2] for each in WORDS}
+    assert {field: getattr(Settings(), field) for field in defaults} == defaults
+    assert not any(getattr(Settings(), field) for _, field in [*SWITCHES, *PATHS])
+
+
+def test_every_setting_is_tested_here() -> None:
+    tested = {"BATCH", "DAEMONS", "CONNECT", "LISTEN", "CORES"}
+    tested |= {each[0] for each in NUMBERS} | {each[0] for each in WORDS}
+    tested |= {each[0] for each in [*SWITCHES, *PATHS]}
+    elsewhere = {"DFLASH_MOE_SETTINGS_FILE", *(knob.variable for knob in server_knobs())}
+    elsewhere |= {PREFIX + "DEVICE"}  # in test_device
+    assert {PREFIX + name for name in tested} | elsewhere == set(VARIABLES)
+
+
+@pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)
+def test_a_number_sets_its_field_within_its_bounds(
+    variable: str, field: str, default: int | None, smallest: int, largest: int
+) -> None:
+    for value in (smallest, largest):
+        loaded = load_settings({PREFIX + variable: str(value)})
+        assert getattr(loaded, field) == value
+    for value in (smallest - 1, largest + 1):
+        with pytest.raises(SettingsError, match=f"{PREFIX}{variable}='{value}'.*{smallest} to"):
+            load_settings({PREFIX + variable: str(value)})
+    assert getattr(load_settings({}), field) == default
+
+
+@pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)
+@pytest.mark.parametrize(
+    "text", ["", "fast", "1.5", "1e3", "0x10", "-", "nan", "1_0", " 7", "+7", "\u0667", "9" * 5000]
+)
+def test_what_is_no_number_is_refused_with_the_name(
+    variable: str, field: str, default: int, smallest: int, largest: int, text: str
+) -> None:
+    with pytest.raises(SettingsError, match=PREFIX + variable):
+        load_settings({PREFIX + variable: text})
+
+
+@examples(200)
+@given(st.text(max_size=8))
+def test_any_text_is_a_number_in_bounds_or_refused(text: str) -> None:
+    try:
+        loaded = load_settings({PREFIX + "IPC_BATCH_CAPACITY": text})
+    except SettingsError as error:
+        reason = str(error)
+        assert PREFIX + "IPC_BATCH_CAPACITY" in reason
+        assert len(reason.splitlines()) == 1
+    else:
+        assert 1 <= loaded.batch_capacity <= 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("DFLASH_MOE_", None),
+        (PREFIX + "QUANTUM", None),
+        ("DFLASH_MOE_THREADS", PREFIX + "THREADS"),
+        (PREFIX + "PORT", "DFLASH_MOE_PORT"),
+        (PREFIX + "IPC_DEADLINE", PREFIX + "IPC_DEADLINE_MS"),
+        (PREFIX + "heartbeat", PREFIX + "HEARTBEAT_MS"),
+        (PREFIX + "X" * 5000, None),
+    ],
+)
+def test_an_unknown_variable_of_ours_is_refused_in_a_short_line_with_the_nearest_names(
+    name: str, near: str | None
+) -> None:
+    with pytest.raises(SettingsError, match=f"'{name[:70]}") as caught:
+        load_settings({name: "1"})
+    reason = str(caught.value)
+    assert len(reason) < 250
+    if near is None:
+        assert "docs/operations.md" in reason
+    else:
+        assert re.findall(r"DFLASH_MOE_\w+", reason.partition(f"'{name}'")[2])[0] == near
+    assert load_settings({PREFIX + "IPC_DEADLINE_MS": "7"}).deadline_ms == 7
+
+
+def test_a_number_may_be_left_to_the_program() -> None:
+    name = PREFIX + "IPC_SPIN_US"
+    assert load_settings({name: "auto"}) == load_settings({})
+    with pytest.raises(SettingsError, match=f"{name}='Auto'.* auto "):
+        load_settings({name: "Auto"})
+
+
+@pytest.mark.parametrize(("variable", "field", "default", "words"), WORDS)
+def test_a_word_is_one_of_the_known(
+    variable: str, field: str, default: str, words: tuple[str, ...]
+) -> None:
+    for word in words:
+        assert getattr(load_settings({PREFIX + variable: word}), field) == word
+    allowed = ", ".join(words)
+    for text in ("", words[1].upper(), "sse", words[1] + " "):
+        with pytest.raises(SettingsError, match=f"{variable}='{text}'.* {allowed}$"):
+            load_settings({PREFIX + variable: text})
+    assert getattr(load_settings({}), field) == default
+
+
+@pytest.mark.parametrize(("variable", "field"), SWITCHES)
+def test_a_switch_is_on_or_off(variable: str, field: str) -> None:
+    for text in ("1", "true", "YES", "On"):
+        assert getattr(load_settings({PREFIX + variable: text}), field) is True
+    for text in ("0", "false", "no", "OFF"):
+        assert getattr(load_settings({PREFIX + variable: text}), field) is False
+    for text in ("", "2", "maybe"):
+        with pytest.raises(SettingsError, match=f"{variable}='{text}'.* 1 or 0"):
+            load_settings({PREFIX + variable: text})
+
+
+@pytest.mark.parametrize(("variable", "field"), PATHS)
+def test_a_path_is_taken_as_it_is_unless_it_would_break_the_line(variable: str, field: str) -> None:
+    assert getattr(load_settings({PREFIX + variable: "some where/é"}), field) == "some where/é"
+    with pytest.raises(SettingsError, match=variable) as caught:
+        load_settings({PREFIX + variable: "two\nlines"})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_batch_beyond_its_bound_is_refused_and_the_bound_can_be_raised() -> None:
+    assert load_settings({}).stream_batch == 4
+    with pytest.raises(SettingsError, match=f"{PREFIX}BATCH=64.* {PREFIX}BATCH_MAX"):
+        load_settings({PREFIX + "BATCH": "64"})
+    loaded = load_settings({PREFIX + "BATCH": "64", PREFIX + "BATCH_MAX": "64"})
+    assert loaded.stream_batch == 64
+    assert load_settings({PREFIX + "BATCH_MAX": "2"}).stream_batch == 2
+
+
+def test_the_older_systems_thread_count_holds_if_ours_is_not_set() -> None:
+    assert load_settings({"DFLASH_COLD_THREADS": "3"}).threads == 3
+    assert load_settings({"DFLASH_COLD_THREADS": "3", PREFIX + "THREADS": "5"}).threads == 5
+    with pytest.raises(SettingsError, match=r"^DFLASH_COLD_THREADS='x'"):
+        load_settings({"DFLASH_COLD_THREADS": "x"})
+
+
+def test_daemons_of_a_variable() -> None:
+    text = "cpu, cuda:0@/opt/cuda-env/bin/python ,hip"
+    loaded = load_settings({PREFIX + "DAEMONS": text})
+    assert [(each.device, each.launcher) for each in loaded.daemons] == [
+        ("cpu", ""), ("cuda:0", "/opt/cuda-env/bin/python"), ("hip", "")
+    ]  # fmt: skip
+    assert {each.source for each in loaded.daemons} == {PREFIX + "DAEMONS"}
+    assert load_settings({PREFIX + "DAEMONS": " "}).daemons == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["cpu,", "cpu@", "CPU", "cuda:", "cuda:x", "@python", "c\npu", "c:0:1"]
+)
+def test_what_is_no_daemon_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{PREFIX}DAEMONS=.* DEVICE") as caught:
+        load_settings({PREFIX + "DAEMONS": text})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_more_daemons_than_anybody_has_are_refused() -> None:
+    assert len(load_settings({PREFIX + "DAEMONS": ",".join(["cpu"] * 64)}).daemons) == 64
+    with pytest.raises(SettingsError, match=rf"{PREFIX}DAEMONS\b.* 64\b"):
+        load_settings({PREFIX + "DAEMONS": ",".join(["cpu"] * 65)})
+    with pytest.raises(SettingsError, match=r"--daemon .*65"):
+        load_settings({}, flags={"daemons": ["cpu"] * 65})
+
+
+def test_endpoints_of_a_variable() -> None:
+    loaded = load_settings({PREFIX + "CONNECT": "ipc:///run/a,tcp://127.0.0.1:7000"})
+    assert loaded.connect == ("ipc:///run/a", "tcp://127.0.0.1:7000")
+    with pytest.raises(SettingsError, match=f"^{PREFIX}CONNECT=.*'http://x'.* ipc:"):
+        load_settings({PREFIX + "CONNECT": "ipc:///run/a,http://x"})
+
+
+def test_where_a_daemon_listens_and_what_it_keeps_to() -> None:
+    loaded = load_settings({PREFIX + "LISTEN": "ipc:///run/a", PREFIX + "CORES": "0-3,8"})
+    assert (loaded.listen, loaded.cores) == ("ipc:///run/a", "0-3,8")
+    assert load_settings({PREFIX + "LISTEN": "", PREFIX + "CORES": ""}) == Settings()
+    with pytest.raises(SettingsError, match=f"^{PREFIX}LISTEN='here'.* ipc:"):
+        load_settings({PREFIX + "LISTEN": "here"})
+    with pytest.raises(SettingsError, match=f"^{PREFIX}CORES='all'"):
+        load_settings({PREFIX + "CORES": "all"})
+
+
+# -- precedence -----------------------------------------------------------------------------------
+
+
+def test_a_flag_counts_before_a_variable_before_the_file_before_the_default(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "moe.toml"
+    file.write_text(
+        'ipc_mode = "stream"\nipc_dtype = "f16"\nheartbeat_ms = 50\nipc_required = true\n'
+        'connect = ["ipc:///file"]\n[[daemon]]\ndevice = "cpu"\nname = "of-file"\n'
+    )
+    environment = {
+        "DFLASH_MOE_SETTINGS_FILE": str(file),
+        PREFIX + "IPC_DTYPE": "bf16",
+        PREFIX + "HEARTBEAT_MS": "60",
+        PREFIX + "CONNECT": "ipc:///variable",
+    }
+    flags = {"heartbeat_ms": "70", "ipc_required": False, "daemons": ("cpu@a", "cpu@b,c")}
+    loaded = load_settings(environment, flags=flags)
+    assert (loaded.ipc_transport, loaded.ipc_mode, loaded.ipc_dtype, loaded.heartbeat_ms) == (
+        "auto", "stream", "bf16", 70
+    )  # fmt: skip
+    assert loaded.ipc_required is False
+    assert loaded.connect == ("ipc:///variable",)
+    assert [each.launcher for each in loaded.daemons] == ["a", "b,c"]
+    # What is not given is no value: the next one counts.
+    not_given = {"heartbeat_ms": None, "ipc_required": None, "daemons": (), "connect": ()}
+    loaded = load_settings(environment, flags=not_given)
+    assert (loaded.heartbeat_ms, loaded.ipc_required) == (60, True)
+    assert [each.name for each in loaded.daemons] == ["of-file"]
+
+
+def test_a_file_that_is_named_counts_instead_of_the_variables(tmp_path: Path) -> None:
+    named, other = tmp_path / "named.toml", tmp_path / "other.toml"
+    named.write_text("heartbeat_ms = 50\n")
+    other.write_text("heartbeat_ms = 60\nthreads = 3\n")
+    environment = {"DFLASH_MOE_SETTINGS_FILE": str(other)}
+    loaded = load_settings(environment, file=named)
+    assert (loaded.heartbeat_ms, loaded.threads) == (50, 0)
+    assert load_settings(environment).threads == 3
+    assert load_settings({"DFLASH_MOE_SETTINGS_FILE": ""}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "message"),
+    [
+        ({PREFIX + "IPC_MODE": "x"}, {"ipc_mode": "stream"}, f"^{PREFIX}IPC_MODE='x'"),
+        ({}, {"ipc_mode": "x"}, "^--ipc-mode='x'.* auto, batched, stream$"),
+        ({}, {"threads": "1025"}, "^--threads='1025'.* 0 .* 1024$"),
+        ({}, {"daemons": ("cpu", "!")}, "^--daemon='!'.* DEVICE"),
+        ({}, {"connect": ("here",)}, "^--connect='here'.* ipc:"),
+    ],
+)
+def test_a_bad_value_is_named_by_where_it_stands_even_if_another_one_counts(
+    environment: dict[str, str], flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(environment, flags=flags)
+
+
+@examples(200)
+@given(st.sampled_from(KNOBS), st.text(max_size=12))
+def test_any_text_of_any_setting_is_a_value_or_refused_in_one_line(knob: Knob, text: str) -> None:
+    try:
+        value = getattr(load_settings({knob.variable: text}), knob.field)
+    except SettingsError as error:
+        reason = str(error)
+        assert knob.variable in reason
+        assert len(reason.splitlines()) == 1
+        return
+    # What is passed on to a daemon is read there as it was here.
+    if knob.reader is Reader.BOTH:
+        again = load_settings({knob.variable: knob.kind.to_text(value)})
+        assert getattr(again, knob.field) == value
+
+
+def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "HEARTBEAT_MS", "123")
+    monkeypatch.setenv(PREFIX + "IPC_WORK_DIR", "/somewhere")
+    monkeypatch.setenv(PREFIX + "CACHE_DIR", "/elsewhere")
+    loaded = load_settings()
+    assert loaded.heartbeat_ms == 123
+    assert (loaded.run_dir, loaded.cache_dir) == ("/somewhere", "/elsewhere")

@@ -1,0 +1,51 @@
+"""Settings of the server: every variable, its default and bounds, and what a wrong one says."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.settings.table import knobs_of, server_knobs
+
+PREFIX = "DFLASH_MOE_"
+GOOD = [
+    # variable, field, default, values
+    ("HOST", "host", "127.0.0.1", ("0.0.0.0", "::1", "fe80::1%eth0", "box.example", "a_b")),
+    ("PORT", "port", 8080, (0, 65_535)),
+    ("API_KEY_FILE", "api_key_file", "", ("/run/keys",)),
+    ("CHAT_TEMPLATE_FILE", "chat_template_file", "", ("/srv/chat.jinja",)),
+    ("QUEUE_CAPACITY", "queue_capacity", 64, (1, 10_000)),
+    ("MAX_BODY_BYTES", "max_body_bytes", 4 << 20, (1024, 1 << 30)),
+]
+
+
+def test_these_are_all() -> None:
+    assert [knob.variable for knob in server_knobs()] == [PREFIX + each[0] for each in GOOD]
+    for is_daemon in (False, True):
+        assert not set(server_knobs()) & set(knobs_of(daemon=is_daemon))
+
+
+@pytest.mark.parametrize(("variable", "field", "default", "values"), GOOD)
+def test_a_variable_sets_its_field(
+    variable: str, field: str, default: object, values: tuple[object, ...]
+) -> None:
+    assert getattr(load_settings({}), field) == getattr(Settings(), field) == default
+    for value in values:
+        assert getattr(load_settings({PREFIX + variable: str(value)}), field) == value
+        assert getattr(load_settings({}, flags={field: str(value)}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HOST", ""), ("HOST", "a b"), ("HOST", "a/b"), ("HOST", "x" * 254), ("HOST", "é"),
+        ("HOST", "a\n"), ("PORT", "-1"), ("PORT", "65536"), ("PORT", "http"),
+        ("API_KEY_FILE", "a\0b"), ("QUEUE_CAPACITY", "0"), ("QUEUE_CAPACITY", "10001"),
+        ("MAX_BODY_BYTES", "1023"), ("MAX_BODY_BYTES", "1M"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_with_the_name(variable: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{PREFIX}{variable}=") as caught:
+        load_settings({PREFIX + variable: value})
+    assert len(str(caught.value).splitlines()) == 1

@@ -1,0 +1,196 @@
+"""Every transport passes the same checks; the shared one also with its server in a real process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from dflash_protocol.endpoint import IpcClaim, parse_endpoint
+from dflash_protocol.errors import ProtocolError
+from dflash_protocol.ids import F64Array
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import create_segment, open_segment
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
+from dflash_protocol.transports.testing import (
+    CHECKS,
+    HIDDEN_SIZE,
+    MAX_EXPERTS_USED,
+    MAX_TOKENS,
+    NUM_IN_FLIGHT,
+    MakePair,
+    TransportPair,
+    check_transport,
+    example_batch,
+    sums_of,
+)
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
+from dflash_protocol.wire.transport import ClientTransport, LinkLimits, ReceivedRequest
+from support.processes import environment
+
+
+def limits() -> LinkLimits:
+    """Of a link of its own."""
+    return LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED, generation=3)
+
+
+SHAPE = RingShape(NUM_IN_FLIGHT, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
+FRAME_BYTES = largest_frame_bytes(
+    max_tokens=2 * MAX_TOKENS, hidden_size=HIDDEN_SIZE, max_pairs=2 * MAX_TOKENS * MAX_EXPERTS_USED
+)
+
+
+class Pair:
+    """Implements testing.TransportPair."""
+
+    client: ClientTransport
+    server: StreamServer | SharedServer
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._undo.callback(os.close, self.lost_fd)
+
+    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
+        self.server.reply(request, sums, compute_s)
+
+    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
+        self.server.fail(link_id, sequence, error)
+
+    def lose(self) -> None:
+        os.eventfd_write(self.lost_fd, 1)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+class StreamPair(Pair):
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        if address.startswith("ipc:"):
+            self._undo.callback(IpcClaim(parse_endpoint(address)).close)
+        context = self._undo.enter_context(zmq.Context())
+        links = {"ab" * 8: limits()}
+        self.server = self.stream = StreamServer(
+            context, address, max_frame_bytes=FRAME_BYTES, limits_of=links.get
+        )
+        self._undo.callback(self.stream.close)
+        self.client = StreamClient(
+            context,
+            address.replace("*", str(self.stream.port)),
+            "ab" * 8,
+            hidden_size=HIDDEN_SIZE,
+            max_frame_bytes=FRAME_BYTES,
+            lost_fd=self.lost_fd,
+            lost_reason=lambda: "it was ended",
+            generation=3,
+        )
+        self._undo.callback(self.client.close)
+
+    def receive(self) -> ReceivedRequest | None:
+        return self.stream.receive(0.5)
+
+
+class SharedPair(Pair):
+    def __init__(self, folder: Path, spin_s: float) -> None:
+        super().__init__()
+        self._spin_s = spin_s
+        segment = create_segment(folder, SHAPE, generation=3)
+        self._undo.callback(segment.close)
+        self.server = self.shared = SharedServer()
+        self._undo.callback(self.shared.close)
+        self.shared.add_link(
+            "ab" * 8, open_segment(folder, segment.name, SHAPE, generation=3), limits()
+        )
+        segment.unlink()
+        self.client = SharedClient(
+            segment, lost_fd=self.lost_fd, lost_reason=lambda: "it was ended", spin_s=spin_s
+        )
+
+    def receive(self) -> ReceivedRequest | None:
+        return self.shared.receive(0.5, spin_s=self._spin_s)
+
+
+MAKERS: dict[str, Callable[[Path], TransportPair]] = {
+    "stream, ipc": lambda folder: StreamPair(f"ipc://{folder}/{secrets.token_hex(4)}"),
+    "stream, tcp": lambda folder: StreamPair("tcp://127.0.0.1:*"),
+    "shared, spinning": lambda folder: SharedPair(folder, 200e-6),
+    "shared, blocking": lambda folder: SharedPair(folder, 0.0),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_dir: Path) -> None:
+    CHECKS[check](lambda: MAKERS[maker](run_dir))
+
+
+def test_the_check_names_what_fails(run_dir: Path) -> None:
+    class Liar(SharedPair):
+        def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
+            super().reply(request, sums + 1.0, compute_s)
+
+    make_pair: MakePair = lambda: Liar(run_dir, 0.0)  # noqa: E731
+    with pytest.raises(AssertionError, match="'echo'"):
+        check_transport(make_pair)
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.ring.segment import open_segment
+from dflash_protocol.transports.testing import *
+from dflash_protocol.wire.transport import LinkLimits
+from dflash_protocol.transports.shared_server import SharedServer
+limits = LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED, generation=3)
+shape = RingShape(NUM_IN_FLIGHT, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
+segment = open_segment(Path(sys.argv[1]), sys.argv[2], shape, generation=3)
+nonces = segment.read_nonce(is_client=True), segment.write_nonce(is_client=False)
+print(*(nonce.hex() for nonce in nonces), flush=True)
+server = SharedServer()
+server.add_link("ab" * 8, segment, limits)
+while True:
+    request = server.receive(60.0, spin_s=float(sys.argv[3]), others=(0,))
+    if request is not None:
+        server.reply(request, sums_of(request.batch), 0.5)
+    elif server.are_others_ready:
+        break
+server.close()
+"""
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 100e-6])
+def test_a_server_in_another_process_has_the_same_memory(run_dir: Path, spin_s: float) -> None:
+    lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
+    segment = create_segment(run_dir, SHAPE, generation=3)
+    nonce = segment.write_nonce(is_client=True)
+    client = SharedClient(segment, lost_fd=lost_fd, lost_reason=lambda: "lost", spin_s=spin_s)
+    command = [sys.executable, "-c", SERVER, str(run_dir), segment.name, str(spin_s)]
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        read, written = child.stdout.readline().split()
+        segment.unlink()
+        assert bytes.fromhex(read) == nonce
+        assert segment.read_nonce(is_client=False).hex() == written
+        for number in range(200):
+            batches = [example_batch(n, seed=number) for n in (1, MAX_TOKENS, 0)]
+            sequences = [client.submit(7, batch, deadline_s=20.0) for batch in batches]
+            for sequence, batch in zip(sequences, batches, strict=True):
+                reply = client.wait(sequence, deadline_s=20.0)
+                assert reply.sums.tobytes() == sums_of(batch).tobytes()
+        child.stdin.close()
+        assert child.wait(20) == 0
+    client.close()
+    os.close(lost_fd)

@@ -1,0 +1,276 @@
+"""CupyDevice over a driver and a CuPy that are not there: everything but running kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_protocol.device import CPU, Device, DeviceKind
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError
+from dflash_runtime.compute.gpu.device import cupy_device
+from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
+from dflash_runtime.compute.gpu.device.capabilities import Vendor
+from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.device.rtc import KernelCompiler
+from support.emulated_device.device_checks import CASES, SumArgs
+from support.fake_driver.fake_driver import FakeDriver, Setting, fake_cupy
+
+CUDA = Device(DeviceKind.CUDA, 0)
+HIP = Device(DeviceKind.HIP, 0)
+
+
+class OtherArgs(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int),)
+
+
+class NoCompiler:
+    """For either vendor; KernelCompiler.binary is replaced."""
+
+    version = "none"
+    major = 12
+
+    def supports(self, architecture: str) -> bool:
+        return True
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setattr(cupy_device, "open_driver", fake.open)
+    monkeypatch.setattr(cupy_device, "runtime_compiler", lambda vendor, newest: NoCompiler())
+    monkeypatch.setattr(KernelCompiler, "binary", lambda self, file, defines: b"\x7fELF")
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    return fake
+
+
+@pytest.fixture
+def device(fake: FakeDriver, tmp_path: Path) -> Iterator[CupyDevice]:
+    device = CupyDevice(CUDA, cache=BinaryCache(tmp_path))
+    fake.take_notes()
+    yield device
+    device.close()
+
+
+def sums(device: CupyDevice) -> cupy_device.CupyKernel:
+    return device.module(str(CASES), {}).kernel("sum_rows", SumArgs)
+
+
+def test_it_is_a_kernel_device(device: CupyDevice) -> None:
+    kernel_device: KernelDevice = device
+    assert kernel_device.name == "cuda:0"
+    assert (kernel_device.lanes, kernel_device.num_multiprocessors) == (32, 7)
+    assert kernel_device.max_shared_bytes == 100000
+    assert kernel_device.capabilities.architecture == "sm_90a"
+
+
+def test_amd_is_known_by_its_architecture(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(is_hip=True))
+    device = CupyDevice(HIP, cache=BinaryCache(tmp_path))
+    assert (device.name, device.capabilities.vendor) == ("hip:0", Vendor.HIP)
+    assert (device.capabilities.architecture, device.lanes) == ("gfx1030", 32)
+    fake.take_notes()
+    device.launch(sums(device), (1, 1, 1), 64, SumArgs())
+    assert [line.split()[0] for line in fake.take_notes()] == [
+        *("load_module", "module_function", "function_attribute", "launch"),
+    ]
+    device.close()
+
+
+def test_arrays_go_to_the_device_and_back(device: CupyDevice, fake: FakeDriver) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    array = device.upload(values)
+    np.testing.assert_array_equal(device.download(array), values)
+    device.write(array, 2 * values.T)  # which has gaps
+    np.testing.assert_array_equal(device.download(array).reshape(4, 3), 2 * values.T)
+    assert not device.download(device.zeros((5,), np.int32)).any()
+    assert device.upload(np.empty((0, 4), np.float32)).shape == (0, 4)
+    with pytest.raises(SettingsError, match=r"\b16\b.*\b48\b"):
+        device.write(array, values[0])
+    # A source may change at once: nothing returns before it has been read.
+    names = [line.split()[0] for line in fake.take_notes()]
+    assert all(names[i + 1] == "synchronize_stream" for i, n in enumerate(names) if n == "copy")
+
+
+def test_too_much_memory_is_refused_with_amounts(device: CupyDevice) -> None:
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        device.empty((1 << 20,), np.float32)
+    error = caught.value
+    assert (error.device, error.num_bytes) == ("cuda:0", 1 << 22)
+    assert (error.free_bytes, error.total_bytes) == (1000, 4000)
+
+
+def test_a_module_is_loaded_once_and_its_kernels_may_use_all_shared_memory(
+    device: CupyDevice, fake: FakeDriver
+) -> None:
+    sums(device)
+    assert device.module(str(CASES), {}) is device.module(str(CASES), {})
+    assert fake.take_notes() == [
+        *("load_module 7fELF", "module_function sum_rows of 3", "load_function 4"),
+        *("parameter_info 0 of 4", "function_attribute 1 of 4"),
+        "set_function_attribute 8 of 4 = 99488",  # 512 are static
+        "set_function_attribute 14 of 4 = 1",
+    ]
+
+
+def test_a_struct_of_another_size_is_refused(device: CupyDevice, fake: FakeDriver) -> None:
+    fake.set(Setting.PARAMETER_BYTES, 32)
+    with pytest.raises(SettingsError, match=r"sum_rows\b.*\b32\b.*SumArgs\b.*\b24\b"):
+        sums(device)
+
+
+@pytest.mark.parametrize(
+    ("major", "overlaps_previous", "name"),
+    [(9, True, "launch_with"), (9, False, "launch"), (8, True, "launch")],
+)
+def test_kernels_overlap_where_they_may_and_the_device_can(
+    fake: FakeDriver, tmp_path: Path, major: int, overlaps_previous: bool, name: str
+) -> None:
+    fake.set(Setting.MAJOR, major)
+    device = CupyDevice(CUDA, cache=BinaryCache(tmp_path))
+    kernel = sums(device)
+    fake.take_notes()
+    device.launch(kernel, (1, 1, 1), 64, SumArgs(), overlaps_previous=overlaps_previous)
+    assert fake.take_notes()[0].split()[0] == name
+    with pytest.raises(SettingsError, match=r"sum_rows\b.*SumArgs"):
+        device.launch(kernel, (1, 1, 1), 64, OtherArgs())
+    with pytest.raises(SettingsError, match=r"sum_rows\b.*\b80 threads"):
+        device.launch(kernel, (1, 1, 1), 80, SumArgs())
+    device.close()
+
+
+def test_a_graph_is_recorded_and_replayed(device: CupyDevice, fake: FakeDriver) -> None:
+    kernel = sums(device)
+    fake.take_notes()
+    graph = device.capture(lambda: device.launch(kernel, (1, 1, 1), 64, SumArgs()))
+    graph.replay()
+    graph.close()
+    graph.close()
+    with pytest.raises(SettingsError, match="closed"):
+        graph.replay()
+    names = [line.split()[0] for line in fake.take_notes()]
+    assert names == [
+        *("begin_capture", "launch_with", "end_capture", "instantiate_graph"),
+        *("destroy_graph", "launch_graph", "destroy_executable"),
+    ]
+
+
+def test_nothing_but_launches_goes_into_a_graph(device: CupyDevice, fake: FakeDriver) -> None:
+    array = device.zeros(4, np.float32)
+    forbidden = {
+        r"allocate float32 \[1\]": lambda: device.empty(1, np.float32),
+        "write": lambda: device.write(array, np.zeros(4, np.float32)),
+        "download": lambda: device.download(array),
+        "load .*cases.cu": lambda: device.module(str(CASES), {}),
+        "synchronise": device.synchronize,
+        "map memory": lambda: device.map_host(np.zeros(4)),
+        "capture": lambda: device.capture(lambda: None),
+    }
+    for what, action in forbidden.items():
+        fake.take_notes()
+        with pytest.raises(DeviceUnavailable, match=f"{what}.*while"):
+            device.capture(action)  # type: ignore[arg-type]
+        assert fake.take_notes()[1].startswith("end_capture")
+    device.synchronize()  # it has ended
+
+
+def test_memory_of_the_host_is_mapped_until_it_is_closed(
+    device: CupyDevice, fake: FakeDriver
+) -> None:
+    array = np.zeros(16, np.float32)
+    mapping = device.map_host(array)
+    assert mapping.device_address == address(array) + 0x1000
+    mapping.close()
+    mapping.close()
+    assert fake.take_notes() == [
+        *("register_host 64 flags 3", "host_pointer flags 0", "unregister_host")
+    ]
+
+
+def test_what_runs_beside_waits_for_marks_alone(device: CupyDevice, fake: FakeDriver) -> None:
+    kernel = sums(device)
+    fake.take_notes()
+    side = device.side_stream("out")
+    assert device.side_stream("out") is side
+    assert device.side_stream("in") is not side
+    array = device.empty(4, np.float32)
+    mark = device.mark()
+    side.wait_for(mark)
+    side.write(array, np.arange(4, dtype=np.float32))
+    side.launch(kernel, (1, 1, 1), 64, SumArgs())
+    assert side.is_empty()
+    side.synchronize(10.0)
+    del mark
+    device.mark()  # with the same event, which nobody has any more
+    notes = [line for line in fake.take_notes() if not line.startswith("create_stream")]
+    stream = notes[2].split()[3]
+    assert stream != str(device.stream)
+    assert notes[0] == "create_event 2"
+    event = notes[1].split()[1]
+    assert notes[1] == f"record_event {event} in {device.stream}"
+    assert notes[2] == f"wait_for_event {event} in {stream} flags 0"
+    assert notes[3] == f"copy 16 on {stream}"
+    assert notes[4].startswith("launch ")
+    assert f"stream {stream} " in notes[4]
+    assert notes[5:] == [f"query_stream {stream}"] * 2 + [notes[1]]
+    with pytest.raises(SettingsError, match="fill"):
+        side.write(array, np.zeros(3, np.float32))
+    device.close()
+    names = [line.split()[0] for line in fake.take_notes()]
+    assert names.count("destroy_stream") == 3
+    assert names.count("destroy_event") == 1
+    with pytest.raises(DeviceUnavailable, match=r"cuda:0\b.*closed"):
+        side.synchronize(1.0)
+
+
+def test_what_arrays_leave_after_their_device_was_closed_is_given_back(
+    fake: FakeDriver, tmp_path: Path
+) -> None:
+    """Found on an H200: each load that failed left 1.25 MiB, which its traceback had kept."""
+    cache = BinaryCache(tmp_path)
+    first = CupyDevice(CUDA, cache=cache)
+    pool = first._pool
+    pool.held_bytes = 100
+    first.close()
+    pool.held_bytes = 0  # the traceback is gone
+    num_freed = pool.num_freed
+    for _ in range(2):
+        CupyDevice(CUDA, cache=cache).close()
+    assert pool.num_freed == num_freed + 1
+
+
+def test_closing_gives_everything_back_even_when_the_device_has_failed(
+    device: CupyDevice, fake: FakeDriver
+) -> None:
+    sums(device)
+    fake.take_notes()
+    device.close()
+    device.close()
+    names = [line.split()[0] for line in fake.take_notes()]
+    assert names == ["synchronize_stream", "unload_module", "destroy_stream"]
+    other = CupyDevice(CUDA)
+    fake.fail("synchronize_stream", 700)
+    other.close()
+
+
+def test_what_cannot_be_opened_says_why(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceUnavailable, match=r"cuda:1\b.*\b1 device"):
+        CupyDevice(Device(DeviceKind.CUDA, 1))
+    with pytest.raises(DeviceUnavailable, match=r"hip:0\b.*CuPy\b.*vendor"):
+        CupyDevice(HIP)
+    with pytest.raises(SettingsError, match=r"\bcpu\b.*GPU"):
+        CupyDevice(CPU)
+    fake.set(Setting.MAJOR, 3)
+    with pytest.raises(SettingsError, match=r"\b3\.0 "):
+        CupyDevice(CUDA)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceUnavailable, match=r"^cuda:0: .*CuPy") as caught:
+        CupyDevice(CUDA)
+    assert len(str(caught.value).splitlines()) == 1

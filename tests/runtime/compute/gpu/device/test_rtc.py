@@ -1,0 +1,224 @@
+"""Compiling kernels through NVRTC, which needs no GPU: what is made, kept, and said."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
+from dflash_runtime.compute.gpu.device import kernel_sources
+from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
+from dflash_runtime.compute.gpu.device.capabilities import (
+    Capabilities,
+    Vendor,
+    cuda_capabilities,
+    hip_capabilities,
+)
+from dflash_runtime.compute.gpu.device.kernel_sources import define_options, kernel_source
+from dflash_runtime.compute.gpu.device.rtc import (
+    Compiled,
+    KernelCompiler,
+    RuntimeCompiler,
+    architecture_options,
+    runtime_compiler,
+)
+from support.emulated_device.device_checks import CASES
+
+
+@pytest.fixture
+def nvrtc() -> RuntimeCompiler:
+    try:
+        return runtime_compiler(Vendor.CUDA)
+    except DeviceUnavailable as error:
+        pytest.skip(f"{error}; the package nvidia-cuda-nvrtc-cu12 has it")
+
+
+class CountingCompiler(RuntimeCompiler):
+    """Makes its options, of any version."""
+
+    def __init__(self, version: str = "counting 1") -> None:
+        self.version = version
+        self.num_compiled = 0
+
+    def supports(self, architecture: str) -> bool:
+        return architecture != "sm_999"
+
+    def compile(self, source: kernel_sources.KernelSource, options: Sequence[str]) -> Compiled:
+        self.num_compiled += 1
+        return Compiled(" ".join((source.name, *options)).encode(), "")
+
+
+class HipRtc:
+    """A library of AMD's whose compiler notes how many are in it."""
+
+    _name = "libhiprtc.so"
+
+    def __init__(self) -> None:
+        self.num_within = self.most_within = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("hiprtc"):
+            raise AttributeError(name)
+        return self.compile if name == "hiprtcCompileProgram" else lambda *_: 0
+
+    def compile(self, *_: object) -> int:
+        self.num_within += 1
+        self.most_within = max(self.most_within, self.num_within)
+        time.sleep(0.01)
+        self.num_within -= 1
+        return 0
+
+
+def compiler_of(
+    compiler: RuntimeCompiler, folder: Path, *, cc: tuple[int, int] = (9, 0), lanes: int = 32
+) -> KernelCompiler:
+    cache = BinaryCache(folder)
+    return KernelCompiler(compiler, cuda_capabilities(*cc), lanes=lanes, cache=cache)
+
+
+def test_machine_code_of_a_kernel_that_uses_every_name(
+    nvrtc: RuntimeCompiler, tmp_path: Path
+) -> None:
+    binary = compiler_of(nvrtc, tmp_path).binary(str(CASES), {})
+    assert binary.startswith(b"\x7fELF")
+    for name in (b"sum_rows", b"every_name", b"padded"):
+        assert name in binary
+    assert compiler_of(nvrtc, tmp_path, lanes=64).binary(str(CASES), {}) != binary
+
+
+def test_an_error_names_the_file_and_what_is_wrong(
+    nvrtc: RuntimeCompiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "wrong.cu"
+    file.write_text('#include "common.cuh"\nKERNEL(wrong, int, 32, 1) { undeclared(); }\n')
+    with pytest.raises(KernelCompileError, match=r"wrong.cu\(2\): error: .*undeclared") as caught:
+        compiler_of(nvrtc, tmp_path / "cache").binary(str(file), {})
+    assert len(str(caught.value).splitlines()) == 1
+    assert "1 error detected" in caplog.text  # the whole log
+
+
+def test_an_option_that_the_compiler_does_not_know(nvrtc: RuntimeCompiler) -> None:
+    with pytest.raises(KernelCompileError, match="unrecognized option"):
+        nvrtc.compile(kernel_source(str(CASES)), ("--no-such-option",))
+
+
+def test_architectures_that_the_compiler_knows(nvrtc: RuntimeCompiler) -> None:
+    assert nvrtc.supports("sm_90a")
+    assert nvrtc.supports("sm_80")
+    assert not nvrtc.supports("sm_999")
+    unknown = Capabilities(**{**vars(cuda_capabilities(9, 0)), "architecture": "sm_999"})
+    with pytest.raises(DeviceUnavailable, match=r"nvrtc 1.* sm_999"):
+        KernelCompiler(nvrtc, unknown, lanes=32)
+
+
+def test_a_driver_is_given_no_compiler_that_is_too_new(nvrtc: RuntimeCompiler) -> None:
+    assert runtime_compiler(Vendor.CUDA, nvrtc.major).version == nvrtc.version
+    with pytest.raises(DeviceUnavailable, match=r"driver|cannot open"):
+        runtime_compiler(Vendor.CUDA, 1)
+
+
+def test_a_kernel_is_compiled_once(tmp_path: Path) -> None:
+    counting = CountingCompiler()
+    first = compiler_of(counting, tmp_path).binary(str(CASES), {"A": 1, "B": "x"})
+    assert compiler_of(counting, tmp_path).binary(str(CASES), {"B": "x", "A": 1}) == first
+    assert counting.num_compiled == 1
+    assert first == b"cases.cu -arch=sm_90a -std=c++17 -lineinfo -DA=1 -DB=x -DLANES=32"
+
+
+def test_whatever_decides_the_code_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "one.cu"
+    file.write_text('#include "header.cuh"\n')
+    header = tmp_path / "kernels/header.cuh"
+    header.parent.mkdir()
+    header.write_text('#include "deeper.cuh"\n')
+    deeper = header.with_name("deeper.cuh")
+    deeper.write_text("// 1\n")
+    monkeypatch.setattr(kernel_sources, "KERNELS_FOLDER", header.parent)
+    cache = tmp_path / "cache"
+    counting = CountingCompiler()
+
+    def compile_all() -> int:
+        """How many had to be compiled."""
+        kernel_source.cache_clear()
+        before = counting.num_compiled
+        compiler_of(counting, cache).binary(str(file), {})
+        return counting.num_compiled - before
+
+    assert (compile_all(), compile_all()) == (1, 0)
+    deeper.write_text("// 2\n")
+    assert (compile_all(), compile_all()) == (1, 0)
+    header.write_text('#include "deeper.cuh"\n#include "vendors.cuh"\n')  # which is not there
+    assert (compile_all(), compile_all()) == (1, 0)
+    file.write_text('#include "header.cuh"\n// new\n')
+    assert (compile_all(), compile_all()) == (1, 0)
+    counting.version = "counting 2"
+    assert (compile_all(), compile_all()) == (1, 0)
+    for other in ({"cc": (8, 0)}, {"lanes": 64}):
+        before = counting.num_compiled
+        compiler_of(counting, cache, **other).binary(str(file), {})
+        assert counting.num_compiled == before + 1
+    kernel_source.cache_clear()
+
+
+def test_several_are_compiled_side_by_side_and_the_first_error_is_raised(
+    nvrtc: RuntimeCompiler, tmp_path: Path
+) -> None:
+    compiler = compiler_of(nvrtc, tmp_path)
+    compiler.prepare([(str(CASES), {"NUMBER": number}) for number in range(3)], num_threads=2)
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(KernelCompileError, match=r"cases.cu\(.*error"):
+        compiler.prepare([(str(CASES), {"sum_rows": "1"})], num_threads=2)
+
+
+@pytest.mark.parametrize("defines", [{"A B": 1}, {"": 1}, {"A": "1 2"}, {"A": "x;y"}, {"-D": 1}])
+def test_only_names_and_plain_values_are_defined(defines: dict[str, int | str]) -> None:
+    with pytest.raises(SettingsError, match="cannot be defined"):
+        define_options(defines)
+
+
+def test_a_kernel_file_that_is_not_there() -> None:
+    with pytest.raises(SettingsError, match=r"nothing.cu: No such file"):
+        kernel_source("nothing.cu")
+
+
+def test_amd_is_told_its_own_options() -> None:
+    options = architecture_options(hip_capabilities("gfx1030:xnack-"))
+    assert options == ("--offload-arch=gfx1030", "-std=c++17", "-O3")
+
+
+def test_a_library_of_another_kind_is_refused() -> None:
+    with pytest.raises(DeviceUnavailable, match="nvrtcCreateProgram"):
+        RuntimeCompiler(Vendor.CUDA, ctypes.CDLL(None))
+
+
+def test_without_a_compiler_there_is_one_line_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> ctypes.CDLL:
+        raise OSError(f"{os.path.basename(name)}: cannot open\nshared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    runtime_compiler.cache_clear()
+    with pytest.raises(DeviceUnavailable, match=r"\bcompiler\b.*\bcuda\b.*libnvrtc") as caught:
+        runtime_compiler(Vendor.CUDA)
+    assert len(str(caught.value).splitlines()) == 1
+    runtime_compiler.cache_clear()
+
+
+def test_amds_compiler_is_entered_by_one_thread_at_a_time() -> None:
+    library = HipRtc()
+    compilers = [RuntimeCompiler(Vendor.HIP, cast("ctypes.CDLL", library)) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        under_way = [
+            pool.submit(compilers[index % 2].compile, kernel_source(str(CASES)), ())
+            for index in range(8)
+        ]
+    assert [each.result().binary for each in under_way] == [b""] * 8
+    assert library.most_within == 1

@@ -1,0 +1,60 @@
+"""Choosing experts on a device by every kind of rule, against the reference's formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_adapters.ops import Gating, RoutingRule
+from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
+from dflash_runtime.compute.reference.routing import route
+from support.emulated_device import EmulatedDevice
+
+TOKENS = 5
+RULES = {
+    "softmax scaled": RoutingRule(3, Gating.SOFTMAX, normalise=False, scale=0.5),
+    "sigmoid": RoutingRule(4, Gating.SIGMOID, normalise=True, scale=2.5),
+    "sigmoid by logits": RoutingRule(1, Gating.SIGMOID, normalise=False, selects_by_logits=True),
+    "of the chosen": RoutingRule(4, Gating.SOFTMAX_WEIGHT, normalise=False),
+    "root of softplus": RoutingRule(6, Gating.SQRT_SOFTPLUS, normalise=True, scale=1.5),
+    "groups": RoutingRule(
+        4, Gating.SIGMOID, normalise=True, scale=2.5, num_groups=5, num_groups_used=2
+    ),
+    "groups of one": RoutingRule(
+        2, Gating.SOFTMAX, normalise=True, num_groups=75, num_groups_used=3
+    ),
+}
+
+
+@pytest.fixture(params=[(32, False), (64, True)], ids=str)
+def device(request: pytest.FixtureRequest) -> EmulatedDevice:
+    lanes, runs_backward = request.param
+    return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_the_reference_chooses_the_same(device: EmulatedDevice, name: str, has_bias: bool) -> None:
+    rng, rule, num_experts = np.random.default_rng(3), RULES[name], 75
+    logits = (2 * rng.standard_normal((TOKENS, num_experts))).astype(np.float32)
+    logits[1] = logits[1].round()  # equal ones
+    bias = rng.standard_normal(num_experts).astype(np.float32) if has_bias else None
+    shape = TOKENS, rule.num_experts_used
+    ids, weights = device.empty(shape, np.int32), device.empty(shape, np.float32)
+    RouteRows(device, rule, num_experts=num_experts, has_bias=has_bias).launch(
+        device.upload(logits), ids, weights, bias=None if bias is None else device.upload(bias)
+    )
+    wanted_ids, wanted_weights = route(logits, rule, bias)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(weights, wanted_weights, rtol=1e-5)
+
+
+def test_a_bias_that_was_not_announced_and_groups_that_do_not_divide_are_refused(
+    device: EmulatedDevice,
+) -> None:
+    rule = RULES["sigmoid"]
+    rows = device.upload(np.zeros((1, 8), np.float32))
+    with pytest.raises(ValueError, match=r"\bbias\b.*\bNone\b.*\bTrue\b"):
+        RouteRows(device, rule, num_experts=8, has_bias=True).launch(rows, rows, rows)
+    with pytest.raises(ValueError, match="5 groups"):
+        RouteRows(device, RULES["groups"], num_experts=76)

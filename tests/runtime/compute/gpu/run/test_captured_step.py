@@ -1,0 +1,85 @@
+"""A step is recorded with the arrays of its trial: whatever is still referred to, and whenever
+garbage is collected, nothing is allocated, and its bits are those of a step that is not recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_adapters.ops import KvType
+from dflash_protocol.ids import F32Array, Phase
+from dflash_runtime.compute.gpu.device.buffers import Buffer, Buffers
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from support.emulated_gpu import TINY
+from support.gpu_models import GpuModel
+from support.random_models import write_qwen3moe
+
+PROMPT = np.arange(9, dtype=np.int32)
+CAPACITY = 1030
+"""Two context buckets."""
+
+
+class Holder:
+    """Whoever takes a buffer is remembered, as a cycle would that nobody has collected yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: list[Buffer] = []
+        take = Buffers.take
+
+        def take_and_hold(buffers: Buffers, shape: tuple[int, ...], dtype: type) -> Buffer:
+            self.held.append(take(buffers, shape, dtype))
+            return self.held[-1]
+
+        monkeypatch.setattr(Buffers, "take", take_and_hold)
+
+
+def plain_logits(model: GpuModel, token_id: int, position: int) -> F32Array:
+    moe = model.backend.moe(model.banks, Phase.DECODE, None)
+    model.poison.again()
+    positions = np.array([position], np.int32)
+    hidden = model.model.forward(np.array([token_id], np.int32), positions, model.cache, moe)
+    logits: F32Array = model.backend.to_host(model.model.head(hidden))[0]
+    return logits
+
+
+def recorded_logits(model: GpuModel, step: RecordedStep, token_id: int, position: int) -> F32Array:
+    model.poison.again()
+    step.begin(token_id, position)
+    step.start()
+    return step.logits()
+
+
+@pytest.mark.parametrize("what_stays", ["nothing", "everything", "garbage"])
+def test_a_recording_takes_what_its_trial_took(
+    any_device: KernelDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what_stays: str
+) -> None:
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    model = GpuModel(path, any_device, kv_type=KvType.F16, capacity=CAPACITY)
+    model.logits(PROMPT, [PROMPT.size])
+    expected = [plain_logits(model, token, PROMPT.size) for token in (3, 5)]
+    if what_stays == "everything":
+        Holder(monkeypatch)
+    elif what_stays == "garbage":
+        gc.disable()
+    try:
+        first, second = model.recorded_step(), model.recorded_step()
+        first.begin(3, PROMPT.size)
+        for _ in range(3):  # and nobody asks what came of it
+            first.start()
+        for _ in range(2):
+            for step, token, logits in zip((second, first), (5, 3), expected[::-1], strict=True):
+                assert (recorded_logits(model, step, token, PROMPT.size) == logits).all()
+        second.begin(3, CAPACITY - 2)  # another bucket, over positions that nothing has written
+        second.start()
+        second.start()
+        assert (recorded_logits(model, second, 3, PROMPT.size) == expected[0]).all()
+    finally:
+        gc.enable()
+    first.close()
+    second.close()
+    model.close()

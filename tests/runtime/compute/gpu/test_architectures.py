@@ -1,0 +1,120 @@
+"""Architectures on the GPU backend: float files against the reference, in chunks, in steps, and
+in a recorded step.
+
+In the emulation here, and with `-m gpu` on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_adapters.models import llama4
+from dflash_adapters.ops import KvType
+from dflash_adapters.rope import AttentionTemperature, RopePairing, YarnScaling, rope_table
+from dflash_adapters.spec import KvLayer, Mask
+from dflash_protocol.errors import UnsupportedModel
+from dflash_protocol.ids import F32Array
+from dflash_runtime.compute import rings
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.reference.ops import ReferenceOps
+from support.gpu_devices import EMULATED, EMULATED_AND_GPU, opened_device
+from support.gpu_models import SHAPES, GpuModel, largest_error, reference_logits
+from support.random_gguf import write_model
+
+BOUND = 1e-4
+
+
+def with_scales(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
+    """Of products, as files of NVFP4 have them: one that is added, a router's, and a gated one."""
+    names = "blk.0.ssm_out", "blk.1.ffn_gate_inp", "blk.2.ffn_down_shexp"
+    return tensors | {
+        f"{name}.scale": np.full(1, 0.3 + place, np.float32) for place, name in enumerate(names)
+    }
+
+
+CHANGES = {"qwen35moe": with_scales}
+
+
+@pytest.mark.parametrize("which", EMULATED_AND_GPU)
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_the_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: str
+) -> None:
+    monkeypatch.setattr(llama4, "_CHUNK", 7)  # or 8191 positions would have to be computed first
+    monkeypatch.setattr(rings, "RING_CHUNK", 10)
+    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
+    shape = SHAPES[name]
+    path = write_model(tmp_path / "model.gguf", shape, seed=2, change=CHANGES.get(name))
+    ids = np.random.default_rng(1).integers(0, shape.vocab_size, 30).astype(np.int32)
+    expected = reference_logits(path, ids, KvType.F32)
+    with opened_device(which) as device:
+        model = GpuModel(path, device, kv_type=KvType.F32)
+        rows = {layer.ring_rows for layer in model.cache.layers}
+        assert rows == ({0, 16} if name in ("laguna", "llama4") else {0})
+        for chunks in ([30], [13, 9, 1, 1, 6], [3, 1, 26]):
+            assert largest_error(model.logits(ids, chunks), expected) < BOUND
+        singly = model.logits(ids[:20], [12] + [1] * 8)
+        assert largest_error(singly, expected[:20]) < BOUND
+        step = model.recorded_step()
+        for first in (20, 19):  # one that goes on, and one that is taken back
+            step.begin(int(ids[first]), first)
+            step.start()
+            assert largest_error(step.logits(), expected[first]) < BOUND
+        step.close()
+        model.close()
+
+
+def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> None:
+    """Norms after a rotation that is scaled, temperature and sinks; a chunk and a step."""
+    table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, yarn=YarnScaling(8.0, 64))
+    assert table.scale > 1.1
+    random = np.random.default_rng(3)
+    rows = [random.standard_normal((20, heads * 16), np.float32) for heads in (4, 2, 2)]
+    sinks = 2 * random.standard_normal(4, np.float32)
+    backend = CupyBackend(any_device, max_chunk=64, scratch_bytes=1 << 20)
+
+    def attended(ops: Any, upload: Callable[[F32Array], Any]) -> list[Any]:
+        cache = ops.new_kv_cache((KvLayer(2, 16, 16, Mask(chunk=6)),), 20, KvType.F32)
+        found = []
+        for first, last in ((0, 17), (17, 20)):
+            positions = np.arange(first, last, dtype=np.int32)
+            q, k, v = (
+                ops.split_heads(upload(each[first:last].copy()), each.shape[1] // 16)
+                for each in rows
+            )
+            ops.norm_and_rotate(q, k, positions, table, eps=0.1, norms_after=True)
+            ops.scale_queries(q, positions, AttentionTemperature(5, 0.3))
+            heads = ops.attention(q, k, v, cache, 0, positions, 0.3, sinks=upload(sinks))
+            found.append(ops.merge_heads(heads))
+        return found
+
+    def on_device(array: F32Array) -> Any:
+        uploaded = any_device.upload(array)
+        return uploaded if array.ndim == 1 else Rows(uploaded)
+
+    found = attended(backend.ops, on_device)
+    for ours, theirs in zip(found, attended(ReferenceOps(), lambda array: array), strict=True):
+        assert largest_error(backend.to_host(ours), theirs) < 3e-6
+    backend.close()
+
+
+def test_a_head_with_a_scale_is_refused_by_name_where_steps_are_recorded(tmp_path: Path) -> None:
+    def with_scale(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
+        return {**tensors, "output.scale": np.full(1, 0.5, np.float32)}
+
+    path = write_model(tmp_path / "m.gguf", SHAPES["olmoe"], seed=2, change=with_scale)
+    with opened_device(EMULATED) as device:
+        model = GpuModel(path, device, kv_type=KvType.F32)
+        step = model.recorded_step()
+        step.begin(1, 0)
+        with pytest.raises(UnsupportedModel, match=r"\bhead\b.*logits"):
+            step.start()
+        step.close()
+        model.close()
