@@ -51,10 +51,10 @@ class LayerBench:
     """All rows of one file."""
 
     def __init__(
-        self, path: Path, sides: dict[str, Side], reader: Side, rounds: int, patience_s: float
+        self, path: Path, sides: dict[str, Side], reader: Side, rounds: int, timeout_s: float
     ) -> None:
         self._path, self._sides, self._reader = path, sides, reader
-        self._rounds, self._patience_s = rounds, patience_s
+        self._rounds, self._patience_s = rounds, timeout_s
         with GgufFile.open(path) as file:
             layers = adapter_for(file).read_spec(file).moe.layers
         self._expert_bytes = [layer.expert_bytes for layer in layers]
@@ -68,7 +68,7 @@ class LayerBench:
         if num_tokens == 1:
             kind, streams = row["best_read"] = self._best_read()
             runners[_READ] = lambda number: self._reader.sample("read", kind, streams, number)
-        measured = interleave(runners, self._rounds, patience_s=self._patience_s, seed=num_tokens)
+        measured = interleave(runners, self._rounds, timeout_s=self._patience_s, seed=num_tokens)
         samples = measured.values
         row["quiet_rounds"] = measured.label()
         row["seconds_a_layer"] = {name: samples[name] for name in self._sides}
@@ -205,7 +205,7 @@ def measure_file(name: str, tokens: list[int], options: argparse.Namespace) -> d
                 sides[REPACKED] = repacked
                 result["repacked"] = types
         bench = LayerBench(
-            path, sides, start("reader", Reader, path), options.rounds, options.patience
+            path, sides, start("reader", Reader, path), options.rounds, options.timeout
         )
         for num_tokens in tokens:
             row = bench.measure(num_tokens)

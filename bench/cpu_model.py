@@ -120,7 +120,7 @@ class ModelBench:
         measured: Rounds = interleave(
             runners,
             self._options.rounds,
-            patience_s=self._options.patience,
+            timeout_s=self._options.timeout,
             at_most=_ROUNDS_AT_MOST * self._options.rounds,
         )
         values = measured.values

@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         rounds: Rounds = interleave(
             {name: runner(side) for name, side in sides.items()},
             options.rounds,
-            patience_s=options.patience,
+            timeout_s=options.timeout,
             at_most=_ROUNDS_AT_MOST * options.rounds,
         )
         after = {name: side.call("owners") for name, side in sides.items()}
@@ -182,7 +182,7 @@ def main() -> None:
         "--cores", type=int, nargs="+", help="all processes keep to these (default: the first two)"
     )
     parser.add_argument(
-        "--patience", type=float, default=45, help="seconds for quiet rounds (default 45)"
+        "--timeout", type=float, default=45, help="seconds for quiet rounds (default 45)"
     )
     add_realtime_option(parser)
     parser.add_argument("--profile", action="store_true", help="say where a layer's time goes")

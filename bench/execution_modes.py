@@ -85,7 +85,7 @@ def measure_daemon(name: str, options: argparse.Namespace) -> dict[str, Any]:
             rounds = interleave(
                 {mode: runner(engines[mode], work, prompt, options) for mode in MODES},
                 options.rounds,
-                patience_s=options.patience,
+                timeout_s=options.timeout,
                 at_most=2 * options.rounds,
             )
             result[work] = {"tokens_per_s": rounds.values, "quiet_rounds": rounds.label()}
@@ -174,7 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--decode", type=int, default=48, help="tokens of a text (default 48)")
     parser.add_argument(
-        "--patience", type=float, default=45, help="seconds a row for quiet rounds (default 45)"
+        "--timeout", type=float, default=45, help="seconds a row for quiet rounds (default 45)"
     )
     add_save_option(parser)
     options = parser.parse_args()

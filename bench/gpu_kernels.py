@@ -1,7 +1,7 @@
 """The kernels of a decode step: what each takes, what it reads, and how fast that is.
 
-A step is recorded and replayed without the host in between. A kernel's time is what the step gains
-when that kernel is left out of the recording; what the step takes beyond the sum of these is
+A step is captured and replayed without the host in between. A kernel's time is what the step gains
+when that kernel is left out of the capture; what the step takes beyond the sum of these is
 overlap and gaps between kernels, which no single one has. A kernel's weights are found by the
 addresses that it is given.
 """
@@ -28,7 +28,7 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
-from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
 
 _ROUNDS = 7
 _STEPS = 64
@@ -69,10 +69,10 @@ class StepModel:
         self._note_cache()
         backend.device.synchronize()
 
-    def recorded(self) -> RecordedStep:
-        """A new step, recorded once it is started."""
+    def captured(self) -> CapturedStep:
+        """A new step, captured once it is started."""
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return RecordedStep(self.backend.ops, self.model, self.cache, moe=moe)
+        return CapturedStep(self.backend.ops, self.model, self.cache, moe=moe)
 
     def close(self) -> None:
         """Give the file back, and the device if it was opened here."""
@@ -159,32 +159,32 @@ class Launches:
 
 
 class LeftOut:
-    """Notes what is recorded on a device, and leaves launches of one label out of it."""
+    """Notes what is captured on a device, and leaves launches of one label out of it."""
 
     def __init__(self, device: KernelDevice, reads: dict[int, Read]) -> None:
         given: Any = device
         self._device = given
         self._launch, self._capture = given.launch, given.capture
         self._reads = reads
-        self._is_recording = False
+        self._is_capturing = False
         self.label = ""
         self.launches: dict[str, Launches] = {}
         given.launch, given.capture = self.launch, self.capture
 
     def capture(self, record: Callable[[], None]) -> Any:
         """As KernelDevice.capture."""
-        self._is_recording = True
+        self._is_capturing = True
         try:
             return self._capture(record)
         finally:
-            self._is_recording = False
+            self._is_capturing = False
 
     def launch(self, kernel: Any, grid: Any, block: int, args: Any, **options: Any) -> None:
         """As KernelDevice.launch."""
         reads = [self._reads[each] for each in pointers(args) if each in self._reads]
         tensors = " + ".join(dict.fromkeys(read.tensor for read in reads))
         label = f"{kernel.name} {grid[0]}x{grid[1]} of {block}: {tensors}".removesuffix(": ")
-        if self._is_recording and not self.label:
+        if self._is_capturing and not self.label:
             noted = self.launches.setdefault(label, Launches(kernel.name, tensors))
             noted.count += 1
             if kernel.name != _EMBEDDING:
@@ -241,7 +241,7 @@ class KernelBench:
         self._model.close()
 
     def _step_s(self, context: int, *, num_steps: int, rounds: int) -> float:
-        device, step = self._model.backend.device, self._model.recorded()
+        device, step = self._model.backend.device, self._model.captured()
         times = []
         for _ in range(rounds + 1):
             step.begin(1, context)

@@ -179,7 +179,7 @@ class ResidentBench:
                 break
             rounds = {label: [] for label in there}
             try:
-                interleave(there, num_rounds, patience_s=0.0)
+                interleave(there, num_rounds, timeout_s=0.0)
                 break
             except SideError:
                 continue  # without the side that failed

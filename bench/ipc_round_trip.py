@@ -56,7 +56,7 @@ NUM_EXPERTS_USED, NUM_EXPERTS = 8, 128
 NUM_SLOTS = 2
 SPIN_S = 100e-6
 LINK_ID = "ab" * 8
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SIDES = ("shared, spinning", "shared, blocking", "stream, ipc", "stream, tcp with keys")
 FLOOR = "two bare pipes"
 """A byte there and one back: what waking each other costs before anything is done."""
@@ -122,7 +122,7 @@ def serve_shared(work: Work, folder: Path, name: str, spin_s: float) -> None:
     sums = _sums_by_num_tokens(work)
     print("ready", flush=True)
     while True:
-        request = server.receive(PATIENCE_S, spin_s=spin_s, others=(0,))
+        request = server.receive(TIMEOUT_S, spin_s=spin_s, others=(0,))
         if request is not None:
             server.reply(request, sums(request.header.num_tokens), 0.0)
         elif server.are_others_ready:
@@ -321,8 +321,8 @@ def round_trips(client: ClientTransport, batch: RoutedBatch, num_trips: int) -> 
     """Seconds of each of so many round trips, after a few that warm up."""
 
     def trip() -> None:
-        sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
-        client.wait(sequence, deadline_s=PATIENCE_S)
+        sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
+        client.wait(sequence, deadline_s=TIMEOUT_S)
 
     return _times(trip, num_trips)
 

@@ -55,7 +55,7 @@ def add_pair_options(
         "--rounds", type=int, default=rounds, help=f"pairs a row (default {rounds})"
     )
     parser.add_argument(
-        "--patience", type=float, default=60, help="seconds a row for quiet rounds (default 60)"
+        "--timeout", type=float, default=60, help="seconds a row for quiet rounds (default 60)"
     )
     add_threads_option(parser)
     add_realtime_option(parser)

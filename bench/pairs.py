@@ -65,11 +65,11 @@ def interleave(
     sides: Mapping[str, Callable[[int], Sample]],
     rounds: int,
     *,
-    patience_s: float,
+    timeout_s: float,
     at_most: int = 1000,
     seed: int = 0,
 ) -> Rounds:
-    """Run rounds until `rounds` of them were quiet, or `patience_s` or `at_most` rounds are over.
+    """Run rounds until `rounds` of them were quiet, or `timeout_s` or `at_most` rounds are over.
 
     A side is called with the round's number. If too few rounds were quiet, the least disturbed
     others are taken too. One round more is run first and dropped: it warms everything up.
@@ -85,7 +85,7 @@ def interleave(
     def is_enough() -> bool:
         if len(run) < rounds:
             return False
-        is_late = time.monotonic() - started_s >= patience_s or len(run) >= at_most
+        is_late = time.monotonic() - started_s >= timeout_s or len(run) >= at_most
         return is_late or len(quiet()) >= rounds
 
     number = -1

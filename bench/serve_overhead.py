@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             return Sample((options.tokens - 1) / rest_s, 0.0)
 
         sides = {"server": of_server, "engine": of_engine}
-        rounds = interleave(sides, options.rounds, patience_s=0.0)
+        rounds = interleave(sides, options.rounds, timeout_s=0.0)
     # The round that only warms up is dropped here too.
     return {"first_s": {name: each[1:] for name, each in firsts.items()}, "rate": rounds.values}
 

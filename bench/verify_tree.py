@@ -1,4 +1,4 @@
-"""A tree of guessed tokens verified in one pass, against as many single steps.
+"""A tree of draft tokens verified in one pass, against as many single steps.
 
 The tree has 22 tokens, as a drafter might guess them, or the first so many of these; a step
 computes one token of a sequence with its logits. Both go on from the same prompt of the same file,

@@ -99,7 +99,7 @@ def bits_per_byte(
 
 @torch.no_grad()
 def top_1_agreement(model: Model, stream: npt.NDArray[np.uint16]) -> float:
-    """Share of positions whose likeliest token stays the same when activations are Q8_0."""
+    """Share of positions whose most likely token stays the same when activations are Q8_0."""
     tokens = torch.from_numpy(stream.astype(np.int64)).to(model.token_embd.device)
     same = 0
     torch.set_float32_matmul_precision("highest")

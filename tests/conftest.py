@@ -35,7 +35,7 @@ have_interrupts()
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 _TELLS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Kernels may be built without it."""
 
@@ -95,7 +95,7 @@ def nothing_left_behind(run_dir: Path) -> Iterator[None]:
     segments_before = _segments()
     children_before = _descendants()
     yield
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _TIMEOUT_S
     while leftovers := _leftovers(run_dir, segments_before, children_before):
         if time.monotonic() > deadline_s:
             for pid in _descendants() - children_before:

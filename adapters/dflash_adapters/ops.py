@@ -128,7 +128,7 @@ class KvCache(Protocol):
         """Keep the state after so many positions, in the memory of a snapshot of this cache that
         nobody wants any more, if one is given. Rows of keys and values stay where they are.
 
-        Raises: StateNotKept if a layer's state is another one.
+        Raises: CheckpointMissing if a layer's state is another one.
         """
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -271,7 +271,7 @@ class Ops(Protocol[A]):
         `layer` counts the cache's recurrent layers; rows before the first of `positions` are those
         that it keeps, at position 0 zeros. Positions ascend by one.
         Shapes: x, result [T, C]; weight [C, K].
-        Raises: StateNotKept if the layer's state is not that before the first position.
+        Raises: CheckpointMissing if the layer's state is not that before the first position.
         """
 
     def delta_rule(

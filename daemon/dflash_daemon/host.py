@@ -84,9 +84,9 @@ class ExpertHost:
         """
         self._file.require_unwritten()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """The same, at most every tenth of a second."""
-        self._file.watch.look()
+        self._file.watch.poll()
 
     def read_placement(self, path: Path) -> OwnedExperts:
         """Raises: SettingsError if the file is not a placement of this model."""

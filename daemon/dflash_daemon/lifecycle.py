@@ -172,8 +172,8 @@ async def _serve(
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
         shares_memory=shares_memory,
         spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
-        before_sleep=host.backend.rest,
-        look=host.look,
+        before_sleep=host.backend.idle,
+        look=host.poll,
         secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )
     control = None

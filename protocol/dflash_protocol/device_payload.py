@@ -61,7 +61,7 @@ class ReadRows(DeviceRows, Protocol):
         """Nobody needs them: nothing reads shared memory for them once this has returned."""
 
 
-class Crossing(Protocol):
+class DmaCopy(Protocol):
     """A copy between a device and shared memory that is under way, or has ended.
 
     Everything raises DeviceUnavailable if the device fails.
@@ -95,7 +95,7 @@ class DeviceWindow(Protocol):
     def device_address(self, offset: int) -> int:
         """As the device's kernels see it."""
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
+    def write_rows(self, offset: int, rows: DeviceRows) -> DmaCopy:
         """Begin to copy rows there, when those before have arrived, and somebody has their digest,
         or nobody wants it any more."""
 
@@ -109,7 +109,7 @@ class DeviceWindow(Protocol):
         """Memory for sums, taken when they are asked for: what the device is given to do until they
         are read need not end before that."""
 
-    def read_sums(self, offset: int, expected: ExpectedSums) -> Crossing:
+    def read_sums(self, offset: int, expected: ExpectedSums) -> DmaCopy:
         """Begin to copy the sums that lie there, each byte read once, as `write_rows` does; what
         lies there is not needed any more when all has arrived."""
 

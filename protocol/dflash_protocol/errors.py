@@ -5,7 +5,7 @@
     DflashError
     ├── SettingsError           a flag, variable or argument is wrong: change it
     │   └── ContextExceeded     the prompt does not fit: shorten it, or open a larger context
-    ├── StateNotKept            a sequence cannot go on from there: begin it anew
+    ├── CheckpointMissing            a sequence cannot go on from there: begin it anew
     ├── ModelFileError          the file is damaged or lies about itself: get another file
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
     ├── NotFinite               a model's numbers are NaN or infinite: look at its file, and memory
@@ -89,7 +89,7 @@ class ContextExceeded(SettingsError):
         self.num_positions = num_positions
 
 
-class StateNotKept(DflashError):
+class CheckpointMissing(DflashError):
     """A layer's state stands for other positions than those that are to be gone on from."""
 
     def __init__(self, wanted: int, kept: int) -> None:

@@ -33,7 +33,7 @@ def test_every_other_round_runs_the_sides_in_reverse() -> None:
         return run
 
     names = ("a", "b", "c")
-    interleave({name: side(name) for name in names}, 5, patience_s=0.0)
+    interleave({name: side(name) for name in names}, 5, timeout_s=0.0)
     rounds = [order[first : first + 3] for first in range(0, len(order), 3)]
     assert len(rounds) == 6  # one of them warms up
     assert all(sorted(each) == [*names] for each in rounds)
@@ -43,7 +43,7 @@ def test_every_other_round_runs_the_sides_in_reverse() -> None:
 def test_rounds_that_others_disturbed_are_repeated() -> None:
     disturbances = iter([0.0, 2.0, 0.5, 3.0, 1.0])
     rounds = interleave(
-        {"a": lambda number: Sample(float(number), next(disturbances))}, 2, patience_s=60.0
+        {"a": lambda number: Sample(float(number), next(disturbances))}, 2, timeout_s=60.0
     )
     assert rounds.values == {"a": [1.0, 3.0]}
     assert rounds.label() == "2 of 4"

@@ -20,7 +20,7 @@ from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encode_header
 from dflash_protocol.wire.transport import DeviceReply, Reply
 from dflash_runtime.experts.daemons.sharing import Offer, OfferFailed, SharingPlan, make_offer
-from support.control_rig import CAPACITY, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend
+from support.control_rig import CAPACITY, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
 from support.host_mover import HostMover, HostRows
 from support.routed_batches import batch_of
 from support.version1_peer import Version1Parent
@@ -87,8 +87,8 @@ async def test_a_link_computes_through_shared_memory(daemon: Daemon, run_dir: Pa
         hidden: F32Array = np.ones((3, SHAPE.hidden_size), np.float32)
         batch = batch_of(3, {(0, 1): 1.0, (2, 0): 0.5}, hidden=hidden)
         for _ in range(3):
-            sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
-            reply = await asyncio.to_thread(client.wait, sequence, deadline_s=PATIENCE_S)
+            sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
+            reply = await asyncio.to_thread(client.wait, sequence, deadline_s=TIMEOUT_S)
             assert np.abs(reply.sums[0]).max() > 0
             assert not reply.sums[1].any()
         assert isinstance(await daemon.compute(welcome), Reply)  # the socket is served beside it
@@ -129,8 +129,8 @@ async def test_devices_of_both_sides_move_what_is_sent(
                 weights=np.ones(num_tokens, np.float32),
                 phase=Phase.PREFILL,
             )
-            sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
-            reply = await asyncio.to_thread(client.wait, sequence, deadline_s=PATIENCE_S)
+            sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
+            reply = await asyncio.to_thread(client.wait, sequence, deadline_s=TIMEOUT_S)
             assert isinstance(reply, DeviceReply) == (rows is not hidden)
             found.append(reply.sums)
         assert found[0].tobytes() == found[1].tobytes()

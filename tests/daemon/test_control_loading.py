@@ -19,7 +19,7 @@ from dflash_protocol.wire.messages import Bye, Progress, Refused, Welcome, encod
 from dflash_protocol.wire.transport import Reply
 from dflash_runtime.experts.held_placements import HeldPlacement
 from dflash_runtime.experts.store import every_expert
-from support.control_rig import OTHER, OWNED, PATIENCE_S, SHAPE, Daemon, GateBackend
+from support.control_rig import OTHER, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
 from support.random_models import write_qwen3moe
 
 pytestmark = pytest.mark.asyncio
@@ -137,7 +137,7 @@ async def test_what_is_loaded_after_the_end_is_held_for_nobody(
     await parent.expect(Progress)
     await daemon.stop()
     daemon.backend.gate.set()
-    await asyncio.wait_for(released.wait(), PATIENCE_S)
+    await asyncio.wait_for(released.wait(), TIMEOUT_S)
     await asyncio.to_thread(daemon.host.load, OTHER)
     assert daemon.backend.dropped == [(0, [3])]
 

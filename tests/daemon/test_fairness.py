@@ -34,7 +34,7 @@ from support.routed_batches import (
     numbered_rows,
 )
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 NUM_ROUNDS = 20
 NUM_IN_FLIGHT = 4
 CAPACITY = 64
@@ -64,7 +64,7 @@ class SlowBank(ScalingBank):
         self.served.append(is_large)
         if is_large:
             self.has_begun_large.set()
-            assert self.is_small_there.wait(PATIENCE_S)
+            assert self.is_small_there.wait(TIMEOUT_S)
             time.sleep(DELIVERY_S)
         super().accumulate(batch, out)
 
@@ -140,14 +140,14 @@ class Flood:
         in_flight: deque[int] = deque()
         while in_flight or not self._stop.is_set():
             while len(in_flight) < NUM_IN_FLIGHT and not self._stop.is_set():
-                in_flight.append(self._client.submit(3, LARGE, deadline_s=PATIENCE_S))
+                in_flight.append(self._client.submit(3, LARGE, deadline_s=TIMEOUT_S))
             self.has_filled.set()
-            reply = self._client.wait(in_flight.popleft(), deadline_s=PATIENCE_S)
+            reply = self._client.wait(in_flight.popleft(), deadline_s=TIMEOUT_S)
             self.num_right += np.array_equal(reply.sums, expected)
 
     def end(self) -> None:
         self._stop.set()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
 
 
@@ -158,13 +158,13 @@ def test_a_flood_of_large_requests_leaves_every_second_turn_to_a_small_parent(
 ) -> None:
     small, bank = rig.client(small_by), rig.bank
     flood = Flood(rig.client(large_by))
-    assert flood.has_filled.wait(PATIENCE_S)
-    assert bank.has_begun_large.wait(PATIENCE_S)  # frames of a stream may still be on their way
+    assert flood.has_filled.wait(TIMEOUT_S)
+    assert bank.has_begun_large.wait(TIMEOUT_S)  # frames of a stream may still be on their way
     expected = naive_sums(SMALL.hidden, {(0, 1): 0.5, (0, 3): 0.25})
     for _ in range(NUM_ROUNDS):
-        sequence = small.submit(3, SMALL, deadline_s=PATIENCE_S)
+        sequence = small.submit(3, SMALL, deadline_s=TIMEOUT_S)
         bank.is_small_there.set()
-        reply = small.wait(sequence, deadline_s=PATIENCE_S)
+        reply = small.wait(sequence, deadline_s=TIMEOUT_S)
         bank.is_small_there.clear()
         np.testing.assert_array_equal(reply.sums, expected)
     places = [place for place, is_large in enumerate(bank.served) if not is_large]

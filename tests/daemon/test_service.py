@@ -35,7 +35,7 @@ from support.routed_batches import (
     numbered_rows,
 )
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 CAPACITY = 64
 PAIRS = {(0, 1): 0.5, (2, 1): 0.25, (2, 4): -1.0}
 MAX_FRAME_BYTES = largest_frame_bytes(
@@ -55,7 +55,7 @@ class MoodyBank(ScalingBank):
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         self.has_entered.set()
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(TIMEOUT_S)
         if self.failure is not None:
             raise self.failure
         super().accumulate(batch, out)
@@ -121,11 +121,11 @@ def rig(undo: ExitStack, run_dir: Path, request: pytest.FixtureRequest) -> Rig:
 
 
 def send(client: StreamClient, batch: RoutedBatch, *, layer_id: int = 3) -> int:
-    return client.submit(layer_id, batch, deadline_s=PATIENCE_S)
+    return client.submit(layer_id, batch, deadline_s=TIMEOUT_S)
 
 
 def assert_serves(client: StreamClient) -> None:
-    reply = client.wait(send(client, batch_of(3, PAIRS)), deadline_s=PATIENCE_S)
+    reply = client.wait(send(client, batch_of(3, PAIRS)), deadline_s=TIMEOUT_S)
     np.testing.assert_array_equal(reply.sums, naive_sums(numbered_rows(3), PAIRS))
     assert reply.compute_s >= 0.0
 
@@ -133,7 +133,7 @@ def assert_serves(client: StreamClient) -> None:
 def refusal(client: StreamClient, batch: RoutedBatch, *, layer_id: int = 3) -> ProtocolError:
     sequence = send(client, batch, layer_id=layer_id)
     with pytest.raises(ProtocolError) as caught:
-        client.wait(sequence, deadline_s=PATIENCE_S)
+        client.wait(sequence, deadline_s=TIMEOUT_S)
     return caught.value
 
 
@@ -158,7 +158,7 @@ def test_ipc_has_no_port(rig: Rig) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_no_pairs_give_zeros(rig: Rig, num_tokens: int) -> None:
     client = rig.client()
-    reply = client.wait(send(client, batch_of(num_tokens, {})), deadline_s=PATIENCE_S)
+    reply = client.wait(send(client, batch_of(num_tokens, {})), deadline_s=TIMEOUT_S)
     np.testing.assert_array_equal(reply.sums, np.zeros((num_tokens, HIDDEN_SIZE)), strict=True)
 
 
@@ -233,13 +233,13 @@ def test_every_parent_gets_its_own_sums(rig: Rig) -> None:
             sequence = send(client, batch_of(num_tokens, pairs))
             expected[sequence] = naive_sums(numbered_rows(num_tokens), pairs)
         for sequence, sums in reversed(expected.items()):
-            reply = client.wait(sequence, deadline_s=PATIENCE_S)
+            reply = client.wait(sequence, deadline_s=TIMEOUT_S)
             np.testing.assert_array_equal(reply.sums, sums)
 
     clients = [rig.client() for _ in range(4)]
     with ThreadPoolExecutor(len(clients)) as pool:
         for done in [pool.submit(run, seed) for seed in range(len(clients))]:
-            done.result(PATIENCE_S)
+            done.result(TIMEOUT_S)
 
 
 def test_busy_is_how_long_the_present_request_takes(rig: Rig) -> None:
@@ -247,11 +247,11 @@ def test_busy_is_how_long_the_present_request_takes(rig: Rig) -> None:
     assert rig.service.busy_s == 0.0
     rig.bank.gate.clear()
     sequence = send(client, batch_of(3, PAIRS))
-    assert rig.bank.has_entered.wait(PATIENCE_S)
+    assert rig.bank.has_entered.wait(TIMEOUT_S)
     first, second = rig.service.busy_s, rig.service.busy_s
     assert 0.0 < first < second
     rig.bank.gate.set()
-    client.wait(sequence, deadline_s=PATIENCE_S)
+    client.wait(sequence, deadline_s=TIMEOUT_S)
     assert_serves(client)
     rig.service.close()
     assert rig.service.busy_s == 0.0
@@ -263,17 +263,17 @@ def test_a_request_whose_deadline_passed_before_it_is_begun_is_dropped(rig: Rig)
     rig.bank.gate.clear()
     rig.bank.has_entered.clear()
     running = send(client, batch_of(3, PAIRS))
-    assert rig.bank.has_entered.wait(PATIENCE_S)
+    assert rig.bank.has_entered.wait(TIMEOUT_S)
     late = client.submit(3, batch_of(3, PAIRS), deadline_s=0.05)
     patient = send(client, batch_of(3, PAIRS))
     time.sleep(0.15)
     rig.bank.has_entered.clear()
     rig.bank.gate.set()
-    client.wait(running, deadline_s=PATIENCE_S)
+    client.wait(running, deadline_s=TIMEOUT_S)
     with pytest.raises(ProtocolError, match=r"\b50 ms") as caught:
-        client.wait(late, deadline_s=PATIENCE_S)
+        client.wait(late, deadline_s=TIMEOUT_S)
     assert caught.value.code == "late"
-    reply = client.wait(patient, deadline_s=PATIENCE_S)
+    reply = client.wait(patient, deadline_s=TIMEOUT_S)
     np.testing.assert_array_equal(reply.sums, naive_sums(numbered_rows(3), PAIRS))
     assert reply.queue_s > 0.1
     assert rig.service.num_late == 1
@@ -299,7 +299,7 @@ def test_a_compute_thread_that_fails_says_so(
         broken.setattr(StreamServer, "receive", receive)
         logging.getLogger(service_module.__name__).disabled = True
         service.start()
-        assert failed.wait(PATIENCE_S)
+        assert failed.wait(TIMEOUT_S)
         logging.getLogger(service_module.__name__).disabled = False
     assert service.failure is error
     service.close()
@@ -321,8 +321,8 @@ def test_what_comes_right_behind_a_refused_request_does_not_wait(
         too_many = batch_of(CAPACITY + 1, {(0, 1): 1.0})
         bad, good = send(client, too_many), send(client, batch_of(3, PAIRS))
         with pytest.raises(ProtocolError, match="capacity"):
-            client.wait(bad, deadline_s=PATIENCE_S)
-        client.wait(good, deadline_s=PATIENCE_S)
+            client.wait(bad, deadline_s=TIMEOUT_S)
+        client.wait(good, deadline_s=TIMEOUT_S)
         assert time.monotonic() - started_s < 1.0
     monkeypatch.setattr(service_module, "_POLL_S", 0.01)
 
@@ -340,13 +340,13 @@ def test_closing_finishes_the_present_request(rig: Rig) -> None:
     client = rig.client()
     rig.bank.gate.clear()
     sequence = send(client, batch_of(3, PAIRS))
-    assert rig.bank.has_entered.wait(PATIENCE_S)
+    assert rig.bank.has_entered.wait(TIMEOUT_S)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(rig.service.close)
         assert not closing.done()
         rig.bank.gate.set()
-        closing.result(PATIENCE_S)
-    reply = client.wait(sequence, deadline_s=PATIENCE_S)
+        closing.result(TIMEOUT_S)
+    reply = client.wait(sequence, deadline_s=TIMEOUT_S)
     np.testing.assert_array_equal(reply.sums, naive_sums(numbered_rows(3), PAIRS))
     assert "dflash-compute" not in [thread.name for thread in threading.enumerate()]
     rig.service.close()

@@ -79,7 +79,7 @@ def test_it_is_ready_once_its_kernels_are_compiled_and_then_computes_at_once(
 def test_a_parent_that_comes_meanwhile_is_told_how_far_it_is_and_waits(
     model: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    """Its patience is shorter than compiling takes."""
+    """Its timeout is shorter than compiling takes."""
     with service_manager(tmp_path) as manager:
         environment = cold(tmp_path, manager)
         endpoint = f"ipc://{run_dir}/d.sock"

@@ -216,9 +216,9 @@ def test_a_parent_that_was_stopped_until_its_daemon_forgot_it_comes_back(
                     before = parent.ask(1)[1]
                     tokens, after = parent.ask(NUM_TOKENS)
                     assert tokens == undisturbed
-                    elsewhere = [each["requests"].get("fallback", 0) for each in (before, after)]
+                    remote = [each["requests"].get("fallback", 0) for each in (before, after)]
                     is_new = after["restarts"]["link0"] == num_restarts
-                    return bool(is_new and elsewhere[0] == elsewhere[1])
+                    return bool(is_new and remote[0] == remote[1])
 
                 wait_until(is_back, "the daemon to be used again", pause_s=0.2)
         wait_until(lambda: num_descriptors(daemon.pid) <= num_idle, "descriptors to be free")

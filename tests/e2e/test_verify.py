@@ -1,4 +1,4 @@
-"""Guessed tokens, verified many at once, are what they are one by one, wherever experts are.
+"""draft tokens, verified many at once, are what they are one by one, wherever experts are.
 
 A sequence is decoded token by token, on another engine. On the cpu backend a token has the same
 bits in any chunk and phase, so in a tree too. The reference backend's products are numpy's, whose
@@ -23,7 +23,7 @@ from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsE
 from dflash_protocol.ids import AnyArray, F32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.engine.engine import Verified
 from support import (
     random_laguna,
@@ -112,7 +112,7 @@ class Pair:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Of models; as long as there are any, rings are as small as trees allow."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(rings, "RING_CHUNK", 64)
+        monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 64)
         yield tmp_path_factory.mktemp("models")
 
 
@@ -223,7 +223,7 @@ def test_models_tell_what_every_layer_has_left_behind(tmp_path: Path, shape: Ran
 def test_rings_go_round(folder: Path) -> None:
     with opened(folder, "laguna", "cpu") as pair:
         cache_rings = pair.engine._steps._cache.rings  # type: ignore[attr-defined]
-        assert {ring.num_rows for ring in cache_rings if ring.is_ring} == {128}
+        assert {ring.num_rows for ring in cache_rings if ring.is_window} == {128}
 
 
 def test_guesses_do_not_show_in_what_is_accepted(pair: Pair) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from dflash_protocol import errors
 from dflash_protocol.errors import (
+    CheckpointMissing,
     ContextExceeded,
     DaemonUnavailable,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from dflash_protocol.errors import (
     ProtocolError,
     RenderingUnavailable,
     SettingsError,
-    StateNotKept,
     UnsupportedModel,
     for_terminal,
     one_line,
@@ -34,7 +34,7 @@ SAMPLES: dict[type[DflashError], DflashError] = {
     DflashError: DflashError("something"),
     SettingsError: SettingsError("threads=0: must be 1 or more"),
     ContextExceeded: ContextExceeded(300, 256),
-    StateNotKept: StateNotKept(wanted=7, kept=12),
+    CheckpointMissing: CheckpointMissing(wanted=7, kept=12),
     ModelFileError: ModelFileError("damaged", path="m.gguf", field="a.key", offset_bytes=24),
     UnsupportedModel: UnsupportedModel("unknown architecture", path=Path("m.gguf")),
     ProtocolError: ProtocolError("malformed"),

@@ -43,7 +43,7 @@ from support.random_models import ODD_SHAPES
 from support.routed_batches import batch_of
 
 SHAPE = replace(ODD_SHAPES[0], num_layers=2)
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 CAPACITY = 16
 OWNED = OwnedExperts.from_lists({0: [3, 1], 1: [0]})
 OTHER = OwnedExperts.from_lists({0: [1, 2], 1: [0]})
@@ -68,7 +68,7 @@ class GateBackend(ReferenceBackend):
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> ReferenceExpertBank:
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(TIMEOUT_S)
         if self.failures:
             raise self.failures.pop()
         self.loaded.append((layer.layer_id, global_expert_ids.tolist()))
@@ -93,7 +93,7 @@ class Parent:
         await self._socket.send_multipart(frames)
 
     async def hear(self) -> Message:
-        frames = await asyncio.wait_for(self._socket.recv_multipart(), PATIENCE_S)
+        frames = await asyncio.wait_for(self._socket.recv_multipart(), TIMEOUT_S)
         assert len(frames) == 1
         return decode_header(frames[0])
 
@@ -214,12 +214,12 @@ class Daemon:
                 batch,
                 sequence=self.num_requests,
                 layer_id=0,
-                deadline_s=PATIENCE_S,
+                deadline_s=TIMEOUT_S,
                 generation=welcome.generation if generation is None else generation,
                 payload=payload,
             )
             await data.send_multipart([bytes(frame) for frame in frames])
-            answer = await asyncio.wait_for(data.recv_multipart(), PATIENCE_S)
+            answer = await asyncio.wait_for(data.recv_multipart(), TIMEOUT_S)
         codec = ParentCodec(
             hidden_size=SHAPE.hidden_size,
             generation=welcome.generation,

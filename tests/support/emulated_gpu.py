@@ -64,7 +64,7 @@ class EmulatedGpus:
 
     def __init__(self) -> None:
         self.free_bytes = 1 << 40
-        self.halved_from = MAX_CHUNK + 1
+        self.overlapped_from = MAX_CHUNK + 1
         """Of backends that are opened from now on."""
         self.opened: list[EmulatedDevice] = []
 
@@ -77,7 +77,7 @@ class EmulatedGpus:
             emulated,
             max_chunk=MAX_CHUNK,
             scratch_bytes=SCRATCH_BYTES,
-            halved_from=self.halved_from,
+            overlapped_from=self.overlapped_from,
             memory=self._memory,
         )
 

@@ -58,7 +58,7 @@ class Split:
         ids: I32Array,
         chunks: Sequence[int],
         new_device: Callable[[contextlib.ExitStack], KernelDevice] | None = None,
-        halved_from: int = MAX_CHUNK + 1,
+        overlapped_from: int = MAX_CHUNK + 1,
         offload: OffloadMode = OffloadMode.OFF,
         kv_type: KvType = KvType.F16,
     ) -> None:
@@ -68,7 +68,7 @@ class Split:
         Shapes: ids [T].
         """
         self.ids, self._chunks = ids, chunks
-        self._undo, self._new_device, self._halved_from = undo, new_device, halved_from
+        self._undo, self._new_device, self._halved_from = undo, new_device, overlapped_from
         self._poisons: list[Poison] = []
         self.file = undo.enter_context(GgufFile.open(path))
         backend: Any = self._new_backend()  # whose arrays are not numpy's
@@ -122,17 +122,17 @@ class Split:
             self.steps.all_logits(hidden, out[first:last])
         return out
 
-    def recorded_logits(self) -> F32Array:
-        """Of the last two positions, whose tokens were chunks of their own, by recorded steps."""
-        recorded = self.steps.recorded(self.steps.begin())
-        assert recorded is not None
+    def captured_logits(self) -> F32Array:
+        """Of the last two positions, whose tokens were chunks of their own, by captured steps."""
+        captured = self.steps.captured(self.steps.begin())
+        assert captured is not None
         rows = []
         for position in range(self.ids.size - 2, self.ids.size):
             self.spoil()
-            recorded.begin(int(self.ids[position]), position)
-            recorded.start()
-            rows.append(recorded.logits())
-            assert recorded.token(position + 1) == rows[-1].argmax()
+            captured.begin(int(self.ids[position]), position)
+            captured.start()
+            rows.append(captured.logits())
+            assert captured.token(position + 1) == rows[-1].argmax()
         return np.array(rows)
 
     def verified_logits(self, first: int, sizes: Sequence[int]) -> F32Array:
@@ -155,7 +155,7 @@ class Split:
             device,
             max_chunk=MAX_CHUNK,
             scratch_bytes=SCRATCH_BYTES,
-            halved_from=self._halved_from,
+            overlapped_from=self._halved_from,
         )
         self._undo.callback(backend.close)
         return backend

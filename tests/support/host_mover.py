@@ -96,7 +96,7 @@ class HostExpected:
 
 
 class HostCrossing:
-    """Implements device_payload.Crossing: nothing is copied before somebody looks."""
+    """Implements device_payload.DmaCopy: nothing is copied before somebody looks."""
 
     def __init__(
         self, mover: HostMover, copy: Callable[[], int], sums: HostSums | None = None

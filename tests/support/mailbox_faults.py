@@ -44,7 +44,7 @@ from support.processes import START_S, wait_until
 from support.talking_process import TalkingProcess, talking_process
 from support.watched_daemon import HOLDS, RESIDENT, resident_bytes
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 def socket_of(endpoint: str) -> Path:
@@ -118,7 +118,7 @@ class Mailing:
         return self.rings.count > num_before
 
     def await_use(self) -> None:
-        wait_until(self.is_used_again, "the mailbox to be used again", within_s=_PATIENCE_S)
+        wait_until(self.is_used_again, "the mailbox to be used again", within_s=_TIMEOUT_S)
 
     @property
     def num_losses(self) -> int:
@@ -198,7 +198,7 @@ class Damage:
         with monkeypatch.context() as patched:
             patched.setattr(ParentMail, "fail", failed)
             try:
-                end_s = time.monotonic() + _PATIENCE_S  # it may come too late for one text
+                end_s = time.monotonic() + _TIMEOUT_S  # it may come too late for one text
                 while not self.is_done.is_set():
                     assert time.monotonic() < end_s
                     mailed.check_text()

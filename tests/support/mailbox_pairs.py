@@ -48,7 +48,7 @@ _TINY_RECURRENT = Qwen35MoeShape(
 )
 _BLOCK_BYTES = 2 << 20
 _EVENTS = 8
-"""More than are recorded at once."""
+"""More than are captured at once."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dflash_protocol.ring.segment import Segment
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
-from dflash_runtime.compute.gpu.run import recorded_step
+from dflash_runtime.compute.gpu.run import captured_step
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import START_S
@@ -75,8 +75,8 @@ class Rings:
 
 def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
-    monkeypatch.setattr(recorded_step, "_TRIED_STEPS", TRIED_STEPS)
-    monkeypatch.setattr(recorded_step, "_TRIED_TIMES", 1)
+    monkeypatch.setattr(captured_step, "_TRIED_STEPS", TRIED_STEPS)
+    monkeypatch.setattr(captured_step, "_TRIED_TIMES", 1)
     monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
     return install_emulated_gpus(monkeypatch)
 
@@ -92,13 +92,13 @@ def opened(model: Path, *, device: str = "cuda:0", context: int = 32, **options:
 
 
 def tokens(engine: Engine, count: int = NUM_TOKENS) -> list[int]:
-    """The likeliest ones after the prompt."""
+    """The most likely ones after the prompt."""
     return [t.token_id for t in engine.generate(PROMPT, count, ignore_eos=True)]
 
 
 def check_text(engine: Engine, found: list[int]) -> None:
     """What the CPU computes in place of a daemon has other bits, so that tokens are compared by
-    their logits: each is the likeliest after those before it, or as likely as that."""
+    their logits: each is the most likely after those before it, or as likely as that."""
     assert len(found) == NUM_TOKENS
     logits = engine.logits([*PROMPT, *found])[len(PROMPT) - 1 : -1]
     chosen = logits[np.arange(NUM_TOKENS), found]

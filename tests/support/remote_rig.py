@@ -36,7 +36,7 @@ from support.routed_batches import (
     numbered_rows,
 )
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 CAPACITY = 16
 NUM_USED = 3
 OWNED = OwnedExperts.from_lists({0: range(5)})
@@ -55,7 +55,7 @@ class GateBank(ScalingBank):
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         self.has_entered.set()
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(TIMEOUT_S)
         super().accumulate(batch, out)
 
 
@@ -175,7 +175,7 @@ class ScriptedRig(Rig):
         self.parent = b""
 
     def receive(self) -> ExpertRequest:
-        assert self.socket.poll(int(PATIENCE_S * 1e3))
+        assert self.socket.poll(int(TIMEOUT_S * 1e3))
         self.parent, *frames = self.socket.recv_multipart()
         return decode_request(frames, LinkLimits(HIDDEN_SIZE, CAPACITY, NUM_USED))[0]
 

@@ -93,7 +93,7 @@ def _note_captures(patch: pytest.MonkeyPatch, captures: list[list[tuple[Any, ...
         return capture(self, record)
 
     def noted_launch(self: EmulatedDevice, kernel: Any, *args: Any, **options: Any) -> None:
-        if self._recorded is not None:
+        if self._captured is not None:
             grid, block = args[:2]
             captures[-1].append((kernel.name, tuple(grid), block, *sorted(options.items())))
         launch(self, kernel, *args, **options)

@@ -24,7 +24,7 @@ from dflash_protocol.wire.messages import (
     encode_header,
 )
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 """Longer than any message takes on the slowest machine; never waited out by a test that passes."""
 LINK_ID = "ab" * 8
 
@@ -86,7 +86,7 @@ class ScriptedDaemon(ListeningSocket):
         record: type[M],
         *,
         skipping: tuple[type[Message], ...] = (),
-        within_s: float = PATIENCE_S,
+        within_s: float = TIMEOUT_S,
     ) -> M:
         """The next message, which must be of this kind, but for ones to be skipped.
 
@@ -104,7 +104,7 @@ class ScriptedDaemon(ListeningSocket):
 
     def expect_bye(self) -> None:
         """The parent says goodbye, which may come after late pings."""
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end_s:
             if self._socket.poll(max(0, int((end_s - time.monotonic()) * 1e3))):
                 message = decode_header(self._socket.recv_multipart()[1])

@@ -21,7 +21,7 @@ from dflash_protocol.transports.testing import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
-    PATIENCE_S,
+    TIMEOUT_S,
     example_batch,
 )
 from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
@@ -103,4 +103,4 @@ BATCH = example_batch(3, seed=5)
 
 def submitted(pair: Pair) -> int:
     """A request lies in slot 0; for a first one, that has not been used before."""
-    return pair.client.submit(1, BATCH, deadline_s=PATIENCE_S)
+    return pair.client.submit(1, BATCH, deadline_s=TIMEOUT_S)

@@ -15,12 +15,12 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink, Launch
-from dflash_runtime.experts.daemons.supervisor import Patience, Supervisor
-from support.scripted_daemon import PATIENCE_S, ScriptedDaemon
+from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
+from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon
 
 GREETING = Greeting("model-1f", "digest-2e", "class-3d", max_tokens=64)
 OWNED = OwnedExperts.from_lists({0: [3, 1], 2: [0]})
-UNHURRIED = Patience(connect_silence_s=PATIENCE_S, heartbeat_s=PATIENCE_S)
+UNHURRIED = Timeouts(connect_silence_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S)
 
 
 class Parent:
@@ -30,7 +30,7 @@ class Parent:
         self,
         undo: ExitStack,
         *addresses: str,
-        patience: Patience = UNHURRIED,
+        timeouts: Timeouts = UNHURRIED,
         launch: Launch | None = None,
         tolerates_absent: bool = False,
         tries_again: bool = False,
@@ -59,7 +59,7 @@ class Parent:
             context,
             self.links,
             greeting,
-            patience=patience,
+            timeouts=timeouts,
             on_progress=lambda *report: self.progress.put(report),
             tolerates_absent=tolerates_absent,
             tries_again=tries_again,
@@ -73,7 +73,7 @@ class Parent:
             self.returns.put((name, reason))
             return
         self.losses.put((name, reason))
-        assert self.may_report.wait(PATIENCE_S)
+        assert self.may_report.wait(TIMEOUT_S)
 
     @property
     def link(self) -> DaemonLink:
@@ -85,12 +85,12 @@ class Parent:
 
     def next_loss(self) -> str:
         """Reason of the next loss of the first link."""
-        name, reason = self.losses.get(timeout=PATIENCE_S)
+        name, reason = self.losses.get(timeout=TIMEOUT_S)
         assert name == "cpu0"
         return reason
 
     def wait_for_session(self, generation: int) -> None:
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + TIMEOUT_S
         while (session := self.link.session) is None or session.generation != generation:
             assert time.monotonic() < end_s, f"session {generation} never came"
             time.sleep(0.001)
@@ -101,7 +101,7 @@ def started(undo: ExitStack, daemon: ScriptedDaemon, **options: Any) -> Parent:
     parent = Parent(undo, daemon.endpoint.address, **options)
     start = parent.start()
     daemon.let_in()
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     return parent
 
 

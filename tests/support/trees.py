@@ -1,4 +1,4 @@
-"""Trees of guessed tokens, as parents by token. Knows nothing of the packages under test."""
+"""Trees of draft tokens, as parents by token. Knows nothing of the packages under test."""
 
 from __future__ import annotations
 

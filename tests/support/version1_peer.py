@@ -19,9 +19,9 @@ import zmq
 from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.ids import F32Array, I32Array
 from support.routed_batches import expert_scale
-from support.scripted_daemon import IDLE_MACHINE, LINK_ID, PATIENCE_S, ListeningSocket
+from support.scripted_daemon import IDLE_MACHINE, LINK_ID, TIMEOUT_S, ListeningSocket
 
-_PATIENCE_MS = int(PATIENCE_S * 1e3)
+_PATIENCE_MS = int(TIMEOUT_S * 1e3)
 _HELLO = (
     "versions",
     "model_identity",

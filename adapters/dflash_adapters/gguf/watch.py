@@ -79,7 +79,7 @@ class FileWatch:
             raise ModelFileError("the file became shorter while it was read", path=path)
         return data
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """As `require_unwritten`, if the last look was a tenth of a second ago."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflash_protocol.batch import DeviceBatch, RoutedBatch
-from dflash_protocol.device_payload import Crossing, ExpectedSums
+from dflash_protocol.device_payload import DmaCopy, ExpectedSums
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -88,7 +88,7 @@ class _Slot:
         """That request's rows were moved by a device, and so will the sums be."""
         self.expected: ExpectedSums | None = None
         """Memory of the device for these."""
-        self.reading: tuple[int, Crossing] | None = None
+        self.reading: tuple[int, DmaCopy] | None = None
         """Of a reply whose header has come: payload bytes, and its sums on their way."""
         self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
         self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
@@ -105,7 +105,7 @@ class _Unsent(NamedTuple):
     head: tuple[int, ...]
     deadline_ms: float
     num_tokens: int
-    rows: Crossing
+    rows: DmaCopy
     routing: tuple[AnyArray, ...]
 
 
@@ -255,7 +255,7 @@ class SharedClient:
         if unsent is not None and self._pending.get(sequence) is unsent.slot:
             self._publish()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Go on with what devices move, as far as nothing has to be waited for: publish a request
         whose rows are there, begin to take in sums that have come. Raises: DeviceUnavailable."""
         if self._unsent is not None and self._unsent.rows.has_ended():
@@ -451,7 +451,7 @@ class SharedClient:
                 wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_LOOK_S)
                 self._keep_reply(sequence, slot, int(wait_s * 1e9))
             if not self._free:
-                self._check_patience(remaining_s, deadline_s, "free slot")
+                self._check_timeout(remaining_s, deadline_s, "free slot")
 
     def _keep_reply(self, sequence: int, slot: _Slot, wait_ns: int) -> None:
         """Free the slot if its reply has come or comes meanwhile, which is kept for its wait."""
@@ -490,9 +490,9 @@ class SharedClient:
             if status != NOTHING:
                 return status
             remaining_s = end_s - time.monotonic()
-            self._check_patience(remaining_s, deadline_s, "reply")
+            self._check_timeout(remaining_s, deadline_s, "reply")
 
-    def _check_patience(self, remaining_s: float, deadline_s: float, what: str) -> None:
+    def _check_timeout(self, remaining_s: float, deadline_s: float, what: str) -> None:
         """Raises: DaemonUnavailable if the link is lost; DeadlineExceeded if no time is left."""
         if self._poller.poll(0):
             raise DaemonUnavailable(self._lost_reason())

@@ -28,7 +28,7 @@ MAX_EXPERTS_USED = 4
 NUM_IN_FLIGHT = 4
 """Requests that a pair must hold while nobody serves."""
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 """Longer than any good message takes on the slowest machine; never waited out."""
 _MANY = 50
 _LONG_S = 600.0
@@ -93,7 +93,7 @@ def sums_of(batch: RoutedBatch) -> F64Array:
 
 def received(pair: TransportPair) -> ReceivedRequest:
     """The next good request. Raises: AssertionError if none comes."""
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
         if (request := pair.receive()) is not None:
             return request
@@ -103,12 +103,12 @@ def received(pair: TransportPair) -> ReceivedRequest:
 def assert_serves(pair: TransportPair, *, seed: int = 0) -> None:
     """One good request, there and back; others that come before are left unanswered."""
     batch = example_batch(3, seed=seed)
-    sequence = pair.client.submit(99, batch, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(99, batch, deadline_s=TIMEOUT_S)
     while (request := received(pair)).header.layer_id != 99:
         pass
     _assert_same(request.batch, batch)
     pair.reply(request, sums_of(request.batch), 0.25)
-    _assert_reply(pair.client.wait(sequence, deadline_s=PATIENCE_S), batch, compute_s=0.25)
+    _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.25)
 
 
 def _assert_same(batch: RoutedBatch, expected: RoutedBatch) -> None:
@@ -158,11 +158,11 @@ def _check_echo(make_pair: MakePair) -> None:
                 header = request.header
                 assert (header.sequence, header.layer_id) == (sequence, 5)
                 assert header.deadline_ms == 750.0
-                assert 0.0 <= request.waited_s < PATIENCE_S
+                assert 0.0 <= request.waited_s < TIMEOUT_S
                 _assert_same(request.batch, batch)
                 pair.reply(request, sums_of(request.batch), 0.125)
                 _assert_reply(
-                    pair.client.wait(sequence, deadline_s=PATIENCE_S), batch, compute_s=0.125
+                    pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.125
                 )
                 assert pair.client.bytes_sent >= sent + batch.hidden.nbytes
                 assert pair.client.bytes_received >= came + 8 * batch.hidden.size
@@ -179,7 +179,7 @@ def _check_any_order(make_pair: MakePair) -> None:
         for index in (2, 0, 3, 1):
             pair.reply(requests[index], sums_of(requests[index].batch), float(index))
         for index in (1, 2, 3, 0):
-            reply = pair.client.wait(sequences[index], deadline_s=PATIENCE_S)
+            reply = pair.client.wait(sequences[index], deadline_s=TIMEOUT_S)
             _assert_reply(reply, batches[index], compute_s=float(index))
 
 
@@ -195,9 +195,9 @@ def _check_many(make_pair: MakePair) -> None:
 
         server = threading.Thread(target=serve)
         server.start()
-        sequences = [pair.client.submit(0, batch, deadline_s=PATIENCE_S) for batch in batches]
+        sequences = [pair.client.submit(0, batch, deadline_s=TIMEOUT_S) for batch in batches]
         for sequence, batch in reversed(list(zip(sequences, batches, strict=True))):
-            _assert_reply(pair.client.wait(sequence, deadline_s=PATIENCE_S), batch, compute_s=1.0)
+            _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
         server.join()
 
 
@@ -218,7 +218,7 @@ def _check_sleeping(make_pair: MakePair) -> None:
             started_s = time.monotonic()
             sequence = pair.client.submit(0, batch, deadline_s=_LONG_S)
             _assert_reply(pair.client.wait(sequence, deadline_s=_LONG_S), batch, compute_s=1.0)
-            assert 0.05 <= time.monotonic() - started_s < PATIENCE_S
+            assert 0.05 <= time.monotonic() - started_s < TIMEOUT_S
         server.join()
 
 
@@ -247,7 +247,7 @@ def _check_deadline(make_pair: MakePair) -> None:
             sequence = pair.client.submit(0, example_batch(1), deadline_s=deadline_s)
             started_s = time.monotonic()
             _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=deadline_s)
-            assert deadline_s <= time.monotonic() - started_s < PATIENCE_S
+            assert deadline_s <= time.monotonic() - started_s < TIMEOUT_S
             request = received(pair)
             pair.reply(request, sums_of(request.batch), 0.0)
             assert_serves(pair)
@@ -278,7 +278,7 @@ def _check_failed(make_pair: MakePair) -> None:
             request = received(pair)
             error = ProtocolError(reason, code="not_owned")
             pair.fail(request.link_id, request.header.sequence, error)
-            caught = _raised(ProtocolError, pair.client.wait, sequence, deadline_s=PATIENCE_S)
+            caught = _raised(ProtocolError, pair.client.wait, sequence, deadline_s=TIMEOUT_S)
             assert isinstance(caught, ProtocolError)
             assert caught.code == "not_owned"
             assert str(caught).removesuffix("…") in reason
@@ -294,7 +294,7 @@ def _check_oversize(make_pair: MakePair) -> None:
             batch = example_batch(MAX_TOKENS + 1)
             sequence = pair.client.submit(0, batch, deadline_s=9.0)
             assert pair.receive() is None
-            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            pair.client.wait(sequence, deadline_s=TIMEOUT_S)
 
         for _ in range(2 * NUM_IN_FLIGHT):
             error = _raised(ProtocolError, send)
@@ -309,7 +309,7 @@ def _check_wrong_answer(make_pair: MakePair) -> None:
         for num_rows in (1, 3, 0):
             sequence = pair.client.submit(0, example_batch(2), deadline_s=9.0)
             pair.reply(received(pair), np.zeros((num_rows, HIDDEN_SIZE)), 0.0)
-            _raised(ProtocolError, pair.client.wait, sequence, deadline_s=PATIENCE_S)
+            _raised(ProtocolError, pair.client.wait, sequence, deadline_s=TIMEOUT_S)
             pair.client.forget(sequence)
             assert_serves(pair)
 
@@ -323,7 +323,7 @@ def _check_close(make_pair: MakePair) -> None:
         assert_serves(pair)
         for _ in range(2):
             pair.client.submit(0, example_batch(1), deadline_s=9.0)
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while len(os.listdir("/proc/self/fd")) > before:
         assert time.monotonic() < end_s, "descriptors are left"
         time.sleep(0.01)

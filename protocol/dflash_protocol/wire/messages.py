@@ -78,7 +78,7 @@ COMPARING = "compare"
 
 @dataclass(frozen=True, slots=True)
 class Progress(Message):
-    """Daemon → parent: still busy getting ready; expires nobody's patience."""
+    """Daemon → parent: still busy getting ready; expires nobody's timeout."""
 
     TYPE: ClassVar[str] = "progress"
     stage: str

@@ -60,7 +60,7 @@ Examples:
     type=float,
     default=0.0,
     show_default=True,
-    help="Temperature; 0 always takes the likeliest token.",
+    help="Temperature; 0 always takes the most likely token.",
 )
 @click.option(
     "--top-k",
@@ -68,7 +68,7 @@ Examples:
     type=int,
     default=0,
     show_default=True,
-    help="Draw from the K likeliest tokens; 0 draws from all.",
+    help="Draw from the K most likely tokens; 0 draws from all.",
 )
 @click.option(
     "--top-p",
@@ -76,7 +76,7 @@ Examples:
     type=float,
     default=1.0,
     show_default=True,
-    help="Draw from the likeliest tokens that together have the probability P.",
+    help="Draw from the most likely tokens that together have the probability P.",
 )
 @click.option(
     "--min-p",
@@ -84,7 +84,7 @@ Examples:
     type=float,
     default=0.0,
     show_default=True,
-    help="Leave out tokens that are less than P times as likely as the likeliest.",
+    help="Leave out tokens that are less than P times as likely as the most likely.",
 )
 @click.option("--seed", metavar="S", type=int, help="The same seed gives the same text.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")

@@ -88,11 +88,11 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
     return sums
 
 
-def likeliest_of(logits: F32Array) -> I32Array:
-    """As ComputeBackend.likeliest, of rows on the host. Shapes: logits [T, V]; result [T]."""
-    likeliest: I32Array = np.argmax(logits, axis=1).astype(np.int32)
-    likeliest[~np.isfinite(logits).all(axis=1)] = NOT_FINITE
-    return likeliest
+def argmax_of(logits: F32Array) -> I32Array:
+    """As ComputeBackend.most likely, of rows on the host. Shapes: logits [T, V]; result [T]."""
+    argmax: I32Array = np.argmax(logits, axis=1).astype(np.int32)
+    argmax[~np.isfinite(logits).all(axis=1)] = NOT_FINITE
+    return argmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Chunking:
     """A position has the same bits in whatever chunk of at least so many tokens it is computed;
     None: they depend on the chunk."""
 
-    halved_from: int | None = None
+    overlapped_from: int | None = None
     """A chunk of at least so many tokens, while others compute experts of it, goes through the
     layers as two halves, one behind the other; None: never."""
 
@@ -134,13 +134,13 @@ class MailRoute:
     """To be told why it cannot."""
 
 
-class OtherExperts(Protocol):
+class RemoteExperts(Protocol):
     """The owners of what a device's own MoE block does not compute, asked by that block."""
 
-    def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
+    def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
         """Which experts the block is to compute. Shapes: result [E]."""
 
-    def count_here(
+    def count_local(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
     ) -> None:
         """The block computes all pairs of so many tokens, in one layer or more."""
@@ -211,8 +211,8 @@ class OtherExperts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DrawOptions:
-    """How a token is drawn from logits, as engine.sampling.SamplingOptions has it."""
+class DeviceSampling:
+    """How a token is drawn from logits, as engine.sampling.SamplingParams has it."""
 
     temperature: float
     """Above 0."""
@@ -256,7 +256,7 @@ class MailService(Protocol):
         """What is asked now is not answered any more; the segment is used no longer."""
 
 
-class RecordedStep(Protocol):
+class CapturedStep(Protocol):
     """Decode steps of one sequence that cost the host next to nothing.
 
     A step chooses the token that is the next step's at the next position: several can be started
@@ -272,10 +272,10 @@ class RecordedStep(Protocol):
         """What others and this device have computed is counted by whom it asks."""
 
     def prepare(self) -> None:
-        """Have everything compiled and recorded; nothing in the cache may be wanted any more."""
+        """Have everything compiled and captured; nothing in the cache may be wanted any more."""
 
-    def choose_by(self, options: DrawOptions | None) -> None:
-        """From the next `begin` on tokens are drawn so; None, as at first: the likeliest ones."""
+    def choose_by(self, options: DeviceSampling | None) -> None:
+        """From the next `begin` on tokens are drawn so; None, as at first: the most likely ones."""
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         """What tokens of these positions are drawn with, before a step that does is started.
@@ -312,10 +312,10 @@ class RecordedStep(Protocol):
     ) -> TreeResult | None:
         """A tree's tokens through all layers, as a step of all of them: at least one. The sequence
         stays as it is, and a path may be accepted. `features` are layers whose results are wanted.
-        None: this is not recorded, as others must be asked by the host, for one.
+        None: this is not captured, as others must be asked by the host, for one.
 
         Shapes: token_ids [W].
-        Raises: ContextExceeded, StateNotKept; DeviceUnavailable.
+        Raises: ContextExceeded, CheckpointMissing; DeviceUnavailable.
         """
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
@@ -388,7 +388,7 @@ class ComputeBackend(Protocol):
     def to_host(self, rows: AnyArray) -> F32Array:
         """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
 
-    def likeliest(self, logits: AnyArray) -> I32Array:
+    def argmax(self, logits: AnyArray) -> I32Array:
         """Of each row of logits that Ops gave, which is largest; of equal ones the first; and
         NOT_FINITE for a row that is not. Shapes: logits [T, V]; result [T]."""
 
@@ -396,29 +396,29 @@ class ComputeBackend(Protocol):
         """Rows that Ops gave, one after the other. Shapes: parts [T, columns]; result alike."""
 
     def moe(
-        self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None
+        self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
     ) -> MoeBlock[AnyArray] | None:
         """A model's routed experts, by layer id those of `banks`, on rows as Ops has them.
 
         None if the host computes all experts, with rows as they are.
         """
 
-    def recorded_step(
+    def captured_step(
         self,
         model: Model[AnyArray],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
-        elsewhere: OtherExperts,
-    ) -> RecordedStep | None:
-        """A step of a model whose experts are in `banks` or `elsewhere`, as with `moe`; None if
+        remote: RemoteExperts,
+    ) -> CapturedStep | None:
+        """A step of a model whose experts are in `banks` or `remote`, as with `moe`; None if
         there is nothing to record."""
 
     def offload_prompts(
-        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+        self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
         """Be ready to compute experts of chunks that others own, with weights that are copied from
-        the file, if `elsewhere` may ever want that and there is room for it on the device.
+        the file, if `remote` may ever want that and there is room for it on the device.
 
         To be called last: everything else has its memory. Without room it is said, and not done.
         """
@@ -455,7 +455,7 @@ class ComputeBackend(Protocol):
         `on_progress` is called with the number of steps that are done, and of all.
         """
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Nothing will be asked of this backend for a while: others may have the cores."""
 
     def close(self) -> None:

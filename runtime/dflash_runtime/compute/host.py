@@ -14,7 +14,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvCache, KvType, Model
 from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts, likeliest_of
+from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, argmax_of
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
@@ -47,24 +47,24 @@ class HostBackend:
     def to_host(self, rows: AnyArray) -> F32Array:
         return rows
 
-    def likeliest(self, logits: AnyArray) -> I32Array:
-        return likeliest_of(logits)
+    def argmax(self, logits: AnyArray) -> I32Array:
+        return argmax_of(logits)
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         return np.concatenate(parts)
 
     def moe(
-        self, banks: Mapping[int, ExpertBank], phase: Phase, elsewhere: OtherExperts | None
+        self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
     ) -> None:
         """None: rows are where the host computes."""
 
-    def recorded_step(
+    def captured_step(
         self,
         model: Model[AnyArray],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
-        elsewhere: OtherExperts,
+        remote: RemoteExperts,
     ) -> None:
         """None: there is nothing to record for."""
 
@@ -73,7 +73,7 @@ class HostBackend:
         """None: there is no device."""
 
     def offload_prompts(
-        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+        self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
         """Nothing: weights are where the host computes."""
 

@@ -86,7 +86,7 @@ class TrialBatch:
 class MailTrial(Protocol):
     """The asking side of a mailbox with another process, which answers everything."""
 
-    def begin(self, patience_s: float, is_live: Callable[[], bool]) -> None:
+    def begin(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
         """Wait until the other side is ready, and see which memory can be used; `is_live` says,
         from now on, whether there is another side.
 

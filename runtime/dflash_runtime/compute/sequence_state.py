@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_adapters import ops
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.rings import Ring, RingSnapshot
+from dflash_runtime.compute.sliding_window import WindowRows, WindowSnapshot
 from dflash_runtime.compute.trees import Tree
 
 
@@ -48,36 +48,38 @@ def begin_of(positions: I32Array, kept: int) -> int:
     """The first of positions that ascend by one and go on from so many, or begin anew.
 
     Shapes: positions [T], at least one.
-    Raises: StateNotKept.
+    Raises: CheckpointMissing.
     """
     first, size = int(positions[0]), positions.size
     if positions.shape != (size,) or (size > 1 and bool((np.diff(positions) != 1).any())):
         raise ValueError("positions must ascend by one")
     if first not in (0, kept):
-        raise StateNotKept(wanted=first, kept=kept)
+        raise CheckpointMissing(wanted=first, kept=kept)
     return first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSnapshot:
-    """Implements ops.Snapshot: a copy of every layer's values, and of rows that are a ring's."""
+    """Implements ops.Snapshot: a copy of every layer's values, and of rows that are a window's."""
 
     num_positions: int
     values: tuple[F32Array, ...]
-    rings: tuple[RingSnapshot, ...] = ()
+    windows: tuple[WindowSnapshot, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        of_rings = sum(each.nbytes for each in self.rings)
-        return of_rings + sum(each.nbytes for each in self.values)
+        of_windows = sum(each.nbytes for each in self.windows)
+        return of_windows + sum(each.nbytes for each in self.values)
 
 
 class SequenceState:
     """The part of ops.KvCache that is about going on; caches of keys and values derive from it."""
 
-    def __init__(self, recurrent: Sequence[LayerState] = (), rings: Sequence[Ring] = ()) -> None:
+    def __init__(
+        self, recurrent: Sequence[LayerState] = (), windows: Sequence[WindowRows] = ()
+    ) -> None:
         self.recurrent = list(recurrent)
-        self.rings = list(rings)
+        self.windows = list(windows)
         """Which rows each layer of keys and values has."""
         self.tree: Tree | None = None
         """What is being computed is this instead of tokens that follow each other: no state changes
@@ -92,7 +94,7 @@ class SequenceState:
     def branching(self, tree: Tree) -> Iterator[None]:
         """As trees.BranchingCache.branching."""
         if not self.can_resume(tree.position):
-            raise StateNotKept(wanted=tree.position, kept=-1)
+            raise CheckpointMissing(wanted=tree.position, kept=-1)
         self.tree = tree
         try:
             yield
@@ -101,28 +103,30 @@ class SequenceState:
 
     def can_resume(self, num_positions: int) -> bool:
         kept = all(state.num_positions == num_positions for state in self.recurrent)
-        return num_positions == 0 or (kept and all(r.can_resume(num_positions) for r in self.rings))
+        return num_positions == 0 or (
+            kept and all(r.can_resume(num_positions) for r in self.windows)
+        )
 
     def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> StateSnapshot:
         for state in self.recurrent:
             if state.num_positions != num_positions:
-                raise StateNotKept(wanted=num_positions, kept=state.num_positions)
-        old: tuple[RingSnapshot | None, ...] = (None,) * len(self.rings)
+                raise CheckpointMissing(wanted=num_positions, kept=state.num_positions)
+        old: tuple[WindowSnapshot | None, ...] = (None,) * len(self.windows)
         if instead_of is None:
             values = tuple(np.empty_like(state.values) for state in self.recurrent)
         else:
             assert isinstance(instead_of, StateSnapshot)
-            values, old = instead_of.values, instead_of.rings
-        pairs = zip(self.rings, old, strict=True)
-        rings = tuple(ring.snapshot(num_positions, each) for ring, each in pairs)
+            values, old = instead_of.values, instead_of.windows
+        pairs = zip(self.windows, old, strict=True)
+        windows = tuple(window.snapshot(num_positions, each) for window, each in pairs)
         for state, target in zip(self.recurrent, values, strict=True):
             state.copy(state.values, target, num_positions)
-        return StateSnapshot(num_positions, values, rings)
+        return StateSnapshot(num_positions, values, windows)
 
     def restore(self, snapshot: ops.Snapshot) -> None:
         assert isinstance(snapshot, StateSnapshot)
         for state, values in zip(self.recurrent, snapshot.values, strict=True):
             state.copy(values, state.values, snapshot.num_positions)
             state.conv_positions = state.delta_positions = snapshot.num_positions
-        for ring, kept in zip(self.rings, snapshot.rings, strict=True):
-            ring.restore(kept)
+        for window, kept in zip(self.windows, snapshot.windows, strict=True):
+            window.restore(kept)

@@ -1,6 +1,6 @@
-"""How many positions a layer's cache has room for: all, or a ring of those that can still be seen.
+"""How many positions a layer's cache has room for: all, or a window of those that can still be seen.
 
-In a ring the row of position j is row ``j % num_rows``. Knows nothing of keys and values.
+In a window the row of position j is row ``j % num_rows``. Knows nothing of keys and values.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflash_adapters.spec import Mask
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 
-RING_CHUNK = 512
-"""Tokens computed at once over a ring, which must hold them and all that the first of them sees."""
+WINDOW_CHUNK = 512
+"""Tokens computed at once over a window, which must hold them and all that the first of them sees."""
 
 MOST_KEPT = 4
-"""Snapshots of a sequence that an engine keeps, each of which may be as large as all rings."""
+"""Snapshots of a sequence that an engine keeps, each of which may be as large as all windows."""
 
 _ROW_UNIT = 64
-"""A ring's rows are a multiple of this: whole blocks, for kernels that take positions in blocks."""
+"""A window's rows are a multiple of this: whole blocks, for kernels that take positions in blocks."""
 
 
 class Rows(Protocol):
@@ -35,13 +35,13 @@ def num_rows(mask: Mask, capacity: int) -> int:
     """Positions that there is room for, of a sequence of up to `capacity`."""
     if mask.span is None:
         return capacity
-    in_ring = -(-(mask.span - 1 + RING_CHUNK) // _ROW_UNIT) * _ROW_UNIT
-    return min(capacity, in_ring)
+    in_window = -(-(mask.span - 1 + WINDOW_CHUNK) // _ROW_UNIT) * _ROW_UNIT
+    return min(capacity, in_window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RingSnapshot:
-    """A ring's rows after so many positions; none of what is no ring."""
+class WindowSnapshot:
+    """A window's rows after so many positions; none of what is no window."""
 
     num_positions: int
     first_kept: int
@@ -52,20 +52,20 @@ class RingSnapshot:
         return sum(each.nbytes for each in self.copies)
 
 
-class Ring:
+class WindowRows:
     """Which positions one layer has rows of, in a sequence of up to `capacity`.
 
     Arrays are numpy's, unless `empty_like` and `copy` know others.
     """
 
-    __slots__ = ("_first_kept", "_num_positions", "arrays", "is_ring", "mask", "num_rows")
+    __slots__ = ("_first_kept", "_num_positions", "arrays", "is_window", "mask", "num_rows")
 
     def __init__(self, mask: Mask, capacity: int) -> None:
         self.mask = mask
         self.arrays: tuple[Rows, ...] = ()
         """What the rows are kept in: whoever makes them says so."""
         self.num_rows = num_rows(mask, capacity)
-        self.is_ring = self.num_rows < capacity
+        self.is_window = self.num_rows < capacity
         """Else no row is ever overwritten by that of a later position."""
         self._first_kept = 0
         self._num_positions = 0
@@ -75,31 +75,31 @@ class Ring:
         return num_positions == 0 or self.mask.first_visible(num_positions) >= self._first_kept
 
     def require(self, num_positions: int) -> None:
-        """Raises: StateNotKept if it cannot be resumed after so many positions."""
+        """Raises: CheckpointMissing if it cannot be resumed after so many positions."""
         if not self.can_resume(num_positions):
-            raise StateNotKept(wanted=num_positions, kept=self._num_positions)
+            raise CheckpointMissing(wanted=num_positions, kept=self._num_positions)
 
-    def snapshot(self, num_positions: int, instead_of: RingSnapshot | None) -> RingSnapshot:
+    def snapshot(self, num_positions: int, instead_of: WindowSnapshot | None) -> WindowSnapshot:
         """Keep what a token after so many positions sees, if it may be overwritten: in the memory
-        of a snapshot of this ring, if one is given.
+        of a snapshot of this window, if one is given.
 
-        Raises: StateNotKept if some of it is overwritten already.
+        Raises: CheckpointMissing if some of it is overwritten already.
         """
         self.require(num_positions)
-        kept = self.arrays if self.is_ring else ()
+        kept = self.arrays if self.is_window else ()
         if instead_of is None:
             copies = tuple(self.empty_like(each) for each in kept)
         else:
             copies = instead_of.copies
         for source, target in zip(kept, copies, strict=True):
             self.copy(target, source)
-        return RingSnapshot(num_positions, self._first_kept, copies)
+        return WindowSnapshot(num_positions, self._first_kept, copies)
 
-    def restore(self, snapshot: RingSnapshot) -> None:
-        """Have the rows that a snapshot of this ring kept."""
+    def restore(self, snapshot: WindowSnapshot) -> None:
+        """Have the rows that a snapshot of this window kept."""
         for source, target in zip(snapshot.copies, self.arrays, strict=False):
             self.copy(target, source)
-        if self.is_ring:
+        if self.is_window:
             self._first_kept = snapshot.first_kept
         self._num_positions = snapshot.num_positions
 
@@ -107,24 +107,24 @@ class Ring:
         """Tokens of a chunk that are to be computed together, one part after the other: each part's
         rows are written once its slice has been given.
 
-        Raises: StateNotKept if what the first of them sees is gone.
+        Raises: CheckpointMissing if what the first of them sees is gone.
         """
         self.begin(first_position)
-        size = RING_CHUNK if self.is_ring else max(1, num_tokens)
+        size = WINDOW_CHUNK if self.is_window else max(1, num_tokens)
         for first in range(0, num_tokens, size):
             part = slice(first, min(first + size, num_tokens))
             self.advance(part.stop - part.start)
             yield part
 
     def begin(self, num_positions: int) -> None:
-        """What is computed next comes after so many positions. Raises: StateNotKept."""
+        """What is computed next comes after so many positions. Raises: CheckpointMissing."""
         self.require(num_positions)
         if num_positions == 0:
             self._first_kept = 0
         self._num_positions = num_positions
 
     def advance(self, num_tokens: int) -> None:
-        """The rows of the next tokens are written, up to RING_CHUNK of them."""
+        """The rows of the next tokens are written, up to WINDOW_CHUNK of them."""
         self._num_positions += num_tokens
         self._first_kept = max(self._first_kept, self._num_positions - self.num_rows)
 

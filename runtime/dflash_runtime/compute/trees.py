@@ -130,7 +130,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeResult:
-    """What a model says of a tree's tokens. Shapes: next_token_ids [W], the likeliest after each;
+    """What a model says of a tree's tokens. Shapes: next_token_ids [W], the argmax after each;
     features, by layer id, [W, H]."""
 
     next_token_ids: I32Array
@@ -145,7 +145,7 @@ class BranchingCache(Protocol):
         """Within it operations compute the tokens of a tree, which goes on from where the sequence
         is; afterwards it is there again, and the tree may be accepted.
 
-        Raises: StateNotKept if the sequence is elsewhere.
+        Raises: CheckpointMissing if the sequence is elsewhere.
         """
 
 

@@ -38,7 +38,7 @@ MOST_AT_ONCE = 2
 """Conversations that are rendered at the same time while one process is still to spare."""
 _KEPT = 2
 _MOST = MOST_AT_ONCE + 1
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 """For one that is free; each is within seconds."""
 _CLOSING_S = 5.0
 _LARGE_BYTES = 4 << 20
@@ -134,7 +134,7 @@ class ChatRenderer:
 
     def _next(self) -> RenderingProcess:
         """One that is idle, or a new one."""
-        ends_at = time.monotonic() + _PATIENCE_S
+        ends_at = time.monotonic() + _TIMEOUT_S
         with self._state:
             while not self._is_closed:
                 process = self._alive() or (self._started() if self._num < _MOST else None)

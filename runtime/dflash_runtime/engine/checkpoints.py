@@ -1,6 +1,6 @@
 """States of a sequence that are kept, so that a later prompt can go on from where it differs.
 
-Recurrent layers have one state, that of the tokens computed last, and rings of keys and values hold
+Recurrent layers have one state, that of the tokens computed last, and windows of keys and values hold
 the last positions alone: to go on from earlier ones, what there was then must have been copied.
 Knows nothing of tokens, nor of what is in a state.
 """
@@ -12,13 +12,13 @@ from itertools import pairwise
 
 from dflash_adapters.ops import KvCache, Snapshot
 from dflash_protocol.errors import DeviceOutOfMemory
-from dflash_runtime.compute.rings import MOST_KEPT
+from dflash_runtime.compute.sliding_window import MOST_KEPT
 
 LEAST_APART = 64
 """Positions that are sooner computed again than a state is copied."""
 
 
-class KeptStates:
+class StateCheckpoints:
     """Snapshots of one cache, by their positions. Owns: their memory, which is used again."""
 
     def __init__(
@@ -40,7 +40,7 @@ class KeptStates:
         """Memory of all snapshots."""
         return sum(each.nbytes for each in (*self._kept.values(), *self._unused))
 
-    def keep(self, num_positions: int) -> None:
+    def save(self, num_positions: int) -> None:
         """Copy the state, which is that after so many positions; unless one is kept nearby, or
         there is no memory for it."""
         before = max((each for each in self._kept if each <= num_positions), default=0)
@@ -57,7 +57,7 @@ class KeptStates:
         for each in [each for each in self._kept if each > num_positions]:
             self._unused.append(self._kept.pop(each))
 
-    def take_up(self, num_positions: int) -> None:
+    def restore(self, num_positions: int) -> None:
         """Have the cache go on from there, if it does not anyway and the state is kept."""
         if not self._cache.can_resume(num_positions) and num_positions in self._kept:
             self._cache.restore(self._kept[num_positions])

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.backend import NOT_FINITE, RecordedStep
+from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs
 from dflash_runtime.engine.steps import Steps
 
@@ -46,12 +46,12 @@ def decoding_of(
 
     `sampler`: all that `choose` does is to ask it.
     """
-    recorded = steps.recorded(run)
-    if recorded is None:
+    captured = steps.captured(run)
+    if captured is None:
         return _StepByStep(steps, run, choose)
     if sampler is None:
-        return _FromLogits(steps, run, recorded, choose)
-    return _OnDevice(steps, run, recorded, sampler=sampler, end_position=end_position)
+        return _FromLogits(steps, run, captured, choose)
+    return _OnDevice(steps, run, captured, sampler=sampler, end_position=end_position)
 
 
 class _StepByStep:
@@ -68,23 +68,23 @@ class _StepByStep:
 
 
 class _FromLogits:
-    """One recorded step after the other, and the host chooses from the logits of each."""
+    """One captured step after the other, and the host chooses from the logits of each."""
 
-    def __init__(self, steps: Steps, run: int, recorded: RecordedStep, choose: Choose) -> None:
+    def __init__(self, steps: Steps, run: int, captured: CapturedStep, choose: Choose) -> None:
         self._steps = steps
         self._run = run
-        self._recorded = recorded
+        self._captured = captured
         self._choose = choose
-        recorded.choose_by(None)
+        captured.choose_by(None)
 
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
         self._steps.check(self._run)
-        recorded = self._recorded
-        recorded.begin(token_id, position)
-        recorded.start()
-        if not recorded.counts_itself:
+        captured = self._captured
+        captured.begin(token_id, position)
+        captured.start()
+        if not captured.counts_itself:
             self._steps.count()
-        return self._choose(self._steps.finite(recorded.logits()))
+        return self._choose(self._steps.finite(captured.logits()))
 
 
 class _OnDevice:
@@ -95,37 +95,37 @@ class _OnDevice:
     """
 
     def __init__(
-        self, steps: Steps, run: int, recorded: RecordedStep, *, sampler: Sampler, end_position: int
+        self, steps: Steps, run: int, captured: CapturedStep, *, sampler: Sampler, end_position: int
     ) -> None:
         self._steps = steps
         self._run = run
-        self._recorded = recorded
+        self._captured = captured
         self._sampler = sampler
         self._end_position = end_position
         self._num_started: int | None = None
         self._num_alone = 0
         self._numbers: list[float] = []
         self._first_drawn = 0
-        recorded.choose_by(sampler.draw_options)
+        captured.choose_by(sampler.device_sampling)
 
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
         self._steps.check(self._run)
-        recorded = self._recorded
+        captured = self._captured
         if self._num_started is None:
-            recorded.begin(token_id, position)
+            captured.begin(token_id, position)
             self._num_started = position
-        ahead = 0 if recorded.needs_host or self._num_alone else _AHEAD
+        ahead = 0 if captured.needs_host or self._num_alone else _AHEAD
         while self._num_started < min(position + 1 + ahead, self._end_position):
             self._num_started += 1
             self._expect(self._num_started)
-            recorded.start()
-        next_id = recorded.token(position + 1)
+            captured.start()
+        next_id = captured.token(position + 1)
         if next_id == NOT_FINITE:
             self._steps.refuse_run()
         self._num_alone = max(0, self._num_alone - 1)
         if next_id is None:
             next_id = self._drawn(token_id, position)
-        if not recorded.counts_itself:
+        if not captured.counts_itself:
             self._steps.count()
         return next_id, None
 
@@ -138,16 +138,16 @@ class _OnDevice:
         if position < self._first_drawn + len(self._numbers):
             return
         numbers = self._sampler.numbers(min(_NUMBERS, self._end_position + 1 - position))
-        self._recorded.expect(position, numbers)
+        self._captured.expect(position, numbers)
         self._numbers += numbers.tolist()
 
     def _drawn(self, token_id: int, position: int) -> int:
         """The token that follows, drawn here; the next step begins with it."""
-        recorded = self._recorded
+        captured = self._captured
         if self._num_started != position + 1:  # the last logits are another step's
-            recorded.begin(token_id, position)
-            recorded.start()
+            captured.begin(token_id, position)
+            captured.start()
         self._num_started = None
         self._num_alone = _ALONE
         number = self._numbers[position + 1 - self._first_drawn]
-        return self._sampler.drawn(self._steps.finite(recorded.logits()), number)
+        return self._sampler.sample(self._steps.finite(captured.logits()), number)

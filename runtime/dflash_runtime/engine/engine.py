@@ -32,7 +32,7 @@ from dflash_runtime.engine.opening import (
     open_model,
 )
 from dflash_runtime.engine.prompts import chat_ids, chat_text, prompt_parts, text_ids
-from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Cancelled, Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
@@ -286,7 +286,7 @@ class Engine:
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
         """
-        sampler = Sampler(SamplingOptions(temperature, top_k, top_p, min_p, seed))
+        sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p, seed))
         max_tokens = whole_number("max_tokens", max_tokens, smallest=1)
         if top_logprobs is not None:
             whole_number("top_logprobs", top_logprobs, smallest=0, largest=self.spec.vocab_size)
@@ -335,7 +335,7 @@ class Engine:
     ) -> Verified:
         """Begin a sequence for `verify` with a prompt; another call of this engine ends it.
 
-        Gives the likeliest token after the prompt, and the hidden states of all its tokens after
+        Gives the most likely token after the prompt, and the hidden states of all its tokens after
         each of the `feature_layers`.
         Raises: SettingsError, ContextExceeded, DaemonUnavailable.
         """
@@ -352,7 +352,7 @@ class Engine:
         """Compute up to 64 tokens of a tree at once, without making them count.
 
         A token follows that of index ``parents[i]``, which is smaller than its own; -1 is the last
-        token that counts. Gives the likeliest token after each, and hidden states as `prefill`.
+        token that counts. Gives the most likely token after each, and hidden states as `prefill`.
         Raises: SettingsError, also if there is no sequence; ContextExceeded, DaemonUnavailable.
         """
         return self._begun().verify(self._checked(token_ids), parents, feature_layers)

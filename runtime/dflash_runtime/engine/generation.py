@@ -74,7 +74,7 @@ def generated_tokens(
         request.on_prefill(first, prompt.size)
         hidden = steps.forward(run, prompt[first:last], first)
         if request.reuse_prefix and last in (boundary, prompt.size):
-            steps.keep(last)
+            steps.save_state(last)
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
     del hidden  # of a device, where it may be large
     num_positions = prompt.size

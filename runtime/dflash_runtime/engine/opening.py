@@ -34,12 +34,12 @@ from dflash_runtime.compute import (
     make_backend,
     open_backend,
 )
-from dflash_runtime.compute.rings import MOST_KEPT, num_rows
+from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.experts.daemons.launching import DaemonChoice, choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
-from dflash_runtime.experts.owners import Owners, is_any_computed_here
+from dflash_runtime.experts.owners import Owners, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split
 
@@ -155,8 +155,8 @@ def open_model(
             kv_type=kv_type,
         )
     fallback_backend = backend
-    computes_here = is_any_computed_here(settings, require_daemons=asked.require_daemons)
-    if not backend.is_host and (asked.choices or asked.endpoints) and computes_here:
+    computes_locally = is_any_local(settings, require_daemons=asked.require_daemons)
+    if not backend.is_host and (asked.choices or asked.endpoints) and computes_locally:
         # What the device has no room for is computed by the host where the file is mapped.
         fallback_backend = make_backend(
             BackendName.AUTO,

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute.backend import DrawOptions
+from dflash_runtime.compute.backend import DeviceSampling
 
 _FIRST_BLOCK, _GROWTH = 1024, 16
 """Tokens that are looked at to find a share of the probability; so many times as many next."""
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingOptions:
+class SamplingParams:
     """How to sample. The defaults are greedy; filters are applied in the order they stand here.
 
     Raises: SettingsError naming the option that is out of range.
@@ -62,7 +62,7 @@ class TokenLogprobs:
     logprob: float
     """Of the token that was chosen."""
     top: tuple[tuple[int, float], ...]
-    """(token id, logprob) of the most likely ones, the first the likeliest."""
+    """(token id, logprob) of the most likely ones, the first the most likely."""
 
 
 def token_logprobs(logits: F32Array, token_id: int, num_top: int) -> TokenLogprobs:
@@ -83,7 +83,7 @@ class Sampler:
     Each token that is drawn takes one number of the generator's, whoever draws it.
     """
 
-    def __init__(self, options: SamplingOptions) -> None:
+    def __init__(self, options: SamplingParams) -> None:
         self._options = options
         self._random = np.random.default_rng(options.seed)
 
@@ -93,24 +93,24 @@ class Sampler:
         return self._options.temperature == 0.0
 
     @property
-    def draw_options(self) -> DrawOptions | None:
-        """The same for a device that draws; None if it is to take the likeliest."""
+    def device_sampling(self) -> DeviceSampling | None:
+        """The same for a device that draws; None if it is to take the most likely."""
         if self.is_greedy:
             return None
         options = self._options
-        return DrawOptions(options.temperature, options.top_k, options.top_p, options.min_p)
+        return DeviceSampling(options.temperature, options.top_k, options.top_p, options.min_p)
 
     def __call__(self, logits: F32Array) -> int:
         """Token id. Shapes: logits [V]."""
         if self.is_greedy:
             return int(np.argmax(logits))
-        return self.drawn(logits, self._random.random())
+        return self.sample(logits, self._random.random())
 
     def numbers(self, count: int) -> F64Array:
         """What the next tokens are drawn with: from 0 to below 1. Shapes: result [count]."""
         return self._random.random(count)
 
-    def drawn(self, logits: F32Array, number: float) -> int:
+    def sample(self, logits: F32Array, number: float) -> int:
         """Token id, drawn with that number. Shapes: logits [V].
 
         Tokens stand in order of their logits, equal ones in order of their ids, and the one is

@@ -20,12 +20,12 @@ from dflash_protocol.batch import Hidden, Sums, zero_sums
 from dflash_protocol.errors import NotFinite, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.backend import NOT_FINITE, MailRoute, RecordedStep
+from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep, MailRoute
 from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds
-from dflash_runtime.engine.halves import Turns
-from dflash_runtime.engine.kept_states import KeptStates
+from dflash_runtime.engine.checkpoints import StateCheckpoints
 from dflash_runtime.engine.prefix import CachedPrefix
+from dflash_runtime.engine.two_batch_overlap import TwoBatchOverlap
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 
 _NOT_FINITE = (
@@ -48,7 +48,7 @@ class Steps:
 
     `local_banks` hold the experts of this process, by layer id. File, backend and runtime are the
     caller's.
-    Owns: the cache and the recorded step, until `end`.
+    Owns: the cache and the captured step, until `end`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Steps:
         self.num_positions = num_positions
         """How long the sequence can be."""
         self._file = file
-        self._look = file.watch.look
+        self._poll_file = file.watch.poll
         self._model = model
         self._cache = cache
         self._backend = backend
@@ -73,11 +73,11 @@ class Steps:
         self._local_banks = local_banks
         self._chunking = backend.chunking
         self._prefix = CachedPrefix(num_positions, invariant_from=self._chunking.invariant_from)
-        self._kept = KeptStates(cache)
+        self._checkpoints = StateCheckpoints(cache)
         self._prefix_scope = ""
         self._moes: dict[Phase, MoeBlock[AnyArray]] = {}
-        self._turns = Turns(runtime)
-        self._recorded = backend.recorded_step(model, cache, local_banks, elsewhere=runtime)
+        self._overlap = TwoBatchOverlap(runtime)
+        self._captured = backend.captured_step(model, cache, local_banks, remote=runtime)
         layers = model.spec.moe.layers
         self._num_moe_layers = len(layers)
         self._pairs_of_token = sum(layer.num_experts_used for layer in layers)
@@ -101,11 +101,11 @@ class Steps:
             hidden = self._model.forward(tokens, positions, self._cache, moe)
             for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
                 self._backend.to_host(self._model.head(rows))
-        if self._recorded is not None:
-            self._recorded.prepare()
+        if self._captured is not None:
+            self._captured.prepare()
         self._backend.take_selections(self._local_banks)  # nobody's
-        if self._recorded is not None:
-            self._recorded.take_selections()
+        if self._captured is not None:
+            self._captured.take_selections()
         layers = self._model.spec.moe.layers
         self._backend.offload_prompts(self._file, layers, self._runtime)
 
@@ -118,8 +118,8 @@ class Steps:
             return
         for layer_id, counts in self._backend.take_selections(self._local_banks).items():
             self._runtime.add_selections(layer_id, counts)
-        if self._recorded is not None:
-            for (phase, layer_id), counts in self._recorded.take_selections().items():
+        if self._captured is not None:
+            for (phase, layer_id), counts in self._captured.take_selections().items():
                 self._runtime.add_mailed(phase, layer_id, counts)
 
     def begin(
@@ -146,10 +146,10 @@ class Steps:
         nothing."""
         if self._num_runs >= 0:
             self._num_runs = -1
-            if self._recorded is not None:
-                self._recorded.close()
-            del self._model, self._cache, self._backend, self._local_banks, self._recorded
-            del self._kept
+            if self._captured is not None:
+                self._captured.close()
+            del self._model, self._cache, self._backend, self._local_banks, self._captured
+            del self._checkpoints
             self._moes.clear()
 
     def chunks(
@@ -196,14 +196,14 @@ class Steps:
         ranges = self._prefix.reusable(prompt, chunks, boundary=boundary)
         places = {each[-1] for each in ranges} | {self._prefix.num_cached}
         places = {each for each in places if self._cache.can_resume(each)}
-        places |= {*self._kept.positions}
+        places |= {*self._checkpoints.positions}
         return max(place for place in (0, *places) if any(place in each for each in ranges))
 
-    def keep(self, num_positions: int) -> None:
+    def save_state(self, num_positions: int) -> None:
         """The state after the last `forward`, which has computed so many positions, may be gone on
         from in later runs."""
         if not self._model.spec.can_be_cut:
-            self._kept.keep(num_positions)
+            self._checkpoints.save(num_positions)
 
     def forward(
         self,
@@ -216,14 +216,14 @@ class Steps:
 
         It goes on from `first_position`, if that is where the last one ended, or 0, or reusable.
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
-        Cancelled, before the first layer that nobody wants any more; StateNotKept; ModelFileError
+        Cancelled, before the first layer that nobody wants any more; CheckpointMissing; ModelFileError
         if the file was written to.
         """
         self._require_current(run)
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
         self._cut(first_position)
-        self._kept.take_up(first_position)
-        self._look()
+        self._checkpoints.restore(first_position)
+        self._poll_file()
         phase, started_s = _phase_of(token_ids.size), time.monotonic()
         # A token that is quick is over before it is time for the next look.
         is_quick = phase is Phase.DECODE and self._token_s < LOOK_S / 4
@@ -234,7 +234,7 @@ class Steps:
         self._prefix.add(first_position, token_ids)
         return hidden
 
-    def verify_recorded(
+    def verify_captured(
         self, run: int, token_ids: I32Array, tree: Tree, *, features: Collection[int]
     ) -> TreeResult | None:
         """A tree's tokens through all layers as `forward_tree` has them, with what follows each,
@@ -245,12 +245,12 @@ class Steps:
         Raises: as `forward`; NotFinite.
         """
         self.check(run)
-        if self._recorded is None:
+        if self._captured is None:
             return None
         self._cut(tree.position)
-        result = self._recorded.verify(token_ids, tree, features)
+        result = self._captured.verify(token_ids, tree, features)
         if result is not None:
-            if not self._recorded.counts_itself:
+            if not self._captured.counts_itself:
                 self._count(Phase.VERIFY, token_ids.size)
             self._require_known(result.next_token_ids)
         return result
@@ -290,7 +290,7 @@ class Steps:
     def _cut(self, first_position: int) -> None:
         """What there is from this position on is about to be overwritten."""
         self._prefix.cut(first_position)
-        self._kept.cut(first_position)
+        self._checkpoints.cut(first_position)
 
     def to_host(self, hidden: AnyArray) -> F32Array:
         """Where the host can read it, until the next layer. Shapes: hidden, result [T, H]."""
@@ -303,14 +303,14 @@ class Steps:
         """
         return self.finite(self._backend.to_host(self._model.head(hidden)))
 
-    def likeliest(self, hidden: AnyArray) -> I32Array:
-        """The likeliest token after each. Shapes: hidden [T, H] of `forward`; result [T].
+    def argmax(self, hidden: AnyArray) -> I32Array:
+        """The most likely token after each. Shapes: hidden [T, H] of `forward`; result [T].
 
         Raises: NotFinite.
         """
-        likeliest = self._backend.likeliest(self._model.head(hidden))
-        self._require_known(likeliest)
-        return likeliest
+        argmax = self._backend.argmax(self._model.head(hidden))
+        self._require_known(argmax)
+        return argmax
 
     def finite(self, logits: F32Array) -> F32Array:
         """The same logits of this run, from which a token may be chosen. Shapes: [V] or [T, V].
@@ -345,19 +345,19 @@ class Steps:
         for first, last in chunk_bounds(out.shape[0], None, _HEAD_CHUNK, smallest=smallest):
             out[first:last] = self.head(hidden[first:last])
 
-    def recorded(self, run: int) -> RecordedStep | None:
+    def captured(self, run: int) -> CapturedStep | None:
         """Steps of one token that cost next to nothing, if there are some here: to be used for all
         that follows in this run, with `check` and `count` for every token.
 
         Raises: as `forward`.
         """
         self._require_current(run)
-        return self._recorded
+        return self._captured
 
     def check(self, run: int) -> None:
         """Raises: as `forward`."""
         self._require_current(run)
-        self._look()
+        self._poll_file()
         if self._is_cancelled is not None and self._is_cancelled():
             raise Cancelled
 
@@ -369,11 +369,11 @@ class Steps:
         self._file.require_unwritten()
 
     def count(self) -> None:
-        """A recorded step has brought forth a token that was wanted."""
+        """A captured step has brought forth a token that was wanted."""
         self._count(Phase.DECODE, 1)
 
     def _count(self, phase: Phase, num_tokens: int) -> None:
-        self._runtime.count_here(
+        self._runtime.count_local(
             phase,
             num_tokens=num_tokens,
             num_pairs=num_tokens * self._pairs_of_token,
@@ -392,20 +392,20 @@ class Steps:
 
         Shapes: token_ids, positions [T]; result [T, H].
         """
-        halved_from = self._chunking.halved_from
-        is_short = halved_from is None or token_ids.size < halved_from
+        overlapped_from = self._chunking.overlapped_from
+        is_short = overlapped_from is None or token_ids.size < overlapped_from
         # Experts that are copied here for a layer are used by the whole chunk.
         is_whole = is_short or self._runtime.may_offload_now or on_layer is not nobody_looks
         if is_whole or not self._runtime.asks_daemons:
             return self._model.forward(token_ids, positions, self._cache, moe, on_layer)
-        of_half = self._turns.passing(moe)
+        of_half = self._overlap.passing(moe)
 
         def half(part: slice) -> AnyArray:
             return self._model.forward(token_ids[part], positions[part], self._cache, of_half)
 
         middle = -(-token_ids.size // 2)
         return self._backend.joined(
-            self._turns.run(partial(half, slice(middle)), partial(half, slice(middle, None)))
+            self._overlap.run(partial(half, slice(middle)), partial(half, slice(middle, None)))
         )
 
     def _require_current(self, run: int) -> None:
@@ -420,7 +420,7 @@ class Steps:
         """The model's routed experts, on this device and elsewhere."""
         moe = self._moes.get(phase)
         if moe is None:
-            others = self._turns if phase is Phase.PREFILL else self._runtime
+            others = self._overlap if phase is Phase.PREFILL else self._runtime
             moe = self._backend.moe(self._local_banks, phase, others)
             if moe is None:
                 moe = partial(self._runtime.compute, phase=phase)
@@ -430,7 +430,7 @@ class Steps:
     def _cancellable(self, phase: Phase, *, looks: bool = True) -> MoeBlock[AnyArray]:
         """The same, but the first layer that nobody wants any more raises Cancelled, and if it
         `looks` one that finds the file written to ModelFileError."""
-        compute, look = self._moe(phase), self._look
+        compute, look = self._moe(phase), self._poll_file
         if self._is_cancelled is None and not looks:
             return compute
 
@@ -451,12 +451,12 @@ def _phase_of(num_tokens: int) -> Phase:
 
 
 class _NobodyElse:
-    """Implements backend.OtherExperts for a trial: others' shares are zero, nothing is counted."""
+    """Implements backend.RemoteExperts for a trial: others' shares are zero, nothing is counted."""
 
     def __init__(self, runtime: MoeExpertComputeRuntime) -> None:
-        self.experts_here = runtime.experts_here
+        self.local_experts_mask = runtime.local_experts_mask
 
-    def count_here(
+    def count_local(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
     ) -> None:
         """Nothing."""

@@ -13,7 +13,7 @@ them; so the second half comes to a layer when the first has been there, whose k
 recurrent states are for it those of the chunk before. What the two have in common need not be
 locked.
 
-Whatever ends one half ends the other, before `Turns.run` raises; what others were asked for is
+Whatever ends one half ends the other, before `TwoBatchOverlap.run` raises; what others were asked for is
 abandoned then.
 """
 
@@ -31,7 +31,7 @@ from dflash_adapters.ops import MoeBlock
 from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
-from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.interrupts import uninterrupted
 
 _FIRST, _SECOND = 0, 1
@@ -45,15 +45,15 @@ class _OtherHasFailed(Exception):
     """Ends a half, and is seen by nobody else."""
 
 
-class AskedExperts(OtherExperts, Protocol):
+class AskedExperts(RemoteExperts, Protocol):
     """Others that go on with what they were asked for when they are given time."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Do what can be done without waiting, for whoever has asked."""
 
 
-class Turns:
-    """Implements backend.OtherExperts by those who are asked, and has halves take turns meanwhile.
+class TwoBatchOverlap:
+    """Implements backend.RemoteExperts by those who are asked, and has halves take turns meanwhile.
 
     Used by one thread at a time.
     """
@@ -61,7 +61,7 @@ class Turns:
     def __init__(self, others: AskedExperts) -> None:
         self._others = others
         self._pair: _Pair[Any] | None = None
-        self.experts_here, self.count_here = others.experts_here, others.count_here
+        self.local_experts_mask, self.count_local = others.local_experts_mask, others.count_local
         self.count_selections, self.abandon = others.count_selections, others.abandon
         self.mail_routes, self.count_mailed = others.mail_routes, others.count_mailed
         self.is_step_to_be_checked = others.is_step_to_be_checked
@@ -69,13 +69,13 @@ class Turns:
 
     @property
     def may_offload(self) -> bool:
-        """As OtherExperts.may_offload."""
+        """As RemoteExperts.may_offload."""
         return self._others.may_offload
 
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As OtherExperts.to_offload; nobody's for halves, each of which would have them copied."""
+        """As RemoteExperts.to_offload; nobody's for halves, each of which would have them copied."""
         if self._pair is not None:
             return None
         return self._others.to_offload(layer_id, topk_ids, expert_s=expert_s)
@@ -90,18 +90,18 @@ class Turns:
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
-        """As OtherExperts.start."""
+        """As RemoteExperts.start."""
         if self._pair is not None:
-            self._others.look()
+            self._others.poll()
         return self._others.start(
             layer_id, hidden, topk_ids, topk_weights, phase=phase, offloaded=offloaded
         )
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:
-        """As OtherExperts.finish; before that it is the other half's turn, if there are halves."""
+        """As RemoteExperts.finish; before that it is the other half's turn, if there are halves."""
         if self._pair is not None:
             try:
-                self._others.look()
+                self._others.poll()
                 self._pair.pass_on()
             except BaseException:
                 self.abandon(started)
@@ -131,7 +131,7 @@ class Turns:
             pair = self._pair
             assert pair is not None
             num_turns = pair.num_turns_of_holder
-            self._others.look()  # the device has much to do until experts are chosen
+            self._others.poll()  # the device has much to do until experts are chosen
             sums = moe(layer_id, hidden, topk_ids, topk_weights)
             if pair.num_turns_of_holder == num_turns:
                 pair.pass_on()
@@ -170,7 +170,7 @@ class _Pair(Generic[T]):
         return self._num_turns[self._holder]
 
     def run(self, first: Callable[[], T]) -> tuple[T, T]:
-        """As Turns.run."""
+        """As TwoBatchOverlap.run."""
         try:
             try:
                 self._thread.start()

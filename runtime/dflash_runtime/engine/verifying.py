@@ -1,4 +1,4 @@
-"""Verifying tokens that somebody has guessed: chains and trees of them in one pass each.
+"""Verifying draft tokens: chains and trees of them in one pass each.
 
 A sequence is begun with a prompt; then a tree of guesses is computed at once, and a path through it
 accepted, again and again. Knows nothing of where guesses come from.
@@ -24,7 +24,7 @@ class Verified:
     """What a model says of tokens, given those before each of them."""
 
     next_token_ids: I32Array
-    """The likeliest token after each of those that were asked about. Shapes: [W]."""
+    """The most likely token after each of those that were asked about. Shapes: [W]."""
     features: dict[int, F32Array]
     """Hidden states after each of the layers that were asked for. Shapes: [T, H], all tokens."""
 
@@ -56,7 +56,7 @@ class Verifier:
                 self._run, self._prompt[first:last], first, features.on_layer
             )
         self.num_positions = self._prompt.size
-        verified = Verified(self._steps.likeliest(hidden[-1:]), features.by_layer)
+        verified = Verified(self._steps.argmax(hidden[-1:]), features.by_layer)
         self._steps.check_last()
         self._steps.settle()
         return verified
@@ -83,7 +83,7 @@ class Verifier:
         self._steps.check(self._run)
         next_token_ids = np.empty(0, np.int32)
         if num_tokens:
-            done = self._steps.verify_recorded(
+            done = self._steps.verify_captured(
                 self._run, token_ids, tree, features=features.by_layer
             )
             if done is not None:
@@ -93,7 +93,7 @@ class Verifier:
             hidden = self._steps.forward_tree(
                 self._run, token_ids, tree, on_layer=features.on_layer
             )
-            next_token_ids = self._steps.likeliest(hidden)
+            next_token_ids = self._steps.argmax(hidden)
             self._steps.check_last()
         self._pending = token_ids, tree
         return Verified(next_token_ids, features.by_layer)

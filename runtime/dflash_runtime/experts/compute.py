@@ -155,7 +155,7 @@ class ExpertCompute(Protocol):
     def push(self, ticket: Ticket) -> None:
         """Have all of it on its way that can be, before anybody waits for other owners."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Go on with whatever has been submitted, as far as nothing has to be waited for."""
 
     def abandon(self, ticket: Ticket) -> None:
@@ -199,7 +199,7 @@ class LocalExpertCompute:
     def push(self, ticket: Ticket) -> None:
         """There is no way to go."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Nothing was begun; nor is there anything to abandon."""
 
     def abandon(self, ticket: Ticket) -> None:

@@ -124,7 +124,7 @@ class PromptOffload:
     def experts(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As OtherExperts.to_offload."""
+        """As RemoteExperts.to_offload."""
         lost = frozenset(
             index
             for index, owner in enumerate(self._owners)

@@ -30,7 +30,7 @@ from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.daemons.link import DaemonLink, Launch
 from dflash_runtime.experts.daemons.sharing import SharingPlan
-from dflash_runtime.experts.daemons.supervisor import Patience, ProgressCallback, Supervisor
+from dflash_runtime.experts.daemons.supervisor import ProgressCallback, Supervisor, Timeouts
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.events import EventLog
 from dflash_runtime.experts.offload import OffloadMode
@@ -96,7 +96,7 @@ class Owners:
                         is_mail_required=settings.ipc_transport == "device",
                         weights=weights,
                     ),
-                    patience=Patience(
+                    timeouts=Timeouts(
                         settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3
                     ),
                     on_progress=on_progress,
@@ -107,10 +107,10 @@ class Owners:
                 supervisor.start()
             every: dict[int, ExpertBank] = {}
             checker: ReplyChecker | None = None
-            if links and is_any_computed_here(settings, require_daemons=require_daemons):
-                owned_here = every_expert(spec.moe)
+            if links and is_any_local(settings, require_daemons=require_daemons):
+                owned_locally = every_expert(spec.moe)
                 every = load_banks(
-                    fallback_backend, file, spec.moe, owned=owned_here, read_now=False
+                    fallback_backend, file, spec.moe, owned=owned_locally, read_now=False
                 )
                 if settings.check_replies != 0:
                     schedule = CheckSchedule(settings.check_replies)
@@ -128,7 +128,7 @@ class Owners:
                             mode=ExecutionMode(settings.ipc_mode),
                             stream_tokens=settings.stream_batch,
                             spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
-                            before_sleep=backend.rest,
+                            before_sleep=backend.idle,
                             mover=backend.mover,
                             checker=checker,
                         )
@@ -228,7 +228,7 @@ class Owners:
         return links
 
 
-def is_any_computed_here(settings: Settings, *, require_daemons: bool) -> bool:
+def is_any_local(settings: Settings, *, require_daemons: bool) -> bool:
     """Whether the parent may compute experts of daemons: in the place of one that is lost, or to
     check what one replies."""
     return not require_daemons or settings.check_replies != 0

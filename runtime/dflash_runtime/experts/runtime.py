@@ -59,7 +59,7 @@ class StartedLayer:
 
 
 class MoeExpertComputeRuntime:
-    """Computes routed experts by placement. Implements backend.OtherExperts.
+    """Computes routed experts by placement. Implements backend.RemoteExperts.
 
     `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
     None when all experts are local, or when daemons are required. The experts that `device_owner`,
@@ -120,18 +120,18 @@ class MoeExpertComputeRuntime:
         """Whether some experts are computed by other processes, or would be if they were there."""
         return any(self._is_daemon)
 
-    def experts_here(self, layer_id: int) -> npt.NDArray[np.bool_]:
-        """As OtherExperts.experts_here."""
+    def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
+        """As RemoteExperts.local_experts_mask."""
         owner_index = self._placement.routing[layer_id].owner_index
         if self._device_owner is None:
             return np.zeros(owner_index.shape, np.bool_)
         is_here: npt.NDArray[np.bool_] = owner_index == self._device_owner
         return is_here
 
-    def count_here(
+    def count_local(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
     ) -> None:
-        """As OtherExperts.count_here."""
+        """As RemoteExperts.count_local."""
         self._count_on_device(
             phase,
             num_requests=num_layers,
@@ -142,7 +142,7 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += num_layers
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        """As OtherExperts.count_selections."""
+        """As RemoteExperts.count_selections."""
         self._selections.add(layer_id, topk_ids.reshape(-1))
 
     def add_selections(self, layer_id: int, counts: I64Array) -> None:
@@ -150,7 +150,7 @@ class MoeExpertComputeRuntime:
         self._selections.add_counts(layer_id, counts)
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
-        """As OtherExperts.mail_routes."""
+        """As RemoteExperts.mail_routes."""
         routes = []
         for index, owned in enumerate(self._placement.owners):
             if index == self._device_owner or not owned.num_experts:
@@ -169,7 +169,7 @@ class MoeExpertComputeRuntime:
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
-        """As OtherExperts.count_mailed."""
+        """As RemoteExperts.count_mailed."""
         by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
         layers: set[int] = set()
         for route in routes:
@@ -194,18 +194,18 @@ class MoeExpertComputeRuntime:
                 self.hits.remote += num_pairs
 
     def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
-        """As OtherExperts.is_step_to_be_checked."""
+        """As RemoteExperts.is_step_to_be_checked."""
         checks = self._checks
         return checks is not None and checks.takes_step(sum(len(each.local_ids) for each in routes))
 
     def note_checked_step(self, elapsed_s: float) -> None:
-        """As OtherExperts.note_checked_step."""
+        """As RemoteExperts.note_checked_step."""
         if self._checks is not None:
             self._checks.note_step(elapsed_s)
 
     @property
     def may_offload(self) -> bool:
-        """As OtherExperts.may_offload."""
+        """As RemoteExperts.may_offload."""
         return self._offload.may_name_some
 
     @property
@@ -216,7 +216,7 @@ class MoeExpertComputeRuntime:
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As OtherExperts.to_offload."""
+        """As RemoteExperts.to_offload."""
         return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
 
     def start(
@@ -229,7 +229,7 @@ class MoeExpertComputeRuntime:
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> StartedLayer | None:
-        """As OtherExperts.start: submit every pair, but for those of a device's own block.
+        """As RemoteExperts.start: submit every pair, but for those of a device's own block.
 
         Shapes and errors as `compute`.
         """
@@ -258,7 +258,7 @@ class MoeExpertComputeRuntime:
         return started
 
     def finish(self, started: StartedLayer, out: F64Array | None = None) -> Sums:
-        """As OtherExperts.finish: collect, and have what was lost computed by others."""
+        """As RemoteExperts.finish: collect, and have what was lost computed by others."""
         sums: Sums
         if out is None:
             sums = zero_sums(started.hidden)
@@ -277,13 +277,13 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += started.is_hot_only
         return sums
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Owners go on with what they were asked for, as far as nobody has to wait."""
         for owner in self._owners:
-            owner.look()
+            owner.poll()
 
     def abandon(self, started: StartedLayer) -> None:
-        """As OtherExperts.abandon."""
+        """As RemoteExperts.abandon."""
         for entry in started.in_flight:
             entry.owner.abandon(entry.ticket)
         started.in_flight.clear()
@@ -308,7 +308,7 @@ class MoeExpertComputeRuntime:
         if self._fallback is not None:
             self._fallback.close()
 
-    def _is_computed_here(self, entry: _InFlight) -> bool:
+    def _is_local(self, entry: _InFlight) -> bool:
         return entry.owner_index < 0 or not self._is_daemon[entry.owner_index]
 
     def _count_retries(
@@ -331,10 +331,10 @@ class MoeExpertComputeRuntime:
         """
         is_others = self._placement.routing[layer_id].owner_index != self._device_owner
         others = share_of(topk_ids, topk_weights, is_others)
-        num_here = topk_ids.size - others.pairs.num_pairs
-        if num_here:
+        num_local = topk_ids.size - others.pairs.num_pairs
+        if num_local:
             num_tokens = topk_ids.shape[0] - others.num_whole_tokens
-            self._count_on_device(phase, num_tokens=num_tokens, num_pairs=num_here)
+            self._count_on_device(phase, num_tokens=num_tokens, num_pairs=num_local)
         return others
 
     def _count_on_device(
@@ -384,7 +384,7 @@ class MoeExpertComputeRuntime:
         if len(started.in_flight) > 1:
             # What is computed in this process is computed in `collect`: it is popped first, while
             # the daemons are at work.
-            started.in_flight.sort(key=self._is_computed_here)
+            started.in_flight.sort(key=self._is_local)
 
     def _collect(self, started: StartedLayer, sums: Sums) -> None:
         """Add what was submitted to `sums`; pairs of owners that are lost by now are orphans."""

@@ -101,7 +101,7 @@ class _WatchedBank:
         self._file = file
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        self._file.watch.look()
+        self._file.watch.poll()
         self._bank.accumulate(batch, out)
 
 

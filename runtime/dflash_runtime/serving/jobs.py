@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dflash_runtime.engine.engine import GenerationStats
-from dflash_runtime.engine.sampling import SamplingOptions
+from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.text import Delta
 
 
@@ -89,7 +89,7 @@ class Job:
     client: str
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingOptions
+    sampling: SamplingParams
     channel: Channel
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None

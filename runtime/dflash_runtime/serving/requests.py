@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from dflash_protocol.errors import one_line
-from dflash_runtime.engine.sampling import SamplingOptions
+from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.fields import refuse_unsupported
 
@@ -74,9 +74,9 @@ class _Generation(_Request):
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self) -> SamplingOptions:
+    def sampling(self) -> SamplingParams:
         """With OpenAI's defaults. Raises: SettingsError."""
-        return SamplingOptions(
+        return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),

@@ -25,7 +25,7 @@ from support.random_models import ODD_SHAPES, write_qwen3moe
 
 NONCE = b"n" * 16
 OWNED = OwnedExperts.from_lists({0: [3, 1], 4: [0]})
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def overwrite(path: Path, place: int, content: bytes, *, puts_time_back: bool = 
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < end_s
         time.sleep(0.002)
@@ -208,7 +208,7 @@ def test_a_look_costs_something_only_every_tenth_of_a_second(
     monkeypatch.setattr(FileWatch, "require_unwritten", lambda watch: looks.append(now_s[0]))
     for _ in range(100):
         now_s[0] += 0.01
-        file.watch.look()
+        file.watch.poll()
     assert 9 <= len(looks) <= 11
 
 

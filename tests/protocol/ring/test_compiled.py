@@ -230,8 +230,8 @@ def test_where_it_cannot_work_the_reason_is_told(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as older:
         older.setattr(ring_native, "_converts_f16", lambda: False)
         assert "float16" in ring_native.why_unavailable()
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(sys, "platform", "darwin")
+    with monkeypatch.context() as remote:
+        remote.setattr(sys, "platform", "darwin")
         assert "Linux" in ring_native.why_unavailable()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not ring_native.is_available()

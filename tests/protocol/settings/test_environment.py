@@ -75,9 +75,9 @@ def test_every_setting_is_tested_here() -> None:
     tested = {"BATCH", "DAEMONS", "CONNECT", "LISTEN", "CORES"}
     tested |= {each[0] for each in NUMBERS} | {each[0] for each in WORDS}
     tested |= {each[0] for each in [*SWITCHES, *PATHS]}
-    elsewhere = {"DFLASH_MOE_SETTINGS_FILE", *(knob.variable for knob in server_knobs())}
-    elsewhere |= {PREFIX + "DEVICE"}  # in test_device
-    assert {PREFIX + name for name in tested} | elsewhere == set(VARIABLES)
+    remote = {"DFLASH_MOE_SETTINGS_FILE", *(knob.variable for knob in server_knobs())}
+    remote |= {PREFIX + "DEVICE"}  # in test_device
+    assert {PREFIX + name for name in tested} | remote == set(VARIABLES)
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)

@@ -32,7 +32,7 @@ from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.transports.testing import (
     MAX_EXPERTS_USED,
     MAX_TOKENS,
-    PATIENCE_S,
+    TIMEOUT_S,
     received,
     sums_of,
 )
@@ -71,7 +71,7 @@ def test_sums_that_are_not_finite_are_told(
 ) -> None:
     """Of a reply that is waited for, and of one that is kept to make room."""
     _, batch = batches(3)
-    sequence = pair.client.submit(0, batch, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(0, batch, deadline_s=TIMEOUT_S)
     pair.client.push(sequence)
     request = received(pair)
     sums = np.ones((3, HIDDEN))
@@ -79,8 +79,8 @@ def test_sums_that_are_not_finite_are_told(
         sums[2, 5] = bad
     pair.server.reply(request, HostSums(sums), 0.0)
     if is_kept:
-        pair.client.look()
-    reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.poll()
+    reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert isinstance(reply, DeviceReply)
     assert reply.is_finite == (bad is None)
 
@@ -111,7 +111,7 @@ def answered(pair: Pair, request: ReceivedRequest, sums: F64Array) -> None:
 def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None:
     for seed in range(3):
         batch, of_device = batches(num_tokens, seed)
-        sequence = pair.client.submit(4, of_device, deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(4, of_device, deadline_s=TIMEOUT_S)
         request = received(pair)
         assert isinstance(request.batch, DeviceBatch)
         assert_same_batch(request.batch, batch)
@@ -121,10 +121,10 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
             answered(pair, request, sums_of(batch))
         else:  # computed by a host after all
             pair.server.reply(request, sums_of(batch), 0.5)
-        reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert isinstance(reply, DeviceReply)
         assert reply.sums.tobytes() == sums_of(batch).tobytes()
-        assert 0.5 <= reply.compute_s < 0.5 + PATIENCE_S
+        assert 0.5 <= reply.compute_s < 0.5 + TIMEOUT_S
     assert pair.client.bytes_received == 3 * 8 * num_tokens * HIDDEN
     assert pair.server.refused == 0
 
@@ -137,14 +137,14 @@ def test_requests_of_both_kinds_go_through_one_ring(pair: MovedPair) -> None:
             batch, of_device = batches(3 + seed, seed)
             is_moved = (seed + round_) % 2 == 0
             given_ = of_device if is_moved else batch
-            sequences.append(pair.client.submit(1, given_, deadline_s=PATIENCE_S))
+            sequences.append(pair.client.submit(1, given_, deadline_s=TIMEOUT_S))
             request = received(pair)
             expected.append(sums_of(request.batch))
             assert isinstance(request.batch, DeviceBatch) == is_moved
             sums = expected[-1]
             pair.server.reply(request, HostSums(sums) if is_moved else sums, 0.0)
         for sequence, sums in zip(sequences, expected, strict=True):
-            reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             np.testing.assert_array_equal(reply.sums, sums)
 
 
@@ -157,13 +157,13 @@ def test_rows_of_a_device_go_by_the_host_where_nobody_agreed_on_more(run_dir: Pa
     ):
         pair = Pair(run_dir, shape=SHAPE, payload=payload, movers=movers)
         try:
-            sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+            sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
             request = received(pair)
             assert not isinstance(request.batch, DeviceBatch)
             if payload is PayloadType.F32:
                 assert_same_batch(request.batch, batch)
             pair.server.reply(request, np.ones(batch.hidden.shape), 0.0)
-            assert (pair.client.wait(sequence, deadline_s=PATIENCE_S).sums == 1).all()
+            assert (pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums == 1).all()
         finally:
             pair.close()
         assert all(mover is None or mover.num_open == 0 for mover in movers)
@@ -172,10 +172,10 @@ def test_rows_of_a_device_go_by_the_host_where_nobody_agreed_on_more(run_dir: Pa
 def test_moved_rows_are_refused_by_who_has_no_device(run_dir: Path) -> None:
     pair = Pair(run_dir, shape=SHAPE, movers=(HostMover(), None))
     try:
-        sequence = pair.client.submit(1, batches(5)[1], deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(1, batches(5)[1], deadline_s=TIMEOUT_S)
         assert pair.server.try_receive() is None
         with pytest.raises(ProtocolError, match="negotiated") as caught:
-            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert caught.value.code == "malformed"
     finally:
         pair.close()
@@ -195,7 +195,7 @@ def test_what_is_too_large_is_never_written(pair: MovedPair) -> None:
         ),
     ):
         with pytest.raises(ProtocolError, match="capacity") as caught:
-            pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+            pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
         assert caught.value.code == "capacity"
     assert (pair.memory == before).all()
 
@@ -203,13 +203,13 @@ def test_what_is_too_large_is_never_written(pair: MovedPair) -> None:
 def test_rows_that_were_damaged_are_not_answered(pair: MovedPair) -> None:
     batch, of_device = batches(6)
     for place in (0, 4 * HIDDEN + 1, 4 * 6 * HIDDEN - 1):
-        sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
         request = received(pair)
         at = SHAPE.request_slot_at(sequence % NUM_SLOTS)
         pair.memory[at + ring.HEADER_BYTES + place] ^= 4
         answered(pair, request, sums_of(request.batch))
         with pytest.raises(ProtocolError, match="damaged") as caught:
-            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert caught.value.code == "checksum"
     assert pair.server_counters.checksum_failures == 3
     assert_is_served(pair, batch, of_device)
@@ -217,24 +217,24 @@ def test_rows_that_were_damaged_are_not_answered(pair: MovedPair) -> None:
 
 def test_what_is_written_once_rows_were_read_changes_nothing(pair: MovedPair) -> None:
     batch, of_device = batches(6)
-    sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
     request = received(pair)
     assert request.batch.hidden.tobytes() == batch.hidden.tobytes()
     pair.memory[ring.SLOTS_AT :] = 0xFF
     answered(pair, request, sums_of(request.batch))
-    reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+    reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert reply.sums.tobytes() == sums_of(batch).tobytes()
 
 
 def test_sums_that_were_damaged_are_an_error(pair: MovedPair) -> None:
     batch, of_device = batches(6)
     for place in (0, 8 * 6 * HIDDEN - 1):
-        sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
         answered(pair, received(pair), sums_of(batch))
         at = SHAPE.reply_slot_at(sequence % NUM_SLOTS)
         pair.memory[at + ring.HEADER_BYTES + place] ^= 1
         with pytest.raises(ProtocolError, match="damaged") as caught:
-            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert caught.value.code == "checksum"
     assert pair.client_counters.checksum_failures == 2
     assert_is_served(pair, batch, of_device)
@@ -255,18 +255,18 @@ def test_a_reply_is_moved_if_its_request_was(
     pair: MovedPair, word: int, value: int, code: str
 ) -> None:
     batch, of_device = batches(6)
-    sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
     answered(pair, received(pair), sums_of(batch))
     pair.words[SHAPE.reply_slot_at(sequence % NUM_SLOTS) // 8 + word] = value
     with pytest.raises(ProtocolError) as caught:
-        pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert caught.value.code == code
     # And the other way round.
-    sequence = pair.client.submit(1, batch, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(1, batch, deadline_s=TIMEOUT_S)
     pair.server.reply(received(pair), sums_of(batch), 0.0)
     pair.words[SHAPE.reply_slot_at(sequence % NUM_SLOTS) // 8 + ring.MOVED] = 1
     with pytest.raises(ProtocolError) as caught:
-        pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert caught.value.code == "malformed"
     assert_is_served(pair, batch, of_device)
 
@@ -291,7 +291,7 @@ def test_whatever_becomes_of_a_slot_it_is_served_rightly_or_refused(
     batch, of_device = batches(4, seed=3)
     found = ""
     try:
-        sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
         at = (SHAPE.reply_slot_at if of_reply else SHAPE.request_slot_at)(sequence % NUM_SLOTS)
         request = received(pair) if of_reply or is_read else None
         if of_reply:
@@ -309,7 +309,7 @@ def test_whatever_becomes_of_a_slot_it_is_served_rightly_or_refused(
                 with np.errstate(invalid="ignore"):  # damaged rows may be anything
                     answered(pair, request, sums_of(request.batch))
         try:
-            reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             assert reply.sums.tobytes() == sums_of(batch).tobytes()
         except ProtocolError as error:
             found = error.code
@@ -323,24 +323,24 @@ def assert_is_served(pair: Pair, batch: RoutedBatch, of_device: DeviceBatch) -> 
     """A good request of each kind, in each slot."""
     for _ in range(NUM_SLOTS):
         for each in (of_device, batch):
-            sequence = pair.client.submit(2, each, deadline_s=PATIENCE_S)
+            sequence = pair.client.submit(2, each, deadline_s=TIMEOUT_S)
             while (request := received(pair)).header.layer_id != 2:
                 pass
             sums = sums_of(request.batch)
             pair.server.reply(request, HostSums(sums) if each is of_device else sums, 0.0)
-            reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             assert reply.sums.tobytes() == sums_of(batch).tobytes()
 
 
 def test_a_device_that_fails_fails_one_request_at_the_daemon(pair: MovedPair) -> None:
     batch, of_device = batches(6)
-    sequence = pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
     request = received(pair)
     sums = sums_of(request.batch)
     pair.server_mover.has_failed = True
     answered(pair, request, sums)
     with pytest.raises(ProtocolError, match="off the bus") as caught:
-        pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert caught.value.code == "internal"
     pair.server_mover.has_failed = False
     assert_is_served(pair, batch, of_device)
@@ -351,20 +351,20 @@ def test_a_device_that_fails_at_the_parent_leaves_its_slot_free(pair: MovedPair)
     pair.client_mover.has_failed = True
     for _ in range(NUM_SLOTS + 1):
         with pytest.raises(DeviceUnavailable):
-            pair.client.submit(1, of_device, deadline_s=PATIENCE_S)
+            pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
     pair.client_mover.has_failed = False
     assert_is_served(pair, batch, of_device)
 
 
 def test_a_link_that_is_lost_gives_its_windows_back(pair: MovedPair) -> None:
-    sequence = pair.client.submit(1, batches(6)[1], deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(1, batches(6)[1], deadline_s=TIMEOUT_S)
     received(pair)
     pair.server.drop_link("ab")
     assert pair.server.try_receive() is None
     assert pair.server_mover.num_open == 0
     pair.lose()
     with pytest.raises(DaemonUnavailable, match="it was ended"):
-        pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     pair.client.close()
     assert pair.client_mover.num_open == 0
 
@@ -373,7 +373,7 @@ def submitted(pair: MovedPair, seed: int) -> tuple[int, F64Array]:
     """A request whose rows are on their way still, and what will be answered."""
     batch, of_device = batches(6, seed)
     pair.client_mover.is_slow = True
-    sequence = pair.client.submit(seed, of_device, deadline_s=PATIENCE_S)
+    sequence = pair.client.submit(seed, of_device, deadline_s=TIMEOUT_S)
     assert pair.server.try_receive() is None
     return sequence, sums_of(batch)
 
@@ -381,10 +381,10 @@ def submitted(pair: MovedPair, seed: int) -> tuple[int, F64Array]:
 def test_a_request_is_published_when_its_rows_are_there(pair: MovedPair) -> None:
     """By whoever looks then, waits for it, waits for another, or submits the next."""
     first, _ = submitted(pair, 1)
-    pair.client.look()
+    pair.client.poll()
     assert pair.server.try_receive() is None
     pair.client_mover.is_slow = False
-    pair.client.look()
+    pair.client.poll()
     assert received(pair).header.sequence == first
     second, _ = submitted(pair, 2)
     pair.client.push(first)
@@ -404,7 +404,7 @@ def test_who_waits_for_a_reply_has_published_all_requests(pair: MovedPair) -> No
         pair.client.wait(first, deadline_s=0.0)
     assert received(pair).header.sequence == second
     answered(pair, request, sums)
-    assert pair.client.wait(first, deadline_s=PATIENCE_S).sums.tobytes() == sums.tobytes()
+    assert pair.client.wait(first, deadline_s=TIMEOUT_S).sums.tobytes() == sums.tobytes()
 
 
 def test_sums_are_taken_in_before_anybody_waits(pair: MovedPair) -> None:
@@ -415,14 +415,14 @@ def test_sums_are_taken_in_before_anybody_waits(pair: MovedPair) -> None:
         pair.client.push(sequence)
         sent.append((sequence, sums))
         requests.append(received(pair))
-    pair.client.look()
+    pair.client.poll()
     assert pair.client.bytes_received == 0
     for request, (_, sums) in zip(requests, sent, strict=True):
         answered(pair, request, sums)
     for _ in range(2):  # whose header is taken once
-        pair.client.look()
+        pair.client.poll()
     for sequence, sums in reversed(sent):
-        assert pair.client.wait(sequence, deadline_s=PATIENCE_S).sums.tobytes() == sums.tobytes()
+        assert pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums.tobytes() == sums.tobytes()
     pair.client_mover.is_slow = False
     assert_is_served(pair, *batches(6))
 
@@ -435,9 +435,9 @@ def test_sums_that_were_damaged_are_found_when_they_are_waited_for(pair: MovedPa
         slot = SHAPE.reply_slot_at(sequence % NUM_SLOTS)
         at = slot + 8 * ring.TOKENS if is_header else slot + ring.HEADER_BYTES + 17
         pair.memory[at] ^= 1
-        pair.client.look()
+        pair.client.poll()
         with pytest.raises(ProtocolError) as caught:
-            pair.client.wait(sequence, deadline_s=PATIENCE_S)
+            pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert caught.value.code == ("malformed" if is_header else "checksum")
     pair.client_mover.is_slow = False
     assert_is_served(pair, *batches(6))
@@ -454,13 +454,13 @@ def test_requests_are_forgotten_at_any_stage(pair: MovedPair) -> None:
             if stage > 1:
                 answered(pair, request, sums)
             if stage > 2:
-                pair.client.look()
+                pair.client.poll()
             pair.client.forget(sequence)
             pair.client.push(sequence)
             if stage == 1:  # it comes too late
                 answered(pair, request, sums)
             with pytest.raises(DeadlineExceeded):
-                pair.client.wait(sequence, deadline_s=PATIENCE_S)
+                pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         pair.client_mover.is_slow = False
         assert_is_served(pair, *batches(6))
 

@@ -33,7 +33,7 @@ from dflash_protocol.transports.testing import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
-    PATIENCE_S,
+    TIMEOUT_S,
     assert_serves,
     example_batch,
     received,
@@ -169,7 +169,7 @@ def test_how_long_a_request_lay_there_is_told_to_both_sides(pair: Pair) -> None:
     sequence = submitted(pair)
     time.sleep(0.06)
     request = received(pair)
-    assert 0.05 < request.waited_s < PATIENCE_S
+    assert 0.05 < request.waited_s < TIMEOUT_S
     assert not request.is_late
     pair.server.reply(request, sums_of(BATCH), 0.5)
     assert pair.client.wait(sequence, deadline_s=1.0).queue_s == request.waited_s
@@ -189,13 +189,13 @@ def test_bells_ring_only_for_those_who_sleep(pair: Pair) -> None:
     assert not is_rung(pair.segment.client_bell)
     submit = threading.Timer(0.05, lambda: pair.client.submit(0, BATCH, deadline_s=1.0))
     submit.start()
-    request = pair.server.receive(PATIENCE_S)
+    request = pair.server.receive(TIMEOUT_S)
     submit.join()
     assert request is not None
     assert is_rung(pair.segment.server_bell), "it slept"
     pair.server.reply(request, sums_of(BATCH), 0.0)
     submitted(pair)
-    assert pair.server.receive(PATIENCE_S) is not None, "without sleep"
+    assert pair.server.receive(TIMEOUT_S) is not None, "without sleep"
     assert pair.server.receive(0.01) is None
     assert not is_rung(pair.segment.server_bell), "silenced before the next sleep"
 
@@ -207,15 +207,15 @@ def test_a_server_asleep_wakes_up_for_a_new_link_and_for_others(pair: Pair, run_
     add = threading.Timer(0.05, lambda: pair.server.add_link("cd", other, limits))
     add.start()
     started_s = time.monotonic()
-    assert pair.server.receive(PATIENCE_S) is None
-    assert time.monotonic() - started_s < PATIENCE_S / 2
+    assert pair.server.receive(TIMEOUT_S) is None
+    assert time.monotonic() - started_s < TIMEOUT_S / 2
     add.join()
     readable, writable = os.pipe()
     try:
         assert pair.server.receive(0.01, others=(readable,)) is None
         assert not pair.server.are_others_ready
         os.write(writable, b"!")
-        assert pair.server.receive(PATIENCE_S, others=(readable,)) is None
+        assert pair.server.receive(TIMEOUT_S, others=(readable,)) is None
         assert pair.server.are_others_ready
         assert pair.server.receive(0.01) is None
         assert not pair.server.are_others_ready
@@ -257,11 +257,11 @@ def test_arrays_with_gaps_are_not_taken_for_such_without(pair: Pair) -> None:
 def test_arrays_that_may_not_be_written_can_be_sent(pair: Pair) -> None:
     for name in ("hidden", "expert_ids", "group_starts", "token_indices", "weights"):
         getattr(batch := example_batch(2), name).flags.writeable = False
-        sequence = pair.client.submit(0, batch, deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(0, batch, deadline_s=TIMEOUT_S)
         sums = sums_of(batch)
         sums.flags.writeable = False
         pair.server.reply(received(pair), sums, 0.0)
-        reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, sums)
 
 
@@ -312,7 +312,7 @@ def test_narrow_payloads_carry_what_the_stream_carries(run_dir: Path, payload: P
         pair.server.reply(request, sums, 0.0)
         packed, _ = pack_sums(sums, payload)
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
-        reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, wide.astype(np.float64))
         assert pair.client.bytes_sent < 2.5 * BATCH.hidden.size + 16 * BATCH.num_pairs + 4
         assert pair.client.bytes_received == 2 * BATCH.hidden.size
@@ -329,7 +329,7 @@ def test_what_a_narrow_type_cannot_hold_goes_wide_and_is_counted(run_dir: Path) 
     try:
         batch = example_batch(3, seed=5)
         batch.hidden[1, 2] = 70_000.0
-        sequence = pair.client.submit(1, batch, deadline_s=PATIENCE_S)
+        sequence = pair.client.submit(1, batch, deadline_s=TIMEOUT_S)
         request = received(pair)
         assert request.header.payload == "f32"
         assert request.batch.hidden[1, 2] == 70_000.0
@@ -339,7 +339,7 @@ def test_what_a_narrow_type_cannot_hold_goes_wide_and_is_counted(run_dir: Path) 
         sums = sums_of(batch)
         sums[2, 1] = -1e300
         pair.server.reply(request, sums, 0.0)
-        reply = pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert reply.sums[2, 1] == -1e300
         assert (pair.client_counters.widened, pair.server_counters.widened) == (1, 1)
     finally:

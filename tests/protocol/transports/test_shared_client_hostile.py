@@ -15,7 +15,7 @@ from dflash_protocol.ring import layout as ring
 from dflash_protocol.transports.testing import (
     MAX_EXPERTS_USED,
     MAX_TOKENS,
-    PATIENCE_S,
+    TIMEOUT_S,
     assert_serves,
     received,
     sums_of,
@@ -233,7 +233,7 @@ def test_a_wrong_reply_is_an_error_where_it_is_waited_for(
     pair.server.reply(received(pair), sums_of(BATCH), 0.0)
     pair.words[REPLY // 8 + word] = value
     with pytest.raises(ProtocolError) as caught:
-        pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert caught.value.code == code
     counters = pair.client_counters
     assert (counters.checksum_failures, counters.stale) == (code == "checksum", code == "stale")
@@ -247,5 +247,5 @@ def test_a_failure_of_impossible_length_is_not_read(pair: Pair, num_bytes: int) 
     pair.server.fail("ab", sequence, ProtocolError("no"))
     pair.words[REPLY // 8 + ring.PAYLOAD_BYTES] = num_bytes
     with pytest.raises(ProtocolError, match="bytes"):
-        pair.client.wait(sequence, deadline_s=PATIENCE_S)
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S)
     assert_serves(pair)

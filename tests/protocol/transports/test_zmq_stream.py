@@ -34,7 +34,7 @@ from dflash_protocol.wire.requests import ParentCodec, encode_reply, encode_requ
 from dflash_protocol.wire.transport import ReceivedRequest, Reply, TransportCounters
 from support.routed_batches import HIDDEN_SIZE, assert_same_batch, batch_of
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 """Longer than any good message takes on the slowest machine; never waited out."""
 PATIENCE_MS = 20_000
 CAPACITY = 6
@@ -99,7 +99,7 @@ class Wire:
 
     def receive(self) -> ReceivedRequest:
         """The next good request; bad ones are answered on the way."""
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end_s:
             if (request := self.server.receive(0.05)) is not None:
                 return request
@@ -107,21 +107,21 @@ class Wire:
 
     def assert_serves_in_turn(self, client: StreamClient) -> None:
         """One good request among those of others, which are dropped."""
-        sequence = client.submit(3, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+        sequence = client.submit(3, batch_of(2, PAIRS), deadline_s=TIMEOUT_S)
         while (request := self.receive()).header.layer_id != 3:
             pass
         self.server.reply(request, np.zeros((2, HIDDEN_SIZE)), 0.0)
-        client.wait(sequence, deadline_s=PATIENCE_S)
+        client.wait(sequence, deadline_s=TIMEOUT_S)
 
     def assert_serves(self, client: StreamClient, *, first: int = 1) -> None:
         """One good request, there and back."""
         batch = batch_of(2, PAIRS)
-        sequence = client.submit(3, batch, deadline_s=PATIENCE_S)
+        sequence = client.submit(3, batch, deadline_s=TIMEOUT_S)
         request = self.receive()
         assert_same_batch(request.batch, batch)
         sums = np.full((2, HIDDEN_SIZE), float(first))
         self.server.reply(request, sums, 0.5)
-        reply = client.wait(sequence, deadline_s=PATIENCE_S)
+        reply = client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, sums, strict=True)
 
 
@@ -169,7 +169,7 @@ def test_a_request_arrives_as_it_was_sent_and_its_sums_come_back(wire: Wire) -> 
     assert_same_batch(request.batch, batch)
     sums = np.array([[1.0, 2.0, 3.0], [np.pi, -0.0, 1e300]])
     wire.server.reply(request, sums, 0.125)
-    reply = client.wait(sequence, deadline_s=PATIENCE_S)
+    reply = client.wait(sequence, deadline_s=TIMEOUT_S)
     assert reply.sums.tobytes() == sums.tobytes()
     assert reply.compute_s == 0.125
 
@@ -185,44 +185,44 @@ def test_bytes_are_counted_without_headers(wire: Wire) -> None:
 def test_no_tokens_and_no_pairs_can_be_sent(wire: Wire) -> None:
     client = wire.client()
     for num_tokens in (0, 2):
-        sequence = client.submit(0, batch_of(num_tokens, {}), deadline_s=PATIENCE_S)
+        sequence = client.submit(0, batch_of(num_tokens, {}), deadline_s=TIMEOUT_S)
         request = wire.receive()
         assert (request.batch.num_tokens, request.batch.num_pairs) == (num_tokens, 0)
         wire.server.reply(request, np.zeros((num_tokens, HIDDEN_SIZE)), 0.0)
-        reply = client.wait(sequence, deadline_s=PATIENCE_S)
+        reply = client.wait(sequence, deadline_s=TIMEOUT_S)
         assert reply.sums.shape == (num_tokens, HIDDEN_SIZE)
 
 
 def test_replies_may_come_in_any_order(wire: Wire) -> None:
     client = wire.client()
-    sequences = [client.submit(n, batch_of(n, {}), deadline_s=PATIENCE_S) for n in range(5)]
+    sequences = [client.submit(n, batch_of(n, {}), deadline_s=TIMEOUT_S) for n in range(5)]
     requests = [wire.receive() for _ in sequences]
     for index in (3, 0, 4, 2, 1):
         sums = np.full((index, HIDDEN_SIZE), float(index))
         wire.server.reply(requests[index], sums, 0.0)
     for index in (1, 4, 0, 3, 2):
-        reply = client.wait(sequences[index], deadline_s=PATIENCE_S)
+        reply = client.wait(sequences[index], deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, np.full((index, HIDDEN_SIZE), float(index)))
 
 
 def test_every_link_gets_its_own_replies(wire: Wire) -> None:
     clients = [wire.client() for _ in range(4)]
-    sequences = [client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S) for client in clients]
+    sequences = [client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S) for client in clients]
     assert len(set(sequences)) == 1, "links number their requests independently"
     number_of = {link_id: float(number) for number, link_id in enumerate(wire.links)}
     for _ in clients:
         request = wire.receive()
         wire.server.reply(request, np.full((1, HIDDEN_SIZE), number_of[request.link_id]), 0.0)
     for number, client in enumerate(clients):
-        reply = client.wait(sequences[number], deadline_s=PATIENCE_S)
+        reply = client.wait(sequences[number], deadline_s=TIMEOUT_S)
         assert reply.sums[0, 0] == number
 
 
 def failure_of(wire: Wire, client: StreamClient, batch: RoutedBatch) -> ProtocolError:
-    sequence = client.submit(0, batch, deadline_s=PATIENCE_S)
-    assert wire.server.receive(PATIENCE_S) is None
+    sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
+    assert wire.server.receive(TIMEOUT_S) is None
     with pytest.raises(ProtocolError) as caught:
-        client.wait(sequence, deadline_s=PATIENCE_S)
+        client.wait(sequence, deadline_s=TIMEOUT_S)
     return caught.value
 
 
@@ -245,17 +245,17 @@ def test_more_tokens_than_negotiated_are_refused(wire: Wire) -> None:
 
 def test_a_failed_request_raises_its_code_and_reason_where_it_is_waited_for(wire: Wire) -> None:
     client = wire.client()
-    failing = client.submit(1, batch_of(1, {}), deadline_s=PATIENCE_S)
-    passing = client.submit(2, batch_of(1, {}), deadline_s=PATIENCE_S)
+    failing = client.submit(1, batch_of(1, {}), deadline_s=TIMEOUT_S)
+    passing = client.submit(2, batch_of(1, {}), deadline_s=TIMEOUT_S)
     for request in (wire.receive(), wire.receive()):
         if request.header.layer_id == 1:
             error = ProtocolError("no experts of layer 1 here", code="not_owned")
             wire.server.fail(request.link_id, request.header.sequence, error)
         else:
             wire.server.reply(request, np.zeros((1, HIDDEN_SIZE)), 0.0)
-    client.wait(passing, deadline_s=PATIENCE_S)
+    client.wait(passing, deadline_s=TIMEOUT_S)
     with pytest.raises(ProtocolError, match="no experts of layer 1 here") as caught:
-        client.wait(failing, deadline_s=PATIENCE_S)
+        client.wait(failing, deadline_s=TIMEOUT_S)
     assert caught.value.code == "not_owned"
     wire.assert_serves(client)
 
@@ -312,7 +312,7 @@ def test_a_malformed_request_gets_a_typed_error_and_the_next_good_one_is_served(
 ) -> None:
     stranger = wire.stranger()
     stranger.send_multipart(frames)
-    assert wire.server.receive(PATIENCE_S) is None
+    assert wire.server.receive(TIMEOUT_S) is None
     assert stranger.poll(PATIENCE_MS)
     answered, error = answer_in(stranger.recv_multipart())
     assert isinstance(error, ProtocolError)
@@ -329,7 +329,7 @@ def test_a_replayed_request_is_not_served_again(wire: Wire) -> None:
         assert wire.receive().header.num_pairs == 3
     for replayed in (8, 7, 3):
         stranger.send_multipart(request_of(replayed, batch_of(2, PAIRS)))
-        assert wire.server.receive(PATIENCE_S) is None
+        assert wire.server.receive(TIMEOUT_S) is None
         assert stranger.poll(PATIENCE_MS)
         answered, error = answer_in(stranger.recv_multipart())
         assert isinstance(error, ProtocolError)
@@ -342,7 +342,7 @@ def test_a_request_that_waited_unread_for_longer_than_its_deadline_is_late(wire:
     client = wire.client()
     wire.assert_serves(client)  # so that the server knows how their clocks differ
     client.submit(0, batch_of(2, PAIRS), deadline_s=0.05)
-    client.submit(0, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+    client.submit(0, batch_of(2, PAIRS), deadline_s=TIMEOUT_S)
     time.sleep(0.1)
     late, patient = wire.receive(), wire.receive()
     assert late.is_late
@@ -374,7 +374,7 @@ def test_a_peer_that_gives_no_name_is_an_unknown_link(wire: Wire) -> None:
     try:
         nameless.connect(wire.address)
         nameless.send_multipart(request_of(3, batch_of(2, PAIRS)))
-        assert wire.server.receive(PATIENCE_S) is None
+        assert wire.server.receive(TIMEOUT_S) is None
         assert nameless.poll(PATIENCE_MS)
         answered, error = answer_in(nameless.recv_multipart())
     finally:
@@ -398,7 +398,7 @@ def test_a_deadline_holds_although_other_messages_keep_coming(
 ) -> None:
     """Answers that nobody asked for, read a second apiece, must not keep a waiter for minutes."""
     client = wire.client()
-    sequence = client.submit(0, batch_of(0, {}), deadline_s=PATIENCE_S)
+    sequence = client.submit(0, batch_of(0, {}), deadline_s=TIMEOUT_S)
     request = wire.receive()
     for _ in range(200):
         wire.server.fail(request.link_id, 1_000_000, ProtocolError("?"))
@@ -414,7 +414,7 @@ def test_a_deadline_holds_although_other_messages_keep_coming(
 
 def test_a_forgotten_request_is_answered_to_nobody(wire: Wire) -> None:
     client = wire.client()
-    arrived, coming = (client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S) for _ in range(2))
+    arrived, coming = (client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S) for _ in range(2))
     requests = [wire.receive(), wire.receive()]
     wire.server.reply(requests[0], np.zeros((1, HIDDEN_SIZE)), 0.0)
     wire.assert_serves(client)
@@ -444,7 +444,7 @@ def test_a_parent_cannot_fill_the_servers_memory_with_requests(wire: Wire) -> No
 
     def submit_many() -> None:
         for _ in range(50_000):
-            greedy.submit(0, batch, deadline_s=PATIENCE_S)
+            greedy.submit(0, batch, deadline_s=TIMEOUT_S)
 
     with pytest.raises(DaemonUnavailable, match="queue"):
         submit_many()
@@ -458,7 +458,7 @@ def test_a_waiter_is_woken_at_once_when_the_link_is_lost(wire: Wire) -> None:
         waiter = pool.submit(client.wait, sequence, deadline_s=600.0)
         os.eventfd_write(wire.lost_fd, 1)
         with pytest.raises(DaemonUnavailable, match="cpu0: it was ended") as caught:
-            waiter.result(PATIENCE_S)
+            waiter.result(TIMEOUT_S)
     assert not isinstance(caught.value, DeadlineExceeded)
     os.eventfd_read(wire.lost_fd)
     wire.server.reply(wire.receive(), np.zeros((1, HIDDEN_SIZE)), 0.0)
@@ -467,11 +467,11 @@ def test_a_waiter_is_woken_at_once_when_the_link_is_lost(wire: Wire) -> None:
 
 def test_a_reply_that_arrived_counts_although_the_link_is_lost(wire: Wire) -> None:
     client = wire.client()
-    first = client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S)
-    second = client.submit(0, batch_of(1, {}), deadline_s=PATIENCE_S)
+    first = client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S)
+    second = client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S)
     for request in (wire.receive(), wire.receive()):
         wire.server.reply(request, np.ones((1, HIDDEN_SIZE)), 0.0)
-    client.wait(second, deadline_s=PATIENCE_S)
+    client.wait(second, deadline_s=TIMEOUT_S)
     os.eventfd_write(wire.lost_fd, 1)
     assert client.wait(first, deadline_s=0.0).sums[0, 0] == 1.0
 
@@ -499,14 +499,14 @@ def test_a_malformed_answer_is_a_protocol_error(
         lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
         undo.callback(os.close, lost_fd)
         client = client_of(undo, context, f"ipc://{run_dir}/data", lost_fd, "ab" * 8)
-        sequence = client.submit(0, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+        sequence = client.submit(0, batch_of(2, PAIRS), deadline_s=TIMEOUT_S)
         parent, *_ = daemon.recv_multipart()
         daemon.send_multipart([parent, *answer(sequence)])
         with pytest.raises(ProtocolError, match=reason):
-            client.wait(sequence, deadline_s=PATIENCE_S)
-        again = client.submit(0, batch_of(2, PAIRS), deadline_s=PATIENCE_S)
+            client.wait(sequence, deadline_s=TIMEOUT_S)
+        again = client.submit(0, batch_of(2, PAIRS), deadline_s=TIMEOUT_S)
         daemon.send_multipart([parent, *reply_to(again, 2)])
-        assert client.wait(again, deadline_s=PATIENCE_S).sums.sum() == 6.0
+        assert client.wait(again, deadline_s=TIMEOUT_S).sums.sum() == 6.0
 
 
 def test_a_parent_whose_daemon_takes_nothing_is_told_so(run_dir: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from dflash_adapters.ops import Gate, Gating, KvType, RoutingRule
 from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import CpuBackend, dense
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.reference.ops import ReferenceOps
@@ -248,7 +248,7 @@ def test_routing_that_cannot_be_is_refused(ops: HostOps) -> None:
 def test_attention_sees_what_the_mask_lets_it(
     ops: HostOps, monkeypatch: pytest.MonkeyPatch, mask: Mask, has_sinks: bool
 ) -> None:
-    monkeypatch.setattr(rings, "RING_CHUNK", 30)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 30)
     num_tokens = 150
     q, k, v = normal(num_tokens, 4, 12), normal(num_tokens, 2, 12, seed=1), normal(num_tokens, 2, 9)
     sinks = normal(4, seed=2) if has_sinks else None
@@ -275,8 +275,8 @@ def test_a_ring_can_be_taken_up_only_where_its_rows_are(ops: HostOps) -> None:
     mask = Mask(window=10)
     layers = KvLayer(1, 32, 32, mask), KvLayer(1, 32, 32)
     cache = ops.new_kv_cache(layers, 2000, KvType.F32)
-    num_kept = rings.num_rows(mask, 2000)
-    assert 9 + rings.RING_CHUNK <= num_kept < 2000
+    num_kept = sliding_window.num_rows(mask, 2000)
+    assert 9 + sliding_window.WINDOW_CHUNK <= num_kept < 2000
     assert 0 <= cache.nbytes - (num_kept + 2000) * 2 * 32 * 4 < 32 * 2 * 32 * 4
 
     def go_on(first: int, num_tokens: int) -> None:
@@ -288,7 +288,7 @@ def test_a_ring_can_be_taken_up_only_where_its_rows_are(ops: HostOps) -> None:
     first_kept = 1500 - num_kept
     for first in (first_kept + 9, 1499):
         go_on(first, 1)
-    with pytest.raises(StateNotKept):
+    with pytest.raises(CheckpointMissing):
         go_on(first_kept + 8, 1)
     go_on(0, 3)
     go_on(1, 1)
@@ -298,7 +298,7 @@ def test_a_ring_can_be_taken_up_only_where_its_rows_are(ops: HostOps) -> None:
 def test_a_ring_goes_on_from_a_snapshot_with_the_same_bits(
     ops: HostOps, monkeypatch: pytest.MonkeyPatch, kv_type: KvType
 ) -> None:
-    monkeypatch.setattr(rings, "RING_CHUNK", 40)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 40)
     layers = KvLayer(2, 16, 16, Mask(window=10)), KvLayer(2, 16, 16, Mask(chunk=50))
     cache = ops.new_kv_cache(layers, 1000, kv_type)
 
@@ -315,7 +315,7 @@ def test_a_ring_goes_on_from_a_snapshot_with_the_same_bits(
     snapshot = cache.snapshot(137, older)
     assert (snapshot.num_positions, snapshot.nbytes) == (137, older.nbytes)
     expected = go_on(137, 200)
-    with pytest.raises(StateNotKept):
+    with pytest.raises(CheckpointMissing):
         cache.snapshot(137)
     for _ in range(2):
         cache.restore(snapshot)

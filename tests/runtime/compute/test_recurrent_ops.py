@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.spec import DeltaShape
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
@@ -212,10 +212,10 @@ def test_a_state_that_was_not_kept_is_not_gone_on_from(ops: HostOps) -> None:
     cache = recurrent_cache(ops, shape)
     both(ops, cache, shape, (0, 40))
     for bounds in ((39, 45), (41, 45)):
-        with pytest.raises(StateNotKept):
+        with pytest.raises(CheckpointMissing):
             both(ops, cache, shape, bounds)
     for num_positions in (39, 41):
-        with pytest.raises(StateNotKept):
+        with pytest.raises(CheckpointMissing):
             cache.snapshot(num_positions)
     # A step that ended between the two parts has left no state that could be kept.
     x = delta_inputs(shape, 2).mixed
@@ -223,7 +223,7 @@ def test_a_state_that_was_not_kept_is_not_gone_on_from(ops: HostOps) -> None:
         x, np.ones((shape.num_channels, 4), np.float32), cache, 0, np.array([40, 41], np.int32)
     )
     for num_positions in (40, 42):
-        with pytest.raises(StateNotKept):
+        with pytest.raises(CheckpointMissing):
             cache.snapshot(num_positions)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dflash_adapters.ops import KvType
 from dflash_adapters.spec import DeltaShape, KvLayer, Mask
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.reference.ops import ReferenceOps
@@ -101,8 +101,8 @@ def test_attention_sees_the_sequence_and_ancestors(
     kv_type: KvType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rings, "RING_CHUNK", MOST_NODES)
-    begin, size = 122, len(parents)  # a ring of 128 rows goes round within the trees
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", MOST_NODES)
+    begin, size = 122, len(parents)  # a window of 128 rows goes round within the trees
     layer, scale = KvLayer(2, 24, 40, mask), 0.2
 
     def inputs(count: int, seed: int) -> tuple[F32Array, F32Array, F32Array]:
@@ -114,7 +114,7 @@ def test_attention_sees_the_sequence_and_ancestors(
 
     def begun() -> Any:
         cache = ops.new_kv_cache((layer,), 256, kv_type)
-        assert cache.rings[0].num_rows == (256 if mask.span is None else 128)
+        assert cache.windows[0].num_rows == (256 if mask.span is None else 128)
         before = np.arange(begin, dtype=np.int32)
         ops.attention(*inputs(begin, 5), cache, 0, before, scale)
         return cache
@@ -244,7 +244,7 @@ def test_a_tree_goes_on_from_where_the_sequence_is(ops: HostOps) -> None:
     layer = Recurrent(ops, DeltaShape(1, 1, 8, 8))
     cache = layer.begun(30)
     for position in (29, 31):
-        with pytest.raises(StateNotKept), cache.branching(tree_of([-1], position)):
+        with pytest.raises(CheckpointMissing), cache.branching(tree_of([-1], position)):
             pass
     tree = tree_of([-1], 30)
     with cache.branching(tree):

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.ops import KvCache, Snapshot
-from dflash_protocol.errors import DeviceOutOfMemory, StateNotKept
+from dflash_protocol.errors import CheckpointMissing, DeviceOutOfMemory
 from dflash_runtime import Engine
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.reference import ReferenceBackend
-from dflash_runtime.compute.rings import MOST_KEPT
-from dflash_runtime.engine.kept_states import KeptStates
+from dflash_runtime.compute.sliding_window import MOST_KEPT
+from dflash_runtime.engine.checkpoints import StateCheckpoints
 from support import random_laguna, random_models
 from support.random_gguf import END_OF_TEXT_ID, RandomShape, write_model
 from support.random_qwen35moe import SHAPES
@@ -43,7 +43,7 @@ def engines(
     for kind in (CpuBackend, ReferenceBackend):
         monkeypatch.setattr(kind, "chunking", replace(kind.chunking, preferred=CHUNK))
     defaults = {"most_kept": MOST_KEPT, "least_apart": 1}
-    monkeypatch.setattr(KeptStates.__init__, "__kwdefaults__", defaults)
+    monkeypatch.setattr(StateCheckpoints.__init__, "__kwdefaults__", defaults)
     with (
         Engine.open(model, backend=request.param) as engine,
         Engine.open(model, backend=request.param) as other,
@@ -132,12 +132,12 @@ def test_a_run_that_was_cancelled_within_a_chunk_spoils_nothing(
 @pytest.mark.parametrize(
     "shape",
     [SHAPE, random_laguna.SHAPES[0], random_models.ODD_SHAPES[0]],
-    ids=["recurrent", "rings", "plain"],
+    ids=["recurrent", "windows", "plain"],
 )
 def test_logits_of_a_snapshot_are_the_same_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: RandomShape, backend: str
 ) -> None:
-    monkeypatch.setattr(rings, "RING_CHUNK", 64)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 64)
     path = write_model(tmp_path / "m.gguf", shape, seed=4)
     with Engine.open(path, backend=backend) as engine:
         steps, ids = engine._steps, np.array(random_ids(250), np.int32) % shape.vocab_size
@@ -153,9 +153,9 @@ def test_logits_of_a_snapshot_are_the_same_every_time(
                         for first in range(100, 117, size)
                     )
                 )
-                steps.forward(run, ids[117:], 117)  # once round the rings
+                steps.forward(run, ids[117:], 117)  # once round the windows
                 if not engine.spec.can_be_cut:
-                    with pytest.raises(StateNotKept):
+                    with pytest.raises(CheckpointMissing):
                         steps.forward(run, ids[100:117], 100)
                 steps._cache.restore(snapshot)
             assert logits[0] == logits[1]
@@ -168,9 +168,9 @@ def test_short_sequences_use_the_memory_of_those_before(
     base, end, sizes = random_ids(60), END_OF_TEXT_ID, []
     for first in range(12):
         everything(engine, [*base[first : first + 20], end, *base[40:]], reuse=True)
-        sizes.append(engine._steps._kept.nbytes)
+        sizes.append(engine._steps._checkpoints.nbytes)
     assert sizes[0] == sizes[-1] > 0
-    assert len(engine._steps._kept.positions) == 2
+    assert len(engine._steps._checkpoints.positions) == 2
 
 
 # -- which are kept -------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Kept:
 
 
 class Cache:
-    """Implements what KeptStates asks of ops.KvCache."""
+    """Implements what StateCheckpoints asks of ops.KvCache."""
 
     def __init__(self) -> None:
         self.num_positions = 0
@@ -207,14 +207,14 @@ class Cache:
         self.num_positions = snapshot.num_positions
 
 
-def kept_states(cache: Cache, *, most_kept: int = 4, least_apart: int = 1) -> KeptStates:
+def kept_states(cache: Cache, *, most_kept: int = 4, least_apart: int = 1) -> StateCheckpoints:
     given: KvCache = cache  # type: ignore[assignment]
-    return KeptStates(given, most_kept=most_kept, least_apart=least_apart)
+    return StateCheckpoints(given, most_kept=most_kept, least_apart=least_apart)
 
 
-def keep(cache: Cache, states: KeptStates, num_positions: int) -> None:
+def keep(cache: Cache, states: StateCheckpoints, num_positions: int) -> None:
     cache.num_positions = num_positions
-    states.keep(num_positions)
+    states.save(num_positions)
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 200)), max_size=30))
@@ -249,10 +249,10 @@ def test_only_what_is_not_there_is_restored() -> None:
     states = kept_states(cache)
     keep(cache, states, 10)
     cache.num_positions = 12
-    states.take_up(12)
-    states.take_up(11)
+    states.restore(12)
+    states.restore(11)
     assert cache.num_positions == 12
-    states.take_up(10)
+    states.restore(10)
     assert cache.num_positions == 10
 
 

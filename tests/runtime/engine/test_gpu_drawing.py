@@ -14,7 +14,7 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
-from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
 from dflash_runtime.engine import decoding
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedGraph
@@ -53,7 +53,7 @@ def by_host(model: Path) -> list[list[int]]:
     """Tokens of each wish, drawn by the host after each step."""
     with pytest.MonkeyPatch.context() as patched:
         install_emulated_gpus(patched)
-        patched.setattr(CupyBackend, "recorded_step", lambda *_, **__: None)
+        patched.setattr(CupyBackend, "captured_step", lambda *_, **__: None)
         with opened(model) as engine:
             return everything(engine)
 
@@ -108,13 +108,13 @@ def test_a_token_that_is_drawn_costs_one_launch_of_a_graph(
 def test_what_the_device_is_not_sure_of_the_host_draws(
     model: Path, gpus: EmulatedGpus, by_host: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = RecordedStep.token
+    token = CapturedStep.token
 
-    def unsure(step: RecordedStep, position: int) -> int | None:
+    def unsure(step: CapturedStep, position: int) -> int | None:
         chosen = token(step, position)
         return None if position in unsure_of and WISHES[index] else chosen
 
-    monkeypatch.setattr(RecordedStep, "token", unsure)
+    monkeypatch.setattr(CapturedStep, "token", unsure)
     monkeypatch.setattr(decoding, "_ALONE", 2)
     monkeypatch.setattr(decoding, "_NUMBERS", 3)
     num_steps: list[int] = []
@@ -185,6 +185,6 @@ def test_with_experts_elsewhere_the_last_piece_draws(
         drawn = [generated(engine, NUM_TOKENS, **wish) for wish in wishes]
         num_of_host = NUM_TOKENS - 1  # too cold for the device
         assert watch.downloads.count((1, SHAPE.vocab_size)) == len(wishes) + num_of_host
-    monkeypatch.setattr(CupyBackend, "recorded_step", lambda *_, **__: None)
+    monkeypatch.setattr(CupyBackend, "captured_step", lambda *_, **__: None)
     with opened(model, **options) as engine:
         assert [generated(engine, NUM_TOKENS, **wish) for wish in wishes] == drawn

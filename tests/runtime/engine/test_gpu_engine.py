@@ -23,9 +23,9 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.run import recorded_trees
-from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
-from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.run import captured_trees
+from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import Qwen3MoeShape, write_qwen3moe
@@ -77,16 +77,16 @@ def test_recorded_steps_say_what_steps_one_by_one_say(
         ]
 
     with opened(model) as engine:
-        recorded = everything(engine)
+        captured = everything(engine)
         decoded = engine.stats().owners["local"].phases[Phase.DECODE].pairs
         assert decoded == 3 * 5 * TINY.num_layers * TINY.num_experts_used
         hits = engine.stats().hits
         assert hits.layers == hits.layers_hot_only > 0
         assert hits.hot == engine.stats().owners["local"].pairs
         assert hits.remote == hits.cold == 0
-    monkeypatch.setattr(CupyBackend, "recorded_step", lambda *_, **__: None)
+    monkeypatch.setattr(CupyBackend, "captured_step", lambda *_, **__: None)
     with opened(model) as engine:
-        assert everything(engine) == recorded
+        assert everything(engine) == captured
         assert engine.stats().owners["local"].phases[Phase.DECODE].pairs == decoded
 
 
@@ -161,12 +161,12 @@ def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus
             right = expected[len(written)], expected[len(written) + 1]
             last = wrong[1] if len(written) % 2 else right[1]
             guesses = [written[-1], wrong[0], right[0], last]
-            likeliest = engine.verify(guesses, parents).next_token_ids.tolist()
-            path = [0] if guesses[1] != likeliest[0] else [0, 1]
-            if guesses[2] == likeliest[0]:
-                path = [0, 2, 3] if guesses[3] == likeliest[2] else [0, 2]
+            argmax = engine.verify(guesses, parents).next_token_ids.tolist()
+            path = [0] if guesses[1] != argmax[0] else [0, 1]
+            if guesses[2] == argmax[0]:
+                path = [0, 2, 3] if guesses[3] == argmax[2] else [0, 2]
             engine.accept(path)
-            written += [likeliest[node] for node in path]
+            written += [argmax[node] for node in path]
         assert written == expected[: len(written)]
         # Another call begins anew, and finds nothing of what was guessed.
         assert generated(engine, prompt, 11, reuse_prefix=True) == expected
@@ -177,8 +177,8 @@ def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus
 def test_what_a_tree_needs_is_given_back(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where trees are not recorded, as others have experts; all are here, so that it is said."""
-    monkeypatch.setattr(RecordedStep, "verify", lambda *_: None)
+    """Where trees are not captured, as others have experts; all are here, so that it is said."""
+    monkeypatch.setattr(CapturedStep, "verify", lambda *_: None)
     chain = list(range(-1, 8))
     with opened(model) as engine:
         engine.prefill(prompt_of(12))
@@ -219,7 +219,7 @@ def test_what_a_tree_needs_is_given_back(
 def test_what_recorded_trees_need_is_kept_for_some_kinds_of_them(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_trees, "_MOST_TOKENS_KEPT", 40)
+    monkeypatch.setattr(captured_trees, "_MOST_TOKENS_KEPT", 40)
     with opened(model) as engine:
         engine.prefill(prompt_of(12))
 
@@ -269,7 +269,7 @@ def test_a_tree_that_cannot_be_recorded_for_want_of_memory_is_computed(
         engine.prefill(prompt_of(12))
         tree = [1, 2, 3, 4], [-1, 0, 0, 1]
         expected = engine.verify(*tree, feature_layers=[1])
-        monkeypatch.setattr(RecordedTrees, "_recorded", fails)
+        monkeypatch.setattr(CapturedTrees, "_captured", fails)
         for layers in ([0], [1]):
             found = engine.verify(*tree, feature_layers=layers)
             assert (found.next_token_ids == expected.next_token_ids).all()
@@ -314,14 +314,14 @@ def test_what_others_should_have_computed_the_cpu_does(
     with opened(model, local_experts=3, **options) as engine:
         logits = engine.logits(ids, [20, 1])
         stats = copy.deepcopy(engine.stats())
-        recorded = generated(engine, ids, 4, temperature=1.0, seed=3)
-        assert generated(engine, ids, 4) != recorded
+        captured = generated(engine, ids, 4, temperature=1.0, seed=3)
+        assert generated(engine, ids, 4) != captured
         decoded = engine.stats().hits
     with monkeypatch.context() as patched:
-        patched.setattr(CupyBackend, "recorded_step", lambda *_, **__: None)
+        patched.setattr(CupyBackend, "captured_step", lambda *_, **__: None)
         with opened(model, local_experts=3, **options) as engine:
             engine.logits(ids, [20, 1])
-            assert generated(engine, ids, 4, temperature=1.0, seed=3) == recorded
+            assert generated(engine, ids, 4, temperature=1.0, seed=3) == captured
             generated(engine, ids, 4)
             assert engine.stats().hits == decoded
     assert np.abs(logits - expected).max() < 0.02 * np.abs(expected).max()

@@ -53,12 +53,12 @@ def test_bits_do_not_depend_on_where_experts_are(
     resident = opened({LOCAL_OWNER: WHOLE})
     expected = resident.logits()
     assert np.isfinite(expected).all()
-    assert (resident.recorded_logits() == expected[-2:]).all()
+    assert (resident.captured_logits() == expected[-2:]).all()
     verified = resident.verified_logits(CHUNKS[0], CHUNKS[1:8])
     for owners in ({"gpu1": WHOLE}, {LOCAL_OWNER: HOT, "gpu1": NOT_HOT}):
         other = opened(owners)
         assert (other.logits() == expected).all()
-        assert (other.recorded_logits() == expected[-2:]).all()
+        assert (other.captured_logits() == expected[-2:]).all()
         assert (other.verified_logits(CHUNKS[0], CHUNKS[1:8]) == verified).all()
         assert other.runtime.hits.remote > 0
 
@@ -94,8 +94,8 @@ def test_errors_with_a_cpu_are_within_those_of_either_alone(
         for some in (slice(0, 31), slice(31, None)):  # chunks, steps
             bound = max(error_of(each[some], reference[some]) for each in (gpu, cpu))
             assert 0 < error_of(mixed[some], reference[some]) <= bound
-        recorded = split.recorded_logits()
-        assert error_of(recorded, reference[-2:]) <= 2 * bound  # of two positions only
+        captured = split.captured_logits()
+        assert error_of(captured, reference[-2:]) <= 2 * bound  # of two positions only
 
 
 @pytest.mark.gpu

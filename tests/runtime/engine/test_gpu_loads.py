@@ -164,7 +164,7 @@ def test_failed_loads_give_back_every_byte(
     for number in range(max(rounds, gpus.least_rounds)):
         if number == 1:
             loads.may_keep_no_more()
-        # While it is loaded, tried and recorded, and while it writes text.
+        # While it is loaded, tried and captured, and while it writes text.
         FailingCall(monkeypatch, gpus, "empty").each((1, 5, 25, 50, 75), no_memory, check_memory)
         FailingCall(monkeypatch, gpus, "module").each((1, 3, 9, 17), no_kernel, check_kernel)
     damaged = tmp_path / "damaged.gguf"

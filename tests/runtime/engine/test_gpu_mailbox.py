@@ -40,7 +40,7 @@ from dflash_runtime.compute.gpu.mailbox.link import MailLink
 from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
 from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
-from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.event_kinds import EventKind
@@ -133,9 +133,9 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
     monkeypatch.setattr(MailKernels, "add", noted)
     # What one daemon has all of is answered as float32; of two there may be none here.
     by_mail = replace(mailing.settings, ipc_transport="device")
-    for num_daemons, num_here, is_rounded in ((1, 0, {True}), (2, 2, set()), (2, 0, {False})):
+    for num_daemons, num_local, is_rounded in ((1, 0, {True}), (2, 2, set()), (2, 0, {False})):
         rounded.clear()
-        with mailing.opened(num_daemons, local_experts=num_here, settings=by_mail) as engine:
+        with mailing.opened(num_daemons, local_experts=num_local, settings=by_mail) as engine:
             rings.count = 0
             assert tokens(engine) == expected
             assert tokens(engine) == expected
@@ -156,8 +156,8 @@ def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(mailing: Mailin
         expected = verified(engine)
     rings = mailing.rings
     by_mail = replace(mailing.settings, ipc_transport="device")
-    for num_daemons, num_here in ((1, 0), (2, 2)):
-        with mailing.opened(num_daemons, local_experts=num_here, settings=by_mail) as engine:
+    for num_daemons, num_local in ((1, 0), (2, 2)):
+        with mailing.opened(num_daemons, local_experts=num_local, settings=by_mail) as engine:
             rings.count = 0
             found = verified(engine)
             assert rings.count == sum(len(parents) <= MOST_TOKENS for parents in TREES)
@@ -210,7 +210,7 @@ def test_a_trial_that_fails_leaves_steps_as_they_were(
 
     with mailing.opened(local_experts=0) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(RecordedTrees, "_launch", fails)
+            patched.setattr(CapturedTrees, "_launch", fails)
             engine.prefill(PROMPT)
             rings.count = 0
             engine.verify([1, 2], [-1, 0])
@@ -249,7 +249,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
     with mailing.resident() as engine:
         expected = tokens(engine)
     rings = mailing.rings
-    for num_here, times_s in ((2, [2.0, 1.0]), (2, [1.0, 2.0])):
+    for num_local, times_s in ((2, [2.0, 1.0]), (2, [1.0, 2.0])):
         tried = iter(times_s)
 
         def seems(mailed: MailedSteps, step_s: Any, tried: Iterator[float] = tried) -> None:
@@ -257,7 +257,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
             choose_memory(mailed, tried.__next__)
 
         monkeypatch.setattr(MailedSteps, "choose_memory", seems)
-        with mailing.opened(local_experts=num_here) as engine:
+        with mailing.opened(local_experts=num_local) as engine:
             assert chosen[-1] == (times_s[1] < times_s[0])
             rings.count = 0
             assert tokens(engine) == expected

@@ -112,18 +112,18 @@ def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
             refuse(steps, error)
 
         monkeypatch.setattr(MailedSteps, "refuse", noted)
-        recorded = engine._steps._recorded
-        assert recorded is not None
-        token, is_told = recorded.token, list[int]()
+        captured = engine._steps._captured
+        assert captured is not None
+        token, is_told = captured.token, list[int]()
 
         def once_not_finite(position: int) -> int | None:
             if not is_told and mailed.rings.count:
                 is_told.append(position)
                 token(position)
-                recorded._chosen[position] = -3  # type: ignore[attr-defined]
+                captured._chosen[position] = -3  # type: ignore[attr-defined]
             return token(position)
 
-        monkeypatch.setattr(recorded, "token", once_not_finite)
+        monkeypatch.setattr(captured, "token", once_not_finite)
         assert tokens(engine, count) == mailed.expected
         assert ["logits" in reason for reason in refused] == [True]
         assert kinds(engine) == []

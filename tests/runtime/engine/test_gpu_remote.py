@@ -87,9 +87,9 @@ def test_chunks_of_devices_have_the_bits_of_a_resident_run(
     expected = logits(model)
     moves = Moves(monkeypatch)
     options: dict[str, Any] = {"connect": [endpoint], "require_daemons": True}
-    for num_here in (0, 2):
-        assert (logits(model, local_experts=num_here, **options) == expected).all()
-        if not num_here:
+    for num_local in (0, 2):
+        assert (logits(model, local_experts=num_local, **options) == expected).all()
+        if not num_local:
             assert moves.rows == moves.sums == TINY.num_layers * (len(IDS) - 1)
     num_rows = moves.rows
     # Cut into requests of what fits, which may be twice what was agreed on.

@@ -47,11 +47,11 @@ def test_every_split_has_the_same_bits(model: Path, undo: contextlib.ExitStack) 
     resident = opened(undo, model, {LOCAL_OWNER: WHOLE})
     expected = resident.logits()
     assert resident.runtime.hits.hot == PAIRS
-    assert (resident.recorded_logits() == expected[-2:]).all()
+    assert (resident.captured_logits() == expected[-2:]).all()
     remote = opened(undo, model, {"gpu1": WHOLE})
     assert (remote.logits() == expected).all()
     assert remote.runtime.hits.remote == PAIRS
-    assert (remote.recorded_logits() == expected[-2:]).all()
+    assert (remote.captured_logits() == expected[-2:]).all()
     assert remote.runtime.hits.layers_hot_only == 0
     hot: Layers = {0: [4, 0, 2], 1: [3]}
     some = opened(undo, model, {LOCAL_OWNER: hot, "gpu1": {0: [3, 1]}, "gpu2": {1: [0, 4, 2, 1]}})
@@ -66,10 +66,10 @@ def test_every_split_has_the_same_bits(model: Path, undo: contextlib.ExitStack) 
     assert stats["gpu1"].pairs + stats["gpu2"].pairs == hits.remote
     some.steps.try_out()  # which asks nobody
     assert hits.hot + hits.remote == PAIRS
-    assert (some.recorded_logits() != expected[-2:]).any()  # over what was tried
+    assert (some.captured_logits() != expected[-2:]).any()  # over what was tried
     some.logits()
     before = replace(hits)
-    assert (some.recorded_logits() == expected[-2:]).all()
+    assert (some.captured_logits() == expected[-2:]).all()
     steps_pairs = 2 * TINY.num_layers * TINY.num_experts_used
     assert hits.hot + hits.remote == before.hot + before.remote + steps_pairs
     assert hits.layers == before.layers + 2 * TINY.num_layers
@@ -82,11 +82,11 @@ def test_rows_that_are_scaled_for_experts_have_the_same_bits_everywhere(
     path = write_model(tmp_path / "m.gguf", TINY_LLAMA4, seed=5, tensor_type="Q8_0")
     resident = opened(undo, path, {LOCAL_OWNER: WHOLE})
     expected = resident.logits()
-    assert (resident.recorded_logits() == expected[-2:]).all()
+    assert (resident.captured_logits() == expected[-2:]).all()
     # A layer of which a part is here, and one of which nothing is.
     split = opened(undo, path, {LOCAL_OWNER: {0: [4, 0, 2]}, "gpu1": {0: [3, 1], 1: WHOLE[1]}})
     assert (split.logits() == expected).all()
-    assert (split.recorded_logits() == expected[-2:]).all()
+    assert (split.captured_logits() == expected[-2:]).all()
     assert 0 < split.runtime.hits.hot < split.runtime.hits.remote
     found = {"gpu": expected, "both": opened(undo, path, {"cpu1": WHOLE}).logits()}
     for backend in ("cpu", "reference"):
@@ -102,7 +102,7 @@ def test_a_layer_without_experts_here(model: Path, undo: contextlib.ExitStack) -
     half = opened(undo, model, {LOCAL_OWNER: {1: WHOLE[1]}, "gpu1": {0: WHOLE[0]}})
     assert (half.logits() == expected).all()
     assert half.runtime.hits.layers_hot_only == len(CHUNKS)
-    assert (half.recorded_logits() == expected[-2:]).all()
+    assert (half.captured_logits() == expected[-2:]).all()
     assert half.runtime.hits.layers_hot_only == len(CHUNKS) + 2
 
 
@@ -116,7 +116,7 @@ def test_replicas_here_are_used_when_their_owner_is_lost(
         assert (split.logits() == expected).all()
         stats = split.runtime.stats()
         assert stats[LOCAL_OWNER].pairs + stats[name].pairs == PAIRS
-        assert (split.recorded_logits() == expected[-2:]).all()
+        assert (split.captured_logits() == expected[-2:]).all()
         stats = split.runtime.stats()
         assert (stats[name].pairs > 0) == (name == "gpu1")
         assert (stats[name].retries > 0) == (name == "lost1")
@@ -128,16 +128,16 @@ def test_a_step_that_nobody_can_finish_fails_and_the_next_one_does_not(
     split = opened(undo, model, {LOCAL_OWNER: {0: WHOLE[0], 1: [0, 1]}, "lost1": {1: [2, 3, 4]}})
     with pytest.raises(DaemonUnavailable, match=r"gone; .*required"):
         split.logits()
-    recorded = split.steps.recorded(split.steps.begin())
-    assert recorded is not None
+    captured = split.steps.captured(split.steps.begin())
+    assert captured is not None
     num_done = 0
     for token_id in range(TINY.vocab_size):  # some choose what is here
-        recorded.begin(token_id, 0)
+        captured.begin(token_id, 0)
         try:
-            recorded.start()
+            captured.start()
         except DaemonUnavailable:
             continue
-        chosen = recorded.token(1)
+        chosen = captured.token(1)
         assert chosen is not None
         assert 0 <= chosen < TINY.vocab_size
         num_done += 1

@@ -20,8 +20,8 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_runtime import Engine
-from dflash_runtime.compute.rings import MOST_KEPT
-from dflash_runtime.engine.kept_states import KeptStates
+from dflash_runtime.compute.sliding_window import MOST_KEPT
+from dflash_runtime.engine.checkpoints import StateCheckpoints
 from dflash_runtime.engine.steps import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
@@ -76,7 +76,7 @@ def undo() -> Iterator[contextlib.ExitStack]:
 
 
 def halved(undo: contextlib.ExitStack, path: Path, owners: Mapping[str, Layers]) -> Split:
-    return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, halved_from=HALVED_FROM)
+    return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, overlapped_from=HALVED_FROM)
 
 
 def test_halves_have_the_bits_of_a_whole(model: Path, undo: contextlib.ExitStack) -> None:
@@ -107,7 +107,7 @@ def test_only_owners_on_cpus_may_have_their_experts_copied_to_a_whole_chunk(
         {"gpu1": WHOLE},
         ids=IDS,
         chunks=CHUNKS,
-        halved_from=HALVED_FROM,
+        overlapped_from=HALVED_FROM,
         offload=OffloadMode.AUTO,
     )
     (owner,) = split.runtime._owners
@@ -150,7 +150,7 @@ def test_states_of_recurrent_layers_go_from_half_to_half(
 ) -> None:
     """And are kept at the end of a chunk, and gone on from."""
     defaults = {"most_kept": MOST_KEPT, "least_apart": 1}
-    monkeypatch.setattr(KeptStates.__init__, "__kwdefaults__", defaults)
+    monkeypatch.setattr(StateCheckpoints.__init__, "__kwdefaults__", defaults)
     path = write_model(tmp_path / "m.gguf", RECURRENT, seed=2)
     ids = ids_for(RECURRENT, 40)
     experts: Layers = dict.fromkeys(range(RECURRENT.num_layers), range(RECURRENT.num_experts))
@@ -158,14 +158,14 @@ def test_states_of_recurrent_layers_go_from_half_to_half(
     rest: Layers = {layer: [0, 2, 3, 5] for layer in experts}
     expected: F32Array | None = None
     for owners in ({LOCAL_OWNER: experts}, {LOCAL_OWNER: some, "gpu1": rest}):
-        split = Split(undo, path, owners, ids=ids, chunks=[20, 20], halved_from=HALVED_FROM)
+        split = Split(undo, path, owners, ids=ids, chunks=[20, 20], overlapped_from=HALVED_FROM)
         found = split.logits()
         expected = found if expected is None else expected
         assert (found == expected).all()
         steps = split.steps
         run = steps.begin()
         steps.forward(run, ids[:20], 0)
-        steps.keep(20)
+        steps.save_state(20)
         steps.forward(run, ids[12:30], 20)  # another text
         assert (steps.head(steps.forward(run, ids[20:], 20)) == expected[20:]).all()
 
@@ -190,7 +190,7 @@ def test_a_run_that_is_cancelled_within_a_chunk_spoils_nothing(
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     gpus = install_emulated_gpus(monkeypatch)
-    gpus.halved_from = HALVED_FROM
+    gpus.overlapped_from = HALVED_FROM
     return gpus
 
 
@@ -208,7 +208,7 @@ def daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def opened(path: Path, **options: Any) -> Engine:
-    """With patience, so that a machine with much to do loses no daemon."""
+    """With timeout, so that a machine with much to do loses no daemon."""
     settings = replace(load_settings(), deadline_ms=60_000)
     return Engine.open(path, device="cuda:0", context=64, settings=settings, **options)
 
@@ -246,8 +246,8 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
         return status
 
     monkeypatch.setattr(SharedClient, "_move_rows", sent)
-    for num_here in (2, 0):
-        with opened(model, connect=[endpoint], local_experts=num_here) as engine:
+    for num_local in (2, 0):
+        with opened(model, connect=[endpoint], local_experts=num_local) as engine:
             assert (engine.logits(ids, CHUNKS) == expected).all()
             assert most_in_flight == 2
             faults.append("interrupt")
@@ -258,7 +258,7 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
             stats = engine.stats()
             assert stats.owners["link0"].retries == 0
             assert not any(event.kind == "daemon_lost" for event in stats.events)
-            if num_here:
+            if num_local:
                 continue
             faults.append("kill")
             found = engine.logits(ids, CHUNKS)

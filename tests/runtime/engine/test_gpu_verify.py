@@ -1,4 +1,4 @@
-"""Trees of guessed tokens on a GPU, emulated here: a token has the bits that it has when a sequence
+"""Trees of draft tokens on a GPU, emulated here: a token has the bits that it has when a sequence
 is decoded token by token, wherever experts are, and an accepted path counts as if there had been
 nothing else."""
 
@@ -18,9 +18,9 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.registry import adapter_for
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY
@@ -184,8 +184,8 @@ def test_recurrent_layers_and_windows(
 ) -> None:
     """Those with windows in rings, which the second tree goes over the end of."""
     monkeypatch.setattr(llama4, "_CHUNK", 7)
-    monkeypatch.setattr(rings, "RING_CHUNK", 10)
-    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 10)
+    monkeypatch.setattr(sliding_window, "_ROW_UNIT", 8)
     path = write_model(tmp_path / "m.gguf", SHAPES[name], seed=2)
 
     def opened(owners: Mapping[str, Layers]) -> Split:
@@ -199,7 +199,7 @@ def test_recurrent_layers_and_windows(
             kv_type=KvType.F32,
         )
         rings_of = split.steps._cache.rings  # type: ignore[attr-defined]
-        assert any(ring.is_ring for ring in rings_of) == (name != "qwen35moe")
+        assert any(ring.is_window for ring in rings_of) == (name != "qwen35moe")
         return split
 
     parents = [-1, 0, 0, 1, 2, -1]
@@ -219,16 +219,16 @@ def test_a_recorded_pass_is_that_of_every_tree_of_its_kind(
     """One after the other, of which paths are accepted; and one of another kind in between."""
     shape = TINY if name == "qwen3moe" else SHAPES[name]
     path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type="Q8_0")
-    monkeypatch.setattr(rings, "RING_CHUNK", 10)
-    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
-    recorded = RecordedTrees._recorded
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 10)
+    monkeypatch.setattr(sliding_window, "_ROW_UNIT", 8)
+    captured = CapturedTrees._captured
     kinds: list[object] = []
 
-    def counted(trees: RecordedTrees, key: Any, *args: Any) -> Any:
+    def counted(trees: CapturedTrees, key: Any, *args: Any) -> Any:
         kinds.append(key.kind)
-        return recorded(trees, key, *args)
+        return captured(trees, key, *args)
 
-    monkeypatch.setattr(RecordedTrees, "_recorded", counted)
+    monkeypatch.setattr(CapturedTrees, "_captured", counted)
     owners = splits_of(experts_of(path))["all"]
 
     def opened() -> Split:

@@ -14,7 +14,7 @@ import pytest
 from dflash_protocol.errors import NotFinite
 from dflash_protocol.ids import AnyArray
 from dflash_runtime import Engine
-from dflash_runtime.engine.sampling import Sampler, SamplingOptions, token_logprobs
+from dflash_runtime.engine.sampling import Sampler, SamplingParams, token_logprobs
 from dflash_runtime.engine.steps import Steps
 from support.emulated_gpu import TINY, install_emulated_gpus
 from support.not_finite import EMBEDDINGS, OUTPUT_NORM, with_nan
@@ -153,11 +153,11 @@ def test_finite_logits_however_large_have_tokens_and_probabilities(temperature: 
     largest = float(np.finfo(np.float32).max)
     for values in ([-largest, largest, 0.0, largest], [-largest] * 4, [0.0, 1e-45, -1e-45, 0.0]):
         logits = np.array(values, np.float32)
-        likeliest = set(np.flatnonzero(logits == logits.max()).tolist())
+        argmax = set(np.flatnonzero(logits == logits.max()).tolist())
         for options in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"min_p": 1e-300}):
-            sampler = Sampler(SamplingOptions(temperature, seed=1, **options))
+            sampler = Sampler(SamplingParams(temperature, seed=1, **options))
             token_id = sampler(logits)
-            assert token_id in likeliest or max(values) < 1.0, (values, options)
+            assert token_id in argmax or max(values) < 1.0, (values, options)
             found = token_logprobs(logits, token_id, 4)
             assert math.isfinite(found.logprob)
             assert all(math.isfinite(logprob) for _, logprob in found.top)

@@ -1,4 +1,4 @@
-"""A prompt that begins like the one before, where layers keep but the last positions in a ring."""
+"""A prompt that begins like the one before, where layers keep but the last positions in a window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_runtime import Engine
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from support.emulated_gpu import install_emulated_gpus
 from support.random_gguf import write_model
 from support.random_laguna import LagunaShape
@@ -47,7 +47,7 @@ def bits_of(engine: Engine, prompt: list[int], num_tokens: int, *, reuse: bool) 
 def test_reuse_of_what_a_ring_has_lost_does_not_show_in_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    monkeypatch.setattr(rings, "RING_CHUNK", 24)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 24)
     path = write_model(tmp_path / "model.gguf", SHAPE, seed=3)
     random = np.random.default_rng(2)
     base = random.integers(0, SHAPE.vocab_size, 480).tolist()
@@ -57,7 +57,7 @@ def test_reuse_of_what_a_ring_has_lost_does_not_show_in_the_bits(
     ):
         for length, own, num_tokens in (
             (150, 4, 3),
-            (150, 9, 80),  # goes on, and round the ring more than once
+            (150, 9, 80),  # goes on, and round the window more than once
             (160, 3, 3),  # back to where only a kept state can help
             (70, 5, 2),
             (70, 0, 2),
@@ -72,8 +72,8 @@ def test_reuse_of_what_a_ring_has_lost_does_not_show_in_the_bits(
 @pytest.mark.slow
 def test_the_same_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_emulated_gpus(monkeypatch)
-    monkeypatch.setattr(rings, "RING_CHUNK", 20)
-    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 20)
+    monkeypatch.setattr(sliding_window, "_ROW_UNIT", 8)
     path = write_model(tmp_path / "model.gguf", WIDE, seed=3, tensor_type="Q8_0")
     random = np.random.default_rng(2)
     base = random.integers(0, WIDE.vocab_size, 120).tolist()
@@ -82,7 +82,7 @@ def test_the_same_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Engine.open(path, device="cuda:0", context=160) as fresh,
     ):
         for length, own, num_tokens, num_reused in (
-            (80, 0, 45, 0),  # round the ring, by recorded steps
+            (80, 0, 45, 0),  # round the window, by captured steps
             (80, 12, 2, 80),  # back to where only a kept state can help
             (60, 9, 2, 0),
         ):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array
-from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from support.examples import examples
 
 LOGITS = st.lists(st.integers(-512, 512).map(lambda number: number / 128), min_size=1)
@@ -24,7 +24,7 @@ def row(values: list[float]) -> F32Array:
     return np.array(values, dtype=np.float32)
 
 
-def naive_distribution(values: list[float], options: SamplingOptions) -> dict[int, float]:
+def naive_distribution(values: list[float], options: SamplingParams) -> dict[int, float]:
     """Probability of every token that may be drawn."""
     order = sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
     if options.top_k:
@@ -42,7 +42,7 @@ def naive_distribution(values: list[float], options: SamplingOptions) -> dict[in
     return {token_id: probability / sum(kept.values()) for token_id, probability in kept.items()}
 
 
-def plainly_drawn(logits: F32Array, options: SamplingOptions, number: float) -> int:
+def plainly_drawn(logits: F32Array, options: SamplingParams, number: float) -> int:
     """The token that a number falls on, with every token sorted and every probability computed."""
     order = np.argsort(-logits, kind="stable")
     if options.top_k:
@@ -59,7 +59,7 @@ def plainly_drawn(logits: F32Array, options: SamplingOptions, number: float) -> 
     return int(order[np.searchsorted(cumulative, number * cumulative[-1], side="right")])
 
 
-def draw(values: list[float], options: SamplingOptions, count: int) -> list[int]:
+def draw(values: list[float], options: SamplingParams, count: int) -> list[int]:
     sampler = Sampler(options)
     return [sampler(row(values)) for _ in range(count)]
 
@@ -67,9 +67,9 @@ def draw(values: list[float], options: SamplingOptions, count: int) -> list[int]
 @examples(120)
 @given(LOGITS)
 def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
-    (token_id,) = draw(values, SamplingOptions(), 1)
+    (token_id,) = draw(values, SamplingParams(), 1)
     assert token_id == values.index(max(values))
-    assert draw(values, SamplingOptions(temperature=0.0, top_k=3, seed=1), 3) == [token_id] * 3
+    assert draw(values, SamplingParams(temperature=0.0, top_k=3, seed=1), 3) == [token_id] * 3
 
 
 @examples(120)
@@ -83,7 +83,7 @@ def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
 def test_only_what_the_filters_leave_is_drawn(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    options = SamplingOptions(temperature, top_k, top_p, min_p, seed=3)
+    options = SamplingParams(temperature, top_k, top_p, min_p, seed=3)
     allowed = naive_distribution(values, options)
     assert set(draw(values, options, 30)) <= set(allowed)
 
@@ -119,22 +119,22 @@ def large_row(size: int, scale: float, step: float | None, seed: int) -> F32Arra
 def test_tokens_are_those_of_the_plain_formula(
     logits: F32Array, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    options = SamplingOptions(temperature, top_k, top_p, min_p, seed=11)
+    options = SamplingParams(temperature, top_k, top_p, min_p, seed=11)
     numbers = np.random.default_rng(11)
     expected = [plainly_drawn(logits, options, numbers.random()) for _ in range(20)]
     sampler, ahead = Sampler(options), Sampler(options)
     assert [sampler(logits) for _ in range(20)] == expected
-    assert [ahead.drawn(logits, number) for number in ahead.numbers(20)] == expected
+    assert [ahead.sample(logits, number) for number in ahead.numbers(20)] == expected
 
 
 def test_numbers_that_are_drawn_ahead_are_those_of_the_tokens() -> None:
     logits = large_row(3000, 0.5, None, 1)
-    sampler, ahead = (Sampler(SamplingOptions(2.0, seed=9)) for _ in range(2))
+    sampler, ahead = (Sampler(SamplingParams(2.0, seed=9)) for _ in range(2))
     expected = [sampler(logits) for _ in range(12)]
     drawn = [ahead(logits)]
-    drawn += [ahead.drawn(logits, number) for number in ahead.numbers(4)]
+    drawn += [ahead.sample(logits, number) for number in ahead.numbers(4)]
     drawn += [ahead(logits)]
-    drawn += [ahead.drawn(logits, number) for number in ahead.numbers(6)]
+    drawn += [ahead.sample(logits, number) for number in ahead.numbers(6)]
     assert drawn == expected
     assert len(set(expected)) > 5
 
@@ -151,31 +151,31 @@ def test_numbers_that_are_drawn_ahead_are_those_of_the_tokens() -> None:
 def test_without_a_distribution_the_token_is_the_greedy_one(
     values: list[float], expected: int
 ) -> None:
-    assert draw(values, SamplingOptions(), 1) == [expected]
+    assert draw(values, SamplingParams(), 1) == [expected]
     for top_k in (0, 4):
         for top_p, min_p in ((1.0, 0.0), (0.5, 0.0), (1.0, 0.5)):
-            options = SamplingOptions(0.7, top_k, top_p, min_p, seed=1)
+            options = SamplingParams(0.7, top_k, top_p, min_p, seed=1)
             assert draw(values, options, 3) == [expected] * 3
 
 
 def test_what_top_k_leaves_out_need_not_be_a_number() -> None:
     values = [1.0, math.nan, 3.0, 2.0]
-    assert set(draw(values, SamplingOptions(1.0, top_k=2, seed=1), 100)) == {2, 3}
+    assert set(draw(values, SamplingParams(1.0, top_k=2, seed=1), 100)) == {2, 3}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        SamplingOptions(1.0, seed=1),
-        SamplingOptions(0.5, seed=2),
-        SamplingOptions(3.0, seed=3),
-        SamplingOptions(1.0, top_k=3, seed=4),
-        SamplingOptions(1.0, top_p=0.7, seed=5),
-        SamplingOptions(1.0, min_p=0.2, seed=6),
-        SamplingOptions(1.5, top_k=5, top_p=0.9, min_p=0.1, seed=7),
+        SamplingParams(1.0, seed=1),
+        SamplingParams(0.5, seed=2),
+        SamplingParams(3.0, seed=3),
+        SamplingParams(1.0, top_k=3, seed=4),
+        SamplingParams(1.0, top_p=0.7, seed=5),
+        SamplingParams(1.0, min_p=0.2, seed=6),
+        SamplingParams(1.5, top_k=5, top_p=0.9, min_p=0.1, seed=7),
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_are_likely(options: SamplingOptions) -> None:
+def test_tokens_are_drawn_as_often_as_they_are_likely(options: SamplingParams) -> None:
     values = [0.1, 2.0, -1.0, 1.5, 0.7, 0.0, 1.9]
     count = 4_000
     drawn = Counter(draw(values, options, count))
@@ -188,14 +188,14 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(options: SamplingOptions) 
 
 def test_a_seed_gives_the_same_tokens_again_and_none_gives_others() -> None:
     values = [0.0] * 50
-    first = draw(values, SamplingOptions(1.0, seed=42), 50)
-    assert draw(values, SamplingOptions(1.0, seed=42), 50) == first
-    assert draw(values, SamplingOptions(1.0, seed=43), 50) != first
-    assert draw(values, SamplingOptions(1.0), 50) != draw(values, SamplingOptions(1.0), 50)
+    first = draw(values, SamplingParams(1.0, seed=42), 50)
+    assert draw(values, SamplingParams(1.0, seed=42), 50) == first
+    assert draw(values, SamplingParams(1.0, seed=43), 50) != first
+    assert draw(values, SamplingParams(1.0), 50) != draw(values, SamplingParams(1.0), 50)
 
 
 def test_equally_likely_tokens_are_taken_in_order_of_their_ids() -> None:
-    options = SamplingOptions(1.0, top_k=2, seed=5)
+    options = SamplingParams(1.0, top_k=2, seed=5)
     assert set(draw([1.0, 1.0, 1.0, 1.0], options, 50)) == {0, 1}
 
 
@@ -214,44 +214,44 @@ def test_as_temperature_falls_to_nothing_the_most_likely_token_is_certain(
 ) -> None:
     values = [1.0, 7.5, -3.0, 7.0]
     for options in (
-        SamplingOptions(temperature, seed=1),
-        SamplingOptions(temperature, top_k=3, top_p=0.9, min_p=0.1, seed=1),
+        SamplingParams(temperature, seed=1),
+        SamplingParams(temperature, top_k=3, top_p=0.9, min_p=0.1, seed=1),
     ):
         assert draw(values, options, 20) == [1] * 20
 
 
 def test_a_high_temperature_makes_all_tokens_equally_likely() -> None:
-    options = SamplingOptions(100.0, seed=1)
+    options = SamplingParams(100.0, seed=1)
     assert set(draw([0.0, 4.0, -4.0, 1.0], options, 200)) == {0, 1, 2, 3}
 
 
 def test_what_is_impossible_is_never_drawn() -> None:
     values = [-math.inf, 0.0, -math.inf, 0.0]
-    assert set(draw(values, SamplingOptions(2.0, seed=1), 200)) == {1, 3}
-    assert draw([-math.inf, 3.0, -math.inf], SamplingOptions(1.0, top_p=0.5, seed=1), 5) == [1] * 5
+    assert set(draw(values, SamplingParams(2.0, seed=1), 200)) == {1, 3}
+    assert draw([-math.inf, 3.0, -math.inf], SamplingParams(1.0, top_p=0.5, seed=1), 5) == [1] * 5
 
 
 def test_far_apart_logits_do_not_overflow() -> None:
     values = [3e38, -3e38, 0.0]
-    assert draw(values, SamplingOptions(0.01, seed=1), 5) == [0] * 5
+    assert draw(values, SamplingParams(0.01, seed=1), 5) == [0] * 5
 
 
 def test_top_k_of_more_than_there_are_keeps_all() -> None:
-    assert set(draw([0.0, 0.0], SamplingOptions(1.0, top_k=1000, seed=1), 50)) == {0, 1}
+    assert set(draw([0.0, 0.0], SamplingParams(1.0, top_k=1000, seed=1), 50)) == {0, 1}
 
 
 def test_the_smallest_top_p_keeps_the_most_likely_token() -> None:
-    assert draw([0.0, 0.1, 0.0], SamplingOptions(1.0, top_p=1e-9, seed=1), 20) == [1] * 20
+    assert draw([0.0, 0.1, 0.0], SamplingParams(1.0, top_p=1e-9, seed=1), 20) == [1] * 20
 
 
 def test_a_vocabulary_of_one_has_one_answer() -> None:
-    for options in (SamplingOptions(), SamplingOptions(1.0, top_p=0.5, min_p=1.0, seed=1)):
+    for options in (SamplingParams(), SamplingParams(1.0, top_p=0.5, min_p=1.0, seed=1)):
         assert draw([-5.0], options, 3) == [0] * 3
 
 
 def test_logits_are_left_alone() -> None:
     logits = row([0.5, 2.0, 1.0])
-    Sampler(SamplingOptions(0.7, top_k=2, top_p=0.9, min_p=0.1, seed=1))(logits)
+    Sampler(SamplingParams(0.7, top_k=2, top_p=0.9, min_p=0.1, seed=1))(logits)
     np.testing.assert_array_equal(logits, row([0.5, 2.0, 1.0]))
 
 
@@ -270,16 +270,16 @@ def test_an_option_out_of_range_is_refused_with_its_name(
 ) -> None:
     for value in bad:
         with pytest.raises(SettingsError, match=f"^{name}="):
-            SamplingOptions(**{name: value})  # type: ignore[arg-type]
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
     for value in good:
-        Sampler(SamplingOptions(**{name: value}))(row([0.0, 1.0]))  # type: ignore[arg-type]
+        Sampler(SamplingParams(**{name: value}))(row([0.0, 1.0]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed"])
 def test_an_option_of_another_type_is_refused_with_its_name(name: str) -> None:
     for value in ("0.5", [1], 1j, b"1"):
         with pytest.raises(SettingsError, match=f"^{name}="):
-            SamplingOptions(**{name: value})  # type: ignore[arg-type]
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -295,4 +295,4 @@ def test_an_option_of_another_type_is_refused_with_its_name(name: str) -> None:
 )
 def test_an_option_that_is_almost_a_number_is_refused(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=f"^{name}="):
-        SamplingOptions(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})  # type: ignore[arg-type]

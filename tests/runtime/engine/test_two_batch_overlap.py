@@ -20,7 +20,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.engine import two_batch_overlap
-from dflash_runtime.engine.halves import Turns
+from dflash_runtime.engine.two_batch_overlap import TwoBatchOverlap
 from support.examples import examples
 from support.interrupts import interrupt_main_thread
 
@@ -43,13 +43,13 @@ class Asked:
         if what in self.fails:
             raise self.fails[what]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.num_looks += 1
 
-    def experts_here(self, layer_id: int) -> Any:
+    def local_experts_mask(self, layer_id: int) -> Any:
         raise NotImplementedError
 
-    def count_here(self, phase: Phase, **_: int) -> None:
+    def count_local(self, phase: Phase, **_: int) -> None:
         """Not looked at."""
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
@@ -116,7 +116,7 @@ class Model:
 
     def __init__(self, *, asks: Callable[[str, int], bool] = lambda half, layer: True) -> None:
         self.asked = Asked()
-        self.turns = Turns(self.asked)
+        self.turns = TwoBatchOverlap(self.asked)
         self._asks = asks
         self._num_running = 0
         self._block = self.turns.passing(self._experts)
@@ -219,7 +219,7 @@ def test_what_ends_one_half_ends_the_other(place: str) -> None:
 
 
 def test_a_half_is_not_cut_in_halves() -> None:
-    turns = Turns(Asked())
+    turns = TwoBatchOverlap(Asked())
     with pytest.raises(RuntimeError, match="half"):
         turns.run(lambda: turns.run(int, int), lambda: (0, 0))
     assert turns.run(int, int) == (0, 0)
@@ -230,7 +230,7 @@ def test_a_half_that_never_comes_to_an_end_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(two_batch_overlap, "_LONGEST_TURN_S", 0.05)
     released = threading.Event()
-    turns = Turns(Asked())
+    turns = TwoBatchOverlap(Asked())
     block = turns.passing(lambda *_: EMPTY)
     with pytest.raises(DeviceUnavailable):
         turns.run(lambda: block(0, EMPTY, EMPTY, EMPTY), lambda: released.wait(30))
@@ -243,7 +243,7 @@ def test_a_half_that_never_comes_to_an_end_is_not_waited_for_without_end(
 def only_within_halves(_: int, frame: FrameType | None) -> None:
     """What an interrupt does: it may come when a test has gone on already."""
     while frame is not None:
-        if frame.f_code is Turns.run.__code__:
+        if frame.f_code is TwoBatchOverlap.run.__code__:
             raise KeyboardInterrupt
         frame = frame.f_back
 

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_daemon import service as service_module
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
-from support.remote_rig import PATIENCE_S, ScriptedRig, ServedRig
+from support.remote_rig import TIMEOUT_S, ScriptedRig, ServedRig
 from support.scripted_daemon import ScriptedDaemon
 
 
@@ -32,7 +32,7 @@ def undo() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def served(undo: ExitStack, endpoint: Endpoint) -> ServedRig:
-    return ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S)
+    return ServedRig(undo, endpoint, min_deadline_s=TIMEOUT_S)
 
 
 @pytest.fixture

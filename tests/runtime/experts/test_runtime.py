@@ -91,7 +91,7 @@ class FakeCompute:
     def push(self, ticket: Ticket) -> None:
         self.num_pushed += 1
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.log.append(f"look {self.name}")
 
     def abandon(self, ticket: Ticket) -> None:

@@ -60,16 +60,16 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Range]]:
     ranges: dict[str, list[Range]] = {"region": [], "advise": []}
     region, advise = GgufFile.region, GgufFile.advise_willneed
 
-    def recorded_region(self: GgufFile, *each: int) -> U8Array:
+    def captured_region(self: GgufFile, *each: int) -> U8Array:
         ranges["region"].append((each[0], each[1], each[2]))
         return region(self, *each)
 
-    def recorded_advise(self: GgufFile, *each: int) -> None:
+    def captured_advise(self: GgufFile, *each: int) -> None:
         ranges["advise"].append((each[0], each[1], each[2]))
         advise(self, *each)
 
-    monkeypatch.setattr(GgufFile, "region", recorded_region)
-    monkeypatch.setattr(GgufFile, "advise_willneed", recorded_advise)
+    monkeypatch.setattr(GgufFile, "region", captured_region)
+    monkeypatch.setattr(GgufFile, "advise_willneed", captured_advise)
     return ranges
 
 

@@ -76,7 +76,7 @@ async def test_a_stream_says_what_the_whole_answer_says(serve: Serve) -> None:
                 assert [token for part in parts for token in part["content"]] == content
                 assert len(content) == 30
                 for token in content:
-                    # Greedy: what was chosen is the likeliest.
+                    # Greedy: what was chosen is the most likely.
                     assert token["top_logprobs"][0]["logprob"] == token["logprob"]
                     assert token["top_logprobs"][0]["bytes"] == token["bytes"]
                     assert len(token["top_logprobs"]) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_protocol.errors import ModelFileError
 from dflash_runtime import Engine
-from dflash_runtime.engine.sampling import SamplingOptions
+from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.fair_queue import QueueFull
 from dflash_runtime.serving.jobs import Channel, Finished, Job
 from dflash_runtime.serving.metrics import Metrics
@@ -34,7 +34,7 @@ def job_of(client: str = "me", *, max_tokens: int = 400, **options: Any) -> Job:
         client,
         [1, 2, 3],
         max_tokens,
-        SamplingOptions(),
+        SamplingParams(),
         Channel(asyncio.get_running_loop()),
         ignore_eos=True,
         **options,

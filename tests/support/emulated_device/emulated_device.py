@@ -245,7 +245,7 @@ class EmulatedDevice:
         self._buffers: dict[int, weakref.ref[AnyArray]] = {}
         self._range_bytes: dict[int, int] = {}
         self._ranges: ctypes.Array[_Range] | None = None
-        self._recorded: list[Callable[[], None]] | None = None
+        self._captured: list[Callable[[], None]] | None = None
         self._sides: dict[str, EmulatedSideStream] = {}
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
@@ -323,8 +323,8 @@ class EmulatedDevice:
             shared_bytes=shared_bytes,
             overlaps_previous=overlaps_previous,
         )
-        if self._recorded is not None:
-            self._recorded.append(run)
+        if self._captured is not None:
+            self._captured.append(run)
         else:
             run()
 
@@ -373,13 +373,13 @@ class EmulatedDevice:
     def capture(self, record: Callable[[], None]) -> EmulatedGraph:
         """As KernelDevice.capture."""
         self._must_not_record("capture")
-        recorded: list[Callable[[], None]] = []
-        self._recorded = recorded
+        captured: list[Callable[[], None]] = []
+        self._captured = captured
         try:
             record()
         finally:
-            self._recorded = None
-        return EmulatedGraph(recorded)
+            self._captured = None
+        return EmulatedGraph(captured)
 
     def new_queue(self) -> EmulatedQueue:
         """As KernelDevice.new_queue."""
@@ -465,8 +465,8 @@ class EmulatedDevice:
         return forget
 
     def _must_not_record(self, what: str) -> None:
-        if self._recorded is not None:
-            raise DeviceUnavailable(f"cannot {what} while launches are recorded")
+        if self._captured is not None:
+            raise DeviceUnavailable(f"cannot {what} while launches are captured")
 
 
 def _as_ranges(places: list[tuple[int, int]], guarded: set[int]) -> ctypes.Array[_Range]:

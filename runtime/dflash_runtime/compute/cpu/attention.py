@@ -70,7 +70,7 @@ class Attention:
 
         Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; sinks [heads]; result
         [T, heads, V].
-        Raises: ContextExceeded if the chunk does not fit the cache; StateNotKept if rows that it
+        Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows that it
         sees have been overwritten.
         """
         layer = cache.layers[cache_layer]
@@ -95,7 +95,7 @@ class Attention:
         if num_tokens == 0:
             return out
         first_position = _first_position(positions, num_tokens, cache.capacity)
-        for part in layer.ring.parts(first_position, num_tokens):
+        for part in layer.window.parts(first_position, num_tokens):
             self._compute(
                 (q[part], k[part], v[part]),
                 sinks,
@@ -119,7 +119,7 @@ class Attention:
         layer, num_tokens = cache.layers[cache_layer], k.shape[0]
         first_position = _first_position(positions, num_tokens, cache.capacity)
         nothing = np.empty((0, 1, 1), np.float32)
-        for part in layer.ring.parts(first_position, num_tokens):
+        for part in layer.window.parts(first_position, num_tokens):
             with self._scratch.take(8 * a.NUM_ARGUMENTS) as (args, counter):
                 attention_kernel()(
                     nothing,

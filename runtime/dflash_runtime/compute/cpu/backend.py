@@ -75,8 +75,8 @@ class CpuBackend(HostBackend):
             for job in jobs:
                 run_job(job)
 
-    def rest(self) -> None:
-        self._workers.rest()
+    def idle(self) -> None:
+        self._workers.idle()
 
     def close(self) -> None:
         if "_workers" in vars(self):

@@ -33,7 +33,7 @@ _CHILD = "dflash_runtime.compute.cpu.compile_ahead_child"
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime")
 _MOST_CHILDREN = 8
 """Each takes about 200 MB while it compiles."""
-_JOB_PATIENCE_S = 60.0
+_JOB_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _LOOK_S = 1.0
 _ANSWER_BYTES = 256
@@ -82,7 +82,7 @@ def _only_one(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Ite
             now_missing = len(_missing(folder, jobs))
             on_progress(len(jobs) - now_missing, len(jobs))
             if now_missing < num_missing:
-                num_missing, end_s = now_missing, time.monotonic() + _JOB_PATIENCE_S
+                num_missing, end_s = now_missing, time.monotonic() + _JOB_TIMEOUT_S
             elif time.monotonic() > end_s:
                 raise TimeoutError("another process has been at it for too long")
             time.sleep(_POLL_S)
@@ -102,11 +102,11 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
                 child.begin(waiting.pop())
                 selector.register(child.output, selectors.EVENT_READ, child)
             on_done(num_done)
-            end_s = time.monotonic() + _JOB_PATIENCE_S
+            end_s = time.monotonic() + _JOB_TIMEOUT_S
             while selector.get_map():
                 events = selector.select(_LOOK_S)
                 if events:
-                    end_s = time.monotonic() + _JOB_PATIENCE_S
+                    end_s = time.monotonic() + _JOB_TIMEOUT_S
                 elif time.monotonic() > end_s:
                     raise TimeoutError("no kernel was done in time")
                 else:

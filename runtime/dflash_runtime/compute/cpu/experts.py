@@ -14,7 +14,7 @@ from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_sc
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, UNPACK, row_layout
-from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 
 
@@ -54,12 +54,12 @@ class CpuExpertBank:
             [layer.activation_limit, layer.activation_alpha, layer.activation.up_offset], np.float32
         )
         self._thread_bytes = 2 * TOTALS_BYTES + product_scratch_bytes(self._layouts)
-        wants_records = self._layouts[:, UNPACK] != 0
-        self._hidden_record_bytes = self._ffn_record_bytes = 0
-        if wants_records[:2].any():
-            self._hidden_record_bytes = RECORD_BYTES * (layer.hidden_size // 32)
-        if wants_records[2]:
-            self._ffn_record_bytes = RECORD_BYTES * (layer.ffn_size // 32)
+        wants_q8 = self._layouts[:, UNPACK] != 0
+        self._hidden_q8_bytes = self._ffn_q8_bytes = 0
+        if wants_q8[:2].any():
+            self._hidden_q8_bytes = Q8_BLOCK_BYTES * (layer.hidden_size // 32)
+        if wants_q8[2]:
+            self._ffn_q8_bytes = Q8_BLOCK_BYTES * (layer.ffn_size // 32)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """See backend.ExpertBank; expert ids of the batch are local."""
@@ -69,17 +69,17 @@ class CpuExpertBank:
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         with self._scratch.take(
             8 * NUM_ARGS,
-            batch.num_tokens * self._hidden_record_bytes,
-            (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_record_bytes,
+            batch.num_tokens * self._hidden_q8_bytes,
+            (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,
-            num_pairs * self._ffn_record_bytes,
+            num_pairs * self._ffn_q8_bytes,
             self._workers.num_threads * self._thread_bytes,
         ) as (
             args,
-            token_records,
-            pair_records,
+            token_q8,
+            pair_q8,
             activations,
-            activation_records,
+            activation_q8,
             thread_scratch,
             counter,
         ):
@@ -98,10 +98,10 @@ class CpuExpertBank:
                 self.layer.ffn_size,
                 self._thread_bytes,
                 args,
-                token_records if self._hidden_record_bytes else 0,
-                pair_records,
+                token_q8 if self._hidden_q8_bytes else 0,
+                pair_q8,
                 activations,
-                activation_records if self._ffn_record_bytes else 0,
+                activation_q8 if self._ffn_q8_bytes else 0,
                 thread_scratch,
                 counter,
                 self._workers.address,

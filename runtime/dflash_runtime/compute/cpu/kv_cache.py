@@ -13,11 +13,11 @@ from dflash_protocol.ids import I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_arguments as a
 from dflash_runtime.compute.cpu.recurrent_state import RecurrentState
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
-from dflash_runtime.compute.rings import Ring
 from dflash_runtime.compute.sequence_state import SequenceState
+from dflash_runtime.compute.sliding_window import WindowRows
 
 LANES = 32
-_NO_RING = 1 << 62
+_NO_WINDOW = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,11 +25,11 @@ class LayerCache:
     """One layer, as bytes.
 
     Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], where N
-    rows are there of the ring's; words as in attention_arguments, those of a layer.
+    rows are there of the window's; words as in attention_arguments, those of a layer.
     """
 
     kv: KvLayer
-    ring: Ring
+    window: WindowRows
     keys: U8Array
     values: U8Array
     words: I64Array
@@ -46,11 +46,12 @@ class CpuKvCache(SequenceState):
         recurrent: Iterable[RecurrentLayer] = (),
     ) -> None:
         self.states = [RecurrentState(each) for each in recurrent]
-        super().__init__(self.states, [Ring(kv.mask, capacity) for kv in layers])
+        super().__init__(self.states, [WindowRows(kv.mask, capacity) for kv in layers])
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [
-            _layer_cache(kv, ring, kv_type) for kv, ring in zip(layers, self.rings, strict=True)
+            _layer_cache(kv, window, kv_type)
+            for kv, window in zip(layers, self.windows, strict=True)
         ]
 
     @property
@@ -59,8 +60,8 @@ class CpuKvCache(SequenceState):
         return rows + self.state_bytes
 
 
-def _layer_cache(kv: KvLayer, ring: Ring, kv_type: KvType) -> LayerCache:
-    num_blocks = -(-ring.num_rows // LANES)
+def _layer_cache(kv: KvLayer, window: WindowRows, kv_type: KvType) -> LayerCache:
+    num_blocks = -(-window.num_rows // LANES)
     key_dim, value_dim = kv.key_dim, _padded(kv.value_dim)
     if kv_type is KvType.Q8_0:
         key_block_bytes, row_bytes = _padded(key_dim) * 34, value_dim // LANES * 34
@@ -69,15 +70,15 @@ def _layer_cache(kv: KvLayer, ring: Ring, kv_type: KvType) -> LayerCache:
         key_block_bytes, row_bytes = key_dim * LANES * size, value_dim * size
     keys = zeros_on_lines(kv.num_heads, num_blocks, key_block_bytes)
     values = zeros_on_lines(kv.num_heads, num_blocks * LANES, row_bytes)
-    ring.arrays = keys, values
+    window.arrays = keys, values
     words = np.zeros(a.NUM_OF_LAYER, np.int64)
     words[a.KEYS], words[a.VALUES] = keys.ctypes.data, values.ctypes.data
     words[a.KV_HEADS], words[a.KEY_DIM], words[a.VALUE_DIM] = kv.num_heads, key_dim, kv.value_dim
     words[a.KEY_HEAD_BYTES], words[a.KEY_BLOCK_BYTES] = keys.strides[:2]
     words[a.VALUE_HEAD_BYTES], words[a.VALUE_ROW_BYTES] = values.strides[:2]
-    words[a.RING_ROWS] = ring.num_rows if ring.is_ring else _NO_RING
+    words[a.WINDOW_ROWS] = window.num_rows if window.is_window else _NO_WINDOW
     words[a.WINDOW], words[a.CHUNK] = kv.mask.window, kv.mask.chunk
-    return LayerCache(kv, ring, keys, values, words)
+    return LayerCache(kv, window, keys, values, words)
 
 
 def _padded(dim: int) -> int:

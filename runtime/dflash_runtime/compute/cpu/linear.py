@@ -13,7 +13,7 @@ from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_sc
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import UNPACK, CpuMatrix
-from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 
 _NOTHING = np.empty(0, np.float32)
@@ -31,8 +31,8 @@ class _Plan:
     fields: I64Array
     num_runs: int
     thread_bytes: int
-    record_bytes: int
-    """Of one token; 0 if no matrix wants records."""
+    q8_bytes: int
+    """Of one token; 0 if no matrix wants q8_blocks."""
 
 
 class Linear:
@@ -71,9 +71,9 @@ class Linear:
         workers = self._workers
         with self._scratch.take(
             8 * k.NUM_ARGS,
-            num_tokens * plan.record_bytes,
+            num_tokens * plan.q8_bytes,
             workers.num_threads * plan.thread_bytes,
-        ) as (args, records, thread_scratch, counter):
+        ) as (args, q8_blocks, thread_scratch, counter):
             self._kernel(
                 x,
                 out,
@@ -82,7 +82,7 @@ class Linear:
                 plan.num_runs,
                 plan.thread_bytes,
                 args,
-                records if plan.record_bytes else 0,
+                q8_blocks if plan.q8_bytes else 0,
                 thread_scratch,
                 counter,
                 workers.address,
@@ -111,7 +111,7 @@ def _plan(matrices: Sequence[CpuMatrix]) -> _Plan:
         num_rows += matrix.rows
         num_runs += -(-matrix.rows // k.RUN_ROWS)
     layouts = [matrix.layout for matrix in matrices]
-    has_panels = any(layout[UNPACK] for layout in layouts)
+    has_repacked = any(layout[UNPACK] for layout in layouts)
     return _Plan(
         matrices=tuple(matrices),
         columns=columns,
@@ -119,5 +119,5 @@ def _plan(matrices: Sequence[CpuMatrix]) -> _Plan:
         fields=fields,
         num_runs=num_runs,
         thread_bytes=TOTALS_BYTES + product_scratch_bytes(layouts),
-        record_bytes=RECORD_BYTES * (columns // 32) if has_panels else 0,
+        q8_bytes=Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0,
     )

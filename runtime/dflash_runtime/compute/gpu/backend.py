@@ -15,15 +15,15 @@ from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, OtherExperts
+from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
+from dflash_runtime.compute.gpu.experts.captured_experts import CapturedExperts
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
-from dflash_runtime.compute.gpu.experts.recorded_experts import RecordedExperts
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
@@ -40,7 +40,7 @@ from dflash_runtime.compute.gpu.room import (
     weights_bytes,
     work_bytes,
 )
-from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
 from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
@@ -82,7 +82,7 @@ class CupyBackend:
         *,
         max_chunk: int = MAX_CHUNK,
         scratch_bytes: int = _SCRATCH_BYTES,
-        halved_from: int = HALVED_FROM,
+        overlapped_from: int = HALVED_FROM,
         memory: Callable[[], DeviceMemory] | None = None,
         cache_dir: str | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class CupyBackend:
             max_chunk,
             max_chunk,
             invariant_from=MOST_TOKENS + 1,
-            halved_from=max(halved_from, 2 * (MOST_TOKENS + 1)),
+            overlapped_from=max(overlapped_from, 2 * (MOST_TOKENS + 1)),
         )
         self.trial_batches = (
             *((Phase.DECODE, size) for size in STEP_SIZES),
@@ -125,7 +125,7 @@ class CupyBackend:
             self._undo.close()
             raise
         self._mail = CupyMail(device, self._lock)
-        self._recorded_experts = RecordedExperts(self.ops)
+        self._captured_experts = CapturedExperts(self.ops)
         self._offload: ExpertOffload | None = None
 
     @property
@@ -183,22 +183,22 @@ class CupyBackend:
             )
             self.ops.chunks.expect_experts(by_global)
         return CupyExpertBank(
-            self.ops, by_global, by_local, recorded=self._recorded_experts, lock=self._lock
+            self.ops, by_global, by_local, captured=self._captured_experts, lock=self._lock
         )
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory goes with it; here it goes on to whoever else wants it."""
         with self._lock:
-            self._recorded_experts.forget_dropped()
+            self._captured_experts.forget_dropped()
             self.device.trim()
 
     def to_host(self, rows: Any) -> F32Array:
         """As backend.ComputeBackend.to_host."""
         return self.ops.to_host(rows)
 
-    def likeliest(self, logits: Any) -> I32Array:
-        """As backend.ComputeBackend.likeliest."""
-        return self.ops.likeliest(logits)
+    def argmax(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.most likely."""
+        return self.ops.argmax(logits)
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """As backend.ComputeBackend.joined."""
@@ -208,21 +208,21 @@ class CupyBackend:
         self,
         banks: Mapping[int, ExpertBank],
         phase: Phase,
-        elsewhere: OtherExperts | None,
+        remote: RemoteExperts | None,
     ) -> DeviceMoe:
-        """As backend.ComputeBackend.moe; without `elsewhere` all that is in the banks is used."""
-        resident = self._resident(banks, elsewhere)
+        """As backend.ComputeBackend.moe; without `remote` all that is in the banks is used."""
+        resident = self._resident(banks, remote)
         offload = self._offload if phase is Phase.PREFILL else None
-        return DeviceMoe(self.ops, resident, phase, elsewhere=elsewhere, offload=offload)
+        return DeviceMoe(self.ops, resident, phase, remote=remote, offload=offload)
 
     def offload_prompts(
-        self, file: GgufFile, layers: Iterable[MoeLayer], elsewhere: OtherExperts
+        self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
         """As backend.ComputeBackend.offload_prompts."""
         self._close_offload()
-        if not elsewhere.may_offload:
+        if not remote.may_offload:
             return
-        here = ((layer, elsewhere.experts_here(layer.layer_id)) for layer in layers)
+        here = ((layer, remote.local_experts_mask(layer.layer_id)) for layer in layers)
         missing = {layer.layer_id: (layer, ~some) for layer, some in here if not some.all()}
         if not missing:
             return
@@ -257,30 +257,30 @@ class CupyBackend:
             self._offload = None
             self.device.trim()
 
-    def recorded_step(
+    def captured_step(
         self,
         model: Model[Any],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
-        elsewhere: OtherExperts,
-    ) -> RecordedStep:
-        """As backend.ComputeBackend.recorded_step: there always is one."""
+        remote: RemoteExperts,
+    ) -> CapturedStep:
+        """As backend.ComputeBackend.captured_step: there always is one."""
         assert isinstance(cache, DeviceKvCache)
-        resident = self._resident(banks, elsewhere)
+        resident = self._resident(banks, remote)
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
         if all(layer is not None and layer.is_whole for layer in layers):
-            whole = DeviceMoe(self.ops, resident, Phase.DECODE, elsewhere=None)
-            return RecordedStep(self.ops, model, cache, moe=whole)
-        shared = SharedMoe(self.ops, resident, elsewhere)
+            whole = DeviceMoe(self.ops, resident, Phase.DECODE, remote=None)
+            return CapturedStep(self.ops, model, cache, moe=whole)
+        shared = SharedMoe(self.ops, resident, remote)
         mailed = MailedSteps(
             self.ops,
             model.spec.moe,
             resident,
-            elsewhere=elsewhere,
+            remote=remote,
             keeper=self._mail.keeper,
         )
-        return RecordedStep(self.ops, model, cache, moe=shared, mailed=mailed)
+        return CapturedStep(self.ops, model, cache, moe=shared, mailed=mailed)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """As backend.ComputeBackend.take_selections."""
@@ -293,15 +293,15 @@ class CupyBackend:
         return taken
 
     def _resident(
-        self, banks: Mapping[int, ExpertBank], elsewhere: OtherExperts | None
+        self, banks: Mapping[int, ExpertBank], remote: RemoteExperts | None
     ) -> dict[int, ResidentLayer]:
         """What of the banks is to be computed here, by layer id."""
         resident: dict[int, ResidentLayer] = {}
         for layer_id, bank in banks.items():
             assert isinstance(bank, CupyExpertBank)  # another backend's are never given to this one
             layer: ResidentLayer | None = bank.by_global
-            if elsewhere is not None:
-                layer = bank.by_global.only(self.device, elsewhere.experts_here(layer_id))
+            if remote is not None:
+                layer = bank.by_global.only(self.device, remote.local_experts_mask(layer_id))
             if layer is not None:
                 resident[layer_id] = layer
         return resident
@@ -316,7 +316,7 @@ class CupyBackend:
     ) -> None:
         """Nothing: kernels are compiled for a model's shapes, when it is first tried."""
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Nothing: no thread here waits for work."""
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class CupyBackend:
         with contextlib.suppress(DeviceUnavailable):  # one that has failed is left all the same
             self.device.synchronize()
         self._close_offload()
-        self._recorded_experts.close()
+        self._captured_experts.close()
         self._mail.close()
-        del self.ops, self._uploader, self._recorded_experts
+        del self.ops, self._uploader, self._captured_experts
         self._undo.close()

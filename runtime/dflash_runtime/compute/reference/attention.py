@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.reference.kv_cache import CachedRows
-from dflash_runtime.compute.rings import Ring
+from dflash_runtime.compute.sliding_window import WindowRows
 
 
 def attend(
@@ -17,7 +17,7 @@ def attend(
     new: tuple[F32Array, F32Array],
     rows: tuple[CachedRows, CachedRows],
     *,
-    ring: Ring,
+    window: WindowRows,
     positions: I32Array,
     scale: float,
     sinks: F32Array | None,
@@ -28,9 +28,9 @@ def attend(
     Shapes: q [T, heads, D]; new [T, kv_heads, …]; sinks [heads].
     """
     keys, values = rows
-    for part in ring.parts(int(positions[0]), positions.size):
-        store(positions[part], (new[0][part], new[1][part]), rows, ring=ring)
-        _attend(q[part], keys, values, ring, positions[part], scale, sinks, out[part])
+    for part in window.parts(int(positions[0]), positions.size):
+        store(positions[part], (new[0][part], new[1][part]), rows, window=window)
+        _attend(q[part], keys, values, window, positions[part], scale, sinks, out[part])
 
 
 def store(
@@ -38,31 +38,31 @@ def store(
     new: tuple[F32Array, F32Array],
     rows: tuple[CachedRows, CachedRows],
     *,
-    ring: Ring,
+    window: WindowRows,
 ) -> None:
     """Keys and values of these positions. Shapes: positions [T]; new [T, kv_heads, …]."""
     for each, values in zip(rows, new, strict=True):
-        each.store(positions % ring.num_rows, values)
+        each.store(positions % window.num_rows, values)
 
 
 def _attend(
     q: F32Array,
     keys: CachedRows,
     values: CachedRows,
-    ring: Ring,
+    window: WindowRows,
     positions: I32Array,
     scale: float,
     sinks: F32Array | None,
     out: F32Array,
 ) -> None:
-    first_visible = np.array([ring.mask.first_visible(int(each)) for each in positions])
+    first_visible = np.array([window.mask.first_visible(int(each)) for each in positions])
     visible = np.arange(first_visible[0], positions[-1] + 1, dtype=np.int32)
     is_hidden = (visible > positions[:, None]) | (visible < first_visible[:, None])
     num_heads = q.shape[1]
     group = num_heads // keys.num_heads
     for head in range(num_heads):
-        head_keys = keys.load(visible % ring.num_rows, head // group)
-        head_values = values.load(visible % ring.num_rows, head // group)
+        head_keys = keys.load(visible % window.num_rows, head // group)
+        head_values = values.load(visible % window.num_rows, head // group)
         scores = (q[:, head] @ head_keys.T) * np.float32(scale)
         scores[is_hidden] = -np.inf
         highest = scores.max(axis=1, keepdims=True)

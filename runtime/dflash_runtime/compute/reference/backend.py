@@ -59,7 +59,7 @@ class ReferenceBackend(HostBackend):
                 np.zeros(layout.block_bytes, np.uint8), tensor_type, (layout.block_elements,)
             )
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Nothing: no thread here waits for work."""
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ from dflash_runtime.compute.reference.recurrent import (
     tree_delta,
 )
 from dflash_runtime.compute.reference.routing import route
-from dflash_runtime.compute.rings import Ring
 from dflash_runtime.compute.sequence_state import SequenceState
+from dflash_runtime.compute.sliding_window import WindowRows
 from dflash_runtime.compute.trees import attend_segments
 
 
@@ -59,19 +59,21 @@ class HostKvCache(SequenceState):
         recurrent: Iterable[RecurrentLayer],
     ) -> None:
         states = [RecurrentState(each) for each in recurrent]
-        super().__init__(states, [Ring(kv.mask, capacity) for kv in layers])
+        super().__init__(states, [WindowRows(kv.mask, capacity) for kv in layers])
         self.states = states
         self.capacity = capacity
         self.keys: list[CachedRows] = []
         self.values: list[CachedRows] = []
-        for kv, ring in zip(layers, self.rings, strict=True):
+        for kv, window in zip(layers, self.windows, strict=True):
             for rows, dim in ((self.keys, kv.key_dim), (self.values, kv.value_dim)):
-                rows.append(cached_rows(kv_type, ring.num_rows, num_heads=kv.num_heads, dim=dim))
-            ring.arrays = *self.keys[-1].arrays, *self.values[-1].arrays
+                rows.append(cached_rows(kv_type, window.num_rows, num_heads=kv.num_heads, dim=dim))
+            window.arrays = *self.keys[-1].arrays, *self.values[-1].arrays
 
     @property
     def nbytes(self) -> int:
-        return self.state_bytes + sum(each.nbytes for ring in self.rings for each in ring.arrays)
+        return self.state_bytes + sum(
+            each.nbytes for window in self.windows for each in window.arrays
+        )
 
 
 class ReferenceOps:
@@ -174,7 +176,7 @@ class ReferenceOps:
         if out is None:
             out = np.empty((num_tokens, num_heads, v.shape[2]), np.float32)
         rows = cache.keys[cache_layer], cache.values[cache_layer]
-        ring = cache.rings[cache_layer]
+        window = cache.windows[cache_layer]
 
         def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
             out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
@@ -182,7 +184,7 @@ class ReferenceOps:
                 q,
                 (k, v),
                 rows,
-                ring=ring,
+                window=window,
                 positions=positions,
                 scale=scale,
                 sinks=sinks,
@@ -193,7 +195,7 @@ class ReferenceOps:
         tree = cache.tree
         if tree is not None:
             attend_segments(tree, attended, out, q=q, k=k, v=v)
-            tree.keep(lambda path: store(positions[path], (k[path], v[path]), rows, ring=ring))
+            tree.keep(lambda path: store(positions[path], (k[path], v[path]), rows, window=window))
         elif num_tokens:
             out[:] = attended(q, k, v, positions)
         return out

@@ -94,7 +94,7 @@ ProgressCallback = Callable[[str, str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long the supervisor waits for what."""
 
     connect_silence_s: float
@@ -117,7 +117,7 @@ class Supervisor:
         links: Sequence[DaemonLink],
         greeting: Greeting,
         *,
-        patience: Patience,
+        timeouts: Timeouts,
         on_progress: ProgressCallback | None = None,
         tolerates_absent: bool = False,
         tries_again: bool = False,
@@ -125,7 +125,7 @@ class Supervisor:
         self.context = zmq.asyncio.Context.shadow(context.underlying)
         self._links = tuple(links)
         self.greeting = greeting
-        self.patience = patience
+        self.timeouts = timeouts
         self.tolerates_absent = tolerates_absent
         self.tries_again = tries_again
         self._on_progress = on_progress
@@ -138,7 +138,7 @@ class Supervisor:
         """Start and wait until every daemon is ready.
 
         With `tolerates_absent`, one that others start and that is not there yet is not waited for
-        any longer than our patience; it is used from when it comes. With `tries_again`, one that
+        any longer than our timeouts; it is used from when it comes. With `tries_again`, one that
         is ended from outside before it is ready is waited for anew, a few times.
         Raises: the first daemon's DflashError if one cannot be had; everything is then closed.
         """
@@ -320,7 +320,7 @@ class _LinkTask:
         That of a child of ours is made for it.
         Raises: SettingsError if that is another account; DaemonUnavailable if it never comes.
         """
-        loop, silence_s = self._supervisor.loop, self._supervisor.patience.connect_silence_s
+        loop, silence_s = self._supervisor.loop, self._supervisor.timeouts.connect_silence_s
         end_s = loop.time() + silence_s
         while not self._link.endpoint.is_folder_there() and self._link.launch is None:
             if loop.time() > end_s:
@@ -351,7 +351,7 @@ class _LinkTask:
         comparison: Comparison,
     ) -> Welcome:
         link = self._link
-        silence_s = self._supervisor.patience.connect_silence_s
+        silence_s = self._supervisor.timeouts.connect_silence_s
         if self._process is not None:
             silence_s = max(silence_s, _SPAWN_SILENCE_S)
         while True:
@@ -425,7 +425,7 @@ class _LinkTask:
         """Raises: OfferFailed if the daemon does not take it; DaemonUnavailable if it is lost."""
         try:
             await control.send_multipart([encode_header(offer.message)])
-            silence_s = self._supervisor.patience.connect_silence_s
+            silence_s = self._supervisor.timeouts.connect_silence_s
             answer = await self._next_message(control, disconnected, silence_s)
             if isinstance(answer, Refused):
                 raise OfferFailed(answer.reason)
@@ -480,7 +480,7 @@ class _LinkTask:
         self, control: zmq.asyncio.Socket, disconnected: _Received, session: Session
     ) -> None:
         """Ping until the session ends, and see to it that the link knows why."""
-        link, heartbeat_s = self._link, self._supervisor.patience.heartbeat_s
+        link, heartbeat_s = self._link, self._supervisor.timeouts.heartbeat_s
         watchers = [
             asyncio.create_task(self._pings(control, session, heartbeat_s)),
             asyncio.create_task(self._disconnected(disconnected)),

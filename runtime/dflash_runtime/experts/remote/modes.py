@@ -20,7 +20,7 @@ _FEWEST_BETWEEN = 32
 """Batches between two probes, at the least."""
 _PROBE_SHARE = 0.01
 """Probes of the slower mode may cost this share of the time, on top of what the faster takes."""
-_PATIENCE = 1.5
+_SLACK = 1.5
 """How much slower than `batched` a probe of `stream` may be found before it is cut short."""
 
 
@@ -63,7 +63,7 @@ class ModeChooser:
     def stream_limit_s(self) -> float | None:
         """Seconds a pair beyond which streaming is not worth going on with; None = unknown."""
         samples = self._samples[ExecutionMode.BATCHED]
-        return _PATIENCE * median(samples) if samples else None
+        return _SLACK * median(samples) if samples else None
 
     def note(self, mode: ExecutionMode, *, elapsed_s: float, num_pairs: int) -> None:
         """A batch, or the part of it that was sent in this mode, took so long."""

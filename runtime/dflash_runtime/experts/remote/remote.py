@@ -227,9 +227,9 @@ class RemoteExpertCompute:
             for sent in ticket.in_flight:
                 client.push(sent.sequence)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if isinstance(self._client, SharedClient):
-            self._client.look()
+            self._client.poll()
 
     def abandon(self, ticket: Ticket) -> None:
         assert isinstance(ticket, RemoteTicket)
@@ -377,7 +377,7 @@ class RemoteExpertCompute:
         try:
             reply = client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
         except DeadlineExceeded:
-            # Slower than was thought: the next session begins with twice the patience. One that
+            # Slower than was thought: the next session begins with twice the timeouts. One that
             # never answers at all is not given ever more of it.
             if self._num_doublings < _MOST_DOUBLINGS:
                 self._num_doublings += 1

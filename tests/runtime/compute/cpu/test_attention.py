@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dflash_adapters.ops import KvType
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
-from dflash_protocol.errors import ContextExceeded, StateNotKept
+from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import attention as launcher
 from dflash_runtime.compute.cpu.attention import Attention
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
@@ -195,7 +195,7 @@ def test_masks_in_chunks(
     expected = attended(q, *stored, 0, scale, mask, sinks)
     whole = run(alone, kv_type, q, k, v, [num_tokens], scale, mask=mask, sinks=sinks)
     np.testing.assert_allclose(whole, expected, rtol=0, atol=3e-6)
-    monkeypatch.setattr(rings, "RING_CHUNK", 100)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 100)
     for attention in (alone, always_shared):
         for ends in ([num_tokens], [1, 2, 130, 619, *range(620, num_tokens + 1)]):
             got = run(attention, kv_type, q, k, v, ends, scale, mask=mask, sinks=sinks)
@@ -215,12 +215,12 @@ def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
     mask = Mask(window=100)
     cache = CpuKvCache((KvLayer(2, 16, 16, mask), KvLayer(2, 16, 16)), 10_000, KvType.F32)
     ring, plain = cache.layers
-    kept = 99 + rings.RING_CHUNK
-    assert kept <= rings.num_rows(mask, 10_000) < kept + 64
-    assert ring.values.nbytes == rings.num_rows(mask, 10_000) * 2 * 32 * 4
-    assert ring.keys.nbytes == rings.num_rows(mask, 10_000) * 2 * 16 * 4
+    kept = 99 + sliding_window.WINDOW_CHUNK
+    assert kept <= sliding_window.num_rows(mask, 10_000) < kept + 64
+    assert ring.values.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 32 * 4
+    assert ring.keys.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 16 * 4
     assert cache.nbytes == sum(e.keys.nbytes + e.values.nbytes for e in (ring, plain))
-    assert rings.num_rows(mask, 200) == 200
+    assert sliding_window.num_rows(mask, 200) == 200
 
     def go_on(first: int, num_tokens: int) -> F32Array:
         positions = np.arange(first, first + num_tokens, dtype=np.int32)
@@ -230,7 +230,7 @@ def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
     go_on(0, 1000)
     go_on(1000, 1)
     go_on(900, 3)
-    with pytest.raises(StateNotKept):
+    with pytest.raises(CheckpointMissing):
         go_on(300, 3)
     assert go_on(0, 3).shape == (3, 2, 16)
 

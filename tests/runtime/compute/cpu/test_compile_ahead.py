@@ -161,7 +161,7 @@ def test_a_child_that_does_not_answer_is_not_waited_for(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "_CHILD", "asyncio")  # reads its input and says nothing of ours
-    monkeypatch.setattr(ahead, "_JOB_PATIENCE_S", 0.5)
+    monkeypatch.setattr(ahead, "_JOB_TIMEOUT_S", 0.5)
     begin_s = time.monotonic()
     ahead.compile_ahead(JOBS, no_progress)
     assert time.monotonic() - begin_s < START_S
@@ -228,7 +228,7 @@ def test_the_work_of_another_process_is_waited_for(
 def test_another_process_that_does_not_get_on_is_given_up(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "_JOB_PATIENCE_S", 0.3)
+    monkeypatch.setattr(ahead, "_JOB_TIMEOUT_S", 0.3)
     monkeypatch.setattr(subprocess, "Popen", None)
     with (the_folder() / "ahead.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

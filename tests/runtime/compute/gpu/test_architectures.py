@@ -1,5 +1,5 @@
 """Architectures on the GPU backend: float files against the reference, in chunks, in steps, and
-in a recorded step.
+in a captured step.
 
 In the emulation here, and with `-m gpu` on a device.
 """
@@ -19,7 +19,7 @@ from dflash_adapters.rope import AttentionTemperature, RopePairing, YarnScaling,
 from dflash_adapters.spec import KvLayer, Mask
 from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.layers.values import Rows
@@ -48,21 +48,21 @@ def test_logits_are_the_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: str
 ) -> None:
     monkeypatch.setattr(llama4, "_CHUNK", 7)  # or 8191 positions would have to be computed first
-    monkeypatch.setattr(rings, "RING_CHUNK", 10)
-    monkeypatch.setattr(rings, "_ROW_UNIT", 8)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 10)
+    monkeypatch.setattr(sliding_window, "_ROW_UNIT", 8)
     shape = SHAPES[name]
     path = write_model(tmp_path / "model.gguf", shape, seed=2, change=CHANGES.get(name))
     ids = np.random.default_rng(1).integers(0, shape.vocab_size, 30).astype(np.int32)
     expected = reference_logits(path, ids, KvType.F32)
     with opened_device(which) as device:
         model = GpuModel(path, device, kv_type=KvType.F32)
-        rows = {layer.ring_rows for layer in model.cache.layers}
+        rows = {layer.window_rows for layer in model.cache.layers}
         assert rows == ({0, 16} if name in ("laguna", "llama4") else {0})
         for chunks in ([30], [13, 9, 1, 1, 6], [3, 1, 26]):
             assert largest_error(model.logits(ids, chunks), expected) < BOUND
         singly = model.logits(ids[:20], [12] + [1] * 8)
         assert largest_error(singly, expected[:20]) < BOUND
-        step = model.recorded_step()
+        step = model.captured_step()
         for first in (20, 19):  # one that goes on, and one that is taken back
             step.begin(int(ids[first]), first)
             step.start()
@@ -112,7 +112,7 @@ def test_a_head_with_a_scale_is_refused_by_name_where_steps_are_recorded(tmp_pat
     path = write_model(tmp_path / "m.gguf", SHAPES["olmoe"], seed=2, change=with_scale)
     with opened_device(EMULATED) as device:
         model = GpuModel(path, device, kv_type=KvType.F32)
-        step = model.recorded_step()
+        step = model.captured_step()
         step.begin(1, 0)
         with pytest.raises(UnsupportedModel, match=r"\bhead\b.*logits"):
             step.start()

@@ -1,5 +1,5 @@
 """The GPU backend on whole models: float files against the reference, and the same bits however a
-prompt is cut and whether a step is recorded.
+prompt is cut and whether a step is captured.
 
 In the emulation here, and with `-m gpu` on a device, larger.
 """
@@ -60,7 +60,7 @@ def check(
     *,
     first: int = 3,
 ) -> None:
-    """Chunks, steps and a recorded step after the `first` tokens, which are one step if they are up
+    """Chunks, steps and a captured step after the `first` tokens, which are one step if they are up
     to 8; `bound` of the error of the logits."""
     ids = token_ids(24, shape)
     expected = reference_logits(path, ids, kv_type)
@@ -72,7 +72,7 @@ def check(
     assert largest_error(parts, expected) < bound
     singly = model.logits(ids, [first] + [1] * (24 - first))
     assert largest_error(singly, expected) < bound
-    step = model.recorded_step()
+    step = model.captured_step()
     step.begin(int(ids[first]), first)
     step.start()
     assert (step.logits() == singly[first]).all()

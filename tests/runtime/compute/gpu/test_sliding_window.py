@@ -1,4 +1,4 @@
-"""Layers with a window or a chunk on a device, emulated: rings of the last positions."""
+"""Layers with a window or a chunk on a device, emulated: windows of the last positions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 
 from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, Mask
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import AnyArray, F32Array
-from dflash_runtime.compute import rings
+from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
 from dflash_runtime.compute.gpu.layers.values import Rows
 from dflash_runtime.compute.gpu.room import cache_bytes
-from dflash_runtime.compute.rings import MOST_KEPT
+from dflash_runtime.compute.sliding_window import MOST_KEPT
 from support.emulated_device import EmulatedDevice
 from support.float64_attention import attended
 
@@ -38,8 +38,8 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "RING_CHUNK", 18)
-    monkeypatch.setattr(rings, "_ROW_UNIT", 16)
+    monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 18)
+    monkeypatch.setattr(sliding_window, "_ROW_UNIT", 16)
 
 
 class Sequence:
@@ -83,7 +83,7 @@ def expected(mask: Mask) -> AnyArray:
 def test_tokens_see_what_they_would_without_a_ring(kv_type: KvType, mask: Mask, lanes: int) -> None:
     sequence = Sequence(kv_type, mask, lanes)
     (layer,) = sequence.cache.layers
-    assert layer.ring_rows == layer.keys.elements.shape[1] == 32
+    assert layer.window_rows == layer.keys.elements.shape[1] == 32
     assert sequence.cache.nbytes == layer_bytes(sequence.kv, CAPACITY, kv_type)
     in_whole = layer_bytes(KvLayer(2, 16, 16), CAPACITY, kv_type)
     assert sequence.cache.nbytes * CAPACITY == in_whole * 32
@@ -92,7 +92,7 @@ def test_tokens_see_what_they_would_without_a_ring(kv_type: KvType, mask: Mask, 
     steps = [*range(31, 50), 55, 60, 61]
     found = sequence.go_on(0, 3, 30, *steps, NUM_TOKENS)
     assert np.abs(found - wanted).max() < bound
-    # In steps of five tokens, one of which goes over the ring's end, and one by one: the same bits.
+    # In steps of five tokens, one of which goes over the window's end, and one by one: the same bits.
     assert (sequence.go_on(0, 30, 35, 40, 45, 50)[30:] == found[30:50]).all()
     sequence.backend.close()
 
@@ -112,9 +112,9 @@ def test_a_ring_goes_on_from_a_snapshot_with_the_same_bits(
     assert (snapshot.num_positions, sequence.device.num_bytes) == (35, before)
     wanted = sequence.go_on(35, 40, NUM_TOKENS)
     for lost in (cache.snapshot, cache.begin_step):
-        with pytest.raises(StateNotKept):
+        with pytest.raises(CheckpointMissing):
             lost(35)
-    with pytest.raises(StateNotKept):
+    with pytest.raises(CheckpointMissing):
         sequence.go_on(35, 36)
     for _ in range(2):
         cache.restore(snapshot)
@@ -140,7 +140,7 @@ def test_recorded_steps_count_as_others_do() -> None:
     cache.begin_step(60)
     cache.count_step()
     assert cache.can_resume(61)
-    with pytest.raises(StateNotKept):
+    with pytest.raises(CheckpointMissing):
         cache.begin_step(46)
     cache.begin_step(0)
     cache.count_step()
@@ -155,7 +155,7 @@ def test_there_is_a_ring_where_it_takes_no_more_memory_with_its_snapshots(kv_typ
     for capacity, num_rows in ((30, 30), (159, 159), (160, 32), (1000, 32)):
         cache = DeviceKvCache(device, [layer], capacity=capacity, kv_type=kv_type)
         assert cache.layers[0].num_rows == num_rows
-        assert cache.layers[0].ring_rows == (num_rows if num_rows < capacity else 0)
+        assert cache.layers[0].window_rows == (num_rows if num_rows < capacity else 0)
         assert cache.nbytes == layer_bytes(plain, num_rows, kv_type)
         snapshot = cache.snapshot(0)
         assert snapshot.nbytes == (cache.nbytes if num_rows < capacity else 0)

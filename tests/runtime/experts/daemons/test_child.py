@@ -27,7 +27,7 @@ from support.processes import environment
 
 pytestmark = pytest.mark.asyncio
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 ENDPOINT: Endpoint = parse_endpoint("ipc:///run/nowhere/cpu0")
 PRELUDE = """
 import os, signal, sys
@@ -53,7 +53,7 @@ class Ear:
         readable = asyncio.Event()
         loop.add_reader(self._fd, readable.set)
         try:
-            await asyncio.wait_for(readable.wait(), PATIENCE_S)
+            await asyncio.wait_for(readable.wait(), TIMEOUT_S)
         finally:
             loop.remove_reader(self._fd)
         return os.read(self._fd, 4096).decode()
@@ -100,7 +100,7 @@ async def nursery(tmp_path: Path) -> AsyncIterator[Nursery]:
 
 
 async def ended(process: DaemonProcess) -> str:
-    await asyncio.wait_for(process.ended.wait(), PATIENCE_S)
+    await asyncio.wait_for(process.ended.wait(), TIMEOUT_S)
     assert process.has_ended
     return process.how_it_ended
 
@@ -216,7 +216,7 @@ async def test_a_child_that_ignores_being_asked_is_killed(
     started_s = time.monotonic()
     await process.stop()
     assert "SIGKILL" in process.how_it_ended
-    assert time.monotonic() - started_s < PATIENCE_S / 2
+    assert time.monotonic() - started_s < TIMEOUT_S / 2
     await assert_starts(nursery)
 
 

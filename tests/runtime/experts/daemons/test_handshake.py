@@ -16,9 +16,9 @@ from dflash_adapters.models.qwen3moe import read_spec
 from dflash_protocol.errors import HandshakeRefused
 from dflash_protocol.wire.messages import COMPARING, Hello, Ping, Pong, Progress
 from dflash_runtime.experts.daemons import supervisor as supervisor_module
-from dflash_runtime.experts.daemons.supervisor import Patience
+from dflash_runtime.experts.daemons.supervisor import Timeouts
 from support.random_models import ODD_SHAPES, write_qwen3moe
-from support.scripted_daemon import PATIENCE_S, ScriptedDaemon, welcome_to
+from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import GREETING, OWNED, Parent
 
 OURS, OTHER = "aa" * 32, "bb" * 32
@@ -40,7 +40,7 @@ def parent_of(undo: ExitStack, daemon: ScriptedDaemon, weights: WeightCheck) -> 
         undo,
         daemon.endpoint.address,
         greeting=replace(GREETING, weights=weights),
-        patience=Patience(PATIENCE_S, 0.02),
+        timeouts=Timeouts(TIMEOUT_S, 0.02),
     )
 
 
@@ -65,7 +65,7 @@ def test_the_same_file_and_the_same_blocks_are_welcome(
         else:
             daemon.say(Progress(COMPARING, 0, 1))
             daemon.say(welcome_to(hello, **answer(weights, hello)))
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
         assert parent.losses.empty()
         parent.supervisor.close()
     assert len(nonces) == 2
@@ -100,7 +100,7 @@ def test_a_daemon_that_has_other_weights_or_does_not_say_is_refused(
     assert hello.file_digest == OURS
     daemon.say(welcome_to(hello, **changes))
     with pytest.raises(HandshakeRefused, match=f"daemon cpu0 at ipc://.*{reason}") as caught:
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert caught.value.code == code
     daemon.expect_bye()
     assert parent.link.session is None
@@ -112,7 +112,7 @@ def test_version_1_is_used_with_an_event(
     parent = parent_of(undo, daemon, weights)
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello), version=1))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert "version 1 " in parent.next_loss()
 
 
@@ -123,7 +123,7 @@ def test_a_daemon_that_comes_back_with_other_weights_is_told_once_and_seldom_tri
     start = parent.start()
     hello = daemon.expect(Hello)
     daemon.say(welcome_to(hello, file_stamp=hello.file_stamp))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     daemon.say(Pong(daemon.expect(Ping).sequence, False, 0.0))
     assert "knows" in parent.next_loss()
     for pause_s in (0.0, 3600.0):
@@ -144,7 +144,7 @@ def test_a_digest_that_becomes_known_later_ends_the_session(
     start = parent.start()
     hello = daemon.expect(Hello)
     daemon.say(welcome_to(hello, **answer(weights, hello)))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     daemon.say(Pong(daemon.expect(Ping).sequence, True, 0.0, file_digest=OTHER))
     ping = daemon.expect(Ping)
     assert parent.losses.empty()
@@ -166,6 +166,6 @@ def test_a_parent_whose_own_file_was_written_to_asks_nobody(
             out.write(b"x")
         start = parent_of(undo, daemon, weights).start()
         with pytest.raises(HandshakeRefused, match=r"\bwritten\b") as caught:
-            start.result(PATIENCE_S)
+            start.result(TIMEOUT_S)
         assert caught.value.code == "file"
         undo.close()

@@ -27,9 +27,9 @@ from dflash_protocol.wire.messages import (
     Progress,
     Refused,
 )
-from dflash_runtime.experts.daemons.supervisor import Patience
+from dflash_runtime.experts.daemons.supervisor import Timeouts
 from support.hostile_texts import HOSTILE, assert_harmless
-from support.scripted_daemon import PATIENCE_S, ScriptedDaemon, welcome_to
+from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import OWNED, Parent, assert_starts, thread_names
 
 
@@ -46,7 +46,7 @@ def test_hello_says_who_we_are_and_brings_the_placement(
     assert not start.done()
     welcome = welcome_to(hello)
     daemon.say(welcome)
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     session = parent.link.session
     assert session is not None
     assert session.welcome == welcome
@@ -61,7 +61,7 @@ def test_every_daemon_must_be_ready_before_start_returns(undo: ExitStack, run_di
     daemons[1].let_in()
     assert not start.done()
     daemons[0].let_in()
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert all(link.session is not None for link in parent.links)
 
 
@@ -73,7 +73,7 @@ def test_a_refusal_is_raised_by_start_with_its_code_and_both_identities(
     reason = f"this daemon runs model other-9a, asked for is model {hello.model_identity}"
     daemon.say(Refused("model", reason))
     with pytest.raises(HandshakeRefused) as caught:
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert caught.value.code == "model"
     message = str(caught.value)
     assert "cpu0" in message
@@ -91,7 +91,7 @@ def test_one_refusal_ends_the_start_of_all(undo: ExitStack, run_dir: Path) -> No
     daemons[1].expect(Hello)
     daemons[1].say(Refused("busy", "64 parents are connected already"))
     with pytest.raises(HandshakeRefused, match="64 parents"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert "dflash-supervisor" not in thread_names()
 
 
@@ -115,7 +115,7 @@ def test_a_welcome_that_is_not_what_was_asked_for_is_refused(
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello), **changes))
     with pytest.raises(HandshakeRefused, match=f"cpu0 .*{reason}"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert parent.link.session is None
     daemon.close()
     assert_starts(address)
@@ -139,7 +139,7 @@ def test_a_welcome_that_no_data_socket_could_use_is_refused(
     start = Parent(undo, address).start()
     daemon.say(welcome_to(daemon.expect(Hello), **changes))
     with pytest.raises(HandshakeRefused, match="cpu0"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     daemon.close()
     assert_starts(address)
 
@@ -150,7 +150,7 @@ def test_a_tcp_data_port_that_cannot_be_is_refused(undo: ExitStack, data_port: i
     start = Parent(undo, daemon.endpoint.address).start()
     daemon.say(welcome_to(daemon.expect(Hello), data_port=data_port))
     with pytest.raises(HandshakeRefused, match="cpu0"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
 
 
 def free_port() -> int:
@@ -173,7 +173,7 @@ def test_garbage_instead_of_a_welcome_is_a_protocol_error(
     daemon.expect(Hello)
     daemon.say_frames(*frames)
     with pytest.raises(ProtocolError, match=reason):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     daemon.close()
     assert_starts(address)
 
@@ -185,15 +185,15 @@ def test_another_message_instead_of_a_welcome_is_a_protocol_error(
     daemon.expect(Hello)
     daemon.say(Pong(1, True, 0.0))
     with pytest.raises(ProtocolError, match=r"cpu0\b.*hello\b.*pong"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
 
 
 def test_silence_is_unavailability_within_the_patience(undo: ExitStack, address: str) -> None:
-    parent = Parent(undo, address, patience=Patience(0.2, PATIENCE_S))
+    parent = Parent(undo, address, timeouts=Timeouts(0.2, TIMEOUT_S))
     started_s = time.monotonic()
     with pytest.raises(DaemonUnavailable, match=f"answers .*{address}"):
-        parent.start().result(PATIENCE_S)
-    assert 0.2 <= time.monotonic() - started_s < PATIENCE_S / 2
+        parent.start().result(TIMEOUT_S)
+    assert 0.2 <= time.monotonic() - started_s < TIMEOUT_S / 2
     assert_starts(address)
 
 
@@ -203,10 +203,10 @@ def test_one_that_is_absent_can_be_tolerated_and_is_used_once_it_comes(
     there = undo.enter_context(ScriptedDaemon(f"ipc://{run_dir}/there"))
     late_address = f"ipc://{run_dir}/late"
     addresses = late_address, there.endpoint.address
-    parent = Parent(undo, *addresses, patience=Patience(0.3, PATIENCE_S), tolerates_absent=True)
+    parent = Parent(undo, *addresses, timeouts=Timeouts(0.3, TIMEOUT_S), tolerates_absent=True)
     start = parent.start()
     there.let_in()
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert "answers" in parent.next_loss()
     assert parent.link.session is None
     with ScriptedDaemon(late_address) as late:
@@ -219,7 +219,7 @@ def test_a_refusal_is_not_tolerated(undo: ExitStack, daemon: ScriptedDaemon, add
     daemon.expect(Hello)
     daemon.say(Refused("model_mismatch", "another model"))
     with pytest.raises(HandshakeRefused, match="another model"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
 
 
 def test_a_socket_that_others_could_have_made_is_not_spoken_to(
@@ -230,7 +230,7 @@ def test_a_socket_that_others_could_have_made_is_not_spoken_to(
     undo.callback(run_dir.chmod, 0o700)
     start = Parent(undo, address, tolerates_absent=True).start()
     with pytest.raises(SettingsError, match=f"{address}: .*accounts"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert daemon.is_silent(0.1)
 
 
@@ -248,10 +248,10 @@ def test_a_folder_that_comes_later_is_looked_at_before_its_daemon_is_spoken_to(
     if mode == 0o700:
         with ScriptedDaemon(f"ipc://{folder}/cpu0") as daemon:
             daemon.let_in()
-            start.result(PATIENCE_S)
+            start.result(TIMEOUT_S)
     else:
         with pytest.raises(SettingsError, match="accounts"):
-            start.result(PATIENCE_S)
+            start.result(TIMEOUT_S)
 
 
 def test_what_a_daemon_says_of_itself_is_one_line_everywhere(
@@ -262,7 +262,7 @@ def test_what_a_daemon_says_of_itself_is_one_line_everywhere(
     daemon.say(Progress(HOSTILE, 1, 2))
     daemon.say(Refused(HOSTILE, HOSTILE))
     with pytest.raises(HandshakeRefused) as caught:
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert_harmless(str(caught.value))
     assert_harmless(caught.value.code)
     assert "A\\x1b[2J" in caught.value.code
@@ -272,10 +272,10 @@ def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(
     undo: ExitStack, address: str
 ) -> None:
     """It would load experts for nobody, and keep a place for them."""
-    for patience_s in (0.01, 0.02, 0.03, 0.04):
-        parent = Parent(undo, address, patience=Patience(patience_s, PATIENCE_S))
+    for timeout_s in (0.01, 0.02, 0.03, 0.04):
+        parent = Parent(undo, address, timeouts=Timeouts(timeout_s, TIMEOUT_S))
         with pytest.raises(DaemonUnavailable, match="answers"):
-            parent.start().result(PATIENCE_S)
+            parent.start().result(TIMEOUT_S)
     with ScriptedDaemon(address) as late:
         assert late.is_silent(0.4)
 
@@ -283,10 +283,10 @@ def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(
 def test_a_daemon_that_hears_but_does_not_answer_is_unavailable_too(
     undo: ExitStack, daemon: ScriptedDaemon, address: str
 ) -> None:
-    start = Parent(undo, address, patience=Patience(0.2, PATIENCE_S)).start()
+    start = Parent(undo, address, timeouts=Timeouts(0.2, TIMEOUT_S)).start()
     daemon.expect(Hello)
     with pytest.raises(DaemonUnavailable, match="answers"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
 
 
 def test_a_daemon_that_hangs_up_while_loading_is_not_waited_for(
@@ -297,7 +297,7 @@ def test_a_daemon_that_hangs_up_while_loading_is_not_waited_for(
     daemon.say(Progress("load", 1, 48))
     daemon.close()
     with pytest.raises(DaemonUnavailable, match="hung up"):
-        start.result(PATIENCE_S / 4)
+        start.result(TIMEOUT_S / 4)
 
 
 @pytest.mark.parametrize(
@@ -313,26 +313,26 @@ def test_a_daemon_that_ended_while_loading_is_used_when_it_is_there_again(
         first.expect(Hello)
         first.say(last_words)
         if isinstance(last_words, Progress):
-            parent.progress.get(timeout=PATIENCE_S)
+            parent.progress.get(timeout=TIMEOUT_S)
         else:
             assert "told to stop" in parent.next_loss()
     if isinstance(last_words, Progress):
         assert "hung up" in parent.next_loss()
     with ScriptedDaemon(address) as second:
         second.let_in()
-        start.result(PATIENCE_S)
-    assert re.search(r"\b0\.\d+ s", parent.returns.get(timeout=PATIENCE_S)[1])
+        start.result(TIMEOUT_S)
+    assert re.search(r"\b0\.\d+ s", parent.returns.get(timeout=TIMEOUT_S)[1])
 
 
 def test_a_daemon_that_ended_while_loading_is_waited_for_as_long_as_any(
     undo: ExitStack, address: str
 ) -> None:
-    start = Parent(undo, address, patience=Patience(0.3, PATIENCE_S), tries_again=True).start()
+    start = Parent(undo, address, timeouts=Timeouts(0.3, TIMEOUT_S), tries_again=True).start()
     with ScriptedDaemon(address) as daemon:
         daemon.expect(Hello)
         daemon.say(Progress("load", 1, 48))
     with pytest.raises(DaemonUnavailable, match="answers"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
 
 
 def test_one_that_hangs_up_without_a_word_is_not_tried_again(
@@ -343,23 +343,23 @@ def test_one_that_hangs_up_without_a_word_is_not_tried_again(
     daemon.expect(Hello)
     daemon.close()
     with pytest.raises(DaemonUnavailable, match="hung up"):
-        start.result(PATIENCE_S / 4)
+        start.result(TIMEOUT_S / 4)
 
 
 def test_progress_extends_the_patience_and_is_passed_on(
     undo: ExitStack, daemon: ScriptedDaemon, address: str
 ) -> None:
-    parent = Parent(undo, address, patience=Patience(1.5, PATIENCE_S))
+    parent = Parent(undo, address, timeouts=Timeouts(1.5, TIMEOUT_S))
     start = parent.start()
     hello = daemon.expect(Hello)
-    assert parent.progress.get(timeout=PATIENCE_S) == ("cpu0", "connect", 0, 1)
+    assert parent.progress.get(timeout=TIMEOUT_S) == ("cpu0", "connect", 0, 1)
     for num_done in range(4):
         assert daemon.is_silent(0.5)
         daemon.say(Progress("load", num_done, 48))
-        assert parent.progress.get(timeout=PATIENCE_S) == ("cpu0", "load", num_done, 48)
+        assert parent.progress.get(timeout=TIMEOUT_S) == ("cpu0", "load", num_done, 48)
     daemon.say(welcome_to(hello))
-    start.result(PATIENCE_S)
-    assert parent.progress.get(timeout=PATIENCE_S) == ("cpu0", "ready", 1, 1)
+    start.result(TIMEOUT_S)
+    assert parent.progress.get(timeout=TIMEOUT_S) == ("cpu0", "ready", 1, 1)
     daemon.say(Progress("load", 48, 48))
     daemon.say(Pong(daemon.expect(Ping).sequence, True, 0.0))
     assert parent.progress.empty(), "nobody waits for progress any more"

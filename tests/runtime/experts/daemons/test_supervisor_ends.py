@@ -25,10 +25,10 @@ from dflash_protocol.wire.messages import (
 )
 from dflash_runtime.experts.daemons import supervisor as supervisor_module
 from dflash_runtime.experts.daemons.link import Launch
-from dflash_runtime.experts.daemons.supervisor import Patience
+from dflash_runtime.experts.daemons.supervisor import Timeouts
 from support.descriptors import no_descriptor_left
 from support.processes import wait_until
-from support.scripted_daemon import LINK_ID, PATIENCE_S, ScriptedDaemon, welcome_to
+from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, assert_starts, started, thread_names
 
 LIVES_ON_ITS_LIFELINE = (
@@ -73,12 +73,10 @@ def test_closing_does_not_wait_for_heartbeats_when_a_pong_comes_in_that_moment(
 ) -> None:
     for _ in range(40):
         with ExitStack() as parent_undo:
-            parent = Parent(
-                parent_undo, daemon.endpoint.address, patience=Patience(PATIENCE_S, 0.5)
-            )
+            parent = Parent(parent_undo, daemon.endpoint.address, timeouts=Timeouts(TIMEOUT_S, 0.5))
             start = parent.start()
             daemon.say(welcome_to(daemon.expect(Hello, skipping=(Ping,))))
-            start.result(PATIENCE_S)
+            start.result(TIMEOUT_S)
             ping = daemon.expect(Ping)
             daemon.say(Pong(ping.sequence, True, 0.0))
             started_s = time.monotonic()
@@ -99,7 +97,7 @@ def test_closing_during_a_handshake_does_not_wait_for_the_daemon(
     refusing.expect(Hello)
     refusing.say(Refused("busy", "64 parents are connected already"))
     with pytest.raises(HandshakeRefused, match="64 parents"):
-        start.result(PATIENCE_S / 2)
+        start.result(TIMEOUT_S / 2)
     assert "dflash-supervisor" not in thread_names()
 
 
@@ -116,7 +114,7 @@ def test_a_child_that_ends_before_it_is_ready_is_reported_with_how_it_ended(
 ) -> None:
     start = Parent(undo, address, launch=launch("raise SystemExit(3)")).start()
     with pytest.raises(DaemonUnavailable, match=r"cpu0\b.* exit code 3\b"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert children() == []
     assert_starts(address)
 
@@ -152,10 +150,10 @@ def test_a_child_that_is_ended_while_another_one_loads_is_replaced(
     undo.enter_context(ScriptedDaemon(address)).let_in()
     assert not start.done()
     loading.say(welcome_to(hello))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert parent.link.session is not None
     assert parent.losses.empty()
-    assert parent.returns.get(timeout=PATIENCE_S)[0] == "cpu0"
+    assert parent.returns.get(timeout=TIMEOUT_S)[0] == "cpu0"
 
 
 def test_a_child_that_is_ended_again_and_again_ends_the_start(
@@ -165,7 +163,7 @@ def test_a_child_that_is_ended_again_and_again_ends_the_start(
     parent = Parent(undo, address, tries_again=True, launch=dies_at_first(deaths, 99, "kill -9 $$"))
     start = parent.start()
     with pytest.raises(DaemonUnavailable, match=r"cpu0\b.* SIGKILL\b.*\b3 times"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert deaths.read_text() == "3\n"
     assert children() == []
 
@@ -176,14 +174,14 @@ def test_a_child_that_is_required_is_not_tried_again(
     deaths = tmp_path / "deaths"
     start = Parent(undo, address, launch=dies_at_first(deaths, 1, "kill -9 $$")).start()
     with pytest.raises(DaemonUnavailable, match=r"cpu0\b.* SIGKILL\b"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert deaths.read_text() == "1\n"
 
 
 def test_a_child_that_fails_by_itself_is_not_tried_again(undo: ExitStack, address: str) -> None:
     start = Parent(undo, address, tries_again=True, launch=launch("raise SystemExit(3)")).start()
     with pytest.raises(DaemonUnavailable, match=r"cpu0\b.* exit code 3\b"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
 
 
 def test_a_child_that_cannot_be_executed_is_reported_with_the_reason(
@@ -191,7 +189,7 @@ def test_a_child_that_cannot_be_executed_is_reported_with_the_reason(
 ) -> None:
     start = Parent(undo, address, launch=Launch((str(tmp_path / "nothing"),))).start()
     with pytest.raises(DaemonUnavailable, match="nothing: No such file"):
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert_starts(address)
 
 
@@ -200,10 +198,10 @@ def test_a_silent_child_is_ended(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_SPAWN_SILENCE_S", 0.3)
     parent = Parent(
-        undo, address, launch=launch(LIVES_ON_ITS_LIFELINE), patience=Patience(0.1, PATIENCE_S)
+        undo, address, launch=launch(LIVES_ON_ITS_LIFELINE), timeouts=Timeouts(0.1, TIMEOUT_S)
     )
     with pytest.raises(DaemonUnavailable, match="answers"):
-        parent.start().result(PATIENCE_S)
+        parent.start().result(TIMEOUT_S)
     assert children() == []
 
 
@@ -250,6 +248,6 @@ def test_a_refused_child_is_ended(undo: ExitStack, daemon: ScriptedDaemon) -> No
     daemon.expect(Hello)
     daemon.say(Refused("spec", "different versions of this program?"))
     with pytest.raises(HandshakeRefused, match="different versions") as caught:
-        start.result(PATIENCE_S)
+        start.result(TIMEOUT_S)
     assert not isinstance(caught.value, DeadlineExceeded)
     assert children() == []

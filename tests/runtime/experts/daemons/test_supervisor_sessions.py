@@ -21,15 +21,15 @@ from dflash_protocol.wire.messages import (
     Refused,
 )
 from dflash_runtime.experts.daemons.link import DaemonCounters
-from dflash_runtime.experts.daemons.supervisor import Patience
-from support.scripted_daemon import LINK_ID, PATIENCE_S, ScriptedDaemon, welcome_to
+from dflash_runtime.experts.daemons.supervisor import Timeouts
+from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, started
 
 
 def test_a_daemon_is_pinged_under_the_name_it_gave_the_link(
     undo: ExitStack, daemon: ScriptedDaemon
 ) -> None:
-    parent = Parent(undo, daemon.endpoint.address, patience=Patience(PATIENCE_S, 0.01))
+    parent = Parent(undo, daemon.endpoint.address, timeouts=Timeouts(TIMEOUT_S, 0.01))
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello)))
     sequences = []
@@ -38,14 +38,14 @@ def test_a_daemon_is_pinged_under_the_name_it_gave_the_link(
         assert ping.link_id == LINK_ID
         sequences.append(ping.sequence)
         daemon.say(Pong(ping.sequence, True, 0.5))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert sequences == sorted(set(sequences))
 
 
 def test_missed_heartbeats_are_one_loss_and_a_new_hello(
     undo: ExitStack, daemon: ScriptedDaemon
 ) -> None:
-    parent = started(undo, daemon, patience=Patience(PATIENCE_S, 0.03))
+    parent = started(undo, daemon, timeouts=Timeouts(TIMEOUT_S, 0.03))
     assert re.search(r"heartbeat\b.*\b0\.1 s", parent.next_loss())  # five of 0.03 s
     assert parent.link.session is None
     parent_hello = daemon.expect(Hello, skipping=(Ping,))
@@ -56,7 +56,7 @@ def test_missed_heartbeats_are_one_loss_and_a_new_hello(
 
 
 def test_a_few_missed_heartbeats_are_forgiven(undo: ExitStack, daemon: ScriptedDaemon) -> None:
-    parent = started(undo, daemon, patience=Patience(PATIENCE_S, 0.25))
+    parent = started(undo, daemon, timeouts=Timeouts(TIMEOUT_S, 0.25))
     for _ in range(3):
         daemon.expect(Ping)
         ping = daemon.expect(Ping)
@@ -70,7 +70,7 @@ def test_a_daemon_that_forgot_us_is_greeted_again(undo: ExitStack, daemon: Scrip
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello)))
     daemon.say(Pong(daemon.expect(Ping).sequence, False, 0.0))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert "knows" in parent.next_loss()
     daemon.let_in()
     parent.wait_for_session(2)
@@ -85,7 +85,7 @@ def test_garbage_instead_of_a_pong_ends_the_session(
     daemon.say(welcome_to(daemon.expect(Hello)))
     daemon.expect(Ping)
     daemon.say_frames(b"garbage")
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     assert "msgpack" in parent.next_loss()
     daemon.let_in()
     parent.wait_for_session(2)
@@ -200,7 +200,7 @@ def test_a_late_wake_up_call_does_not_end_the_next_session(
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello)))
     ping = daemon.expect(Ping)
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
     parent.may_report.clear()
     with ThreadPoolExecutor(1) as data_thread:
         report = data_thread.submit(parent.link.mark_lost, 1, "no reply within 250 ms")
@@ -209,7 +209,7 @@ def test_a_late_wake_up_call_does_not_end_the_next_session(
         daemon.let_in()
         parent.wait_for_session(2)
         parent.may_report.set()
-        report.result(PATIENCE_S)
+        report.result(TIMEOUT_S)
     assert daemon.is_silent(0.3), "no third hello"
     assert parent.losses.empty()
 
@@ -226,13 +226,13 @@ def test_a_daemon_that_never_keeps_us_is_not_hammered(
         daemon.say(Pong(daemon.expect(Ping).sequence, False, 0.0))
     daemon.expect(Hello)
     assert time.monotonic() - started_s > 0.5  # 0.05 + 0.1 + 0.2 + … less the jitter
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)
 
 
 def test_what_a_daemon_says_that_it_dropped_is_on_the_link(
     undo: ExitStack, daemon: ScriptedDaemon
 ) -> None:
-    parent = Parent(undo, daemon.endpoint.address, patience=Patience(PATIENCE_S, 0.01))
+    parent = Parent(undo, daemon.endpoint.address, timeouts=Timeouts(TIMEOUT_S, 0.01))
     start = parent.start()
     daemon.say(welcome_to(daemon.expect(Hello)))
     assert parent.link.daemon_counters == DaemonCounters()
@@ -242,4 +242,4 @@ def test_what_a_daemon_says_that_it_dropped_is_on_the_link(
             said = parent.link.daemon_counters
             assert said == DaemonCounters(number - 1, 10 * number - 10, 100 * number - 100)
         daemon.say(Pong(ping.sequence, True, 0.0, number, 10 * number, 100 * number))
-    start.result(PATIENCE_S)
+    start.result(TIMEOUT_S)

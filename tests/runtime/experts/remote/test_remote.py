@@ -17,7 +17,7 @@ from support.faults import no_more_descriptors
 from support.remote_rig import (
     CAPACITY,
     PAIRS,
-    PATIENCE_S,
+    TIMEOUT_S,
     TWO_PAIRS,
     Rig,
     ScriptedRig,
@@ -114,10 +114,10 @@ def test_a_loss_that_others_noticed_wakes_the_waiter_at_once(served: ServedRig) 
     out = np.zeros((3, HIDDEN_SIZE))
     with ThreadPoolExecutor(1) as data_thread:
         waiter = data_thread.submit(served.remote.collect, ticket, out)
-        assert served.bank.has_entered.wait(PATIENCE_S)
+        assert served.bank.has_entered.wait(TIMEOUT_S)
         served.link.mark_lost(session.generation, "was ended by SIGKILL")
         with pytest.raises(DaemonUnavailable, match="cpu0: was ended by SIGKILL") as caught:
-            waiter.result(PATIENCE_S / 2)
+            waiter.result(TIMEOUT_S / 2)
     assert not isinstance(caught.value, DeadlineExceeded)
     assert served.losses == ["was ended by SIGKILL"]
     assert not out.any()
@@ -156,7 +156,7 @@ def test_a_daemon_that_refuses_is_lost_with_its_reason(served: ServedRig) -> Non
 
 
 def test_a_daemon_whose_queue_is_full_is_lost_at_once(undo: ExitStack, endpoint: Endpoint) -> None:
-    rig = Rig(undo, endpoint, min_deadline_s=PATIENCE_S)
+    rig = Rig(undo, endpoint, min_deadline_s=TIMEOUT_S)
     rig.open_session()  # nobody listens
 
     def submit_many() -> None:

@@ -90,7 +90,7 @@ def test_a_daemon_that_never_answers_is_not_given_ever_more_time(
     rig.open_session(pairs_per_second=0.01)
     deadlines(rig, Phase.DECODE, 0.0)
     assert deadlines(rig, Phase.PREFILL, 0.0) < 65
-    assert failed_ms() < failed_ms(), "an answer, and patience grows again"
+    assert failed_ms() < failed_ms(), "an answer, and timeouts grows again"
 
 
 def test_an_abandoned_ticket_is_no_longer_in_flight_and_its_reply_is_dropped(

@@ -24,7 +24,7 @@ from dflash_runtime.experts.remote.modes import ExecutionMode
 from support.remote_rig import (
     CAPACITY,
     PAIRS,
-    PATIENCE_S,
+    TIMEOUT_S,
     TWO_PAIRS,
     GateBank,
     ScriptedRig,
@@ -47,7 +47,7 @@ def test_no_mode_changes_a_bit(
     stream_tokens: int,
 ) -> None:
     rig = ServedRig(
-        undo, endpoint, min_deadline_s=PATIENCE_S, mode=mode, stream_tokens=stream_tokens
+        undo, endpoint, min_deadline_s=TIMEOUT_S, mode=mode, stream_tokens=stream_tokens
     )
     rig.bank = LargeBank()
     reference: dict[int, F64Array] = {}
@@ -75,7 +75,7 @@ class LargeBank(GateBank):
 def test_streaming_sends_slices_of_a_few_tokens_and_bounds_what_is_in_flight(
     undo: ExitStack, endpoint: Endpoint
 ) -> None:
-    rig = ScriptedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=ExecutionMode.STREAM)
+    rig = ScriptedRig(undo, endpoint, min_deadline_s=TIMEOUT_S, mode=ExecutionMode.STREAM)
     rig.open_session(max_tokens=1024)
     pairs = {(token_idx, token_idx % 5): 1.0 for token_idx in range(150)}
     ticket = rig.remote.submit(0, batch_of(150, pairs))
@@ -91,7 +91,7 @@ def test_streaming_sends_slices_of_a_few_tokens_and_bounds_what_is_in_flight(
             request = rig.receive()
             sizes.append(request.num_tokens)
             rig.say(encode_reply(request, sums_like(request), compute_s=0.0))
-        waiter.result(PATIENCE_S)
+        waiter.result(TIMEOUT_S)
     assert sizes == [4] * 37 + [2]
     expected = np.repeat(np.arange(1, 39), [4] * 37 + [2])
     np.testing.assert_array_equal(out[:, 0], expected)
@@ -107,7 +107,7 @@ def sums_like(request: ExpertRequest) -> F64Array:
 def test_one_token_is_the_same_in_every_mode(
     undo: ExitStack, endpoint: Endpoint, mode: ExecutionMode
 ) -> None:
-    rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=mode)
+    rig = ServedRig(undo, endpoint, min_deadline_s=TIMEOUT_S, mode=mode)
     rig.open_session()
     for number in range(1, 9):
         rig.assert_right(1, {(0, 1): 0.5, (0, 4): 0.25})
@@ -130,7 +130,7 @@ def test_auto_soon_leaves_the_slower_mode_and_never_sends_all_of_a_batch_in_it(
     undo: ExitStack, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where every request costs 2 ms, 16 slices are 32 ms and one batch is 2 ms."""
-    rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, mode=ExecutionMode.AUTO)
+    rig = ServedRig(undo, endpoint, min_deadline_s=TIMEOUT_S, mode=ExecutionMode.AUTO)
     rig.bank = bank = SlowBank()
     clock = SimpleNamespace(perf_counter=lambda: bank.now_s, monotonic=time.monotonic)
     monkeypatch.setattr(remote, "time", clock)
@@ -163,7 +163,7 @@ def test_what_work_costs_is_counted_by_phase(served: ServedRig) -> None:
         assert min(each.pack_s, each.send_s, each.wait_s, each.receive_s, each.combine_s) > 0
         assert each.compute_s > 0
         record = each.as_record()
-        assert 0 < record["p50_s"] <= record["p99_s"] < PATIENCE_S
+        assert 0 < record["p50_s"] <= record["p99_s"] < TIMEOUT_S
     assert decode.round_trips.num_samples == 3
     served.link.daemon_counters = DaemonCounters(late=1, stale=2, checksum_failures=3)
     record_of_owner = served.remote.stats.as_record()

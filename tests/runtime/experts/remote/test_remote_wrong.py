@@ -23,7 +23,7 @@ from dflash_runtime.experts.remote.modes import ExecutionMode
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyChecker
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import make_placement
-from support.remote_rig import PAIRS, PATIENCE_S, ServedRig
+from support.remote_rig import PAIRS, TIMEOUT_S, ServedRig
 from support.routed_batches import HIDDEN_SIZE, ScalingBank, moe_layer, naive_sums, numbered_rows
 
 SPEC = MoeSpec((moe_layer(),))
@@ -49,7 +49,7 @@ class SpoiltBank(ScalingBank):
 
 
 def spoilt_rig(undo: ExitStack, endpoint: Endpoint, bank: SpoiltBank, **options: Any) -> ServedRig:
-    rig = ServedRig(undo, endpoint, min_deadline_s=PATIENCE_S, **options)
+    rig = ServedRig(undo, endpoint, min_deadline_s=TIMEOUT_S, **options)
     rig.bank = bank  # type: ignore[assignment]
     return rig
 

@@ -18,13 +18,13 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import PROTOCOL_VERSIONS
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.daemons.supervisor import Patience, Supervisor
+from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
 from dflash_runtime.experts.remote.modes import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from support.routed_batches import HIDDEN_SIZE, expert_scale, numbered_rows
 from support.version1_peer import Version1Daemon
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 GLOBAL_IDS = [6, 1, 4, 0, 7]
 OWNED = OwnedExperts.from_lists({0: GLOBAL_IDS})
 
@@ -55,7 +55,7 @@ class Rig:
             max_tokens=64,
             payload=PayloadType.BF16,
         )
-        supervisor = Supervisor(context, [self.link], greeting, patience=Patience(PATIENCE_S, 1.0))
+        supervisor = Supervisor(context, [self.link], greeting, timeouts=Timeouts(TIMEOUT_S, 1.0))
         undo.callback(supervisor.close)
         supervisor.start()
         self.remote = RemoteExpertCompute(
@@ -63,7 +63,7 @@ class Rig:
             context,
             hidden_size=HIDDEN_SIZE,
             num_experts_used=4,
-            min_deadline_s=PATIENCE_S,
+            min_deadline_s=TIMEOUT_S,
             mode=mode,
         )
         undo.callback(self.remote.close)

@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 _PREFIX = "kernels-"
 _NUM_FOLDERS_KEPT = 8
-_LOCK_PATIENCE_S = 60.0
+_LOCK_TIMEOUT_S = 60.0
 """How long a process waits for another's compiling before it compiles for itself."""
 _LOCK_POLL_S = 0.02
 _PROBE_BYTES = 64 << 10
@@ -214,7 +214,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
 def _acquire_lock(name: str) -> int | None:
     """An open file that holds the lock of a kernel, or None if somebody kept it for too long."""
-    folder, end_s = kernel_folder(), time.monotonic() + _LOCK_PATIENCE_S
+    folder, end_s = kernel_folder(), time.monotonic() + _LOCK_TIMEOUT_S
     try:
         lock = os.open(f"{folder}/{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:

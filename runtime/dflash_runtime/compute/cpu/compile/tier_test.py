@@ -95,7 +95,7 @@ def _job(tier: Tier, features: str) -> dict[str, Any]:
     weights = generator.integers(0, 256, (16, 4 * _NUM_STEPS), np.uint8)
     x = generator.integers(-127, 128, (16, 32), np.int8)
     weights[0], weights[1], x[:2] = 255, 128, 127  # the extremes
-    stored_x = _panel(x)
+    stored_x = _repacked(x)
     expected = _expected_dots(tier, weights, x[:, : 4 * _NUM_STEPS])
     if tier is Tier.AMX:
         tokens = stored_x.reshape(16, 32)[:, : 4 * _NUM_STEPS]  # the same bytes, as tiles see them
@@ -105,13 +105,13 @@ def _job(tier: Tier, features: str) -> dict[str, Any]:
         "program": program_of(tier),
         "cpu": llvm.get_host_cpu_name(),
         "features": features,
-        "weights": _panel(weights).tobytes().hex(),
+        "weights": _repacked(weights).tobytes().hex(),
         "x": stored_x.tobytes().hex(),
         "expected": expected.astype("<i4").tobytes().hex(),
     }
 
 
-def _panel(rows: AnyArray) -> AnyArray:
+def _repacked(rows: AnyArray) -> AnyArray:
     """Shapes: rows [16, k]; result [k / 4, 16, 4]."""
     return np.ascontiguousarray(rows.reshape(16, -1, 4).swapaxes(0, 1))
 
@@ -123,7 +123,7 @@ def _expected_dots(tier: Tier, weights: AnyArray, x: AnyArray) -> AnyArray:
         if Quants(bits).is_signed(tier):
             as_used = weights.view(np.int8).astype(np.int64)
         sums.append((as_used * x).sum(axis=1))
-    found = np.array(_TABLE, np.uint8)[_panel(weights).reshape(-1)[:64] & 15]
+    found = np.array(_TABLE, np.uint8)[_repacked(weights).reshape(-1)[:64] & 15]
     return np.concatenate([*sums, found.view("<i4")])
 
 

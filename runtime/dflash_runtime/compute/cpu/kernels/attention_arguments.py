@@ -16,7 +16,7 @@ from __future__ import annotations
     KEY_BLOCK_BYTES,
     VALUE_HEAD_BYTES,
     VALUE_ROW_BYTES,
-    RING_ROWS,  # position j is row j % RING_ROWS
+    WINDOW_ROWS,  # position j is row j % WINDOW_ROWS
     WINDOW,  # 0: none
     CHUNK,  # 0: none
     # Of a call and the memory it works in.

@@ -41,13 +41,13 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     MIX,
     MIX_EXPANDED,
     NUM_HEADS,
-    RING_ROWS,
     SCORE_EXPANDED,
     VALUE_DIM,
     VALUE_HEAD_BYTES,
     VALUE_ROW_BYTES,
     VALUES,
     WINDOW,
+    WINDOW_ROWS,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_expand_keys,
@@ -194,17 +194,17 @@ def attend_split(
     totals = partial + stride * tile_rows
     maxima = totals + in_vectors(tile_rows)
     _clear(partial, num_rows, 32 * value_blocks, maxima, lane_sums)
-    lowest, ring_rows = first_visible(args, first_position), word(args, RING_ROWS)
+    lowest, window_rows = first_visible(args, first_position), word(args, WINDOW_ROWS)
     last_hidden = first_visible(args, end_position - 1)
     start = max(split * SPLIT, lowest // BLOCK * BLOCK)
     for first in range(start, min((split + 1) * SPLIT, end_position), BLOCK):
         end = min(first + BLOCK, end_position)
-        values = head_values + first % ring_rows * row_bytes
+        values = head_values + first % window_rows * row_bytes
         for part in range(max(first, lowest // 32 * 32), end, 32):
-            keys = head_keys + part % ring_rows // 32 * key_block_bytes
+            keys = head_keys + part % window_rows // 32 * key_block_bytes
             place = scores + 4 * (part - first)
             if num_rows <= _FEW_ROWS:
-                ahead = head_values + part % ring_rows * row_bytes
+                ahead = head_values + part % window_rows * row_bytes
                 score = word(args, FETCH_SCORE)
                 call_score(score, 0, queries, num_rows, keys, dim, place, ahead)
             else:

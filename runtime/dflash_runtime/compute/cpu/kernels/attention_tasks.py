@@ -41,7 +41,6 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     PARTIAL_BYTES,
     PARTIALS,
     QUERIES,
-    RING_ROWS,
     SCALE_BITS,
     SCRATCH,
     SCRATCH_BYTES,
@@ -54,6 +53,7 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     VALUE_HEAD_BYTES,
     VALUE_ROW_BYTES,
     VALUES,
+    WINDOW_ROWS,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_store,
@@ -77,7 +77,7 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
     first_position, kv_heads = word(args, FIRST_POSITION), word(args, KV_HEADS)
     end_position = first_position + word(args, NUM_TOKENS)
     key_dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
-    row_bytes, ring_rows = word(args, VALUE_ROW_BYTES), word(args, RING_ROWS)
+    row_bytes, window_rows = word(args, VALUE_ROW_BYTES), word(args, WINDOW_ROWS)
     first_block = first_position // 32
     num_items = kv_heads * ((end_position + 31) // 32 - first_block)
     while True:
@@ -86,7 +86,7 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
             return
         block, kv_head = first_block + item // kv_heads, item % kv_heads
         keys = word(args, KEYS) + kv_head * word(args, KEY_HEAD_BYTES)
-        first_row = 32 * block % ring_rows
+        first_row = 32 * block % window_rows
         keys += first_row // 32 * word(args, KEY_BLOCK_BYTES)
         values = word(args, VALUES) + kv_head * word(args, VALUE_HEAD_BYTES)
         for position in range(max(first_position, 32 * block), min(end_position, 32 * block + 32)):

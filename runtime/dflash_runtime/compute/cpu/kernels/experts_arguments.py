@@ -24,10 +24,10 @@ from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, ROW_BYTES
     SCALES,  # [E, 3] float32
     BIASES,  # [E, 3] int64: addresses, or 0
     ACTIVATION,  # [3] float32: limit, alpha, offset of up
-    TOKEN_RECORDS,  # [T] records of hidden, or 0
-    PAIR_RECORDS,  # [P] the same by expert; unused if there is one token
+    TOKEN_Q8,  # [T] q8_blocks of hidden, or 0
+    PAIR_Q8,  # [P] the same by expert; unused if there is one token
     ACTIVATIONS,  # [P, F] float32
-    ACTIVATION_RECORDS,  # [P] records of the activations, or 0
+    ACTIVATION_Q8,  # [P] q8_blocks of the activations, or 0
     SCRATCH,  # [threads, SCRATCH_BYTES]
     SCRATCH_BYTES,
     QUANTISE,  # address of the function

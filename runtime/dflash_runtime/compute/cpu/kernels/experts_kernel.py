@@ -1,6 +1,6 @@
 """The routed experts' FFN: gate and up, activation, down, in phases without Python between.
 
-Phases: records of the hidden rows, then by expert; gate, up and activation by runs of rows; records
+Phases: q8_blocks of the hidden rows, then by expert; gate, up and activation by runs of rows; q8_blocks
 of the activations; down by runs of rows over all experts.
 """
 
@@ -19,7 +19,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 )
 from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     ACTIVATION,
-    ACTIVATION_RECORDS,
+    ACTIVATION_Q8,
     ACTIVATIONS,
     ADDRESSES,
     BIASES,
@@ -32,13 +32,13 @@ from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     NUM_GROUPS,
     NUM_TOKENS,
     OUT,
-    PAIR_RECORDS,
+    PAIR_Q8,
     QUANTISE,
     SCALES,
     SCRATCH,
     SCRATCH_BYTES,
     TOKEN_INDICES,
-    TOKEN_RECORDS,
+    TOKEN_Q8,
     WEIGHTS,
 )
 from dflash_runtime.compute.cpu.kernels.experts_products import down_phase, gate_up
@@ -73,10 +73,10 @@ def _expert_ffn(
     ffn_size: int,
     thread_bytes: int,
     args: int,
-    token_records: int,
-    pair_records: int,
+    token_q8: int,
+    pair_q8: int,
     activations: int,
-    activation_records: int,
+    activation_q8: int,
     scratch: int,
     counter: int,
     pool: int,
@@ -84,8 +84,8 @@ def _expert_ffn(
 ) -> bool:
     """All phases. False: the batch names experts, tokens or pairs that do not exist.
 
-    Addresses from `args` on; `scales` and `biases` may be empty, `token_records` and
-    `activation_records` 0. Shapes: as the fields above; functions [6]: the phases' addresses and
+    Addresses from `args` on; `scales` and `biases` may be empty, `token_q8` and
+    `activation_q8` 0. Shapes: as the fields above; functions [6]: the phases' addresses and
     that of quantising.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
@@ -117,19 +117,19 @@ def _expert_ffn(
     v.store_i64(args + 8 * SCALES, v.address_of(scales) if scales.size else 0)
     v.store_i64(args + 8 * BIASES, v.address_of(biases) if biases.size else 0)
     v.store_i64(args + 8 * ACTIVATION, v.address_of(activation))
-    v.store_i64(args + 8 * TOKEN_RECORDS, token_records)
-    v.store_i64(args + 8 * PAIR_RECORDS, pair_records)
+    v.store_i64(args + 8 * TOKEN_Q8, token_q8)
+    v.store_i64(args + 8 * PAIR_Q8, pair_q8)
     v.store_i64(args + 8 * ACTIVATIONS, activations)
-    v.store_i64(args + 8 * ACTIVATION_RECORDS, activation_records)
+    v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8)
     v.store_i64(args + 8 * SCRATCH, scratch)
     v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
     v.store_i64(args + 8 * QUANTISE, functions[5])
-    if token_records:
+    if token_q8:
         run_on(pool if hidden.shape[0] > FEW_TOKENS else 0, functions[0], args, counter)
         if hidden.shape[0] > 1:
             run_region(pool, functions[1], args, counter)
     run_region(pool, functions[2], args, counter)
-    if activation_records:
+    if activation_q8:
         run_on(pool if num_pairs > FEW_PAIRS else 0, functions[3], args, counter)
     run_region(pool, functions[4], args, counter)
     return True

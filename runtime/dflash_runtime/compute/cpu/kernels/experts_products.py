@@ -11,7 +11,7 @@ from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     ACTIVATION,
-    ACTIVATION_RECORDS,
+    ACTIVATION_Q8,
     ACTIVATIONS,
     BIASES,
     DOWN,
@@ -23,22 +23,22 @@ from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     NUM_GROUPS,
     NUM_TOKENS,
     OUT,
-    PAIR_RECORDS,
+    PAIR_Q8,
     SCALES,
     SCRATCH,
     SCRATCH_BYTES,
     TOKEN_INDICES,
-    TOKEN_RECORDS,
+    TOKEN_Q8,
     UP,
     WEIGHTS,
     matrix_of,
     pair_range,
 )
 from dflash_runtime.compute.cpu.kernels.products import (
-    PANEL_ROWS,
+    REPACKED_ROWS,
     TOTALS_BYTES,
     VECTORS_AT_ONCE,
-    multiply_panel,
+    multiply_repacked,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
@@ -53,7 +53,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     void,
 )
 from dflash_runtime.compute.cpu.threads.parallel import claim
-from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 
 GATE_UP_ROWS = 32
 """Rows of gate and of up that a thread takes at once."""
@@ -75,10 +75,10 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
         group, first_row = item // num_runs, item % num_runs * GATE_UP_ROWS
         first_pair, end_pair = pair_range(args, group)
         num_items = end_pair - first_pair
-        # One token needs no copies of its records: every group has the same.
-        records = get(args, TOKEN_RECORDS)
+        # One token needs no copies of its q8_blocks: every group has the same.
+        q8_blocks = get(args, TOKEN_Q8)
         if get(args, NUM_TOKENS) > 1:
-            records = get(args, PAIR_RECORDS) + RECORD_BYTES * num_blocks * first_pair
+            q8_blocks = get(args, PAIR_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
         gate, gate_layout, gate_bytes = matrix_of(args, group, GATE)
         up, up_layout, up_bytes = matrix_of(args, group, UP)
         next_gate = gate
@@ -86,19 +86,19 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
             next_gate, _, _ = matrix_of(args, next_item // num_runs, GATE)
             next_gate += next_item % num_runs * GATE_UP_ROWS * gate_bytes
         end_row = min(first_row + GATE_UP_ROWS, ffn_size)
-        for row in range(first_row, end_row, PANEL_ROWS):
-            num_rows = min(PANEL_ROWS, ffn_size - row)
-            after = row + PANEL_ROWS
+        for row in range(first_row, end_row, REPACKED_ROWS):
+            num_rows = min(REPACKED_ROWS, ffn_size - row)
+            after = row + REPACKED_ROWS
             for first in range(0, num_items, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_items)
-                multiply_panel(
+                multiply_repacked(
                     gate_layout,
                     gate + row * gate_bytes,
                     num_rows,
                     get(args, HIDDEN),
                     4 * hidden_size,
                     get(args, TOKEN_INDICES) + 4 * first_pair,
-                    records,
+                    q8_blocks,
                     num_items,
                     first,
                     end,
@@ -106,14 +106,14 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     gates,
                     scratch,
                 )
-                multiply_panel(
+                multiply_repacked(
                     up_layout,
                     up + row * up_bytes,
                     num_rows,
                     get(args, HIDDEN),
                     4 * hidden_size,
                     get(args, TOKEN_INDICES) + 4 * first_pair,
-                    records,
+                    q8_blocks,
                     num_items,
                     first,
                     end,
@@ -194,20 +194,20 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                 following, _, _ = matrix_of(args, 0, DOWN)
                 following += min(next_item, num_runs - 1) * DOWN_ROWS * row_bytes
             x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
-            records = get(args, ACTIVATION_RECORDS) + RECORD_BYTES * num_blocks * first_pair
-            for row in range(first_row, end_row, PANEL_ROWS):
-                num_rows = min(PANEL_ROWS, hidden_size - row)
-                after = row + PANEL_ROWS
+            q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
+            for row in range(first_row, end_row, REPACKED_ROWS):
+                num_rows = min(REPACKED_ROWS, hidden_size - row)
+                after = row + REPACKED_ROWS
                 for first in range(0, num_items, VECTORS_AT_ONCE):
                     end = min(first + VECTORS_AT_ONCE, num_items)
-                    multiply_panel(
+                    multiply_repacked(
                         layout,
                         down + row * row_bytes,
                         num_rows,
                         x,
                         4 * ffn_size,
                         0,
-                        records,
+                        q8_blocks,
                         num_items,
                         first,
                         end,
@@ -222,7 +222,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                         weight = v.load_float(get(args, WEIGHTS) + 4 * pair)
                         place = get(args, OUT) + 8 * (hidden_size * token + row)
                         terms = totals + 64 * (index - first)
-                        if num_rows == PANEL_ROWS:
+                        if num_rows == REPACKED_ROWS:
                             _add_term(place, terms, weight)
                         else:
                             for r in range(num_rows):

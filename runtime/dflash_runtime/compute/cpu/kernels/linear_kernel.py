@@ -15,19 +15,19 @@ from dflash_runtime.compute.cpu.compile.compiling import (
     helper,
 )
 from dflash_runtime.compute.cpu.kernels.products import (
-    PANEL_ROWS,
+    REPACKED_ROWS,
     TOTALS_BYTES,
     VECTORS_AT_ONCE,
     group_size,
     largest_group,
-    multiply_panel,
+    multiply_repacked,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.types import i64, void
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 from dflash_runtime.compute.cpu.weights.matrix import ROW_BYTES
-from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
 
 # What a call is about: one int64 each.
@@ -37,7 +37,7 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
     ADDEND,  # as OUT, to be added; or 0
     NUM_TOKENS,
     COLUMNS,
-    RECORDS,  # [T] records of x, or 0
+    Q8_BLOCKS,  # [T] q8_blocks of x, or 0
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
     NUM_MATRICES,
     NUM_RUNS,  # of all matrices
@@ -73,10 +73,10 @@ def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
         token = first
         while token < min(first + largest_group(), num_tokens):
             size = group_size(token, num_tokens)
-            records = get(args, RECORDS) + RECORD_BYTES * num_blocks * token
+            q8_blocks = get(args, Q8_BLOCKS) + Q8_BLOCK_BYTES * num_blocks * token
             for slot in range(size):
                 x = get(args, X) + 4 * columns * (token + slot)
-                quantise(get(args, QUANTISE), x, num_blocks, records, slot, size)
+                quantise(get(args, QUANTISE), x, num_blocks, q8_blocks, slot, size)
             token += size
         first = largest_group() * claim(counter)
 
@@ -117,20 +117,20 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
         following = get(matrix, WEIGHTS)
         if next_run < num_runs:
             following = _first_row(_find_matrix(args, next_run), next_run)
-        for row in range(first_row, end_row, PANEL_ROWS):
-            num_rows = min(PANEL_ROWS, rows - row)
+        for row in range(first_row, end_row, REPACKED_ROWS):
+            num_rows = min(REPACKED_ROWS, rows - row)
             here = get(matrix, WEIGHTS) + row * row_bytes
-            ahead = here + PANEL_ROWS * row_bytes if row + PANEL_ROWS < end_row else following
+            ahead = here + REPACKED_ROWS * row_bytes if row + REPACKED_ROWS < end_row else following
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_tokens)
-                multiply_panel(
+                multiply_repacked(
                     layout,
                     here,
                     num_rows,
                     get(args, X),
                     4 * get(args, COLUMNS),
                     0,
-                    get(args, RECORDS),
+                    get(args, Q8_BLOCKS),
                     num_tokens,
                     first,
                     end,
@@ -139,7 +139,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
                     scratch,
                 )
                 for token in range(first, end):
-                    source = totals + 4 * PANEL_ROWS * (token - first)
+                    source = totals + 4 * REPACKED_ROWS * (token - first)
                     place = 4 * (num_tokens * get(matrix, ROWS_BEFORE) + rows * token + row)
                     if get(args, ADDEND):
                         _add(source, get(args, ADDEND) + place, num_rows)
@@ -161,7 +161,7 @@ def _linear(
     num_runs: int,
     thread_bytes: int,
     args: int,
-    records: int,
+    q8_blocks: int,
     scratch: int,
     counter: int,
     pool: int,
@@ -169,7 +169,7 @@ def _linear(
     multiply_task: int,
     quantise_address: int,
 ) -> None:
-    """All phases. Addresses from `args` on; `records` and `pool` may be 0, `addend` empty.
+    """All phases. Addresses from `args` on; `q8_blocks` and `pool` may be 0, `addend` empty.
 
     Shapes: x [T, columns]; out, addend [T * rows of all]; matrices [M, NUM_MATRIX_FIELDS].
     """
@@ -179,14 +179,14 @@ def _linear(
     v.store_i64(args + 8 * ADDEND, v.address_of(addend) if addend.size else 0)
     v.store_i64(args + 8 * NUM_TOKENS, num_tokens)
     v.store_i64(args + 8 * COLUMNS, x.shape[1])
-    v.store_i64(args + 8 * RECORDS, records)
+    v.store_i64(args + 8 * Q8_BLOCKS, q8_blocks)
     v.store_i64(args + 8 * MATRICES, v.address_of(matrices))
     v.store_i64(args + 8 * NUM_MATRICES, matrices.shape[0])
     v.store_i64(args + 8 * NUM_RUNS, num_runs)
     v.store_i64(args + 8 * SCRATCH, scratch)
     v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
     v.store_i64(args + 8 * QUANTISE, quantise_address)
-    if records:
+    if q8_blocks:
         run_on(pool if num_tokens > FEW_TOKENS else 0, quantise_task, args, counter)
     run_on(pool if num_runs > 1 else 0, multiply_task, args, counter)
 

@@ -1,7 +1,7 @@
 """Sixteen rows of any type times a set of vectors: the step that all kernels with weights share.
 
-The vectors of a set come in both forms that types may want: float32 rows, and records of int8 in
-groups (see panels.kernels): as many as there can be of the tier's largest, 8 or 16 vectors, and
+The vectors of a set come in both forms that types may want: float32 rows, and q8_blocks of int8 in
+groups (see repacked tiles.kernels): as many as there can be of the tier's largest, 8 or 16 vectors, and
 then one of each power of two in the rest. Addresses and strides are bytes.
 """
 
@@ -29,25 +29,25 @@ from dflash_runtime.compute.cpu.weights.matrix import (
 from dflash_runtime.compute.cpu.weights.repacked.amx import begin_tiles, end_tiles
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     BLOCKS_AT_ONCE,
-    PANEL_BYTES,
-    RECORD_BYTES,
+    Q8_BLOCK_BYTES,
+    REPACKED_BYTES,
     group_sizes,
 )
 
-PANEL_ROWS = 16
+REPACKED_ROWS = 16
 
 VECTORS_AT_ONCE = 256
-"""Vectors that an unpacked panel meets before it is unpacked again: their results stay cached."""
+"""Vectors that an unpacked repacked meets before it is unpacked again: their results stay cached."""
 
-TOTALS_BYTES = 4 * PANEL_ROWS * VECTORS_AT_ONCE
+TOTALS_BYTES = 4 * REPACKED_ROWS * VECTORS_AT_ONCE
 
 
 def product_scratch_bytes(layouts: Iterable[I64Array]) -> int:
-    """Scratch that `multiply_panel` needs for rows of these layouts."""
-    num_bytes = 64 + PANEL_BYTES
+    """Scratch that `multiply_repacked` needs for rows of these layouts."""
+    num_bytes = 64 + REPACKED_BYTES
     for layout in layouts:
         if layout[UNPACK]:
-            num_bytes = max(num_bytes, 64 + PANEL_BYTES + PANEL_ROWS * int(layout[ROW_BYTES]))
+            num_bytes = max(num_bytes, 64 + REPACKED_BYTES + REPACKED_ROWS * int(layout[ROW_BYTES]))
         else:
             num_bytes = max(num_bytes, float_tile.scratch_bytes(int(layout[COLUMNS])))
     return -(-num_bytes // 64) * 64
@@ -93,14 +93,14 @@ def _prefetch(line: int, end: int) -> int:
 
 
 @helper
-def multiply_panel(
+def multiply_repacked(
     layout: int,
     rows: int,
     num_rows: int,
     x: int,
     x_stride: int,
     indices: int,
-    records: int,
+    q8_blocks: int,
     num_items: int,
     first: int,
     end: int,
@@ -132,21 +132,21 @@ def multiply_panel(
             num_used,
             totals,
             4,
-            4 * PANEL_ROWS,
+            4 * REPACKED_ROWS,
             scratch,
         )
         return
-    for place in range(totals, totals + 4 * PANEL_ROWS * num_used, 128):
+    for place in range(totals, totals + 4 * REPACKED_ROWS * num_used, 128):
         v.store_floats(place, v.zeros())
-    if num_rows < PANEL_ROWS:
+    if num_rows < REPACKED_ROWS:
         # Kernels read 16 rows: what the rest of the copy holds is computed and ignored.
-        copied = scratch + PANEL_BYTES
+        copied = scratch + REPACKED_BYTES
         v.copy_bytes(copied, rows, num_rows * row_bytes)
         rows = copied
     num_blocks = columns // 32
     if num_items == 1:
         multiply_one = v.load_i64(layout + 8 * MULTIPLY_ONE)
-        _call_6(multiply_one, rows, row_bytes, num_blocks, records, ahead, totals)
+        _call_6(multiply_one, rows, row_bytes, num_blocks, q8_blocks, ahead, totals)
         return
     chunk_bytes = row_bytes * BLOCKS_AT_ONCE // num_blocks
     # Lines to come are asked for a few at a time: all at once they would wait for each other.
@@ -154,13 +154,13 @@ def multiply_panel(
     while item < end:
         num_parts += 1
         item += group_size(item, num_items)
-    share = (PANEL_ROWS * chunk_bytes // num_parts + 63) & -64
+    share = (REPACKED_ROWS * chunk_bytes // num_parts + 63) & -64
     begin_tiles(num_used)
     for first_block in range(0, num_blocks, BLOCKS_AT_ONCE):
         count = min(BLOCKS_AT_ONCE, num_blocks - first_block)
         chunk = first_block // BLOCKS_AT_ONCE
-        line = ahead + PANEL_ROWS * chunk_bytes * chunk
-        end_line = line + PANEL_ROWS * chunk_bytes
+        line = ahead + REPACKED_ROWS * chunk_bytes * chunk
+        end_line = line + REPACKED_ROWS * chunk_bytes
         line = _prefetch(line, min(line + share, end_line))
         _call_4(unpack, rows + chunk_bytes * chunk, row_bytes, count, scratch)
         item = first
@@ -168,7 +168,7 @@ def multiply_panel(
             size = group_size(item, num_items)
             line = _prefetch(line, min(line + share, end_line))
             multiply = v.load_i64(layout + 8 * (MULTIPLY + size))
-            place = records + RECORD_BYTES * (num_blocks * item + first_block * size)
-            _call_4(multiply, scratch, count, place, totals + 4 * PANEL_ROWS * (item - first))
+            place = q8_blocks + Q8_BLOCK_BYTES * (num_blocks * item + first_block * size)
+            _call_4(multiply, scratch, count, place, totals + 4 * REPACKED_ROWS * (item - first))
             item += size
     end_tiles(num_used)

@@ -1,10 +1,10 @@
-"""Tiles: the matrix instructions of some x86 CPUs, one product of a block of panels at a time.
+"""Tiles: the matrix instructions of some x86 CPUs, one product of a block of repacked tiles at a time.
 
 A tile is up to 16 rows of up to 64 bytes. One product takes the quants of a block of 32 values, or
 of a half of it::
 
     A  16 tokens x 32 signed bytes      a record of 16 tokens, rows 32 bytes apart
-    B  8 steps x 16 rows x 4 unsigned   a block of an unpacked panel
+    B  8 steps x 16 rows x 4 unsigned   a block of an unpacked repacked
     C  16 tokens x 16 rows, int32       the exact sums, to be scaled as those of other kernels are
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.

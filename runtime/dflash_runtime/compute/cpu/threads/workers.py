@@ -18,7 +18,7 @@ from dflash_runtime.compute.cpu.threads import parallel
 SPIN_US = 50
 """How long a thread looks out for work before it sleeps: several times what waking it takes."""
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 """How long threads are waited for that are in a region; one that hangs ends with the process."""
 
 
@@ -65,7 +65,7 @@ class Workers:
             self.close()
             raise
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Nothing comes for a while: threads that look out for work are to sleep, and leave their
         cores to others. The next region wakes them as any does."""
         words = self._words
@@ -120,7 +120,7 @@ def _end(pool: I64Array, threads: list[Thread]) -> None:
     if not threads:
         return
     parallel.stop_kernel()(pool.ctypes.data)
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _TIMEOUT_S
     for thread in threads:
         # One may never have started, or be where the garbage collector found time to call us.
         if thread.is_alive() and thread is not current_thread():

@@ -13,7 +13,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, I64Array, U8Array
 from dflash_runtime.compute.cpu.weights import float_tile
-from dflash_runtime.compute.cpu.weights.repacked.functions import has_panels, panel_functions
+from dflash_runtime.compute.cpu.weights.repacked.functions import has_repacked, repacked_functions
 from dflash_runtime.compute.cpu.weights.repacked.kernels import LARGEST_GROUP
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 
@@ -79,8 +79,8 @@ def row_layout(tensor_type: TensorType, columns: int) -> I64Array:
     layout = np.zeros(NUM_FIELDS, np.int64)
     layout[ROW_BYTES] = tensor_type.row_bytes(columns)
     layout[COLUMNS] = columns
-    if has_panels(tensor_type):
-        functions = panel_functions(tensor_type)
+    if has_repacked(tensor_type):
+        functions = repacked_functions(tensor_type)
         layout[UNPACK] = functions.unpack.address
         layout[MULTIPLY_ONE] = functions.multiply_one.address
         for size, multiply in functions.multiply.items():

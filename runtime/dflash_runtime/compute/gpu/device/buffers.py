@@ -1,7 +1,7 @@
 """Memory for results of operations: taken again as soon as nobody holds the result any more.
 
-A step that is recorded must not allocate, so it is tried out before. What the trial took is noted,
-and the recording takes the very same arrays in the same order: whether one is free just then, which
+A step that is captured must not allocate, so it is tried out before. What the trial took is noted,
+and the capture takes the very same arrays in the same order: whether one is free just then, which
 may depend on when garbage is collected, does not matter to it.
 """
 
@@ -73,7 +73,7 @@ class Buffers:
         return sum(place.array.nbytes for known in self._known.values() for place in known)
 
     @property
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         """What is taken now is noted, or repeated."""
         return self._noted is not None or self._repeated is not None
 

@@ -74,7 +74,7 @@ class CupyModule:
 
 
 class CupyGraph:
-    """Launches that the driver has recorded."""
+    """Launches that the driver has captured."""
 
     def __init__(self, driver: Driver, *, index: int, stream: int, executable: int) -> None:
         self._driver = driver
@@ -239,7 +239,7 @@ class CupyDevice:
             cache=cache,
         )
         self._modules: dict[tuple[str, tuple[str, ...]], CupyModule] = {}
-        self._is_recording = False
+        self._is_capturing = False
         self._is_closed = False
         driver.use(device.index)
         self.stream = driver.create_stream()
@@ -259,7 +259,7 @@ class CupyDevice:
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """As KernelDevice.empty."""
         sizes = (shape,) if isinstance(shape, int) else shape
-        if self._is_recording:  # naming what is wanted takes longer than having it
+        if self._is_capturing:  # naming what is wanted takes longer than having it
             self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
         self.use()
         num_bytes = prod(sizes) * np.dtype(dtype).itemsize
@@ -385,11 +385,11 @@ class CupyDevice:
     def capture(self, record: Callable[[], None]) -> CupyGraph:
         """As KernelDevice.capture."""
         self._begin("capture")
-        self._is_recording = True
+        self._is_capturing = True
         try:
             executable = self._driver.capture(self.stream, record)
         finally:
-            self._is_recording = False
+            self._is_capturing = False
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
 
     def new_queue(self) -> CupyQueue:
@@ -478,8 +478,8 @@ class CupyDevice:
                 _OUTLIVED_POOLS.append((index, pool))
 
     def _begin(self, what: str) -> None:
-        if self._is_recording:
-            raise DeviceUnavailable(f"cannot {what} while launches are recorded")
+        if self._is_capturing:
+            raise DeviceUnavailable(f"cannot {what} while launches are captured")
         self._driver.use(self._index)
 
     def _attribute(self, attribute: DeviceAttribute) -> int:

@@ -60,7 +60,7 @@ class KernelModule(Protocol):
 
 
 class Graph(Protocol):
-    """Launches that were recorded once."""
+    """Launches that were captured once."""
 
     def replay(self) -> None:
         """Start all of them, in order; returns before they have run."""

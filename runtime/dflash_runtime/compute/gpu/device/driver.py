@@ -243,7 +243,7 @@ class Driver:
         return bool(status != NOT_READY)
 
     def create_event(self) -> int:
-        """A place in the order of a stream, once it is recorded."""
+        """A place in the order of a stream, once it is captured."""
         return self._handle("create_event", EVENT_WITHOUT_TIME)
 
     def destroy_event(self, event: int) -> None:
@@ -255,7 +255,7 @@ class Driver:
         self._call("record_event", event, stream)
 
     def wait_for_event(self, stream: int, event: int) -> None:
-        """What comes into the stream from now on begins after what was recorded last."""
+        """What comes into the stream from now on begins after what was captured last."""
         self._call("wait_for_event", stream, event, 0)
 
     def capture(self, stream: int, record: Callable[[], None]) -> int:

@@ -1,4 +1,4 @@
-"""Steps of experts that a host asks for: recorded once for each layer and number of tokens.
+"""Steps of experts that a host asks for: captured once for each layer and number of tokens.
 
 What goes in and out lies in memory that host and device both see, so that a step is one word to the
 driver, and no copy has to be asked of it.
@@ -29,7 +29,7 @@ _MOST_RECORDINGS = 1024
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RecordedLayer:
-    """A bank's experts, whose steps stay recorded for as long as the bank holds this."""
+    """A bank's experts, whose steps stay captured for as long as the bank holds this."""
 
     resident: ResidentLayer
     """Named by local ids."""
@@ -37,7 +37,7 @@ class RecordedLayer:
     """What steps of one token go through, once there was one."""
 
 
-class RecordedExperts:
+class CapturedExperts:
     """Steps of all banks of a backend, which holds its lock while one is computed.
 
     Owns: graphs, and mapped memory of the host.
@@ -47,7 +47,7 @@ class RecordedExperts:
         self._ops = ops
         self._exchanger: Exchanger | None = None
         self._boxes: dict[tuple[int, int, int], StepBox] = {}
-        self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
+        self._captures: OrderedDict[tuple[int, int], _Capture] = OrderedDict()
 
     def add_token(self, layer: RecordedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
         """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
@@ -63,9 +63,9 @@ class RecordedExperts:
             box.ids.fill(-1)
         box.flat_ids[:num_pairs] = batch.expert_ids
         box.flat_weights[:num_pairs] = batch.weights
-        recording = self._recording(layer, box, size=1)
+        capture = self._capture(layer, box, size=1)
         box.expect()
-        recording.graph.replay()
+        capture.graph.replay()
         box.wait()
         np.add(out, box.sums, out=out)
 
@@ -91,23 +91,23 @@ class RecordedExperts:
         box.ids[:num_tokens] = ids
         box.ids[num_tokens:] = -1
         box.weights[:num_tokens] = weights
-        recording = self._recording(layer, box, size=size)
+        capture = self._capture(layer, box, size=size)
         box.expect()
-        recording.graph.replay()
+        capture.graph.replay()
         box.wait()
         out += box.sums[:num_tokens]
 
     def forget_dropped(self) -> None:
-        """Give back what was recorded of banks that are no more."""
-        for key, recording in list(self._recordings.items()):
-            if recording.layer() is None:
-                self._recordings.pop(key).graph.close()
+        """Give back what was captured of banks that are no more."""
+        for key, capture in list(self._captures.items()):
+            if capture.layer() is None:
+                self._captures.pop(key).graph.close()
 
     def close(self) -> None:
         """Give back everything; nothing of it may still run."""
-        for recording in self._recordings.values():
-            recording.graph.close()
-        self._recordings.clear()
+        for capture in self._captures.values():
+            capture.graph.close()
+        self._captures.clear()
         for box in self._boxes.values():
             box.close()
         self._boxes.clear()
@@ -121,21 +121,21 @@ class RecordedExperts:
             )
         return box
 
-    def _recording(self, layer: RecordedLayer, box: StepBox, *, size: int) -> _Recording:
-        """Tried out and recorded when it is first needed."""
+    def _capture(self, layer: RecordedLayer, box: StepBox, *, size: int) -> _Capture:
+        """Tried out and captured when it is first needed."""
         key = id(layer), size
-        found = self._recordings.get(key)
+        found = self._captures.get(key)
         if found is not None and found.layer() is layer:
-            self._recordings.move_to_end(key)
+            self._captures.move_to_end(key)
             return found
         self.forget_dropped()
-        while len(self._recordings) >= _MOST_RECORDINGS:
-            _, oldest = self._recordings.popitem(last=False)
+        while len(self._captures) >= _MOST_RECORDINGS:
+            _, oldest = self._captures.popitem(last=False)
             oldest.graph.close()
-        recording = self._recordings[key] = self._recorded(layer, box)
-        return recording
+        capture = self._captures[key] = self._captured(layer, box)
+        return capture
 
-    def _recorded(self, layer: RecordedLayer, box: StepBox) -> _Recording:
+    def _captured(self, layer: RecordedLayer, box: StepBox) -> _Capture:
         device, buffers = self._ops.device, self._ops.steps.buffers
         if self._exchanger is None:
             self._exchanger = Exchanger(device)
@@ -148,7 +148,7 @@ class RecordedExperts:
         # Others may use buffers between two steps, but a graph always writes to the same ones.
         with buffers.repeated(noted) as kept:
             graph = device.capture(lambda: self._launch(exchanger, resident, box))
-        return _Recording(weakref.ref(layer), graph, kept)
+        return _Capture(weakref.ref(layer), graph, kept)
 
     def _launch(self, exchanger: Exchanger, layer: ResidentLayer, box: StepBox) -> None:
         steps = self._ops.steps
@@ -167,7 +167,7 @@ def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _Capture:
     layer: weakref.ref[RecordedLayer]
     graph: Graph
     kept: list[Buffer]

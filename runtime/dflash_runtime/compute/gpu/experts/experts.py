@@ -15,8 +15,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums, add_sums, slice_tokens
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
-from dflash_runtime.compute.gpu.experts.recorded_experts import (
-    RecordedExperts,
+from dflash_runtime.compute.gpu.experts.captured_experts import (
+    CapturedExperts,
     RecordedLayer,
     too_many_pairs,
 )
@@ -30,7 +30,7 @@ class CupyExpertBank:
     """Implements backend.ExpertBank.
 
     `by_global` and `by_local` are the same experts, named by global and by local ids. `lock` is
-    held while a batch is computed: buffers, recorded steps and the device's stream are everybody's.
+    held while a batch is computed: buffers, captured steps and the device's stream are everybody's.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class CupyExpertBank:
         by_global: ResidentLayer,
         by_local: ResidentLayer,
         *,
-        recorded: RecordedExperts,
+        captured: CapturedExperts,
         lock: threading.RLock,
     ) -> None:
         self.layer: MoeLayer = by_local.layer
         self.num_experts = by_local.num_resident
         self._lock = lock
-        self._recorded = recorded
+        self._captured = captured
         self.by_global = by_global
         self._ops = ops
         self.by_local = by_local
@@ -71,7 +71,7 @@ class CupyExpertBank:
                 for names in (global_ids, np.arange(places.size))
             )
         return CupyExpertBank(
-            self._ops, by_global, by_local, recorded=self._recorded, lock=self._lock
+            self._ops, by_global, by_local, captured=self._captured, lock=self._lock
         )
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
@@ -90,12 +90,12 @@ class CupyExpertBank:
                 return
             hidden = batch.hidden
             if batch.num_tokens == 1:
-                self._recorded.add_token(self._steps, batch, out=out)
+                self._captured.add_token(self._steps, batch, out=out)
                 return
             ids, weights = rectangular(batch, self.layer.num_experts_used)
             for first in range(0, batch.num_tokens, MOST_TOKENS):
                 some = slice(first, first + MOST_TOKENS)
-                self._recorded.add_steps(
+                self._captured.add_steps(
                     self._steps,
                     hidden=hidden[some],
                     ids=ids[some],

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.ids import F32Array, I32Array, Phase
-from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
@@ -26,7 +26,7 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 class DeviceMoe:
     """Implements ops.MoeBlock for one phase; `resident` has what is to be computed here.
 
-    `elsewhere` leaves out just that; it may be None if every layer is whole. `offload`, for chunks,
+    `remote` leaves out just that; it may be None if every layer is whole. `offload`, for chunks,
     computes what would take others longer.
     """
 
@@ -36,25 +36,25 @@ class DeviceMoe:
         resident: Mapping[int, ResidentLayer],
         phase: Phase,
         *,
-        elsewhere: OtherExperts | None,
+        remote: RemoteExperts | None,
         offload: ExpertOffload | None = None,
     ) -> None:
         self._offload = offload
         self._ops = ops
         self._resident = resident
         self._phase = phase
-        self._elsewhere = elsewhere
+        self._remote = remote
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
         """Raises: DaemonUnavailable if nobody can compute what is not here."""
         assert isinstance(hidden, Normed | Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
-        layer, elsewhere = self._resident.get(layer_id), self._elsewhere
+        layer, remote = self._resident.get(layer_id), self._remote
         if self._phase is Phase.PREFILL or layer is None or not layer.is_whole:
             self._ops.steps.choose(topk_ids)
         sums = ExpertSums(layer, hidden, topk_ids, topk_weights, self._phase)
-        if elsewhere is None:
+        if remote is None:
             return sums
         num_tokens, num_used = topk_ids.array.shape
         if layer is None or not layer.is_whole:
@@ -62,10 +62,10 @@ class DeviceMoe:
             ids = device.download(topk_ids.array) if both is None else both[0]
             if layer is None or _has_others(layer.slot_of_expert, ids):
                 weights = device.download(topk_weights.array) if both is None else both[1]
-                sums.parts = self._parts(layer_id, sums, (ids, weights), elsewhere)
+                sums.parts = self._parts(layer_id, sums, (ids, weights), remote)
                 return sums
-            elsewhere.count_selections(layer_id, ids)
-        elsewhere.count_here(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
+            remote.count_selections(layer_id, ids)
+        remote.count_local(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
         return sums
 
     def _both(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array] | None:
@@ -80,7 +80,7 @@ class DeviceMoe:
         layer_id: int,
         sums: ExpertSums,
         chosen: tuple[I32Array, F32Array],
-        elsewhere: OtherExperts,
+        remote: RemoteExperts,
     ) -> tuple[Buffer, ...]:
         """Sums of what is here, if anything is, and of what is not.
 
@@ -88,10 +88,10 @@ class DeviceMoe:
         """
         (ids, weights), offload = chosen, self._offload
         hidden = self._hidden_of(sums)
-        offloaded = None if offload is None else offload.begin(layer_id, ids, elsewhere)
+        offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
         # Launched first: the device is at work while the host groups pairs, and while rows go out.
-        here = None if sums.layer is None else self._ops.sums_here(sums)
-        started = elsewhere.start(
+        here = None if sums.layer is None else self._ops.local_sums(sums)
+        started = remote.start(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
         try:
@@ -99,10 +99,10 @@ class DeviceMoe:
                 here = offload.sums(layer_id, sums, experts=offloaded, before=here)
         except BaseException:
             if started is not None:
-                elsewhere.abandon(started)
+                remote.abandon(started)
             raise
         parts = () if here is None else (here,)
-        return parts if started is None else (*parts, self._on_device(elsewhere.finish(started)))
+        return parts if started is None else (*parts, self._on_device(remote.finish(started)))
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
         """The rows that experts are given; those of a chunk stay on the device.

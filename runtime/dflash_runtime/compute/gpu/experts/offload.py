@@ -7,7 +7,7 @@
 Layers take the two places in turn. While a layer is computed from one, the next layer's experts are
 on their way into the other: all of them where this layer's tokens have chosen nearly all of its
 own, else those that were chosen, once that is known. The parent maps the file anyway, for what
-becomes of a lost daemon's experts. Knows nothing of owners: `OtherExperts` says whose experts it is
+becomes of a lost daemon's experts. Knows nothing of owners: `RemoteExperts` says whose experts it is
 to be.
 """
 
@@ -24,7 +24,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, MoeLayer
 from dflash_protocol.batch import group_by_expert
 from dflash_protocol.ids import I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
@@ -166,7 +166,7 @@ class ExpertOffload:
                 self._bytes_per_s = transfer.bytes_per_s()
             first.place.transfers.clear()
 
-    def begin(self, layer_id: int, topk_ids: I32Array, elsewhere: OtherExperts) -> Experts | None:
+    def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
         """Decide whose experts of a layer are to be computed here, and have those of them that were
         chosen copied; None if there are none. Everything launched for the chunk must have ended.
 
@@ -175,7 +175,7 @@ class ExpertOffload:
         known = self._layers.get(layer_id)
         if known is None:
             return None
-        wanted = self._wanted(layer_id, topk_ids, elsewhere)
+        wanted = self._wanted(layer_id, topk_ids, remote)
         if wanted is None:
             return None
         self._file.require_unwritten()
@@ -185,7 +185,7 @@ class ExpertOffload:
         self._load(layer_id, chosen)
         following = self._following.get(layer_id)
         if following is not None and chosen.sum() >= _NEARLY_ALL * wanted.sum():
-            unseen = self._wanted(following, None, elsewhere)
+            unseen = self._wanted(following, None, remote)
             if unseen is not None:
                 self._load(following, unseen)
         return wanted
@@ -199,7 +199,7 @@ class ExpertOffload:
         """
         known = self._layers[layer_id]
         resident = self._arrived(layer_id, known, experts)
-        return self._ops.chunks.sums_here(replace(sums, layer=resident), before)
+        return self._ops.chunks.local_sums(replace(sums, layer=resident), before)
 
     def close(self) -> None:
         """Give everything back. Twice does nothing."""
@@ -210,11 +210,11 @@ class ExpertOffload:
         self._places.clear()
 
     def _wanted(
-        self, layer_id: int, topk_ids: I32Array | None, elsewhere: OtherExperts
+        self, layer_id: int, topk_ids: I32Array | None, remote: RemoteExperts
     ) -> Experts | None:
         known = self._layers[layer_id]
         expert_s = known.layer.expert_bytes / max(self._bytes_per_s, 1.0)
-        wanted = elsewhere.to_offload(layer_id, topk_ids, expert_s=expert_s)
+        wanted = remote.to_offload(layer_id, topk_ids, expert_s=expert_s)
         if wanted is None or not (wanted & known.missing).any():
             return None
         return wanted & known.missing

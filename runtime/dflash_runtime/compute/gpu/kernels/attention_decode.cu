@@ -128,8 +128,8 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
         const int position = min_of(tile + key, last_old);
         assume(position >= 0);
         // Rows of a ring that this step writes were those of positions that none of it sees.
-        if constexpr (RING_ROWS != 0)
-            return cache_row(position < end_position - RING_ROWS ? last_old : position);
+        if constexpr (WINDOW_ROWS != 0)
+            return cache_row(position < end_position - WINDOW_ROWS ? last_old : position);
         return position;
     };
     if (tile < end) {

@@ -1,7 +1,7 @@
 // Shape of an attention layer, the heads of one token, and what all of its kernels share.
 //
 // Defines: NUM_HEADS, NUM_KV_HEADS, KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW (kv_rows.cuh), ROTATED,
-// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK, RING_ROWS, IS_TEMPERED, HAS_SINKS.
+// INTERLEAVED, KV_TYPE, USE_MMA, WINDOW, CHUNK, WINDOW_ROWS, IS_TEMPERED, HAS_SINKS.
 #pragma once
 #include "attention_mask.cuh"
 #include "kv_rows.cuh"
@@ -33,16 +33,16 @@ constexpr int KEY_STEPS = (KEY_ROW + 31) / 32;
 constexpr int QUERY_COLUMNS = 32 * KEY_STEPS;
 constexpr int QUERY_ROW = QUERY_COLUMNS + (QUERY_COLUMNS % 64 == 0 ? 32 : 0);
 
-// Keys and values of one layer: [kv head][position][row]; in a ring of RING_ROWS (0: none) those of the
-// last positions, each in the place of the position RING_ROWS before it.
+// Keys and values of one layer: [kv head][position][row]; in a ring of WINDOW_ROWS (0: none) those of the
+// last positions, each in the place of the position WINDOW_ROWS before it.
 struct LayerCache {
     u8 *keys, *values;
     u16 *key_scales, *value_scales;
     i64 num_rows;  // of a head
 };
 INLINE int cache_row(int position) {
-    constexpr int SIZE = RING_ROWS != 0 ? RING_ROWS : 1;  // so that no compiler sees a division by zero
-    if constexpr (RING_ROWS != 0) return position % SIZE;
+    constexpr int SIZE = WINDOW_ROWS != 0 ? WINDOW_ROWS : 1;  // so that no compiler sees a division by zero
+    if constexpr (WINDOW_ROWS != 0) return position % SIZE;
     return position;
 }
 INLINE HeadRows key_rows(const LayerCache &cache, int kv_head) {

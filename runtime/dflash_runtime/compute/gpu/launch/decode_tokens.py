@@ -122,7 +122,7 @@ class Embed:
 
 
 class Sample:
-    """The likeliest token of each row, from the partials of a head (DecodeLinear with argmax)."""
+    """The most likely token of each row, from the partials of a head (DecodeLinear with argmax)."""
 
     def __init__(self, device: KernelDevice, *, num_tokens: int, advances: bool) -> None:
         """With `advances`, positions are one further afterwards."""

@@ -1,6 +1,6 @@
 """Launch record of draw.cu: the next token of a step, drawn on the device as on the host.
 
-Beside it what chooses between that and the likeliest token.
+Beside it what chooses between that and the most likely token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.ids import F64Array
-from dflash_runtime.compute.backend import DrawOptions
+from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
@@ -63,8 +63,8 @@ class DrawInputs:
     numbers: DeviceArray
 
 
-def option_values(options: DrawOptions | None, *, vocab_size: int) -> F64Array:
-    """What kernels are given; None: the likeliest token is taken. Shapes: result [NUM_OPTIONS]."""
+def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Array:
+    """What kernels are given; None: the most likely token is taken. Shapes: result [NUM_OPTIONS]."""
     if options is None:
         return np.zeros(NUM_OPTIONS)
     return np.array(
@@ -116,7 +116,7 @@ class DrawTokens:
         """The drawn token into `token_ids`, and into `history` at its position, which is one
         further and is that of `positions` afterwards.
 
-        What the device cannot be sure of is UNDECIDED in `history`, and the likeliest token in
+        What the device cannot be sure of is UNDECIDED in `history`, and the most likely token in
         `token_ids`. Logits that are not finite are NOT_FINITE in `history`.
         Shapes: logits [1, V] float32; partials [blocks, 1] uint64 of the head; token_ids,
         positions [1] int32; history [N] int32, as long as the numbers of `inputs`.
@@ -146,7 +146,7 @@ class DrawTokens:
 
 
 class ChooseTokens:
-    """The likeliest tokens, or drawn ones, for any shape, each compiled when it is first met."""
+    """The most likely tokens, or drawn ones, for any shape, each compiled when it is first met."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device

@@ -194,8 +194,8 @@ class PrefillAttention:
         """
         if num_tokens < 1 or num_tokens > layer.capacity:
             raise ValueError(f"a chunk of {num_tokens} tokens, {layer.capacity} positions")
-        if self.shape.ring_rows and num_tokens > self.shape.most_tokens:
-            raise ValueError(f"{num_tokens} tokens over a ring, {self.shape.most_tokens} at once")
+        if self.shape.window_rows and num_tokens > self.shape.most_tokens:
+            raise ValueError(f"{num_tokens} tokens over a window, {self.shape.most_tokens} at once")
         how = self._launch_of(num_tokens)
         check_layer(self.shape, layer, rows)
         where = self._arrays.address("first_position", first_position, np.int32, one=1)
@@ -301,8 +301,8 @@ def scratch_address(scratch: DeviceArray, num_bytes: int) -> int:
 
 def check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> None:
     """Raises: ValueError for a cache of another kind, or tables of fewer positions than it has."""
-    kind = layer.kv, layer.kv_type, layer.ring_rows
-    if kind != (shape.kv, shape.kv_type, shape.ring_rows):
+    kind = layer.kv, layer.kv_type, layer.window_rows
+    if kind != (shape.kv, shape.kv_type, shape.window_rows):
         raise ValueError(f"a cache of {layer.kv_type} {layer.kv}, compiled for {shape}")
     if (rows.angles is None) != (shape.num_rotated == 0):
         raise ValueError(f"angles are {rows.angles}, compiled for {shape}")
@@ -417,7 +417,7 @@ def _variants() -> tuple[KernelVariant, ...]:
             use_mma=use_mma,
             is_tempered=has_all,
             has_sinks=has_all,
-            ring_rows=100 if has_all else 0,
+            window_rows=100 if has_all else 0,
         )
         decode = DecodePlan(shape, num_tokens, 1024)
         files = [

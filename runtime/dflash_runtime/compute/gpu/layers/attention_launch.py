@@ -126,7 +126,7 @@ class AttentionLauncher:
 
         Shapes: sinks [heads]; out [W, heads * D], with sides if they are wanted.
         """
-        layer, ring = cache.layers[cache_layer], cache.rings[cache_layer]
+        layer, window = cache.layers[cache_layer], cache.windows[cache_layer]
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
         key = shape, tree.positions.bucket
         if key not in self._trees:
@@ -145,8 +145,8 @@ class AttentionLauncher:
         )
 
         def accept(path: I32Array) -> None:
-            ring.begin(tree.position)
-            ring.advance(path.size)
+            window.begin(tree.position)
+            window.advance(path.size)
             attention.accept(layer, tree, tree.path_on_device(path), nodes=nodes)
 
         tree.keep(accept)
@@ -164,7 +164,7 @@ class AttentionLauncher:
         query, layer = heads[0], cache.layers[cache_layer]
         table = None if query.rotation is None else query.rotation.table
         is_tempered = query.temperature is not None
-        key = query.num_heads, layer.kv, layer.kv_type, layer.ring_rows, is_tempered, has_sinks
+        key = query.num_heads, layer.kv, layer.kv_type, layer.window_rows, is_tempered, has_sinks
         for known_key, known_table, prefill in self._known_prefills:
             if known_table is table and known_key == key:
                 return prefill
@@ -191,7 +191,7 @@ class AttentionLauncher:
             has_mma=self._has_mma,
             is_tempered=query.temperature is not None,
             has_sinks=has_sinks,
-            ring_rows=layer.ring_rows,
+            window_rows=layer.window_rows,
         )
 
     def _new_rows(

@@ -62,8 +62,8 @@ class AttentionShape:
     is_tempered: bool = False
     """Queries have a factor besides, of their position."""
     has_sinks: bool = False
-    ring_rows: int = 0
-    """Positions that the cache has rows of, if it is a ring."""
+    window_rows: int = 0
+    """Positions that the cache has rows of, if it is a window."""
 
     def __post_init__(self) -> None:
         """Raises: SettingsError for what the kernels cannot take."""
@@ -77,8 +77,8 @@ class AttentionShape:
             raise SettingsError(f"{self.num_rotated} of {self.kv.key_dim} elements rotated")
         if self.use_mma and self.kv_type is KvType.F32:
             raise SettingsError("tensor cores do not take a float32 cache")
-        if self.ring_rows and self.most_tokens < MOST_TOKENS:
-            raise SettingsError(f"a ring of {self.ring_rows} positions of {self.kv.mask}")
+        if self.window_rows and self.most_tokens < MOST_TOKENS:
+            raise SettingsError(f"a window of {self.window_rows} positions of {self.kv.mask}")
 
     @staticmethod
     def of(
@@ -90,7 +90,7 @@ class AttentionShape:
         has_mma: bool,
         is_tempered: bool = False,
         has_sinks: bool = False,
-        ring_rows: int = 0,
+        window_rows: int = 0,
     ) -> AttentionShape:
         """For a device that has tensor cores or not; float32 caches are computed in float32.
         Without a `table` nothing is rotated."""
@@ -106,13 +106,13 @@ class AttentionShape:
             use_mma,
             is_tempered=is_tempered,
             has_sinks=has_sinks,
-            ring_rows=ring_rows,
+            window_rows=window_rows,
         )
 
     @property
     def most_tokens(self) -> int:
-        """Of a ring, those that may be written at once: all that the first of them sees stays."""
-        return self.ring_rows - (self.kv.mask.span or 1) + 1
+        """Of a window, those that may be written at once: all that the first of them sees stays."""
+        return self.window_rows - (self.kv.mask.span or 1) + 1
 
     @property
     def group(self) -> int:
@@ -153,7 +153,7 @@ class AttentionShape:
             "CHUNK": self.kv.mask.chunk,
             "IS_TEMPERED": int(self.is_tempered),
             "HAS_SINKS": int(self.has_sinks),
-            "RING_ROWS": self.ring_rows,
+            "WINDOW_ROWS": self.window_rows,
         }
 
 

@@ -192,8 +192,8 @@ def _variants() -> tuple[KernelVariant, ...]:
         (KvType.Q8_0, False),
         (KvType.F16, True),
     ):
-        is_ring = kv_type is not KvType.F32
-        mask = Mask(window=60) if is_ring else CAUSAL
+        is_window = kv_type is not KvType.F32
+        mask = Mask(window=60) if is_window else CAUSAL
         kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
         shape = AttentionShape(
             4,
@@ -202,8 +202,8 @@ def _variants() -> tuple[KernelVariant, ...]:
             RopePairing.HALF_SPLIT,
             num_rotated=32,
             use_mma=use_mma,
-            is_tempered=is_ring,
-            ring_rows=100 if is_ring else 0,
+            is_tempered=is_window,
+            window_rows=100 if is_window else 0,
         )
         needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
         variants.append(

@@ -1,4 +1,4 @@
-"""Trees of guessed tokens on a device, as kernels read them: brought there once for all layers.
+"""Trees of draft tokens on a device, as kernels read them: brought there once for all layers.
 
 Knows nothing of what layers keep.
 """

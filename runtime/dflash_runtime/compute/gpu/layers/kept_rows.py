@@ -1,4 +1,4 @@
-"""What a cache on a device keeps of a sequence, and how it is taken up: rows, rings and states.
+"""What a cache on a device keeps of a sequence, and how it is taken up: rows, windows and states.
 
 The host knows which positions rows and states are of; what they are lies on the device alone.
 """
@@ -12,17 +12,17 @@ from dflash_adapters import ops
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.recurrent_state import DeviceSnapshot, RecurrentStates
-from dflash_runtime.compute.rings import MOST_KEPT, Ring, RingSnapshot, num_rows
+from dflash_runtime.compute.sliding_window import MOST_KEPT, WindowRows, WindowSnapshot, num_rows
 
 
 def rows_kept(kv: KvLayer, capacity: int) -> int:
-    """Positions that a layer has room for: those of a ring if that, with all of its snapshots,
+    """Positions that a layer has room for: those of a window if that, with all of its snapshots,
     takes no more memory than rows for all positions, which need none."""
-    in_ring = num_rows(kv.mask, capacity)
-    return in_ring if in_ring * (1 + MOST_KEPT) <= capacity else capacity
+    in_window = num_rows(kv.mask, capacity)
+    return in_window if in_window * (1 + MOST_KEPT) <= capacity else capacity
 
 
-class DeviceRing(Ring):
+class DeviceWindowRows(WindowRows):
     """Which positions one layer has rows of, on a device."""
 
     __slots__ = ("_device",)
@@ -30,7 +30,7 @@ class DeviceRing(Ring):
     def __init__(self, device: KernelDevice, kv: KvLayer, capacity: int) -> None:
         super().__init__(kv.mask, capacity)
         self.num_rows = rows_kept(kv, capacity)
-        self.is_ring = self.num_rows < capacity
+        self.is_window = self.num_rows < capacity
         self._device = device
 
     def empty_like(self, array: DeviceArray) -> DeviceArray:
@@ -46,11 +46,11 @@ class CacheSnapshot:
 
     num_positions: int
     states: DeviceSnapshot
-    rings: tuple[RingSnapshot, ...]
+    windows: tuple[WindowSnapshot, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.states.nbytes + sum(each.nbytes for each in self.rings)
+        return self.states.nbytes + sum(each.nbytes for each in self.windows)
 
 
 class KeptRows:
@@ -67,44 +67,44 @@ class KeptRows:
         capacity: int,
         recurrent: Sequence[RecurrentLayer],
     ) -> None:
-        self.rings = [DeviceRing(device, kv, capacity) for kv in layers]
+        self.windows = [DeviceWindowRows(device, kv, capacity) for kv in layers]
         """Which rows each layer of keys and values has."""
         self.states = RecurrentStates(device, recurrent)
 
     def can_resume(self, num_positions: int) -> bool:
         """As ops.KvCache.can_resume."""
-        has_rows = all(ring.can_resume(num_positions) for ring in self.rings)
+        has_rows = all(window.can_resume(num_positions) for window in self.windows)
         return has_rows and self.states.can_resume(num_positions)
 
     def begin_step(self, position: int) -> None:
-        """Recorded steps of one token go on from here. Raises: StateNotKept."""
-        for ring in self.rings:
-            ring.require(position)
+        """Captured steps of one token go on from here. Raises: CheckpointMissing."""
+        for window in self.windows:
+            window.require(position)
         self.states.begin_step(position)
-        for ring in self.rings:
-            ring.begin(position)
+        for window in self.windows:
+            window.begin(position)
 
     def count_step(self) -> None:
         """One of them was started."""
-        for ring in self.rings:
-            ring.advance(1)
+        for window in self.windows:
+            window.advance(1)
         self.states.count_step()
 
     def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> CacheSnapshot:
         """As ops.KvCache.snapshot."""
         states: DeviceSnapshot | None = None
-        rings: tuple[RingSnapshot | None, ...] = (None,) * len(self.rings)
+        windows: tuple[WindowSnapshot | None, ...] = (None,) * len(self.windows)
         if instead_of is not None:
             assert isinstance(instead_of, CacheSnapshot)
-            states, rings = instead_of.states, instead_of.rings
-        for ring in self.rings:
-            ring.require(num_positions)
+            states, windows = instead_of.states, instead_of.windows
+        for window in self.windows:
+            window.require(num_positions)
         return CacheSnapshot(
             num_positions,
             self.states.snapshot(num_positions, states),
             tuple(
-                ring.snapshot(num_positions, old)
-                for ring, old in zip(self.rings, rings, strict=True)
+                window.snapshot(num_positions, old)
+                for window, old in zip(self.windows, windows, strict=True)
             ),
         )
 
@@ -112,11 +112,11 @@ class KeptRows:
         """As ops.KvCache.restore."""
         assert isinstance(snapshot, CacheSnapshot)
         self.states.restore(snapshot.states)
-        for ring, kept in zip(self.rings, snapshot.rings, strict=True):
-            ring.restore(kept)
+        for window, kept in zip(self.windows, snapshot.windows, strict=True):
+            window.restore(kept)
 
     def require(self, num_positions: int) -> None:
-        """Raises: StateNotKept if it cannot be resumed after so many positions."""
-        for ring in self.rings:
-            ring.require(num_positions)
+        """Raises: CheckpointMissing if it cannot be resumed after so many positions."""
+        for window in self.windows:
+            window.require(num_positions)
         self.states.require(num_positions)

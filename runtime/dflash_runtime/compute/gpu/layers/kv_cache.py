@@ -47,8 +47,8 @@ class DeviceKvCache(KeptRows):
             new_layer_cache(device, kv, capacity=capacity, kv_type=kv_type) for kv in given
         ]
         super().__init__(device, given, capacity=capacity, recurrent=recurrent)
-        for ring, layer in zip(self.rings, self.layers, strict=True):
-            ring.arrays = tuple(
+        for window, layer in zip(self.windows, self.layers, strict=True):
+            window.arrays = tuple(
                 array
                 for rows in (layer.keys, layer.values)
                 for array in (rows.elements, rows.scales)
@@ -73,7 +73,7 @@ class DeviceKvCache(KeptRows):
             yield
 
     def check_tree(self, tree: Tree) -> None:
-        """Raises: ContextExceeded, StateNotKept if it cannot go on from here."""
+        """Raises: ContextExceeded, CheckpointMissing if it cannot go on from here."""
         self.require(tree.position)
         self.check_fits(tree.position, int(tree.depths.max(initial=-1)) + 1)
 

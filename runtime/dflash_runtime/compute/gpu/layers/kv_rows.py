@@ -15,7 +15,7 @@ from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.kept_rows import rows_kept
-from dflash_runtime.compute.rings import MOST_KEPT
+from dflash_runtime.compute.sliding_window import MOST_KEPT
 
 LARGEST_HEAD = 256
 """Elements of a head that the kernels keep in registers."""
@@ -50,7 +50,7 @@ class CachedRows:
     """Keys or values of one layer.
 
     Shapes: elements [kv_heads, N, row] of the cache's element type, zeros past the head's dim;
-    scales [kv_heads, N, row / 32] float16, only of q8_0. N are all positions, or those of a ring.
+    scales [kv_heads, N, row / 32] float16, only of q8_0. N are all positions, or those of a window.
     """
 
     elements: DeviceArray
@@ -74,7 +74,7 @@ class LayerKvCache:
         return self.keys.elements.shape[1]
 
     @property
-    def ring_rows(self) -> int:
+    def window_rows(self) -> int:
         """The same; 0 if there is room for all."""
         return self.num_rows if self.num_rows < self.capacity else 0
 
@@ -96,8 +96,8 @@ def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
 
 def bytes_with_snapshots(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
     """The same with what an engine may keep of it besides."""
-    is_ring = rows_kept(kv, capacity) < capacity
-    return layer_bytes(kv, capacity, kv_type) * (1 + MOST_KEPT if is_ring else 1)
+    is_window = rows_kept(kv, capacity) < capacity
+    return layer_bytes(kv, capacity, kv_type) * (1 + MOST_KEPT if is_window else 1)
 
 
 def _scale_halves(all_rows: int, row: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_adapters import ops
 from dflash_adapters.spec import RecurrentLayer
-from dflash_protocol.errors import StateNotKept
+from dflash_protocol.errors import CheckpointMissing
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.delta import PLACES, RING, DeltaPlan, DeltaState
 
@@ -75,21 +75,21 @@ class RecurrentStates:
     def advance_layer(self, layer: int, first: int, num_tokens: int) -> None:
         """A layer's state is brought further, whatever the others' are.
 
-        Raises: StateNotKept if it is not there after `first` positions.
+        Raises: CheckpointMissing if it is not there after `first` positions.
         """
         kept = self._kept[layer]
         if not kept.has(first):
-            raise StateNotKept(wanted=first, kept=kept.newest)
+            raise CheckpointMissing(wanted=first, kept=kept.newest)
         oldest = kept.newest = first + num_tokens
         if num_tokens == 1:  # only one place is written to
             oldest = max(kept.oldest if first else 0, oldest - PLACES + 1)
         kept.oldest = oldest
 
     def require(self, num_positions: int) -> None:
-        """Raises: StateNotKept if there is no state after so many positions."""
+        """Raises: CheckpointMissing if there is no state after so many positions."""
         if not self.can_resume(num_positions):
             newest = {kept.newest for kept in self._kept}
-            raise StateNotKept(
+            raise CheckpointMissing(
                 wanted=num_positions, kept=newest.pop() if len(newest) == 1 else _NOTHING
             )
 
@@ -98,7 +98,7 @@ class RecurrentStates:
         return all(kept.has(num_positions) for kept in self._kept)
 
     def begin_step(self, position: int) -> None:
-        """Recorded steps of one token go on from here. Raises: StateNotKept."""
+        """Captured steps of one token go on from here. Raises: CheckpointMissing."""
         if not self.layers:
             return
         self.require(position)

@@ -329,7 +329,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPositions:
-    """Positions of a step that are on the device, so that a recorded step can be replayed.
+    """Positions of a step that are on the device, so that a captured step can be replayed.
 
     Shapes: array [T] int32, ascending by one; all lie below `bucket` and fit the cache.
     """

@@ -1,4 +1,4 @@
-"""Which mailboxes a recorded step can go through now, if any: those of the present sessions."""
+"""Which mailboxes a captured step can go through now, if any: those of the present sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute.backend import MailRoute, OtherExperts
+from dflash_runtime.compute.backend import MailRoute, RemoteExperts
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
@@ -38,13 +38,13 @@ class MailedSteps:
         moe: MoeSpec,
         resident: Mapping[int, ResidentLayer],
         *,
-        elsewhere: OtherExperts,
+        remote: RemoteExperts,
         keeper: MemoryKeeper,
     ) -> None:
         """`keeper` takes memory that daemons who are lost may still have open."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
-        self._elsewhere = elsewhere
+        self._remote = remote
         self._layout = mail_layout(moe)
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailMoe | None = None
@@ -60,7 +60,7 @@ class MailedSteps:
         """Whether there are mailboxes; those that are being made ready are waited for."""
         end_s = time.monotonic() + _READY_S
         while time.monotonic() < end_s:
-            routes = self._elsewhere.mail_routes()
+            routes = self._remote.mail_routes()
             if not any(is_preparing(route) for route in routes):
                 return bool(routes)
             time.sleep(_LOOK_S)
@@ -71,7 +71,7 @@ class MailedSteps:
         if self._present is not None and self._present.mail.is_live:
             return self._present
         self.close()
-        routes = self._elsewhere.mail_routes()
+        routes = self._remote.mail_routes()
         if self._num_failures < _MOST_FAILURES and self._is_usable(routes):
             self._routes = routes
             try:
@@ -139,21 +139,21 @@ class MailedSteps:
 
     def count_tree(self, num_tokens: int) -> None:
         """A step of a tree's tokens has gone through mailboxes."""
-        self._elsewhere.count_mailed(self._routes, 1, phase=Phase.VERIFY, num_tokens=num_tokens)
+        self._remote.count_mailed(self._routes, 1, phase=Phase.VERIFY, num_tokens=num_tokens)
 
     def is_to_be_checked(self) -> bool:
         """Whether the host is to compute a step instead, so that a daemon's reply can be compared
         with the parent's own; `note_checked` is then told what that has cost."""
-        return self._elsewhere.is_step_to_be_checked(self._routes)
+        return self._remote.is_step_to_be_checked(self._routes)
 
     def note_checked(self, elapsed_s: float) -> None:
-        self._elsewhere.note_checked_step(elapsed_s)
+        self._remote.note_checked_step(elapsed_s)
 
     def settle(self) -> None:
         """Steps that were started are counted as their owners'."""
         num_steps, self._num_steps = self._num_steps, 0
         if num_steps:
-            self._elsewhere.count_mailed(self._routes, num_steps)
+            self._remote.count_mailed(self._routes, num_steps)
 
     def close(self) -> None:
         """Let go of everything; no step may still run."""

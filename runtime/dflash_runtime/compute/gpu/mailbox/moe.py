@@ -1,4 +1,4 @@
-"""Routed experts of a recorded step, or tree, whose remote ones are asked for through mailboxes.
+"""Routed experts of a captured step, or tree, whose remote ones are asked for through mailboxes.
 
 No host has a part in the step: kernels ask, those of daemons answer. Bits are those of
 `moe.DeviceMoe` and `shared_moe.SharedMoe`.
@@ -25,7 +25,7 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 
 
 class MailMoe:
-    """Gives MoE blocks for what is recorded, or tried: of up to MOST_TOKENS tokens.
+    """Gives MoE blocks for what is captured, or tried: of up to MOST_TOKENS tokens.
 
     Owns: memory of the device.
     """

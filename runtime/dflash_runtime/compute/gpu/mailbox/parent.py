@@ -1,6 +1,6 @@
 """The parent's end of its mailboxes: one a daemon, all of them used by every step or none.
 
-Knows nothing of models: `mail_moe` records what a step asks, and a recorded step rings.
+Knows nothing of models: `mail_moe` records what a step asks, and a captured step rings.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ParentMail:
 
     def use_peers(self, uses_peers: bool) -> None:
         """Lines lie in devices' memory from now on, where they can, or all in the host's. What was
-        recorded before is of no use. Raises: DaemonUnavailable."""
+        captured before is of no use. Raises: DaemonUnavailable."""
         for link in self._links:
             link.use_peers(uses_peers)
         self._sizes = {1}

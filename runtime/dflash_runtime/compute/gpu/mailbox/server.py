@@ -1,4 +1,4 @@
-"""The daemon's end of a mailbox: steps that are recorded once, and started when they are asked for.
+"""The daemon's end of a mailbox: steps that are captured once, and started when they are asked for.
 
 Between two steps nothing of it runs, neither here nor on the device.
 """
@@ -78,7 +78,7 @@ class MailServer:
     The parent may ask as soon as `STATE_AT` says that it is ready. `layers`, with their places in
     the model, have experts of ours by their local ids; `lock` is held while the device's own stream
     is used. `is_alone`: whether there is no other parent, whom waiting for one could hold up.
-    Owns: the thread, the recorded steps, and memory of the device; not the segment.
+    Owns: the thread, the captured steps, and memory of the device; not the segment.
     """
 
     def __init__(
@@ -291,10 +291,10 @@ class MailServer:
             # docs (daemon): `alone`, or `one of several`: then kernels that wait for a parent take
             # less of the GPU, and a layer takes a little longer
             _LOG.info("the mailbox's parent is %s", "alone" if is_alone else "one of several")
-        recorded = medium.steps.get((num_tokens, is_alone))
-        if recorded is None:
+        captured = medium.steps.get((num_tokens, is_alone))
+        if captured is None:
             raise ProtocolError("a mailbox was asked for a step that it is not ready for")
-        return recorded[1]
+        return captured[1]
 
     def _do_other(self, asked: Asked) -> None:
         assert self._kernels is not None

@@ -18,7 +18,7 @@ from dflash_runtime.compute.gpu.ops.steps import Steps
 
 
 class MailStep:
-    """What is recorded: every layer of which there are experts here, one after the other.
+    """What is captured: every layer of which there are experts here, one after the other.
 
     `by_all`: every block that needs a request looks for it in our device's memory, where one block
     a token brings it to `relay` if it does not lie there; or else such a block takes it, before the
@@ -91,7 +91,7 @@ class MailStep:
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Memory that lines go through, and steps that were recorded for it, by their tokens and by who
+    """Memory that lines go through, and steps that were captured for it, by their tokens and by who
     looks for requests: what each uses, and its graph."""
 
     lines: MailLines

@@ -61,10 +61,10 @@ class MailboxTrial:
         )
         self._num_rounds = dict.fromkeys(Medium, 0)
 
-    def begin(self, patience_s: float, is_live: Callable[[], bool]) -> None:
+    def begin(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
         """As MailTrial.begin."""
         self._is_live = is_live
-        words, end_s = MailWords(self._segment), time.monotonic() + patience_s
+        words, end_s = MailWords(self._segment), time.monotonic() + timeout_s
         while (state := words.read(STATE_AT)) == MailState.PREPARING:
             if not is_live() or time.monotonic() > end_s:
                 raise DaemonUnavailable("the other side does not become ready")

@@ -64,13 +64,13 @@ class MailWords:
         self.write(DOORBELL_AT, self._num_asked % _MODULUS)
         self._segment.ring_mail()
 
-    def await_answer(self, patience_s: float, is_live: Callable[[], bool]) -> None:
+    def await_answer(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
         """Until all that was asked for is done. Raises: DaemonUnavailable if it takes longer, or
         the session is over."""
-        end_s = time.monotonic() + patience_s
+        end_s = time.monotonic() + timeout_s
         while self.read(ANSWERS_AT) != self._num_asked % _MODULUS:
             if not is_live() or time.monotonic() > end_s:
-                raise DaemonUnavailable(f"the mailbox has not answered for {patience_s:.1f} s")
+                raise DaemonUnavailable(f"the mailbox has not answered for {timeout_s:.1f} s")
             time.sleep(_LOOK_S)
 
     # The daemon's side

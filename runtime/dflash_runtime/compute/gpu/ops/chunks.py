@@ -124,7 +124,7 @@ class Chunks:
         self._run_experts(sums, residual=residual.array, out=residual.array)
         residual.version += 1
 
-    def sums_here(self, sums: ExpertSums, before: Buffer | None = None) -> Buffer:
+    def local_sums(self, sums: ExpertSums, before: Buffer | None = None) -> Buffer:
         """Sums of those experts that are here, added to those `before`, which they then are.
 
         Shapes: result, before [T, H] float64.

@@ -1,7 +1,7 @@
 """The dense operations on a GPU: what adapters call, put together for steps and for chunks.
 
 A step has 1 to 8 tokens and must be cheap to launch, a chunk of a prompt has more and must use the
-arithmetic units well; each has kernels of its own. A tree of guessed tokens is a step, however many
+arithmetic units well; each has kernels of its own. A tree of draft tokens is a step, however many
 it has. Both are given values that put work off (values.py), and do what belongs together in one
 kernel.
 """
@@ -23,7 +23,7 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
-from dflash_runtime.compute.backend import likeliest_of
+from dflash_runtime.compute.backend import argmax_of
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
@@ -252,7 +252,7 @@ class CupyOps(GatedOps):
         options["positions"] = self._positions_of(positions, cache)
         parts = [slice(0, num_tokens)]
         if not isinstance(positions, StepPositions):
-            parts = list(cache.rings[cache_layer].parts(int(positions[0]), num_tokens))
+            parts = list(cache.windows[cache_layer].parts(int(positions[0]), num_tokens))
         if out is None and num_tokens <= MOST_TOKENS:
             rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
             self._attention.step((q, k, v), cache, cache_layer, out=rows, **options)
@@ -291,9 +291,9 @@ class CupyOps(GatedOps):
         rows.version += 1
         return rows
 
-    def sums_here(self, sums: ExpertSums) -> Buffer:
+    def local_sums(self, sums: ExpertSums) -> Buffer:
         """Sums of those of a layer's experts that are here. Shapes: result [T, H] float64."""
-        return self._of_phase(sums.phase).sums_here(sums)
+        return self._of_phase(sums.phase).local_sums(sums)
 
     def hidden_of(self, sums: ExpertSums) -> F32Array:
         """The rows that experts are given, as those here get them. Shapes: result [T, H]."""
@@ -322,11 +322,11 @@ class CupyOps(GatedOps):
         """A value's rows into an array. Shapes: out [T, columns] float32."""
         self._elementwise.take_columns(self._columns_of(value), out)
 
-    def likeliest(self, logits: Any) -> I32Array:
-        """As backend.ComputeBackend.likeliest: of a step on the device, where logits stay."""
+    def argmax(self, logits: Any) -> I32Array:
+        """As backend.ComputeBackend.most likely: of a step on the device, where logits stay."""
         if isinstance(logits, Product) and logits.x.is_step:
-            return self.steps.likeliest(logits)
-        return likeliest_of(self.to_host(logits))
+            return self.steps.argmax(logits)
+        return argmax_of(self.to_host(logits))
 
     def joined(self, parts: Sequence[Any]) -> Rows:
         """Values' rows, one after the other."""

@@ -2,7 +2,7 @@
 taken in parts.
 
 Compiles a kernel when a shape is first met, and takes results' memory from buffers that the next
-layer uses again; both must have happened before a step is recorded.
+layer uses again; both must have happened before a step is captured.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Steps:
         )
         residual.version += 1
 
-    def sums_here(self, sums: ExpertSums) -> Buffer:
+    def local_sums(self, sums: ExpertSums) -> Buffer:
         """Sums of those experts that are here. Shapes: result [T, H] float64."""
         assert sums.layer is not None
         choice = Choice(sums.topk_ids.array, sums.topk_weights.array)
@@ -304,7 +304,7 @@ class Steps:
         history: DeviceArray,
         drawing: DrawInputs | None = None,
     ) -> Rows:
-        """Logits; the likeliest token into `token_ids` and `history`, positions one further.
+        """Logits; the most likely token into `token_ids` and `history`, positions one further.
 
         With `drawing` the token of one row is drawn as that says.
         """
@@ -319,15 +319,15 @@ class Steps:
         )
         return logits
 
-    def likeliest(self, product: Product) -> I32Array:
-        """The likeliest token of each row, once it is known. Shapes: result [T]."""
+    def argmax(self, product: Product) -> I32Array:
+        """The most likely token of each row, once it is known. Shapes: result [T]."""
         token_ids = self._device.empty((product.x.num_tokens,), np.int32)
         self.pick_likeliest(product, token_ids)
-        likeliest: I32Array = self._device.download(token_ids)
-        return likeliest
+        argmax: I32Array = self._device.download(token_ids)
+        return argmax
 
     def pick_likeliest(self, product: Product, token_ids: DeviceArray) -> None:
-        """The likeliest token of each row. Shapes: token_ids [T] int32."""
+        """The most likely token of each row. Shapes: token_ids [T] int32."""
         x = product.x
         for part in step_parts(x.num_tokens):
             size = part.stop - part.start
@@ -476,7 +476,7 @@ class Steps:
         but for whoever records it."""
         if shape[0] <= MOST_TOKENS:
             return self.buffers.take(shape, dtype)
-        if self.buffers.is_recording:
+        if self.buffers.is_capturing:
             return self.buffers.take(shape, dtype, apart=True)
         return Buffer(self._device.empty(shape, dtype))
 

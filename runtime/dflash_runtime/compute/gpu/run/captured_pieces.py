@@ -1,7 +1,7 @@
-"""Recording launches in pieces: where the host has something to do in between, a piece ends.
+"""Capture launches in pieces: where the host has something to do in between, a piece ends.
 
 A model's forward pass is one function that cannot stop half way, so it runs in a thread of its own
-while it is recorded, and never at the same time as whoever records it. Knows nothing of models.
+while it is captured, and never at the same time as whoever records it. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class Capture:
     """A step of one context bucket, and what must stay as it is for it."""
 
     pieces: list[Piece]
@@ -44,7 +44,7 @@ class Recording:
 
 
 class _Abandoned(BaseException):
-    """Recording has failed: whatever runs must end."""
+    """Capture has failed: whatever runs must end."""
 
 
 class _Stretches:
@@ -77,7 +77,7 @@ class _Stretches:
             self._is_abandoned = True
             self._go.release()
             self._thread.join()
-        # Whoever still has the pause must not keep what was recorded with it.
+        # Whoever still has the pause must not keep what was captured with it.
         del self._record, self.then
 
     def _pause(self, then: Then) -> None:
@@ -101,7 +101,7 @@ class _Stretches:
         self._stopped.release()
 
 
-def record_pieces(device: KernelDevice, record: Callable[[Pause], None]) -> list[Piece]:
+def capture_pieces(device: KernelDevice, record: Callable[[Pause], None]) -> list[Piece]:
     """What `record` launches, cut where it calls the pause that it is given.
 
     Nothing is run. Raises: whatever `record` raises; DeviceUnavailable.

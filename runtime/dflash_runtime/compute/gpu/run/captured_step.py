@@ -1,4 +1,4 @@
-"""A decode step that was recorded once and is replayed for every token of a context bucket.
+"""A decode step that was captured once and is replayed for every token of a context bucket.
 
 Token ids and positions lie on the device: a step reads what the one before it has chosen, so that
 the host may start several without waiting for any. Nothing is allocated or compiled in between.
@@ -17,7 +17,7 @@ import numpy as np
 from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import NOT_FINITE, DrawOptions
+from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.draw_tokens import (
@@ -32,13 +32,13 @@ from dflash_runtime.compute.gpu.layers.values import Product, Rows, StepPosition
 from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
 from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.run.recorded_pieces import (
+from dflash_runtime.compute.gpu.run.captured_pieces import (
+    Capture,
     Pause,
     Piece,
-    Recording,
-    record_pieces,
+    capture_pieces,
 )
-from dflash_runtime.compute.gpu.run.recorded_trees import RecordedTrees
+from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.trees import Tree, TreeResult
 
@@ -48,18 +48,18 @@ _LOOK_S = 20e-6
 """Time between looks for a token: short for a step, and long enough for others to get the lock
 that Python has."""
 _TRIED_STEPS, _TRIED_TIMES = 16, 3
-_PATIENCE_S = 0.5
+_TIMEOUT_S = 0.5
 """A step that takes longer may have failed: the driver is asked."""
 
 
-class RecordedStep:
-    """Steps of one token of one sequence. Implements backend.RecordedStep.
+class CapturedStep:
+    """Steps of one token of one sequence. Implements backend.CapturedStep.
 
     `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces. As long as
     `mailed` has daemons that devices can ask by themselves, its steps go that way; one that fails
     is computed once more in pieces, as is all that follows until such daemons are there again.
-    What draws tokens is recorded apart, so that it costs nothing where it is not wanted.
-    Trees of guessed tokens are recorded too, but for those that hosts have a part in.
+    What draws tokens is captured apart, so that it costs nothing where it is not wanted.
+    Trees of draft tokens are captured too, but for those that hosts have a part in.
     Owns: the graphs of each context bucket that was met, and mapped memory of the host.
     """
 
@@ -99,24 +99,24 @@ class RecordedStep:
         """Selections of steps through mailboxes that are no more."""
         self._first_epoch = self._first_id = 0
         """Of the step that was begun last."""
-        self._recordings: dict[tuple[int, bool, MailMoe | None], Recording] = {}
-        self._trees = RecordedTrees(ops, model, cache)
+        self._captures: dict[tuple[int, bool, MailMoe | None], Capture] = {}
+        self._trees = CapturedTrees(ops, model, cache)
         self._last: Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
 
     @property
     def needs_host(self) -> bool:
-        """As backend.RecordedStep.needs_host."""
+        """As backend.CapturedStep.needs_host."""
         return self._shared is not None and self._mail is None
 
     @property
     def counts_itself(self) -> bool:
-        """As backend.RecordedStep.counts_itself."""
+        """As backend.CapturedStep.counts_itself."""
         return self._shared is not None
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
-        """As backend.RecordedStep.take_selections."""
+        """As backend.CapturedStep.take_selections."""
         counted, self._counted = self._counted, {}
         if self._mailed is not None:
             self._mailed.settle()
@@ -126,7 +126,7 @@ class RecordedStep:
         return counted
 
     def prepare(self) -> None:
-        """As backend.RecordedStep.prepare."""
+        """As backend.CapturedStep.prepare."""
         self._prepare_all()
         if self._mailed is not None and self._mailed.await_ready():
             self._choose_way()
@@ -143,16 +143,16 @@ class RecordedStep:
             mailed.refuse(error)
         finally:
             self._is_trial = False
-        self._forget_recordings()
+        self._forget_captures()
 
     def _step_s(self) -> float:
         """Seconds of a step, of some that are run in vain."""
-        self._forget_recordings()
+        self._forget_captures()
         num_steps = min(self._cache.capacity, _TRIED_STEPS)
         times_s = []
         for _ in range(_TRIED_TIMES):
             self._begin(0, 0)
-            self._recording()
+            self._capture()
             began_s = time.perf_counter()
             for _ in range(num_steps):
                 self.start()
@@ -169,26 +169,26 @@ class RecordedStep:
             self._place(0, position)
             for is_drawing in (True, False):
                 self._is_drawing = is_drawing
-                self._recording()
+                self._capture()
             position = context_bucket(position + 1)
         self.begin(0, 0)
 
-    def choose_by(self, options: DrawOptions | None) -> None:
-        """As backend.RecordedStep.choose_by."""
+    def choose_by(self, options: DeviceSampling | None) -> None:
+        """As backend.CapturedStep.choose_by."""
         vocab_size = self._model.spec.vocab_size
         values = option_values(options, vocab_size=vocab_size)
         self._ops.device.write(self._drawing.options, values)
         self._is_drawing = options is not None
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
-        """As backend.RecordedStep.expect."""
+        """As backend.CapturedStep.expect."""
         places = self._drawing.numbers[first_position : first_position + numbers.size]
         self._ops.device.write(places, numbers)
 
     def begin(self, token_id: int, position: int) -> None:
         """The next step computes this token at this position.
 
-        Raises: ContextExceeded, DeviceUnavailable; StateNotKept.
+        Raises: ContextExceeded, DeviceUnavailable; CheckpointMissing.
         """
         self._cache.check_fits(position, 1)
         self._choose_way()
@@ -206,17 +206,17 @@ class RecordedStep:
         self._mail = self._mailed.present()
 
     def _forget_mail(self) -> None:
-        self._forget_recordings()
+        self._forget_captures()
         self._counted = self.take_selections()
         self._mail = None
 
-    def _forget_recordings(self) -> None:
+    def _forget_captures(self) -> None:
         """Those that go through mailboxes."""
         if self._mail is not None:
             self._ops.device.synchronize()
         self._trees.forget(mailed_only=True)
-        for key in [key for key in self._recordings if key[2] is not None]:
-            self._recordings.pop(key).close()
+        for key in [key for key in self._captures if key[2] is not None]:
+            self._captures.pop(key).close()
 
     def _place(self, token_id: int, position: int) -> None:
         device = self._ops.device
@@ -236,13 +236,13 @@ class RecordedStep:
         Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
         """
         self._cache.check_fits(self._position, 1)
-        recording = self._recording()
-        self._last = recording.logits
+        capture = self._capture()
+        self._last = capture.logits
         if self._mail is not None:
-            self._start_mailed(self._mail, recording)
+            self._start_mailed(self._mail, capture)
             return
         try:
-            for piece in recording.pieces:
+            for piece in capture.pieces:
                 piece.graph.replay()
                 if piece.then is not None:
                     piece.then()
@@ -255,11 +255,11 @@ class RecordedStep:
         self._cache.count_step()
         self._position += 1
 
-    def _start_mailed(self, mail: MailMoe, recording: Recording) -> None:
+    def _start_mailed(self, mail: MailMoe, capture: Capture) -> None:
         """A daemon that is gone is noticed when the step's token is asked for."""
         assert self._mailed is not None
         mail.mail.ring()
-        for piece in recording.pieces:
+        for piece in capture.pieces:
             piece.graph.replay()
         if not self._is_trial:
             self._mailed.count_step()
@@ -269,7 +269,7 @@ class RecordedStep:
     def verify(
         self, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
-        """As backend.RecordedStep.verify. Through mailboxes only as many as a step may have."""
+        """As backend.CapturedStep.verify. Through mailboxes only as many as a step may have."""
         if self._left_to_host_s is not None and self._mailed is not None:
             self._mailed.note_checked(time.monotonic() - self._left_to_host_s)
             self._left_to_host_s = None
@@ -382,7 +382,7 @@ class RecordedStep:
         while (token_id := int(chosen[position])) == _NONE:
             now_s = time.monotonic()
             if not patient_until_s:
-                patient_until_s = now_s + _PATIENCE_S
+                patient_until_s = now_s + _TIMEOUT_S
             elif now_s > patient_until_s:
                 self._ops.device.synchronize()
                 if chosen[position] == _NONE:
@@ -413,15 +413,15 @@ class RecordedStep:
         return logits
 
     def close(self) -> None:
-        """As backend.RecordedStep.close, whoever still refers to this. Twice does nothing."""
+        """As backend.CapturedStep.close, whoever still refers to this. Twice does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         with suppress(DeviceUnavailable):  # a device that has failed writes nothing any more
             self._ops.device.synchronize()
-        for recording in self._recordings.values():
-            recording.close()
-        self._recordings.clear()
+        for capture in self._captures.values():
+            capture.close()
+        self._captures.clear()
         self._trees.forget()
         self._mail = None
         if self._mailed is not None:
@@ -432,15 +432,15 @@ class RecordedStep:
         del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
         del self._token_ids, self._positions, self._drawing, self._trees
 
-    def _recording(self) -> Recording:
-        """Of the bucket that the next step is in: tried out and recorded when first needed."""
+    def _capture(self) -> Capture:
+        """Of the bucket that the next step is in: tried out and captured when first needed."""
         bucket = context_bucket(self._position + 1)
         key = bucket, self._is_drawing, self._mail
-        if key not in self._recordings:
-            self._recordings[key] = self._recorded(bucket)
-        return self._recordings[key]
+        if key not in self._captures:
+            self._captures[key] = self._captured(bucket)
+        return self._captures[key]
 
-    def _recorded(self, bucket: int) -> Recording:
+    def _captured(self, bucket: int) -> Capture:
         """Try the step out, which compiles and allocates what it needs, then record it."""
         device, buffers, shared = self._ops.device, self._ops.steps.buffers, self._shared
         mail = None if self._mail is None else self._mail.mail
@@ -460,19 +460,19 @@ class RecordedStep:
         if shared is None:
             with buffers.repeated(noted):
                 graph = device.capture(lambda: results.append(self._record(bucket)))
-            return Recording([Piece(graph, None)], results[0], [])
+            return Capture([Piece(graph, None)], results[0], [])
 
         def record(pause: Pause) -> None:
-            shared.begin_recording(pause)
+            shared.begin_capture(pause)
             results.append(self._record(bucket))
 
         # Between pieces others may use buffers: those of a step in pieces are its own.
         with buffers.repeated(noted) as kept:
             try:
-                pieces = record_pieces(device, record)
+                pieces = capture_pieces(device, record)
             finally:
-                shared.end_recording()
-        return Recording(pieces, results[0], kept)
+                shared.end_capture()
+        return Capture(pieces, results[0], kept)
 
     def _record(self, bucket: int) -> Rows:
         tokens: Any = StepTokens(self._token_ids)
@@ -484,7 +484,7 @@ class RecordedStep:
         hidden = self._model.forward(tokens, positions, self._cache, moe)
         logits = self._model.head(hidden)
         if not isinstance(logits, Product):
-            self._ops.lacks("a head whose logits are scaled, in a recorded step")
+            self._ops.lacks("a head whose logits are scaled, in a captured step")
         history: Any = self._history
         return self._ops.steps.pick(
             logits,

@@ -1,4 +1,4 @@
-"""Passes over trees of guessed tokens that were recorded once and are replayed for every tree of
+"""Passes over trees of draft tokens that were captured once and are replayed for every tree of
 their kind: as many tokens, a context of the same bucket, and as `Branch.kind_of` says.
 
 Everything that differs among such trees lies on the device, where it is written before a replay. A
@@ -31,16 +31,16 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
 _MOST_TOKENS_KEPT = 256
-"""Of all recordings together: each keeps what layers want for accepting a path, and memory of its
+"""Of all captures together: each keeps what layers want for accepting a path, and memory of its
 own."""
 
 
-class RecordedTrees:
+class CapturedTrees:
     """Used by one thread. Owns: graphs, and memory of the device."""
 
     def __init__(self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache) -> None:
         self._ops, self._model, self._cache = ops, model, cache
-        self._recordings: OrderedDict[_Key, _Recording] = OrderedDict()
+        self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 
     def run(
         self,
@@ -52,10 +52,10 @@ class RecordedTrees:
     ) -> TreeResult | None:
         """A tree's tokens through all layers. With a MailMoe every daemon must be ready for steps
         of so many tokens, of which none is under way. None: that step has failed, or has results
-        that are not finite, or there is no memory for a recording; the tree is as it was.
+        that are not finite, or there is no memory for a capture; the tree is as it was.
 
         Shapes: token_ids [W]. `features` are layers whose results are wanted.
-        Raises: ContextExceeded, StateNotKept; ValueError for ids that there are not;
+        Raises: ContextExceeded, CheckpointMissing; ValueError for ids that there are not;
         DaemonUnavailable if a mailbox is gone.
         """
         check_token_ids(token_ids, self._model.spec.vocab_size)
@@ -63,74 +63,72 @@ class RecordedTrees:
         self._cache.check_tree(tree)
         kind = Branch.kind_of(tree, has_states=bool(self._cache.states.layers))
         key = _Key(kind, frozenset(features), moe)
-        recording = self._recordings.get(key)
-        if recording is None:
+        capture = self._captures.get(key)
+        if capture is None:
             self._make_room(token_ids.size)
             try:
-                recording = self._recorded(key, token_ids, tree)
+                capture = self._captured(key, token_ids, tree)
             except DeviceOutOfMemory:
                 self.forget()
                 return None
-            self._recordings[key] = recording
+            self._captures[key] = capture
         else:
-            self._recordings.move_to_end(key)
-            recording.branch.aim(tree)
-            self._ops.device.write(recording.token_ids, token_ids.astype(np.int32))
+            self._captures.move_to_end(key)
+            capture.branch.aim(tree)
+            self._ops.device.write(capture.token_ids, token_ids.astype(np.int32))
         if isinstance(moe, MailMoe):
             moe.mail.ring(token_ids.size)
-        recording.graph.replay()
+        capture.graph.replay()
         download = self._ops.device.download
-        likeliest: I32Array = download(recording.likeliest)
+        argmax: I32Array = download(capture.argmax)
         # Of what is not finite the host's requests tell whose reply is at fault.
-        if isinstance(moe, MailMoe) and (
-            moe.mail.failed_epoch() or (likeliest == NOT_FINITE).any()
-        ):
+        if isinstance(moe, MailMoe) and (moe.mail.failed_epoch() or (argmax == NOT_FINITE).any()):
             return None
         by_layer: dict[int, F32Array] = {
-            layer: download(array) for layer, array in recording.features.items()
+            layer: download(array) for layer, array in capture.features.items()
         }
-        for on_accept in recording.on_accept:
+        for on_accept in capture.on_accept:
             tree.keep(on_accept)
-        return TreeResult(likeliest, by_layer)
+        return TreeResult(argmax, by_layer)
 
     def _make_room(self, num_tokens: int) -> None:
         """For so many tokens more: those go that were not used for longest."""
-        sizes = [recording.branch.num_tokens for recording in self._recordings.values()]
+        sizes = [capture.branch.num_tokens for capture in self._captures.values()]
         while sizes and sum(sizes) + num_tokens > _MOST_TOKENS_KEPT:
             del sizes[0]
-            self._recordings.popitem(last=False)[1].graph.close()
+            self._captures.popitem(last=False)[1].graph.close()
 
     def forget(self, *, mailed_only: bool = False) -> None:
         """None of them may run, and no path through one be accepted."""
-        for key in list(self._recordings):
+        for key in list(self._captures):
             if not mailed_only or isinstance(key.moe, MailMoe):
-                self._recordings.pop(key).graph.close()
+                self._captures.pop(key).graph.close()
 
-    def _recorded(self, key: _Key, token_ids: I32Array, tree: Tree) -> _Recording:
+    def _captured(self, key: _Key, token_ids: I32Array, tree: Tree) -> _Capture:
         """Compute the tree once, which compiles and allocates what that needs, then record it."""
         device, buffers = self._ops.device, self._ops.steps.buffers
         mail = key.moe.mail if isinstance(key.moe, MailMoe) else None
         size, hidden_size = token_ids.size, self._model.spec.hidden_size
         branch = Branch(device, tree, stays=True)
-        recording = _Recording(
+        capture = _Capture(
             branch,
             device.upload(token_ids.astype(np.int32)),
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
         trial = nullcontext() if mail is None else mail.trial()
-        with buffers.noted(recording.apart) as noted, self._ops.steps.uncounted(), trial:
+        with buffers.noted(capture.apart) as noted, self._ops.steps.uncounted(), trial:
             # Whatever layers want kept must be nobody else's until the pass is complete.
-            kept = self._launch(key, recording, tree)
+            kept = self._launch(key, capture, tree)
         device.synchronize()
         kept.clear()
         with buffers.repeated(noted):
-            recording.graph = device.capture(
-                lambda: recording.on_accept.extend(self._launch(key, recording, tree))
+            capture.graph = device.capture(
+                lambda: capture.on_accept.extend(self._launch(key, capture, tree))
             )
-        return recording
+        return capture
 
-    def _launch(self, key: _Key, recording: _Recording, tree: Tree) -> list[OnAccept]:
+    def _launch(self, key: _Key, capture: _Capture, tree: Tree) -> list[OnAccept]:
         """One pass; the result is what layers want done when a path is accepted."""
         moe, kept = key.moe, Tree(tree.parents, tree.position)
         if isinstance(moe, MailMoe):
@@ -138,18 +136,18 @@ class RecordedTrees:
             moe = moe.block(Phase.VERIFY)
 
         def on_layer(layer_id: int, hidden: AnyArray) -> None:
-            if layer_id in recording.features:
+            if layer_id in capture.features:
                 rows: Any = hidden
-                self._ops.copy_rows(rows, recording.features[layer_id])
+                self._ops.copy_rows(rows, capture.features[layer_id])
 
-        tokens: Any = StepTokens(recording.token_ids)
-        positions: Any = recording.branch.positions
-        with self._cache.branching(kept, recording.branch):
+        tokens: Any = StepTokens(capture.token_ids)
+        positions: Any = capture.branch.positions
+        with self._cache.branching(kept, capture.branch):
             hidden = self._model.forward(tokens, positions, self._cache, moe, on_layer)
             logits = self._model.head(hidden)
         if not isinstance(logits, Product):
-            self._ops.lacks("a head whose logits are scaled, in a recorded tree")
-        self._ops.steps.pick_likeliest(logits, recording.likeliest)
+            self._ops.lacks("a head whose logits are scaled, in a captured tree")
+        self._ops.steps.pick_likeliest(logits, capture.argmax)
         return kept.kept
 
 
@@ -162,12 +160,12 @@ class _Key:
 
 
 @dataclass(slots=True, eq=False)
-class _Recording:
-    """A pass over trees of one kind. Shapes: token_ids, likeliest [W]; features each [W, H]."""
+class _Capture:
+    """A pass over trees of one kind. Shapes: token_ids, argmax [W]; features each [W, H]."""
 
     branch: Branch
     token_ids: DeviceArray
-    likeliest: DeviceArray
+    argmax: DeviceArray
     features: dict[int, DeviceArray]
     on_accept: list[OnAccept] = field(default_factory=list)
     apart: Places = field(default_factory=dict)

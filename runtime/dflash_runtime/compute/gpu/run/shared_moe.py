@@ -1,4 +1,4 @@
-"""Routed experts of a recorded step some of whose experts are elsewhere.
+"""Routed experts of a captured step some of whose experts are elsewhere.
 
 Between the pieces of such a step the host asks others for their share of a layer, has the device
 begin with its own, and brings it what the others have said. All of that lies in memory that both
@@ -12,45 +12,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute.backend import OtherExperts
+from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.run.recorded_pieces import Pause, Then
+from dflash_runtime.compute.gpu.run.captured_pieces import Pause, Then
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
 _PHASE = Phase.DECODE
 
 
 class SharedMoe:
-    """Implements ops.MoeBlock while a step of one token is recorded, or tried without others.
+    """Implements ops.MoeBlock while a step of one token is captured, or tried without others.
 
     Owns: mapped memory of the host, for each layer that others have a share of.
     """
 
     def __init__(
-        self, ops: CupyOps, resident: Mapping[int, ResidentLayer], elsewhere: OtherExperts
+        self, ops: CupyOps, resident: Mapping[int, ResidentLayer], remote: RemoteExperts
     ) -> None:
         self._pause: Pause | None = None
         self._ops = ops
         self._resident = resident
-        self._elsewhere = elsewhere
+        self._remote = remote
         self._exchanger = Exchanger(ops.device)
         self._exchanges: dict[int, _Exchange] = {}
         self._num_whole = self._num_whole_pairs = 0
 
     def begin_trial(self) -> None:
         """The next step is run without others."""
-        self.begin_recording(None)
+        self.begin_capture(None)
 
-    def begin_recording(self, pause: Pause | None) -> None:
+    def begin_capture(self, pause: Pause | None) -> None:
         """What is called from now on is a step's; the same layers as of any other."""
         self._pause = pause
         self._num_whole = self._num_whole_pairs = 0
 
-    def end_recording(self) -> None:
+    def end_capture(self) -> None:
         """The step is complete, and none is running."""
         self._pause = None
         self.reset()
@@ -63,7 +63,7 @@ class SharedMoe:
     def count_step(self) -> None:
         """A step has been run: its layers that needed no word of the host are counted."""
         if self._num_whole:
-            self._elsewhere.count_here(
+            self._remote.count_local(
                 _PHASE,
                 num_tokens=1,
                 num_pairs=self._num_whole_pairs,
@@ -102,7 +102,7 @@ class SharedMoe:
                 hidden_size=hidden_size,
                 num_used=topk_ids.array.shape[1],
             )
-            exchange = self._exchanges[layer_id] = _Exchange(layer_id, layer, self._elsewhere, box)
+            exchange = self._exchanges[layer_id] = _Exchange(layer_id, layer, self._remote, box)
         box = exchange.box
         self._exchanger.give(box, rows.array, Choice(topk_ids.array, topk_weights.array))
         pause = self._pause
@@ -115,14 +115,14 @@ class SharedMoe:
             sums.parts = (others,)
         else:
             pause(exchange.ask)
-            here = ops.sums_here(sums)
+            here = ops.local_sums(sums)
             pause(exchange.add)
             sums.parts = (here, others)
         return sums
 
 
 def _go_on(then: Then) -> None:
-    """In place of a pause, where nothing is recorded."""
+    """In place of a pause, where nothing is captured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +131,7 @@ class _Exchange:
 
     layer_id: int
     layer: ResidentLayer | None
-    elsewhere: OtherExperts
+    remote: RemoteExperts
     box: StepBox
     started: Any = None
     has_sums: bool = False
@@ -144,10 +144,10 @@ class _Exchange:
         box.expect()  # the next step's
         ids = box.ids
         if self.layer is not None and (self.layer.slot_of_expert[ids] >= 0).all():
-            self.elsewhere.count_selections(self.layer_id, ids)
-            self.elsewhere.count_here(_PHASE, num_tokens=1, num_pairs=ids.size)
+            self.remote.count_selections(self.layer_id, ids)
+            self.remote.count_local(_PHASE, num_tokens=1, num_pairs=ids.size)
             return
-        self.started = self.elsewhere.start(self.layer_id, box.rows, ids, box.weights, phase=_PHASE)
+        self.started = self.remote.start(self.layer_id, box.rows, ids, box.weights, phase=_PHASE)
 
     def add(self) -> None:
         """Bring the device what the others have said."""
@@ -155,7 +155,7 @@ class _Exchange:
         if started is None:
             self.forget()
         else:
-            self.elsewhere.finish(started, self.box.sums)
+            self.remote.finish(started, self.box.sums)
             self.has_sums = True
 
     def ask_and_add(self) -> None:
@@ -173,4 +173,4 @@ class _Exchange:
         """Nobody waits for what was begun."""
         started, self.started = self.started, None
         if started is not None:
-            self.elsewhere.abandon(started)
+            self.remote.abandon(started)

@@ -23,7 +23,7 @@ class Shares(NamedTuple):
     device_address: int
 
 
-class Crossings:
+class DmaCopies:
     """One direction of a window: a side stream, and whose digest is found in it now."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Crossings:
         """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
         self._held = *self._held, *used
 
-    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> Crossing:
+    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> DmaCopy:
         """As PayloadKernels.move, in the stream."""
         address = self.shares.device_address
         if self.not_finite is not None:
@@ -58,7 +58,7 @@ class Crossings:
         num_blocks = self.kernels.move(
             source, target, shape, shares=address, side=self.stream, **how
         )
-        return Crossing(self, num_blocks)
+        return DmaCopy(self, num_blocks)
 
     def settle(self) -> None:
         """Wait for all that was begun. Raises: DeviceUnavailable."""
@@ -66,26 +66,26 @@ class Crossings:
         self._held = ()
 
 
-class Crossing:
-    """Implements device_payload.Crossing: what its direction has begun last."""
+class DmaCopy:
+    """Implements device_payload.DmaCopy: what its direction has begun last."""
 
-    def __init__(self, crossings: Crossings, num_blocks: int) -> None:
-        self._crossings = crossings
+    def __init__(self, dma_copies: DmaCopies, num_blocks: int) -> None:
+        self._dma_copies = dma_copies
         self._num_blocks = num_blocks
 
     def has_ended(self) -> bool:
-        """As device_payload.Crossing.has_ended."""
-        with self._crossings.kernels.lock:
-            return self._crossings.stream.is_empty()
+        """As device_payload.DmaCopy.has_ended."""
+        with self._dma_copies.kernels.lock:
+            return self._dma_copies.stream.is_empty()
 
     def digest(self) -> int:
-        """As device_payload.Crossing.digest."""
-        with self._crossings.kernels.lock:
-            self._crossings.settle()
-            return int(self._crossings.shares.host[: self._num_blocks].sum())
+        """As device_payload.DmaCopy.digest."""
+        with self._dma_copies.kernels.lock:
+            self._dma_copies.settle()
+            return int(self._dma_copies.shares.host[: self._num_blocks].sum())
 
     def is_finite(self) -> bool:
-        """As device_payload.Crossing.is_finite."""
-        not_finite = self._crossings.not_finite
+        """As device_payload.DmaCopy.is_finite."""
+        not_finite = self._dma_copies.not_finite
         assert not_finite is not None
         return not not_finite.host[: self._num_blocks].any()

@@ -27,7 +27,7 @@ _LOOKS = 64
 _BUSY_S = 0.5e-3
 """A step's piece takes less: until then the word is looked at without pause."""
 _PAUSE_S = 20e-6
-_PATIENCE_S = 0.5
+_TIMEOUT_S = 0.5
 """A piece that takes longer may have failed: the driver is asked."""
 
 _Copies = ctypes.c_void_p * _MOST_COPIES
@@ -136,7 +136,7 @@ class StepBox:
             for _ in range(_LOOKS):
                 if signal[0]:
                     return
-        patient_until_s = busy_until_s + _PATIENCE_S
+        patient_until_s = busy_until_s + _TIMEOUT_S
         while not signal[0]:
             if time.monotonic() > patient_until_s:
                 self._device.synchronize()

@@ -31,7 +31,7 @@ PIECE_BYTES = 8 << 20
 """What a thread copies at once: with fewer bytes the interpreter, which it holds in between, is
 what there is too little of."""
 _HALVES = 2
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
 
 
@@ -85,11 +85,11 @@ class Transfer:
     def wait(self) -> None:
         """Until everything has arrived, but for what was cancelled. Raises: DeviceUnavailable."""
         runs = [run for run in self.runs if not run.cancelled()]
-        _, left = wait_for(runs, timeout=_PATIENCE_S)
+        _, left = wait_for(runs, timeout=_TIMEOUT_S)
         if left:
             self.cancel()
             raise DeviceUnavailable(
-                f"{self.num_bytes} bytes of the model file have not come within {_PATIENCE_S:.0f} s"
+                f"{self.num_bytes} bytes of the model file have not come within {_TIMEOUT_S:.0f} s"
             )
         for run in runs:
             run.result()

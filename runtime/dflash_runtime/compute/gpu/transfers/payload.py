@@ -26,10 +26,10 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
-from dflash_runtime.compute.gpu.transfers.crossings import (
+from dflash_runtime.compute.gpu.transfers.dma_copies import (
     COPY_DEADLINE_S,
-    Crossing,
-    Crossings,
+    DmaCopies,
+    DmaCopy,
     Shares,
 )
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
@@ -280,8 +280,8 @@ class SegmentWindow:
         )
         self._reading: tuple[SlotRows, int] | None = None
         """What was begun last, if nobody knows its digest yet; in how many blocks."""
-        self._out = Crossings(mover.kernels, "out", self._shares)
-        self._in = Crossings(mover.kernels, "in", self._read_shares, not_finite=not_finite)
+        self._out = DmaCopies(mover.kernels, "out", self._shares)
+        self._in = DmaCopies(mover.kernels, "in", self._read_shares, not_finite=not_finite)
         self._places: DeviceArray | None = None
         """Of rows that are gathered on their way out."""
 
@@ -289,7 +289,7 @@ class SegmentWindow:
         """As DeviceWindow.device_address."""
         return self._at(offset)
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> Crossing:
+    def write_rows(self, offset: int, rows: DeviceRows) -> DmaCopy:
         """As DeviceWindow.write_rows."""
         mover = self.mover
         with mover.lock:
@@ -324,7 +324,7 @@ class SegmentWindow:
         with self.mover.lock:
             return ExpectedSums(self.mover, shape)
 
-    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> Crossing:
+    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> DmaCopy:
         """As DeviceWindow.read_sums."""
         assert isinstance(expected, ExpectedSums)
         with self.mover.lock:

@@ -295,7 +295,7 @@ def test_failing_to_compile_lets_others_compile(cache_dir: Path) -> None:
 def test_a_lock_that_is_never_released_is_waited_for_only_so_long(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_cache, "_LOCK_PATIENCE_S", 0.3)
+    monkeypatch.setattr(kernel_cache, "_LOCK_TIMEOUT_S", 0.3)
     assert not came_from_cache()
     (lock_path,) = the_folder(cache_dir).glob("*.lock")
     for path in the_folder(cache_dir).glob("*.nb?"):
@@ -403,5 +403,5 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(
         holder.kill()
         holder.wait(timeout=START_S)
         assert locks_are_free(the_folder(cache_dir))
-    monkeypatch.setattr(kernel_cache, "_LOCK_PATIENCE_S", 1e9)  # a wait would be noticed
+    monkeypatch.setattr(kernel_cache, "_LOCK_TIMEOUT_S", 1e9)  # a wait would be noticed
     assert [came_from_cache() for _ in range(2)] == [False, True]

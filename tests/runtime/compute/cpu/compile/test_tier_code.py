@@ -80,7 +80,7 @@ def emitters(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tier], None]:
 
 
 def emitted_for(tier: Tier, tensor_type: TensorType) -> list[Callable[..., Any]]:
-    """All panel kernels of a type."""
+    """All repacked kernels of a type."""
     form = FORMATS[tensor_type]
     quants = Quants(form.bits).treated_alike(tier)
     some = [kernels.multiplying(size, form.scales_a_block, quants) for size in (1, 8)]
@@ -147,9 +147,9 @@ def test_code_for_x86_is_of_its_set(
 
 
 def emit_tiles(scales_a_block: int) -> Callable[..., Any]:
-    def emit(builder: Any, panel: Any, num_blocks: Any, records: Any, totals: Any) -> None:
+    def emit(builder: Any, repacked: Any, num_blocks: Any, records: Any, totals: Any) -> None:
         tiles.emit_begin(builder)
-        amx.emit_multiply(builder, scales_a_block, panel, num_blocks, records, totals)
+        amx.emit_multiply(builder, scales_a_block, repacked, num_blocks, records, totals)
         tiles.emit_end(builder)
 
     return emit
@@ -259,9 +259,9 @@ def test_tiles_give_the_bits_of_other_kernels(
     num_blocks: int,
 ) -> None:
     rng = np.random.default_rng(num_blocks)
-    panel = aligned(kernels.PANEL_BYTES)
-    panel[: kernels.SCALES_AT] = rng.integers(0, 256, kernels.SCALES_AT)
-    panel[kernels.SCALES_AT :].view(np.float32)[:] = rng.standard_normal(512)
+    repacked = aligned(kernels.REPACKED_BYTES)
+    repacked[: kernels.SCALES_AT] = rng.integers(0, 256, kernels.SCALES_AT)
+    repacked[kernels.SCALES_AT :].view(np.float32)[:] = rng.standard_normal(512)
     x = rng.integers(-127, 128, (num_blocks, 16, 32), np.int8)
     numbers = rng.standard_normal((num_blocks, 4, 16)).astype(np.float32)
     records = {}
@@ -276,7 +276,7 @@ def test_tiles_give_the_bits_of_other_kernels(
     start = rng.standard_normal((16, 16)).astype(np.float32)
 
     got = start.copy()
-    numbers_of = (panel.ctypes.data, num_blocks)
+    numbers_of = (repacked.ctypes.data, num_blocks)
     (whole,) = records[16]
     run_here(emit_tiles(scales_a_block), *numbers_of, whole.ctypes.data, got.ctypes.data)
     # The last pair of an odd number of blocks is one block twice.

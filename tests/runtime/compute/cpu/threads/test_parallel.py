@@ -204,8 +204,8 @@ def test_a_thread_leaves_a_core_unless_it_is_bound(is_bound: bool) -> None:
 @needs_two_cores
 @pytest.mark.parametrize("is_bound", [False, True])
 def test_a_thread_is_fetched_unless_it_is_bound(is_bound: bool) -> None:
-    here, elsewhere = sorted(CORES)[:2]
-    cores = {elsewhere} if is_bound else CORES
+    here, remote = sorted(CORES)[:2]
+    cores = {remote} if is_bound else CORES
     for _ in range(20):  # the kernel may move it on at once
         runner = Runner(_run_until, cores)
         assert runner.thread.native_id is not None
@@ -214,7 +214,7 @@ def test_a_thread_is_fetched_unless_it_is_bound(is_bound: bool) -> None:
         assert runner.cores_afterwards == cores
         assert 0 < cpu_ns < 10**10
         if is_bound:
-            assert result == elsewhere
+            assert result == remote
         elif result == here:
             return
     assert is_bound

@@ -46,7 +46,7 @@ def test_close_waits_for_a_region_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, is_patient: bool
 ) -> None:
     if not is_patient:
-        monkeypatch.setattr("dflash_runtime.compute.cpu.threads.workers._PATIENCE_S", 0.05)
+        monkeypatch.setattr("dflash_runtime.compute.cpu.threads.workers._TIMEOUT_S", 0.05)
     before = cpu_threads()
     workers = Workers(2)
     region = Region(2, item_us=500_000, awaited_workers=1)
@@ -109,7 +109,7 @@ def test_threads_that_look_out_for_work_rest_when_told_to_and_come_back() -> Non
     def cpu_s_of_a_rest() -> float:
         region.run(workers.address)
         begin_s = time.process_time()
-        workers.rest()
+        workers.idle()
         time.sleep(0.2)
         return time.process_time() - begin_s
 

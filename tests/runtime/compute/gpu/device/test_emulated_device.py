@@ -134,7 +134,7 @@ def test_a_graph_repeats_launches_with_the_arguments_they_had(device: EmulatedDe
     args = SumArgs(address(array), address(out), 1, 256)
     graph = device.capture(lambda: device.launch(kernel, (1, 1, 1), 64, args))
     args.columns = 7
-    assert np.isnan(out[0])  # recorded, not run
+    assert np.isnan(out[0])  # captured, not run
     device.write(array, np.ones(256, np.float32))
     graph.replay()
     assert out[0] == 256

@@ -177,7 +177,7 @@ def test_what_is_not_resident_is_left_out(device: EmulatedDevice) -> None:
     step.topk_ids[0] = [1, 3]
     step.topk_ids[1] = [4, -1]
     experts = DecodeExperts(device, shape)
-    here, elsewhere = [0, -1, 1, 2, -1], [-1, 0, -1, -1, 1]
+    here, remote = [0, -1, 1, 2, -1], [-1, 0, -1, -1, 1]
     part, hidden = run(device, experts, layer, step, slots=here)
     is_left_out = np.isin(step.topk_ids, (1, 4, -1)).ravel()
     assert not hidden[is_left_out].any()
@@ -185,7 +185,7 @@ def test_what_is_not_resident_is_left_out(device: EmulatedDevice) -> None:
     assert not part[1].any()
     known, _ = run(device, experts, layer, step, slots=here, are_known=True)
     np.testing.assert_array_equal(known, part)
-    other, _ = run(device, experts, layer, step, slots=elsewhere)
+    other, _ = run(device, experts, layer, step, slots=remote)
     whole, _ = run(device, experts, layer, step)
     np.testing.assert_array_equal((part + other).astype(np.float32), whole.astype(np.float32))
 

@@ -215,10 +215,10 @@ def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int)
     history = device.upload(np.full(9, -7, np.int32))
     sample = Sample(device, num_tokens=num_tokens, advances=True)
     sample.launch(partials, token_ids, positions, history=history)
-    likeliest = logits.argmax(axis=1)
-    np.testing.assert_array_equal(token_ids, likeliest)
+    argmax = logits.argmax(axis=1)
+    np.testing.assert_array_equal(token_ids, argmax)
     np.testing.assert_array_equal(positions, np.arange(8, 8 + num_tokens))
-    assert history.tolist() == [-7] * 8 + [likeliest[0]]
+    assert history.tolist() == [-7] * 8 + [argmax[0]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.ids import AnyArray, F32Array
-from dflash_runtime.compute.backend import NOT_FINITE, DrawOptions
+from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.draw_tokens import (
@@ -23,7 +23,7 @@ from dflash_runtime.compute.gpu.launch.draw_tokens import (
     DrawTokens,
     option_values,
 )
-from dflash_runtime.engine.sampling import Sampler, SamplingOptions
+from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from support.emulated_device import EmulatedDevice
 from support.examples import examples
 from support.gpu_devices import first_gpu
@@ -54,7 +54,7 @@ class Rig:
         )
         self.token_ids = device.empty(1, np.int32)
 
-    def drawn(self, logits: F32Array, options: DrawOptions | None, number: float) -> int:
+    def sample(self, logits: F32Array, options: DeviceSampling | None, number: float) -> int:
         """What the history says; checks all that does not depend on what is drawn."""
         device = self.device
         numbers = np.full(CAPACITY, np.nan)
@@ -86,9 +86,9 @@ class Rig:
         return said
 
 
-def host_drawn(logits: F32Array, options: DrawOptions, number: float) -> int:
-    of_host = SamplingOptions(options.temperature, options.top_k, options.top_p, options.min_p)
-    return Sampler(of_host).drawn(logits, number)
+def host_drawn(logits: F32Array, options: DeviceSampling, number: float) -> int:
+    of_host = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p)
+    return Sampler(of_host).sample(logits, number)
 
 
 @cache
@@ -136,21 +136,21 @@ def test_tokens_are_those_of_the_host(
 ) -> None:
     device_rig = rig(*which)
     logits = random_logits(device_rig.vocab_size, scale, step, seed)
-    options = DrawOptions(temperature, top_k, top_p, min_p)
+    options = DeviceSampling(temperature, top_k, top_p, min_p)
     for number in numbers:
-        said = device_rig.drawn(logits, options, number)
+        said = device_rig.sample(logits, options, number)
         assert said in (UNDECIDED, host_drawn(logits, options, number))
 
 
 OPTIONS = [
-    DrawOptions(1.0),
-    DrawOptions(0.7),
-    DrawOptions(1.5),
-    DrawOptions(0.7, top_k=40),
-    DrawOptions(1.0, top_p=0.9),
-    DrawOptions(0.8, top_p=0.9503),
-    DrawOptions(1.0, min_p=0.0503),
-    DrawOptions(0.6, top_k=20, top_p=0.9503, min_p=0.0103),
+    DeviceSampling(1.0),
+    DeviceSampling(0.7),
+    DeviceSampling(1.5),
+    DeviceSampling(0.7, top_k=40),
+    DeviceSampling(1.0, top_p=0.9),
+    DeviceSampling(0.8, top_p=0.9503),
+    DeviceSampling(1.0, min_p=0.0503),
+    DeviceSampling(0.6, top_k=20, top_p=0.9503, min_p=0.0103),
 ]
 
 
@@ -160,7 +160,7 @@ def undecided_share(device_rig: Rig, rows: Sequence[F32Array], numbers: Sequence
     for logits in rows:
         for options in OPTIONS:
             for number in numbers:
-                said = device_rig.drawn(logits, options, number)
+                said = device_rig.sample(logits, options, number)
                 assert said in (UNDECIDED, host_drawn(logits, options, number))
                 num_drawn += 1
                 num_undecided += said == UNDECIDED
@@ -179,48 +179,50 @@ def test_without_options_the_likeliest_is_taken(device: EmulatedDevice) -> None:
     device_rig = Rig(device, 67)
     for seed in range(3):
         logits = random_logits(67, 1.0, 1.0, seed)  # many are equal
-        assert device_rig.drawn(logits, None, 0.9) == logits.argmax()
+        assert device_rig.sample(logits, None, 0.9) == logits.argmax()
 
 
-@pytest.mark.parametrize("options", [None, DrawOptions(1.0, top_k=30)])
+@pytest.mark.parametrize("options", [None, DeviceSampling(1.0, top_k=30)])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite_have_no_token(bad: float, options: DrawOptions | None) -> None:
+def test_logits_that_are_not_finite_have_no_token(
+    bad: float, options: DeviceSampling | None
+) -> None:
     device_rig = rig(67, 32, False)
     logits = random_logits(67, 1.0, None, 1)
     good = logits.copy()
     logits[20] = bad
-    assert device_rig.drawn(logits, options, 0.25) == NOT_FINITE
-    assert device_rig.drawn(np.full(67, bad, np.float32), options, 0.25) == NOT_FINITE
+    assert device_rig.sample(logits, options, 0.25) == NOT_FINITE
+    assert device_rig.sample(np.full(67, bad, np.float32), options, 0.25) == NOT_FINITE
     if options is not None:
-        assert device_rig.drawn(good, options, 0.25) == host_drawn(good, options, 0.25)
+        assert device_rig.sample(good, options, 0.25) == host_drawn(good, options, 0.25)
 
 
 @pytest.mark.parametrize(
     ("options", "number"),
     [
-        (DrawOptions(1.0), 0.5),  # between the second and the third of four
-        (DrawOptions(1.0, top_p=0.5), 0.3),
-        (DrawOptions(1.0, top_p=0.3), 0.5),
-        (DrawOptions(1.0, top_k=2, top_p=0.5), 0.3),
-        (DrawOptions(1e-305), 0.3),
-        (DrawOptions(1.0, min_p=1e-20), 0.3),
+        (DeviceSampling(1.0), 0.5),  # between the second and the third of four
+        (DeviceSampling(1.0, top_p=0.5), 0.3),
+        (DeviceSampling(1.0, top_p=0.3), 0.5),
+        (DeviceSampling(1.0, top_k=2, top_p=0.5), 0.3),
+        (DeviceSampling(1e-305), 0.3),
+        (DeviceSampling(1.0, min_p=1e-20), 0.3),
     ],
 )
-def test_where_rounding_decides_the_host_does(options: DrawOptions, number: float) -> None:
+def test_where_rounding_decides_the_host_does(options: DeviceSampling, number: float) -> None:
     device_rig = rig(67, 32, False)
     logits = np.full(67, -3e38, np.float32)
     logits[[3, 5, 40, 66]] = 2.5
-    assert device_rig.drawn(logits, options, number) == UNDECIDED
-    near = DrawOptions(1.0, options.top_k, options.top_p + 1e-4 if options.top_p < 1 else 1.0)
-    said = device_rig.drawn(logits, near, number + 1e-3)
+    assert device_rig.sample(logits, options, number) == UNDECIDED
+    near = DeviceSampling(1.0, options.top_k, options.top_p + 1e-4 if options.top_p < 1 else 1.0)
+    said = device_rig.sample(logits, near, number + 1e-3)
     assert said == host_drawn(logits, near, number + 1e-3)
 
 
 def test_min_p_of_one_keeps_all_that_are_likeliest() -> None:
-    device_rig, options = rig(67, 32, False), DrawOptions(2.0, min_p=1.0)
+    device_rig, options = rig(67, 32, False), DeviceSampling(2.0, min_p=1.0)
     logits = np.zeros(67, np.float32)
     logits[[3, 5, 40]] = 2.5
-    assert [device_rig.drawn(logits, options, each) for each in (0.2, 0.5, 0.9)] == [3, 5, 40]
+    assert [device_rig.sample(logits, options, each) for each in (0.2, 0.5, 0.9)] == [3, 5, 40]
 
 
 def test_a_bin_with_too_many_is_left_to_the_host(device: EmulatedDevice) -> None:
@@ -228,10 +230,10 @@ def test_a_bin_with_too_many_is_left_to_the_host(device: EmulatedDevice) -> None
     logits = (np.arange(67) / -16).astype(np.float32)
     logits[20:29] = logits[20]
     for count, number in ((67, 0.2), (67, 0.65), (67, 0.99), (15, 0.9), (24, 0.1)):
-        options = DrawOptions(1.0, top_k=count)
+        options = DeviceSampling(1.0, top_k=count)
         expected = host_drawn(logits, options, number)
         is_among = 20 <= expected < 29 or 20 < count < 29
-        said = device_rig.drawn(logits, options, number)
+        said = device_rig.sample(logits, options, number)
         assert said == (UNDECIDED if is_among else expected)
 
 
@@ -242,7 +244,7 @@ def test_what_does_not_fit_is_refused() -> None:
             DrawTokens(device, vocab_size=size)
     device_rig = rig(67, 32, False)
     with pytest.raises(ValueError, match=r"\blogits\b.* float32 \[1, 66\]"):
-        device_rig.drawn(np.zeros(66, np.float32), None, 0.0)
+        device_rig.sample(np.zeros(66, np.float32), None, 0.0)
 
 
 @pytest.fixture(params=[None, 64], ids=["own lanes", "64 lanes"])

@@ -41,7 +41,7 @@ from support.random_models import write_qwen3moe
 EPOCH, ABORTED, BLAMED, ROUNDS = 2, 3, 4, 5
 """Words of MailSide.state."""
 
-_PATIENCE_S = 20.0
+_TIMEOUT_S = 20.0
 """With what happens every other time, if another thread runs meanwhile."""
 CHECK_FACTOR = 0x9E3779B1
 """Of mailbox_lines.cuh."""
@@ -400,7 +400,7 @@ def test_lines_that_change_while_they_are_looked_at(rig: ProbeRig, kind: FaultKi
     thread = threading.Thread(target=toggle, daemon=True)
     thread.start()
     try:
-        end_s = time.monotonic() + _PATIENCE_S
+        end_s = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < end_s:
             found = dict(rig.run(is_echo=False, epoch=2).counts)
             if kind is FaultKind.TORN:

@@ -23,10 +23,10 @@ from support.emulated_device.emulated_device import EmulatedQueue
 from support.processes import START_S, wait_until
 
 HOST, HOST_ALONE, PEERS, PEERS_ALONE = range(4)
-"""Steps in the order in which they are recorded."""
+"""Steps in the order in which they are captured."""
 
 
-class Recorded(EmulatedDevice):
+class Captured(EmulatedDevice):
     """Knows its graphs in order, and which of them were asked for by number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_who_is_waited_for_holds_up_no_other_parent(
     monkeypatch: pytest.MonkeyPatch, run_dir: Path
 ) -> None:
     """Blocks that all wait leave others no room, and run where there is no other."""
-    daemon = Recorded(monkeypatch)
+    daemon = Captured(monkeypatch)
     served = CupyMail(daemon, threading.RLock())
     with ExitStack() as undo:
         undo.callback(served.close)

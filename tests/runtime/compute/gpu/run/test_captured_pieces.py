@@ -1,4 +1,4 @@
-"""Recording in pieces: launches before a pause are run before what the pause is for, and whatever
+"""Capture in pieces: launches before a pause are run before what the pause is for, and whatever
 goes wrong leaves no thread behind."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows
-from dflash_runtime.compute.gpu.run.recorded_pieces import Pause, record_pieces
+from dflash_runtime.compute.gpu.run.captured_pieces import Pause, capture_pieces
 from support.emulated_device import EmulatedDevice
 from support.interrupts import interrupt_main_thread
 
@@ -40,7 +40,7 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
     def launch(first: DeviceArray, second: DeviceArray) -> None:
         add.launch(first, second, x)
 
-    pieces = record_pieces(device, record)
+    pieces = capture_pieces(device, record)
     look()
     assert seen == [1.0]  # nothing has run yet
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            record_pieces(device, record)
+            capture_pieces(device, record)
         np.testing.assert_array_equal(device.download(x), 1.0)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -83,7 +83,7 @@ def test_what_fails_leaves_nothing_behind(num_pauses: int, monkeypatch: pytest.M
         raise KeyError("a layer")
 
     with pytest.raises(KeyError, match="a layer"):
-        record_pieces(device, record)
+        capture_pieces(device, record)
     assert set(threading.enumerate()) <= before
 
     def no_graphs(record: object) -> None:
@@ -91,5 +91,5 @@ def test_what_fails_leaves_nothing_behind(num_pauses: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(device, "capture", no_graphs)
     with pytest.raises(RuntimeError, match="no graphs"):
-        record_pieces(device, lambda pause: None)
+        capture_pieces(device, lambda pause: None)
     assert set(threading.enumerate()) <= before

@@ -1,5 +1,5 @@
-"""A step is recorded with the arrays of its trial: whatever is still referred to, and whenever
-garbage is collected, nothing is allocated, and its bits are those of a step that is not recorded.
+"""A step is captured with the arrays of its trial: whatever is still referred to, and whenever
+garbage is collected, nothing is allocated, and its bits are those of a step that is not captured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dflash_adapters.ops import KvType
 from dflash_protocol.ids import F32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Buffer, Buffers
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.run.recorded_step import RecordedStep
+from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
 from support.emulated_gpu import TINY
 from support.gpu_models import GpuModel
 from support.random_models import write_qwen3moe
@@ -47,7 +47,7 @@ def plain_logits(model: GpuModel, token_id: int, position: int) -> F32Array:
     return logits
 
 
-def recorded_logits(model: GpuModel, step: RecordedStep, token_id: int, position: int) -> F32Array:
+def captured_logits(model: GpuModel, step: CapturedStep, token_id: int, position: int) -> F32Array:
     model.poison.again()
     step.begin(token_id, position)
     step.start()
@@ -67,17 +67,17 @@ def test_a_recording_takes_what_its_trial_took(
     elif what_stays == "garbage":
         gc.disable()
     try:
-        first, second = model.recorded_step(), model.recorded_step()
+        first, second = model.captured_step(), model.captured_step()
         first.begin(3, PROMPT.size)
         for _ in range(3):  # and nobody asks what came of it
             first.start()
         for _ in range(2):
             for step, token, logits in zip((second, first), (5, 3), expected[::-1], strict=True):
-                assert (recorded_logits(model, step, token, PROMPT.size) == logits).all()
+                assert (captured_logits(model, step, token, PROMPT.size) == logits).all()
         second.begin(3, CAPACITY - 2)  # another bucket, over positions that nothing has written
         second.start()
         second.start()
-        assert (recorded_logits(model, second, 3, PROMPT.size) == expected[0]).all()
+        assert (captured_logits(model, second, 3, PROMPT.size) == expected[0]).all()
     finally:
         gc.enable()
     first.close()

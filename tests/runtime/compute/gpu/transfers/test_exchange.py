@@ -1,4 +1,4 @@
-"""Boxes that host and device see, and steps of experts that are recorded with them."""
+"""Boxes that host and device see, and steps of experts that are captured with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F64Array, Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import Graph, KernelDevice
-from dflash_runtime.compute.gpu.experts import recorded_experts
+from dflash_runtime.compute.gpu.experts import captured_experts
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.transfers import exchange
@@ -89,7 +89,7 @@ def test_arrays_of_other_shapes_are_refused(device: KernelDevice, box: StepBox) 
 
 
 def test_work_that_ends_without_a_word_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(exchange, "_TIMEOUT_S", 0.01)
     box = StepBox(EmulatedDevice(), num_tokens=1, hidden_size=32, num_used=1)
     box.expect()
     with pytest.raises(DeviceUnavailable, match="result"):
@@ -161,7 +161,7 @@ def test_a_token_with_too_many_pairs_is_refused(layer: Layer) -> None:
 def test_few_recordings_are_kept_and_none_of_banks_that_are_gone(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_experts, "_MOST_RECORDINGS", 2)
+    monkeypatch.setattr(captured_experts, "_MOST_RECORDINGS", 2)
     closed: list[Graph] = []
     capture = layer.device.capture
     monkeypatch.setattr(layer.device, "capture", lambda record: noted(capture(record), closed))

@@ -120,7 +120,7 @@ def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
 def test_a_wait_has_an_end(
     device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_runtime.compute.gpu.transfers.file_copier._PATIENCE_S", 0.05)
+    monkeypatch.setattr("dflash_runtime.compute.gpu.transfers.file_copier._TIMEOUT_S", 0.05)
     is_open = threading.Event()
     wait = EmulatedCopyStream.wait
 

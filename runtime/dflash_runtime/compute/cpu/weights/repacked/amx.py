@@ -1,4 +1,4 @@
-"""Panels times 16 tokens by tiles: two products at a time, with the bits of the other kernels.
+"""Repacked tiles times 16 tokens by tiles: two products at a time, with the bits of the other kernels.
 
 While the CPU scales the sums of two products, its tiles work on the next two.
 """
@@ -48,17 +48,17 @@ def _if_tiles(builder: Any, num_vectors: Any, emit: Callable[[Any], None]) -> No
 
 
 def multiplying_by_tiles(scales_a_block: int) -> Callable[..., Any]:
-    """``multiply(panel, num_blocks, records, totals)``, see kernels; tiles must have begun."""
+    """``multiply(repacked, num_blocks, q8_blocks, totals)``, see kernels; tiles must have begun."""
 
     @primitive(void, i64, i64, i64, i64)
-    def multiply(builder: Any, panel: Any, num_blocks: Any, records: Any, totals: Any) -> None:
-        emit_multiply(builder, scales_a_block, panel, num_blocks, records, totals)
+    def multiply(builder: Any, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any) -> None:
+        emit_multiply(builder, scales_a_block, repacked, num_blocks, q8_blocks, totals)
 
     return multiply
 
 
 def emit_multiply(
-    builder: Any, scales_a_block: int, panel: Any, num_blocks: Any, records: Any, totals: Any
+    builder: Any, scales_a_block: int, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any
 ) -> None:
     """A pair of products is that of two blocks, or of the two halves of one."""
     with builder.goto_entry_block():
@@ -89,16 +89,16 @@ def emit_multiply(
     def multiply_pair(pair: Any) -> None:
         for index, block in enumerate(blocks_of(pair)):
             half = 0 if is_whole else index
-            quants = Vec(builder, panel) + Vec(builder, block) * 512 + 256 * half
-            x = Records(Vec(builder, records), NUM_TOKENS).block(Vec(builder, block))
+            quants = Vec(builder, repacked) + Vec(builder, block) * 512 + 256 * half
+            x = Records(Vec(builder, q8_blocks), NUM_TOKENS).block(Vec(builder, block))
             out = sums_of(pair, index)
             emit_product(builder, scales_a_block, index, quants, x.quants_at + 16 * half, out)
 
     def scale(pair: Any, index: int, block: Any) -> None:
         part = 0 if is_whole else index
-        at = Vec(builder, panel) + Vec(builder, block) * (64 * scales_a_block) + 64 * part
+        at = Vec(builder, repacked) + Vec(builder, block) * (64 * scales_a_block) + 64 * part
         factor, offset = load(at + SCALES_AT, LANES), load(at + OFFSETS_AT, LANES)
-        x = Records(Vec(builder, records), NUM_TOKENS).block(Vec(builder, block))
+        x = Records(Vec(builder, q8_blocks), NUM_TOKENS).block(Vec(builder, block))
         out = sums_of(pair, index)
         for token in range(NUM_TOKENS):
             integers = load(out + 64 * token, WORDS)

@@ -1,4 +1,4 @@
-"""The quantised types that are multiplied as panels, as the generic kernels see them.
+"""The quantised types that are multiplied as repacked tiles, as the generic kernels see them.
 
 A value is ``scale * unsigned quant + offset``. The functions of a format emit one *chunk* of 16
 rows, up to 256 values: first `scales`, then quads in an order that suits the format. They read no
@@ -17,7 +17,7 @@ from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, Rows, Scales
 
 
 @dataclass(frozen=True, slots=True)
-class PanelFormat:
+class RepackedFormat:
     """What the generic kernels need to know of a type."""
 
     tensor_type: TensorType
@@ -38,19 +38,19 @@ class PanelFormat:
 FORMATS = {
     each.tensor_type: each
     for each in (
-        PanelFormat(TensorType.Q4_0, of_32.scales_q4_0, of_32.quads_q4_0, 4, 1),
-        PanelFormat(TensorType.Q4_1, of_32.scales_q4_1, of_32.quads_q4_1, 4, 1),
-        PanelFormat(TensorType.Q5_0, of_32.scales_q5_0, of_32.quads_q5_0, 5, 1),
-        PanelFormat(TensorType.Q5_1, of_32.scales_q4_1, of_32.quads_q5_1, 5, 1),
-        PanelFormat(TensorType.Q8_0, of_32.scales_q8_0, of_32.quads_q8_0, 8, 1),
-        PanelFormat(TensorType.IQ4_NL, of_32.scales_q8_0, of_32.quads_iq4_nl, 8, 1),
-        PanelFormat(TensorType.MXFP4, of_32.scales_mxfp4, of_32.quads_mxfp4, 5, 1),
-        PanelFormat(TensorType.NVFP4, of_32.scales_nvfp4, of_32.quads_nvfp4, 5, 2, 2),
-        PanelFormat(TensorType.Q2_K, of_256.scales_q2_k, of_256.quads_q2_k, 2, 8, 2),
-        PanelFormat(TensorType.Q3_K, of_256.scales_q3_k, of_256.quads_q3_k, 3, 8, 2),
-        PanelFormat(TensorType.Q4_K, of_256.scales_q4_k, of_256.quads_q4_k, 4, 8),
-        PanelFormat(TensorType.Q5_K, of_256.scales_q4_k, of_256.quads_q5_k, 5, 8),
-        PanelFormat(TensorType.Q6_K, of_256.scales_q6_k, of_256.quads_q6_k, 6, 8, 2),
-        PanelFormat(TensorType.IQ4_XS, of_256.scales_iq4_xs, of_256.quads_iq4_xs, 8, 8),
+        RepackedFormat(TensorType.Q4_0, of_32.scales_q4_0, of_32.quads_q4_0, 4, 1),
+        RepackedFormat(TensorType.Q4_1, of_32.scales_q4_1, of_32.quads_q4_1, 4, 1),
+        RepackedFormat(TensorType.Q5_0, of_32.scales_q5_0, of_32.quads_q5_0, 5, 1),
+        RepackedFormat(TensorType.Q5_1, of_32.scales_q4_1, of_32.quads_q5_1, 5, 1),
+        RepackedFormat(TensorType.Q8_0, of_32.scales_q8_0, of_32.quads_q8_0, 8, 1),
+        RepackedFormat(TensorType.IQ4_NL, of_32.scales_q8_0, of_32.quads_iq4_nl, 8, 1),
+        RepackedFormat(TensorType.MXFP4, of_32.scales_mxfp4, of_32.quads_mxfp4, 5, 1),
+        RepackedFormat(TensorType.NVFP4, of_32.scales_nvfp4, of_32.quads_nvfp4, 5, 2, 2),
+        RepackedFormat(TensorType.Q2_K, of_256.scales_q2_k, of_256.quads_q2_k, 2, 8, 2),
+        RepackedFormat(TensorType.Q3_K, of_256.scales_q3_k, of_256.quads_q3_k, 3, 8, 2),
+        RepackedFormat(TensorType.Q4_K, of_256.scales_q4_k, of_256.quads_q4_k, 4, 8),
+        RepackedFormat(TensorType.Q5_K, of_256.scales_q4_k, of_256.quads_q5_k, 5, 8),
+        RepackedFormat(TensorType.Q6_K, of_256.scales_q6_k, of_256.quads_q6_k, 6, 8, 2),
+        RepackedFormat(TensorType.IQ4_XS, of_256.scales_iq4_xs, of_256.quads_iq4_xs, 8, 8),
     )
 }

@@ -1,4 +1,4 @@
-"""The panel kernels as functions with addresses, compiled when a type is first met.
+"""The repacked kernels as functions with addresses, compiled when a type is first met.
 
 Knows nothing of what is multiplied for what.
 """
@@ -28,7 +28,7 @@ from dflash_runtime.compute.cpu.weights.repacked.kernels import (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PanelFunctions:
+class RepackedFunctions:
     """See kernels for their arguments; `multiply` by the number of tokens."""
 
     unpack: RowFunction
@@ -36,17 +36,17 @@ class PanelFunctions:
     multiply: dict[int, RowFunction]
 
 
-def has_panels(tensor_type: TensorType) -> bool:
-    """Whether rows of this type are multiplied as int8 panels."""
+def has_repacked(tensor_type: TensorType) -> bool:
+    """Whether rows of this type are multiplied as int8 repacked tiles."""
     return tensor_type in FORMATS
 
 
 @cache
-def panel_functions(tensor_type: TensorType) -> PanelFunctions:
-    """Raises: KeyError for a type that has no panels."""
+def repacked_functions(tensor_type: TensorType) -> RepackedFunctions:
+    """Raises: KeyError for a type that has no repacked tiles."""
     form = FORMATS[tensor_type]
     name = tensor_type.name.lower()
-    return PanelFunctions(
+    return RepackedFunctions(
         _compile(f"unpack_{name}", _four_numbers, unpacking(form)),
         _compile(f"multiply_one_{name}", _six_numbers, multiplying_one(form)),
         {size: _multiply(size, form.scales_a_block, quants_of(form)) for size in group_sizes()},

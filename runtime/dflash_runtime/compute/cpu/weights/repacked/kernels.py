@@ -1,6 +1,6 @@
-"""The three things done with a panel: unpack a chunk, multiply it, or do both for one token.
+"""The three things done with a repacked tile: unpack a chunk, multiply it, or do both for one token.
 
-Activations come in *records*, one for each block of 32 values and each group of tokens: the
+Activations come in *q8_blocks*, one for each block of 32 values and each group of tokens: the
 tokens' int8 quants (32 bytes each), then for all tokens the scale, the scaled sum of the quants,
 and those of the two halves (float32 each). A chunk that was unpacked holds for each block 8 vectors
 of 64 bytes, then scales, then offsets.
@@ -30,16 +30,16 @@ from dflash_runtime.compute.cpu.simd.emitting import (
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
 from dflash_runtime.compute.cpu.simd.types import FLOAT, i64, lanes_of, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import cgutils
-from dflash_runtime.compute.cpu.weights.repacked.formats import PanelFormat
+from dflash_runtime.compute.cpu.weights.repacked.formats import RepackedFormat
 from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, Rows
 
 BLOCKS_AT_ONCE = 8
 """Blocks of 32 values in an unpacked chunk."""
 
-SCALES_AT, OFFSETS_AT, PANEL_BYTES = 4096, 5120, 6144
+SCALES_AT, OFFSETS_AT, REPACKED_BYTES = 4096, 5120, 6144
 """Places in an unpacked chunk, and its size."""
 
-RECORD_BYTES = 48
+Q8_BLOCK_BYTES = 48
 """Of one token and one block of activations."""
 
 LARGEST_GROUP = 16
@@ -56,16 +56,16 @@ _SMALL_CHUNKS_AT_ONCE = 2
 
 
 def group_sizes() -> tuple[int, ...]:
-    """Tokens that share one reading of a panel, largest first: powers of two down to 1."""
+    """Tokens that share one reading of a repacked tile, largest first: powers of two down to 1."""
     return (16, 8, 4, 2, 1) if current_tier() is Tier.AMX else (8, 4, 2, 1)
 
 
-def quants_of(form: PanelFormat) -> Quants:
+def quants_of(form: RepackedFormat) -> Quants:
     """How large a type's quants can be, where this tier cares."""
     return Quants(form.bits).treated_alike(current_tier())
 
 
-def is_signed(form: PanelFormat) -> bool:
+def is_signed(form: RepackedFormat) -> bool:
     """Whether this tier multiplies such quants as signed bytes, which then need no offset."""
     return quants_of(form).is_signed(current_tier())
 
@@ -80,7 +80,7 @@ class Records:
 
     def block(self, block: Vec | int) -> Records:
         """Those of a later block."""
-        first = self.quants_at + block * (RECORD_BYTES * self._num_tokens)
+        first = self.quants_at + block * (Q8_BLOCK_BYTES * self._num_tokens)
         return Records(first, self._num_tokens, self.num_rows)
 
     def quants(self, token: int, step: int) -> Vec:
@@ -109,20 +109,24 @@ def scaled(
     return total if offset is None or x_sum is None else offset.times_plus(x_sum, total)
 
 
-def unpacking(form: PanelFormat) -> Callable[..., Any]:
-    """``unpack(first_row, row_bytes, num_blocks, panel)``: whole chunks of the format."""
+def unpacking(form: RepackedFormat) -> Callable[..., Any]:
+    """``unpack(first_row, row_bytes, num_blocks, repacked)``: whole chunks of the format."""
     signed = is_signed(form)
 
     @primitive(void, i64, i64, i64, i64)
-    def unpack(builder: Any, first_row: Any, row_bytes: Any, num_blocks: Any, panel: Any) -> None:
+    def unpack(
+        builder: Any, first_row: Any, row_bytes: Any, num_blocks: Any, repacked: Any
+    ) -> None:
         num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
         with cgutils.for_range(builder, num_chunks) as loop:
             chunk = Vec(builder, loop.index)
             rows = Rows(Vec(builder, first_row), Vec(builder, row_bytes)).at(
                 chunk * form.chunk_bytes
             )
-            out = Vec(builder, panel) + chunk * (512 * form.chunk_blocks)
-            numbers = Vec(builder, panel) + chunk * (64 * form.chunk_blocks * form.scales_a_block)
+            out = Vec(builder, repacked) + chunk * (512 * form.chunk_blocks)
+            numbers = Vec(builder, repacked) + chunk * (
+                64 * form.chunk_blocks * form.scales_a_block
+            )
             for place, vectors in zip((SCALES_AT, OFFSETS_AT), form.scales(rows), strict=True):
                 for index, vector in enumerate(vectors):
                     vector.store(numbers + (place + 64 * index))
@@ -134,7 +138,7 @@ def unpacking(form: PanelFormat) -> Callable[..., Any]:
 
 
 def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callable[..., Any]:
-    """``multiply(panel, num_blocks, records, totals)``: an unpacked chunk and a group of tokens.
+    """``multiply(repacked, num_blocks, q8_blocks, totals)``: an unpacked chunk and a group of tokens.
 
     `totals` has 16 float32 for each token, which are added to.
     """
@@ -143,12 +147,12 @@ def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callabl
         rows_at_once, at_once = NUM_ROWS, num_tokens
 
     @primitive(void, i64, i64, i64, i64)
-    def multiply(builder: Any, panel: Any, num_blocks: Any, records: Any, totals: Any) -> None:
+    def multiply(builder: Any, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any) -> None:
         for first_row in range(0, NUM_ROWS, rows_at_once):
-            x = Records(Vec(builder, records), num_tokens, rows_at_once)
+            x = Records(Vec(builder, q8_blocks), num_tokens, rows_at_once)
             for first in range(0, num_tokens, at_once):
                 _multiply_tile(
-                    Vec(builder, panel) + 4 * first_row,
+                    Vec(builder, repacked) + 4 * first_row,
                     num_blocks,
                     x,
                     Vec(builder, totals) + 4 * first_row,
@@ -161,27 +165,27 @@ def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callabl
 
 
 def _multiply_tile(
-    panel: Vec,
+    repacked: Vec,
     num_blocks: Any,
-    records: Records,
+    q8_blocks: Records,
     totals: Vec,
     tokens: range,
     scales_a_block: int,
     quants: Quants,
 ) -> None:
     """Some rows times some tokens of a group: as many as there are registers for."""
-    builder, tier = panel.builder, current_tier()
+    builder, tier = repacked.builder, current_tier()
     signed, steps = quants.is_signed(tier), 8 // scales_a_block
-    num_rows = records.num_rows
+    num_rows = q8_blocks.num_rows
     lanes, step_bytes = lanes_of(FLOAT, num_rows), lanes_of(I8, 4 * num_rows)
     kept = {token: cgutils.alloca_once(builder, lanes) for token in tokens}
     for token in tokens:
         builder.store(load(totals + 64 * token, lanes).value, kept[token])
     with cgutils.for_range(builder, num_blocks) as loop:
         block = Vec(builder, loop.index)
-        weights_at = panel + block * 512
-        scales_at = panel + (block * (64 * scales_a_block) + SCALES_AT)
-        x = records.block(block)
+        weights_at = repacked + block * 512
+        scales_at = repacked + (block * (64 * scales_a_block) + SCALES_AT)
+        x = q8_blocks.block(block)
         for part in range(scales_a_block):
             dots = {token: Dots(builder, tier, quants, num_rows) for token in tokens}
             for step in range(steps * part, steps * (part + 1)):
@@ -204,8 +208,8 @@ def _multiply_tile(
         Vec(builder, builder.load(kept[token])).store(totals + 64 * token)
 
 
-def multiplying_one(form: PanelFormat) -> Callable[..., Any]:
-    """``multiply_one(first_row, row_bytes, num_blocks, records, ahead, totals)``.
+def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
+    """``multiply_one(first_row, row_bytes, num_blocks, q8_blocks, ahead, totals)``.
 
     Rows of whole chunks by one token, straight from the blocks: stores of unpacked bytes would cost
     more than the products. Meanwhile as many bytes from `ahead` on are prefetched.
@@ -218,7 +222,7 @@ def multiplying_one(form: PanelFormat) -> Callable[..., Any]:
         first_row: Any,
         row_bytes: Any,
         num_blocks: Any,
-        records: Any,
+        q8_blocks: Any,
         ahead: Any,
         totals: Any,
     ) -> None:
@@ -233,7 +237,7 @@ def multiplying_one(form: PanelFormat) -> Callable[..., Any]:
                 begin = Vec(builder, index) * count
                 rows = Rows(Vec(builder, first_row), Vec(builder, row_bytes))
                 line = Vec(builder, ahead) + begin * (NUM_ROWS * form.chunk_bytes)
-                x = Records(Vec(builder, records), 1).block(begin * form.chunk_blocks)
+                x = Records(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
                 total = Vec(builder, builder.load(kept))
                 lines = _lines_ahead(
                     line, count * NUM_ROWS * form.chunk_bytes, 2 * count * form.chunk_blocks
@@ -263,7 +267,7 @@ def _lines_ahead(first: Vec, num_bytes: int, num_parts: int) -> Iterator[None]:
 
 
 def _multiply_chunk(
-    form: PanelFormat, rows: Rows, x: Records, total: Vec, lines: Iterator[None]
+    form: RepackedFormat, rows: Rows, x: Records, total: Vec, lines: Iterator[None]
 ) -> Vec:
     """`total` and the products of a chunk.
 

@@ -1,4 +1,4 @@
-"""Activations as int8 with one scale for each 32 values, in the records that kernels read.
+"""Activations as int8 with one scale for each 32 values, in the q8_blocks that kernels read.
 
 Several blocks are computed side by side, so that what is one number a block (largest magnitude,
 scale, error, sums) takes a lane each.
@@ -21,7 +21,7 @@ from dflash_runtime.compute.cpu.simd.emitting import I8, I32, Vec, call, constan
 from dflash_runtime.compute.cpu.simd.memory import emit_call
 from dflash_runtime.compute.cpu.simd.types import FLOAT, i64, lanes_of, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
-from dflash_runtime.compute.cpu.weights.repacked.kernels import RECORD_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 
 _HALF_BLOCK = lanes_of(FLOAT, 16)
 _BYTES, _WORDS = lanes_of(I8, 16), lanes_of(I32, 16)
@@ -105,10 +105,10 @@ class _Grids:
 
 
 def _quantising(num_blocks: int) -> Callable[..., Any]:
-    """``quantise(x, record, slot, num_slots)``: blocks of one token into its place of records."""
+    """``quantise(x, q8_block, slot, num_slots)``: blocks of one token into its place of q8_blocks."""
 
     @primitive(void, i64, i64, i64, i64)
-    def quantise_blocks(builder: Any, x: Any, record: Any, slot: Any, num_slots: Any) -> None:
+    def quantise_blocks(builder: Any, x: Any, q8_block: Any, slot: Any, num_slots: Any) -> None:
         first, slot_v, slots = (Vec(builder, each) for each in (x, slot, num_slots))
         values = []
         for block in range(num_blocks):
@@ -121,20 +121,22 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
             sizes.append(bits[0].maximum(bits[1]))
         grids = _Grids(values, _reduced(sizes, Vec.maximum).bits_to_float())
         sums: tuple[list[Vec], list[Vec]] = [], []
-        records = [Vec(builder, record) + slots * (RECORD_BYTES * i) for i in range(num_blocks)]
+        q8_blocks = [
+            Vec(builder, q8_block) + slots * (Q8_BLOCK_BYTES * i) for i in range(num_blocks)
+        ]
         for block, halves in enumerate(values):
             inverse = grids.inverse.take([block] * 16)
             for half, each in enumerate(halves):
                 turns = _clamped(_rounded(each * inverse))
                 integers = Vec(builder, builder.fptosi(turns.value, _WORDS))
                 quants = Vec(builder, builder.trunc(integers.value, _BYTES))
-                quants.store(records[block] + slot_v * 32 + 16 * half)
+                quants.store(q8_blocks[block] + slot_v * 32 + 16 * half)
                 sums[half].append(integers)
         halves_sums = [_reduced(each, _plus).to_float() for each in sums]
         whole = halves_sums[0] + halves_sums[1]  # exact: small integers
         parts = [grids.scale * each for each in (whole, *halves_sums)]
         for block in range(num_blocks):
-            numbers = records[block] + slots * 32 + slot_v * 4
+            numbers = q8_blocks[block] + slots * 32 + slot_v * 4
             for kind, lanes in enumerate((grids.scale, *parts)):
                 number = builder.extract_element(lanes.value, I32(block))
                 Vec(builder, number).store(numbers + slots * (4 * kind))
@@ -145,14 +147,14 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
 _quantise_several, _quantise_one = _quantising(_BLOCKS_AT_ONCE), _quantising(1)
 
 
-def _quantise(x: int, num_blocks: int, records: int, slot: int, num_slots: int) -> None:
-    """One token's values at `x` into its `slot` of a group's records."""
-    block, record_bytes = 0, RECORD_BYTES * num_slots
+def _quantise(x: int, num_blocks: int, q8_blocks: int, slot: int, num_slots: int) -> None:
+    """One token's values at `x` into its `slot` of a group's q8_blocks."""
+    block, q8_bytes = 0, Q8_BLOCK_BYTES * num_slots
     while block + _BLOCKS_AT_ONCE <= num_blocks:
-        _quantise_several(x + 128 * block, records + record_bytes * block, slot, num_slots)
+        _quantise_several(x + 128 * block, q8_blocks + q8_bytes * block, slot, num_slots)
         block += _BLOCKS_AT_ONCE
     while block < num_blocks:
-        _quantise_one(x + 128 * block, records + record_bytes * block, slot, num_slots)
+        _quantise_one(x + 128 * block, q8_blocks + q8_bytes * block, slot, num_slots)
         block += 1
 
 
@@ -164,17 +166,20 @@ def quantise_function() -> RowFunction:
 
 @primitive(void, *[i64] * 6)
 def quantise(
-    builder: Any, function: Any, x: Any, num_blocks: Any, records: Any, slot: Any, num_slots: Any
+    builder: Any, function: Any, x: Any, num_blocks: Any, q8_blocks: Any, slot: Any, num_slots: Any
 ) -> None:
-    """``function(x, num_blocks, records, slot, num_slots)``: a token into its slot of records."""
-    emit_call(builder, ir.VoidType(), function, [x, num_blocks, records, slot, num_slots])
+    """``function(x, num_blocks, q8_blocks, slot, num_slots)``: a token into its slot of q8_blocks."""
+    emit_call(builder, ir.VoidType(), function, [x, num_blocks, q8_blocks, slot, num_slots])
 
 
 @helper
-def regroup(records: int, num_blocks: int, out: int, slot: int, num_slots: int) -> None:
-    """The records of one token into its slot of a group's."""
+def regroup(q8_blocks: int, num_blocks: int, out: int, slot: int, num_slots: int) -> None:
+    """The q8_blocks of one token into its slot of a group's."""
     for block in range(num_blocks):
-        source, target = records + RECORD_BYTES * block, out + RECORD_BYTES * num_slots * block
+        source, target = (
+            q8_blocks + Q8_BLOCK_BYTES * block,
+            out + Q8_BLOCK_BYTES * num_slots * block,
+        )
         memory.copy_bytes(target + 32 * slot, source, 32)
         for kind in range(4):
             number = memory.load_float(source + 32 + 4 * kind)

@@ -1,4 +1,4 @@
-"""Reading the 16 rows of a panel side by side.
+"""Reading the 16 rows of a repacked tile side by side.
 
 A *quad* is 256 bytes, four steps of k: byte ``64 * step + 4 * row + i`` belongs to value
 ``4 * step + i`` of that row. *Words* are 16 x 32 bits and *lanes* 16 x float32, one a row.
