@@ -111,10 +111,12 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "repack.cu": ("launch/test_layouts.py::test_the_device_repacks_as_numpy_does[32-11-768]",),
     "route_rows.cu": (
-        "launch/test_decode_router.py::test_experts_are_chosen_as_by_the_reference[(32, False)-12-4-True]",
+        "launch/test_decode_router.py"
+        "::test_experts_are_chosen_as_by_the_reference[(32, False)-12-4-True]",
     ),
     "route_scores.cu": (
-        "launch/test_route_scores.py::test_the_reference_chooses_the_same[(32, False)-sigmoid-True]",
+        "launch/test_route_scores.py"
+        "::test_the_reference_chooses_the_same[(32, False)-sigmoid-True]",
     ),
     "router.cu": (
         "launch/test_decode_router.py::test_logits_and_the_rows_beside_them[(32, False)-0-12-3-96]",

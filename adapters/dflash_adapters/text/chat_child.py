@@ -6,7 +6,8 @@ time by the kernel, the clock by whoever asked, and that it ends at once with th
 the middle of a rendering. It may write no file. Imports no more than Jinja and msgpack need.
 
 Example:
-  python -I -S -c 'import sys; sys.path += sys.argv[1:]; from dflash_adapters.text.chat_child import main
+  python -I -S -c 'import sys; sys.path += sys.argv[1:]
+  from dflash_adapters.text.chat_child import main
   main()' FOLDER...
 """
 

@@ -25,10 +25,10 @@ from dflash_protocol.settings.environment import (
 __all__ = [
     "AUTO_TIER",
     "CPU_TIERS",
-    "DaemonSetting",
     "MAX_THREADS",
-    "Settings",
     "VARIABLES",
+    "DaemonSetting",
+    "Settings",
     "bare_environment",
     "cache_directory",
     "cache_folder",

@@ -1,4 +1,4 @@
-"""How many positions a layer's cache has room for: all, or a window of those that can still be seen.
+"""Rows of a layer's cache: of all positions, or, with a sliding window, of those still visible.
 
 In a window the row of position j is row ``j % num_rows``. Knows nothing of keys and values.
 """
@@ -15,13 +15,13 @@ from dflash_adapters.spec import Mask
 from dflash_protocol.errors import CheckpointMissing
 
 WINDOW_CHUNK = 512
-"""Tokens computed at once over a window, which must hold them and all that the first of them sees."""
+"""Tokens computed at once over a window, which holds them and all that the first of them sees."""
 
 MOST_KEPT = 4
 """Snapshots of a sequence that an engine keeps, each of which may be as large as all windows."""
 
 _ROW_UNIT = 64
-"""A window's rows are a multiple of this: whole blocks, for kernels that take positions in blocks."""
+"""A window's rows are a multiple of this: kernels take positions in whole blocks."""
 
 
 class Rows(Protocol):

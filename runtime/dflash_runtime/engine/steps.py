@@ -216,8 +216,8 @@ class Steps:
 
         It goes on from `first_position`, if that is where the last one ended, or 0, or reusable.
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
-        Cancelled, before the first layer that nobody wants any more; CheckpointMissing; ModelFileError
-        if the file was written to.
+        Cancelled, before the first layer that nobody wants any more; CheckpointMissing;
+        ModelFileError if the file was written to.
         """
         self._require_current(run)
         positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)

@@ -13,8 +13,8 @@ them; so the second half comes to a layer when the first has been there, whose k
 recurrent states are for it those of the chunk before. What the two have in common need not be
 locked.
 
-Whatever ends one half ends the other, before `TwoBatchOverlap.run` raises; what others were asked for is
-abandoned then.
+Whatever ends one half ends the other, before `TwoBatchOverlap.run` raises; what others were asked
+for is abandoned then.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TwoBatchOverlap:
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As RemoteExperts.to_offload; nobody's for halves, each of which would have them copied."""
+        """As RemoteExperts.to_offload; None for halves, each of which would have them copied."""
         if self._pair is not None:
             return None
         return self._others.to_offload(layer_id, topk_ids, expert_s=expert_s)

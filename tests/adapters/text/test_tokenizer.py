@@ -267,7 +267,10 @@ def test_long_texts_without_a_break_take_linear_time(trained: Compared) -> None:
 
 
 def test_the_library_is_imported_only_when_a_tokenizer_is_loaded() -> None:
-    code = "import sys, dflash_adapters.text.tokenizer; print(*({'tokenizers', 'gguf'} & {*sys.modules}))"
+    code = (
+        "import sys, dflash_adapters.text.tokenizer; "
+        "print(*({'tokenizers', 'gguf'} & {*sys.modules}))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -311,7 +311,10 @@ def test_one_that_cannot_be_started_is_no_fault_of_the_template(
 
 
 def test_what_the_process_says_is_shown_escaped() -> None:
-    answer = "import os\nfrom dflash_adapters.text.chat_messages import *\nos.write(1, b'R'); os.read(0, 9)\n"
+    answer = (
+        "import os\nfrom dflash_adapters.text.chat_messages import *\n"
+        "os.write(1, b'R'); os.read(0, 9)\n"
+    )
     said = (
         "os.write(1, encode_reply(ReplyKind.{}, 'a\\n\\x1b[2J\\u202e' + 'b' * 5000)); os.read(0, 9)"
     )

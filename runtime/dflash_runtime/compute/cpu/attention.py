@@ -70,8 +70,8 @@ class Attention:
 
         Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; sinks [heads]; result
         [T, heads, V].
-        Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows that it
-        sees have been overwritten.
+        Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows
+        that it sees have been overwritten.
         """
         layer = cache.layers[cache_layer]
         kv = layer.kv

@@ -92,7 +92,7 @@ def test_tokens_see_what_they_would_without_a_ring(kv_type: KvType, mask: Mask, 
     steps = [*range(31, 50), 55, 60, 61]
     found = sequence.go_on(0, 3, 30, *steps, NUM_TOKENS)
     assert np.abs(found - wanted).max() < bound
-    # In steps of five tokens, one of which goes over the window's end, and one by one: the same bits.
+    # In steps of five tokens, one of which goes over the window's end, and one by one: same bits.
     assert (sequence.go_on(0, 30, 35, 40, 45, 50)[30:] == found[30:50]).all()
     sequence.backend.close()
 

@@ -1,7 +1,7 @@
 """The routed experts' FFN: gate and up, activation, down, in phases without Python between.
 
-Phases: q8_blocks of the hidden rows, then by expert; gate, up and activation by runs of rows; q8_blocks
-of the activations; down by runs of rows over all experts.
+Phases: q8 blocks of the hidden rows, then by expert; gate, up and activation by runs of rows; q8
+blocks of the activations; down by runs of rows over all experts.
 """
 
 from __future__ import annotations

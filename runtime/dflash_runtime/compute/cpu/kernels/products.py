@@ -1,8 +1,8 @@
 """Sixteen rows of any type times a set of vectors: the step that all kernels with weights share.
 
-The vectors of a set come in both forms that types may want: float32 rows, and q8_blocks of int8 in
-groups (see repacked tiles.kernels): as many as there can be of the tier's largest, 8 or 16 vectors, and
-then one of each power of two in the rest. Addresses and strides are bytes.
+The vectors of a set come in both forms that types may want: float32 rows, and q8 blocks in groups
+(see repacked/kernels): as many as there can be of the tier's largest, 8 or 16 vectors, and then one
+of each power of two in the rest. Addresses and strides are bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dflash_runtime.compute.cpu.weights.repacked.kernels import (
 REPACKED_ROWS = 16
 
 VECTORS_AT_ONCE = 256
-"""Vectors that an unpacked repacked meets before it is unpacked again: their results stay cached."""
+"""Vectors that an unpacked tile meets before it is unpacked again: their results stay cached."""
 
 TOTALS_BYTES = 4 * REPACKED_ROWS * VECTORS_AT_ONCE
 

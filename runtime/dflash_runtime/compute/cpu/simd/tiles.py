@@ -1,4 +1,4 @@
-"""Tiles: the matrix instructions of some x86 CPUs, one product of a block of repacked tiles at a time.
+"""Tiles: the matrix instructions of some x86 CPUs, a block of repacked tiles at a time.
 
 A tile is up to 16 rows of up to 64 bytes. One product takes the quants of a block of 32 values, or
 of a half of it::

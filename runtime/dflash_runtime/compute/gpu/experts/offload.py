@@ -7,8 +7,8 @@
 Layers take the two places in turn. While a layer is computed from one, the next layer's experts are
 on their way into the other: all of them where this layer's tokens have chosen nearly all of its
 own, else those that were chosen, once that is known. The parent maps the file anyway, for what
-becomes of a lost daemon's experts. Knows nothing of owners: `RemoteExperts` says whose experts it is
-to be.
+becomes of a lost daemon's experts. Knows nothing of owners: `RemoteExperts` says whose experts
+it is to be.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class DrawInputs:
 
 
 def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Array:
-    """What kernels are given; None: the most likely token is taken. Shapes: result [NUM_OPTIONS]."""
+    """What kernels are given; None: argmax. Shapes: result [NUM_OPTIONS]."""
     if options is None:
         return np.zeros(NUM_OPTIONS)
     return np.array(

@@ -1,7 +1,7 @@
 """Products of quantised rows with quantised vectors: exact but for float32's rounding.
 
-Every type that is multiplied as repacked tiles, against float64 on the gguf package's values and on the
-int8 activations that the kernels make.
+Every type that is multiplied as repacked tiles, against float64 on the gguf package's values and on
+the int8 activations that the kernels make.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Repacked tiles times 16 tokens by tiles: two products at a time, with the bits of the other kernels.
+"""Repacked tiles times 16 tokens by tiles: two products at a time, same bits as other kernels.
 
 While the CPU scales the sums of two products, its tiles work on the next two.
 """

@@ -1,4 +1,4 @@
-"""The three things done with a repacked tile: unpack a chunk, multiply it, or do both for one token.
+"""What is done with a repacked tile: unpack a chunk, multiply it, or do both for one token.
 
 Activations come in *q8_blocks*, one for each block of 32 values and each group of tokens: the
 tokens' int8 quants (32 bytes each), then for all tokens the scale, the scaled sum of the quants,
@@ -138,7 +138,7 @@ def unpacking(form: RepackedFormat) -> Callable[..., Any]:
 
 
 def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callable[..., Any]:
-    """``multiply(repacked, num_blocks, q8_blocks, totals)``: an unpacked chunk and a group of tokens.
+    """``multiply(repacked, num_blocks, q8_blocks, totals)``: an unpacked chunk times some tokens.
 
     `totals` has 16 float32 for each token, which are added to.
     """

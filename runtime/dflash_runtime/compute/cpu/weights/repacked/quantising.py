@@ -105,7 +105,7 @@ class _Grids:
 
 
 def _quantising(num_blocks: int) -> Callable[..., Any]:
-    """``quantise(x, q8_block, slot, num_slots)``: blocks of one token into its place of q8_blocks."""
+    """``quantise(x, q8_block, slot, num_slots)``: blocks of one token into its slot."""
 
     @primitive(void, i64, i64, i64, i64)
     def quantise_blocks(builder: Any, x: Any, q8_block: Any, slot: Any, num_slots: Any) -> None:
@@ -168,7 +168,7 @@ def quantise_function() -> RowFunction:
 def quantise(
     builder: Any, function: Any, x: Any, num_blocks: Any, q8_blocks: Any, slot: Any, num_slots: Any
 ) -> None:
-    """``function(x, num_blocks, q8_blocks, slot, num_slots)``: a token into its slot of q8_blocks."""
+    """``function(x, num_blocks, q8_blocks, slot, num_slots)``: a token into its slot."""
     emit_call(builder, ir.VoidType(), function, [x, num_blocks, q8_blocks, slot, num_slots])
 
 

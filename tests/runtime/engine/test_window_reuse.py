@@ -1,4 +1,4 @@
-"""A prompt that begins like the one before, where layers keep but the last positions in a window."""
+"""A prompt that begins like the one before, where layers have a sliding window."""
 
 from __future__ import annotations
 
