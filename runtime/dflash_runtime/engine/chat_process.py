@@ -1,4 +1,4 @@
-"""One process that renders chat templates, ``dflash_adapters.text.chat_child``, as its parent has it.
+"""One process that renders chat templates, as its parent sees it.
 
 It is started by exec, in a session of its own, with nothing of ours but three pipes' ends; it ends
 when its input does, and so with us. Knows nothing of what is rendered.

@@ -1,7 +1,7 @@
 """States of a sequence that are kept, so that a later prompt can go on from where it differs.
 
-Recurrent layers have one state, that of the tokens computed last, and sliding-window caches hold the
-last positions alone: to go on from earlier ones, what there was then must have been copied.
+Recurrent layers have one state, that of the tokens computed last, and sliding-window caches hold
+the last positions alone: to go on from earlier ones, what there was then must have been copied.
 Knows nothing of tokens, nor of what is in a state.
 """
 

@@ -1,8 +1,8 @@
 """Instruction-set tiers: which instructions the kernels' few special steps are built from.
 
 A tier decides how bytes are multiplied, how many tokens share a repacked tile and which
-instructions LLVM may use; everything else is generic vector IR. Here is what each tier needs of a CPU; which one a
-process uses is chosen in tiers.
+instructions LLVM may use; everything else is generic vector IR. Here is what each tier needs of a
+CPU; which one a process uses is chosen in tiers.
 """
 
 from __future__ import annotations
