@@ -15,7 +15,11 @@ from pathlib import Path
 
 from dflash_protocol.settings import child_environment
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
-from dflash_runtime.compute.gpu.device.kernel_sources import KERNELS_FOLDER, define_options
+from dflash_runtime.compute.gpu.device.kernel_sources import (
+    define_options,
+    kernel_folders,
+    kernel_path,
+)
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.rtc import architecture_options
 
@@ -114,9 +118,9 @@ def assemble(variant: KernelVariant, capabilities: Capabilities, *, lanes: int) 
             *(CLANG, "-x", "hip", "--cuda-device-only", "-S", "-nogpuinc", "-nogpulib"),
             *architecture_options(capabilities),
             *define_options({"LANES": lanes, **variant.defines}),
-            *(*_STRICT, "-isystem", str(_HEADERS), "-I", str(KERNELS_FOLDER)),
+            *(*_STRICT, "-isystem", str(_HEADERS), *(f"-I{each}" for each in kernel_folders())),
             *("-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(_DEVICE_LIBRARY)),
-            *(str(KERNELS_FOLDER / variant.file), "-o", str(out)),
+            *(str(kernel_path(variant.file)), "-o", str(out)),
         )
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT_S, env=child_environment(())

@@ -46,7 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, counts: Counts) -> No
 
 
 def test_every_kernel_file_has_tests_that_are_there() -> None:
-    assert sorted(CASES) == sorted(each.name for each in KERNELS_FOLDER.glob("*.cu"))
+    assert sorted(CASES) == sorted(each.name for each in KERNELS_FOLDER.rglob("*.cu"))
     for name, tests in CASES.items():
         assert sanitize_gpu.kernels_of(name)
         for test in tests:

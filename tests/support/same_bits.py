@@ -95,7 +95,8 @@ def _note_captures(patch: pytest.MonkeyPatch, captures: list[list[tuple[Any, ...
     def noted_launch(self: EmulatedDevice, kernel: Any, *args: Any, **options: Any) -> None:
         if self._captured is not None:
             grid, block = args[:2]
-            captures[-1].append((kernel.name, tuple(grid), block, *sorted(options.items())))
+            said = {"shared_bytes": 0, "overlaps_previous": True, **options}
+            captures[-1].append((kernel.name, tuple(grid), block, *sorted(said.items())))
         launch(self, kernel, *args, **options)
 
     patch.setattr(EmulatedDevice, "capture", noted_capture)

@@ -16,8 +16,9 @@ from dflash_protocol.errors import KernelCompileError
 from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.kernel_sources import (
-    KERNELS_FOLDER,
     digest_of,
+    kernel_folders,
+    kernel_path,
     kernel_source,
 )
 
@@ -61,8 +62,8 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
         content = _compiled(
             key,
             path,
-            (compiler, *_FLAGS, *options, "-I", str(KERNELS_FOLDER), "-I", str(_FOLDER)),
-            ("-x", "c++", str(KERNELS_FOLDER / file), "-x", "none", str(other), "-lm", "-lc"),
+            (compiler, *_FLAGS, *options, *(f"-I{each}" for each in (*kernel_folders(), _FOLDER))),
+            ("-x", "c++", str(kernel_path(file)), "-x", "none", str(other), "-lm", "-lc"),
         )
         path.write_bytes(content)
         return ctypes.CDLL(str(path))

@@ -42,11 +42,12 @@ class KernelSource:
 def kernel_source(file: str | Path, folders: tuple[Path, ...] = ()) -> KernelSource:
     """A file of the kernels' folder by name, or any by its path; read once a process.
 
-    Headers lie in the kernels' folder or in `folders`; what is in none of them is a header that
+    Headers lie in the kernels' folders or in `folders`; what is in none of them is a header that
     only another vendor's compiler includes, and left out.
     Raises: SettingsError if the file is not there.
     """
-    path = KERNELS_FOLDER / file
+    places = (*kernel_folders(), *folders)
+    path = kernel_path(file)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -55,14 +56,26 @@ def kernel_source(file: str | Path, folders: tuple[Path, ...] = ()) -> KernelSou
     pending = list(_INCLUDE.findall(text))
     while pending:
         name = pending.pop()
-        found = next(
-            (each / name for each in (KERNELS_FOLDER, *folders) if (each / name).is_file()), None
-        )
+        found = _found(Path(name), places)
         if found is None or name in headers:
             continue
         headers[name] = found.read_text(encoding="utf-8")
         pending += _INCLUDE.findall(headers[name])
     return KernelSource(name=path.name, text=text, headers=tuple(sorted(headers.items())))
+
+
+def kernel_folders() -> tuple[Path, ...]:
+    """Where kernels and their headers lie; no two files have the same name."""
+    return KERNELS_FOLDER, *sorted(each for each in KERNELS_FOLDER.iterdir() if each.is_dir())
+
+
+def kernel_path(name: str | Path) -> Path:
+    """Where a kernel file of this name lies; a path stays as it is."""
+    return _found(Path(name), kernel_folders()) or KERNELS_FOLDER / name
+
+
+def _found(file: Path, folders: Iterable[Path]) -> Path | None:
+    return next((each / file for each in folders if (each / file).is_file()), None)
 
 
 def define_options(defines: Defines) -> tuple[str, ...]:

@@ -51,4 +51,4 @@ def all_variants() -> tuple[KernelVariant, ...]:
 def files_without_variant(variants: Iterable[KernelVariant]) -> list[str]:
     """Kernel files that nobody would check."""
     declared = {variant.file for variant in variants}
-    return sorted({path.name for path in KERNELS_FOLDER.glob("*.cu")} - declared)
+    return sorted({path.name for path in KERNELS_FOLDER.rglob("*.cu")} - declared)

@@ -116,7 +116,7 @@ def repack(tensor_type: TensorType, raw: U8Array, *, rows: int, columns: int) ->
 
 
 def formats_table() -> str:
-    """The table as C++ for the kernels: the text of ``kernels/formats_table.cuh``."""
+    """The table as C++ for the kernels: the text of ``kernels/common/formats_table.cuh``."""
     lines = [
         "// Written by layouts.py (`formats_table`), whose table this is; a test compares them.",
         "#pragma once",

@@ -1,4 +1,4 @@
-"""Arguments of the attention kernels, field for field as kernels/attention_*.cu* declare them.
+"""Arguments of the attention kernels, field for field as kernels/attention/*.cu* declare them.
 
 Knows nothing of what is put there.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of a layer on a device, in the layout that kernels/kv_rows.cuh reads.
+"""Keys and values of a layer on a device, in the layout that kernels/attention/kv_rows.cuh reads.
 
 Knows nothing of attention, and of whose positions these are.
 """

@@ -11,7 +11,7 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_runtime.compute.gpu.device.device import address
-from dflash_runtime.compute.gpu.device.kernel_sources import KERNELS_FOLDER
+from dflash_runtime.compute.gpu.device.kernel_sources import kernel_path
 from dflash_runtime.compute.gpu.launch.decode_tokens import Embed, Repack
 from dflash_runtime.compute.gpu.launch.layouts import (
     FIELDS,
@@ -39,7 +39,7 @@ class UnpackRowsArgs(ctypes.Structure):
 
 
 def test_kernels_have_the_table_of_this_module() -> None:
-    text = (KERNELS_FOLDER / "formats_table.cuh").read_text()
+    text = kernel_path("formats_table.cuh").read_text()
     assert text == formats_table()
 
 
