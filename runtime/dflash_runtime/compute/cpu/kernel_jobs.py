@@ -1,6 +1,6 @@
-"""Which kernels a file needs, by names that can be told to another process.
+"""Which kernels a file needs, by names that can be passed to another process.
 
-A job compiles some of them, or loads them where that has been done. Knows nothing of where.
+A job compiles some kernels, or loads them if they are compiled already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_TYPES: dict[str, Callable[[TensorType], object]] = {
 }
 _OF_CACHES: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
 
-# Those that take longest come first, so that several processes end together.
+# The longest jobs come first, so that several processes end at about the same time.
 _OF_EXPERTS: dict[str, Callable[[], object]] = {
     "expert_tasks": experts_kernel.expert_ffn_tasks,
     "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
@@ -63,7 +63,7 @@ _OF_RECURRENT: dict[str, Callable[[], object]] = {
 def jobs_for(
     tensor_types: Iterable[TensorType], kv_type: KvType | None, *, is_recurrent: bool = False
 ) -> list[str]:
-    """For experts of these types; with a `kv_type`, for a whole model."""
+    """Jobs for experts of these types; with a `kv_type`, for a whole model."""
     types = sorted(tensor_types)
     jobs = [*_OF_DENSE] if kv_type is not None else []
     jobs += _OF_RECURRENT if is_recurrent else ()
@@ -72,12 +72,12 @@ def jobs_for(
     if kv_type is not None:
         caches = sorted({kv_type.value, KvType.F32.value})
         jobs += [f"elements.{each}" for each in caches]
-        jobs += [f"expand.{each.name}" for each in types]  # one of them is the embedding table's
+        jobs += [f"expand.{each.name}" for each in types]  # for the embedding table
     return jobs
 
 
 def run_job(job: str) -> None:
-    """Raises: KeyError if there is no such job."""
+    """Raises: KeyError for an unknown job."""
     kind, _, what = job.partition(".")
     if kind in _OF_TYPES:
         _OF_TYPES[kind](TensorType[what])

@@ -22,10 +22,10 @@ _NO_WINDOW = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer, as bytes.
+    """One layer's keys and values, as bytes.
 
-    Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], where N
-    rows are there of the window's; words as in attention_arguments, those of a layer.
+    Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], N rows
+    being the window's; words: those of a layer in attention_arguments.
     """
 
     kv: KvLayer
@@ -36,7 +36,7 @@ class LayerCache:
 
 
 class CpuKvCache(SequenceState):
-    """Implements ops.KvCache. Memory of blocks that were never written is never touched."""
+    """Implements ops.KvCache. Memory of blocks is untouched until they are written."""
 
     def __init__(
         self,
