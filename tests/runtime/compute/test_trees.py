@@ -79,7 +79,7 @@ def test_what_is_no_path_is_refused(nodes: list[int]) -> None:
     tree, path = tree_of([-1, 0, 0, 1, -1]), np.array(nodes, np.int32)
     tree.keep(lambda path: pytest.fail("kept"))
     for check in (tree.check_path, tree.accept):
-        with pytest.raises(ValueError, match="way"):
+        with pytest.raises(ValueError, match="path"):
             check(path)
 
 

@@ -35,7 +35,7 @@ _MOST_CHILDREN = 8
 """Each takes about 200 MB while it compiles."""
 _JOB_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-_LOOK_S = 1.0
+_REPORT_S = 1.0
 _ANSWER_BYTES = 256
 
 
@@ -48,7 +48,7 @@ def compile_ahead(jobs: Sequence[str], on_progress: OnProgress) -> None:
     if folder is None or not _missing(folder, jobs):
         return
     try:
-        with _only_one(folder, jobs, on_progress):
+        with _exclusively(folder, jobs, on_progress):
             missing = _missing(folder, jobs)
             num_before = len(jobs) - len(missing)
             _compile(folder, missing, lambda done: on_progress(num_before + done, len(jobs)))
@@ -66,7 +66,7 @@ def _mark(folder: Path, job: str) -> Path:
 
 
 @contextmanager
-def _only_one(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
+def _exclusively(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
     """Hold the lock on compiling; wait for another process that has it while it makes progress.
 
     Raises: OSError; TimeoutError if it makes none for _JOB_TIMEOUT_S.
@@ -103,7 +103,7 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
             on_done(num_done)
             end_s = time.monotonic() + _JOB_TIMEOUT_S
             while selector.get_map():
-                events = selector.select(_LOOK_S)
+                events = selector.select(_REPORT_S)
                 if events:
                     end_s = time.monotonic() + _JOB_TIMEOUT_S
                 elif time.monotonic() > end_s:
@@ -112,7 +112,7 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
                     on_done(num_done)
                 for key, _ in events:
                     child = key.data
-                    if child.has_done_it():
+                    if child.has_finished():
                         _mark(folder, child.job).touch(0o600)
                         num_done += 1
                         on_done(num_done)
@@ -151,7 +151,7 @@ class _Child:
             return True
         return False
 
-    def has_done_it(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether the process has answered that its job is done; call it when there is output."""
         return os.read(self.output.fileno(), _ANSWER_BYTES) == f"{self.job}\n".encode()
 

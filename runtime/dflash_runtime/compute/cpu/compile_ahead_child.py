@@ -15,7 +15,7 @@ from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier
 from dflash_runtime.compute.cpu.kernel_jobs import run_job
 
-_OBJECTS_BETWEEN_LOOKS = 100_000
+_GC_THRESHOLD = 100_000
 """With Python's default threshold garbage collection takes a tenth of the time."""
 
 
@@ -25,7 +25,7 @@ def main() -> None:
         return
     choose_tier(sys.argv[1], sys.argv[3])
     gc.freeze()
-    gc.set_threshold(_OBJECTS_BETWEEN_LOOKS)
+    gc.set_threshold(_GC_THRESHOLD)
     with keeping_in(sys.argv[3]):
         for line in sys.stdin:
             run_job(line.strip())

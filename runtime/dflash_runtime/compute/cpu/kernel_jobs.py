@@ -27,20 +27,20 @@ from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 
-_OF_TYPES: dict[str, Callable[[TensorType], object]] = {
+_TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
     "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),
     "expand": expand_function,
 }
-_OF_CACHES: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
+_CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
 
 # The longest jobs come first, so that several processes end at about the same time.
-_OF_EXPERTS: dict[str, Callable[[], object]] = {
+_EXPERT_JOBS: dict[str, Callable[[], object]] = {
     "expert_tasks": experts_kernel.expert_ffn_tasks,
     "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
     "expert_kernel": experts_kernel.expert_ffn_kernel,
     "quantise": quantise_function,
 }
-_OF_DENSE: dict[str, Callable[[], object]] = {
+_DENSE_JOBS: dict[str, Callable[[], object]] = {
     "attend": attention_tasks.attend_task,
     "route": route_tasks.route_kernel,
     "attention": attention_tasks.attention_kernel,
@@ -52,7 +52,7 @@ _OF_DENSE: dict[str, Callable[[], object]] = {
     "linear_kernel": linear_kernel.linear_kernel,
     "embed": linear_kernel.embed_kernel,
 }
-_OF_RECURRENT: dict[str, Callable[[], object]] = {
+_RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_kernel,
     "delta": delta_tasks.delta_kernel,
     "conv": conv_tasks.conv_kernel,
@@ -65,10 +65,10 @@ def jobs_for(
 ) -> list[str]:
     """Jobs for experts of these types; with a `kv_type`, for a whole model."""
     types = sorted(tensor_types)
-    jobs = [*_OF_DENSE] if kv_type is not None else []
-    jobs += _OF_RECURRENT if is_recurrent else ()
+    jobs = [*_DENSE_JOBS] if kv_type is not None else []
+    jobs += _RECURRENT_JOBS if is_recurrent else ()
     jobs += [f"rows.{each.name}" for each in types]
-    jobs += _OF_EXPERTS
+    jobs += _EXPERT_JOBS
     if kv_type is not None:
         caches = sorted({kv_type.value, KvType.F32.value})
         jobs += [f"elements.{each}" for each in caches]
@@ -79,9 +79,9 @@ def jobs_for(
 def run_job(job: str) -> None:
     """Raises: KeyError for an unknown job."""
     kind, _, what = job.partition(".")
-    if kind in _OF_TYPES:
-        _OF_TYPES[kind](TensorType[what])
-    elif kind in _OF_CACHES:
-        _OF_CACHES[kind](KvType(what))
+    if kind in _TYPE_JOBS:
+        _TYPE_JOBS[kind](TensorType[what])
+    elif kind in _CACHE_JOBS:
+        _CACHE_JOBS[kind](KvType(what))
     else:
-        (_OF_DENSE | _OF_RECURRENT | _OF_EXPERTS)[kind]()
+        (_DENSE_JOBS | _RECURRENT_JOBS | _EXPERT_JOBS)[kind]()

@@ -71,7 +71,7 @@ def _layer_cache(kv: KvLayer, window: WindowRows, kv_type: KvType) -> LayerCache
     keys = zeros_on_lines(kv.num_heads, num_blocks, key_block_bytes)
     values = zeros_on_lines(kv.num_heads, num_blocks * LANES, row_bytes)
     window.arrays = keys, values
-    words = np.zeros(a.NUM_OF_LAYER, np.int64)
+    words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
     words[a.KEYS], words[a.VALUES] = keys.ctypes.data, values.ctypes.data
     words[a.KV_HEADS], words[a.KEY_DIM], words[a.VALUE_DIM] = kv.num_heads, key_dim, kv.value_dim
     words[a.KEY_HEAD_BYTES], words[a.KEY_BLOCK_BYTES] = keys.strides[:2]

@@ -36,7 +36,7 @@ class RecurrentState(LayerState):
         num_values = sum(sizes.values()) + num_inputs
         super().__init__(zeros_on_lines(4 * num_values).view(np.float32))
         self.delta = delta
-        self.words: I64Array = np.zeros(d.NUM_OF_LAYER, np.int64)
+        self.words: I64Array = np.zeros(d.NUM_LAYER_WORDS, np.int64)
         first = 0
         for word, size in sizes.items():
             self.words[word] = self.values[first:].ctypes.data

@@ -53,7 +53,7 @@ def _quantise(builder: Any, lanes: Any) -> tuple[Any, Any]:
     largest = builder.extract_element(size, I64(0))
     scale = builder.fdiv(largest, ir.Constant(FLOAT, 127.0))
     bits = _as_half_bits(builder, scale)
-    # A scale of 0, or so small that quotients overflow, is not divided by: the bytes are 0.
+    # With a stored scale of 0 the bytes do not matter, and dividing by the scale might overflow.
     is_zero = builder.icmp_unsigned("==", bits, I16(0))
     inverse = builder.fdiv(ir.Constant(FLOAT, 1.0), scale)
     inverse = builder.select(is_zero, ir.Constant(FLOAT, 0.0), inverse)

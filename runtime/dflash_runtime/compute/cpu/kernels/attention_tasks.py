@@ -34,8 +34,8 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     NEW_KEYS,
     NEW_VALUES,
     NUM_HEADS,
+    NUM_LAYER_WORDS,
     NUM_OF_FUNCTIONS,
-    NUM_OF_LAYER,
     NUM_TOKENS,
     OUT,
     PARTIAL_BYTES,
@@ -237,7 +237,7 @@ def _attention(
     copied to `args`, which has room for NUM_ARGUMENTS words; the other arguments are named like
     words.
     """
-    for index in range(NUM_OF_LAYER):
+    for index in range(NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
     for index in range(NUM_OF_FUNCTIONS):
         set_word(args, FETCH_SCORE + index, functions[index])

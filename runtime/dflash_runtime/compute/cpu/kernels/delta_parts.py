@@ -60,7 +60,7 @@ DELTA_BLOCK = 32
 ) = range(22)
 
 NUM_WORDS = 22
-NUM_OF_LAYER = MIXED
+NUM_LAYER_WORDS = MIXED
 
 _ROWS_AT_ONCE = 8
 
@@ -110,15 +110,15 @@ def _scale(place: int, num_floats: int, factor: Any) -> None:
 
 
 @helper
-def _fade(place: int, num_floats: int, factor: Any) -> None:
+def _decay(place: int, num_floats: int, factor: Any) -> None:
     """Multiply numbers by their decay; tiny results become 0."""
     for offset in range(0, 4 * num_floats, 128):
-        faded = v.load_floats(place + offset) * v.splat(factor)
-        v.store_floats(place + offset, lanes.without_traces(faded, _TRACE))
+        decayed = v.load_floats(place + offset) * v.splat(factor)
+        v.store_floats(place + offset, lanes.without_traces(decayed, _TRACE))
 
 
 @helper
-def head_of(args: int, key_head: int, member: int) -> int:
+def value_head(args: int, key_head: int, member: int) -> int:
     """The `member`-th value head of a key head."""
     key_heads = word(args, KEY_HEADS)
     if word(args, IS_TILED) == 0:
@@ -277,7 +277,7 @@ def end_block(args: int, key_head: int, head: int, has_matrix: bool, factors: in
     for offset in range(0, 128 * dim, 128):
         v.store_floats(factors + offset, v.load_floats(keys + offset) * left)
     if has_matrix:
-        _fade(matrix, dim * width, v.load_float(word(args, TOTALS) + 4 * head))
+        _decay(matrix, dim * width, v.load_float(word(args, TOTALS) + 4 * head))
     else:
         clear(matrix, dim * width)
     products, stride = word(args, PRODUCTS), 4 * width
@@ -315,7 +315,7 @@ def describe(
     products: int,
 ) -> None:
     """Write the words of a call: first `layer`, the words of a state."""
-    for index in range(NUM_OF_LAYER):
+    for index in range(NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
     set_word(args, MIXED, v.address_of(mixed))
     set_word(args, ALPHA, v.address_of(alpha))

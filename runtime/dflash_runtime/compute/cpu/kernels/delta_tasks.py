@@ -59,7 +59,7 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
             has_matrix = position >= 32
             d.prepare_key_head(args, key_head, token, size, first, units, dots)
             for member in range(group):
-                head = d.head_of(args, key_head, member)
+                head = d.value_head(args, key_head, member)
                 rows = word(args, d.ROWS) + 128 * width * head
                 d.gates(args, head, token, size, decays, shares)
                 d.terms(args, head, size, first, decays, dots, terms)

@@ -139,7 +139,7 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
         _copy(word(args, KEYS) + 128 * dim * key_head, block_keys, 32 * dim)
         _units(args, key_head, num_tokens, units)
         for member in range(group):
-            head = d.head_of(args, key_head, member)
+            head = d.value_head(args, key_head, member)
             rows = word(args, ROWS) + 32 * stride * head
             _copy(rows, block_rows + member * 32 * stride, 32 * width)
             if begin >= 32:
@@ -173,7 +173,7 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
             d.prepare_key_head(local, key_head, token, 1, first, unit, dots)
             enters = first == 0 and block > 0 and word(owners, 16 * block) != parent
             for member in range(group):
-                head = d.head_of(args, key_head, member)
+                head = d.value_head(args, key_head, member)
                 state = states + 256 * (member * num_tokens + token)
                 before, before_total = word(args, DECAYS) + 128 * head, word(args, TOTALS)
                 before_total += 4 * head

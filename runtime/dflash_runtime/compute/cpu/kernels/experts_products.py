@@ -38,7 +38,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
     TOTALS_BYTES,
     VECTORS_AT_ONCE,
-    multiply_repacked,
+    multiply_rows,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
@@ -91,7 +91,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
             after = row + REPACKED_ROWS
             for first in range(0, num_items, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_items)
-                multiply_repacked(
+                multiply_rows(
                     gate_layout,
                     gate + row * gate_bytes,
                     num_rows,
@@ -106,7 +106,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     gates,
                     scratch,
                 )
-                multiply_repacked(
+                multiply_rows(
                     up_layout,
                     up + row * up_bytes,
                     num_rows,
@@ -200,7 +200,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                 after = row + REPACKED_ROWS
                 for first in range(0, num_items, VECTORS_AT_ONCE):
                     end = min(first + VECTORS_AT_ONCE, num_items)
-                    multiply_repacked(
+                    multiply_rows(
                         layout,
                         down + row * row_bytes,
                         num_rows,

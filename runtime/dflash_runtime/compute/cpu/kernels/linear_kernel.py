@@ -20,7 +20,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     VECTORS_AT_ONCE,
     group_size,
     largest_group,
-    multiply_repacked,
+    multiply_rows,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.types import i64, void
@@ -123,7 +123,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
             ahead = here + REPACKED_ROWS * row_bytes if row + REPACKED_ROWS < end_row else following
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_tokens)
-                multiply_repacked(
+                multiply_rows(
                     layout,
                     here,
                     num_rows,

@@ -44,7 +44,7 @@ TOTALS_BYTES = 4 * REPACKED_ROWS * VECTORS_AT_ONCE
 
 
 def product_scratch_bytes(layouts: Iterable[I64Array]) -> int:
-    """Scratch bytes that `multiply_repacked` needs for rows of these layouts."""
+    """Scratch bytes that `multiply_rows` needs for rows of these layouts."""
     num_bytes = 64 + REPACKED_BYTES
     for layout in layouts:
         if layout[UNPACK]:
@@ -94,7 +94,7 @@ def _prefetch(line: int, end: int) -> int:
 
 
 @helper
-def multiply_repacked(
+def multiply_rows(
     layout: int,
     rows: int,
     num_rows: int,

@@ -100,11 +100,11 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
     for expert in range(0, padded, 32):
         rest = num_experts - expert
         source = selection if word(args, _SELECTS_BY_LOGITS) != 0 else scores
-        worth = v.load_floats(source + 4 * expert)
+        score = v.load_floats(source + 4 * expert)
         if bias != 0:
-            worth = worth + v.load_padded(bias + 4 * expert, min(rest, 32))
-        worth = v.maximum(worth, v.splat(_LOWEST))  # also instead of a NaN
-        v.store_floats(selection + 4 * expert, lanes.pad(worth, rest, _PADDING))
+            score = score + v.load_padded(bias + 4 * expert, min(rest, 32))
+        score = v.maximum(score, v.splat(_LOWEST))  # also instead of a NaN
+        v.store_floats(selection + 4 * expert, lanes.pad(score, rest, _PADDING))
 
 
 @helper
@@ -122,8 +122,11 @@ def _highest(values: int, padded: int) -> int:
 
 
 @helper
-def _drop_groups(args: int, selection: int, worths: int) -> None:
-    """Mark the experts of all but the best groups as unused. Shapes: worths [groups padded]."""
+def _drop_groups(args: int, selection: int, group_scores: int) -> None:
+    """Mark the experts of all but the best groups as unused.
+
+    Shapes: group_scores [groups padded].
+    """
     num_groups, num_used = word(args, _NUM_GROUPS), word(args, _NUM_GROUPS_USED)
     size, padded = word(args, _NUM_EXPERTS) // num_groups, (num_groups + 31) // 32 * 32
     for group in range(padded):
@@ -138,11 +141,11 @@ def _drop_groups(args: int, selection: int, worths: int) -> None:
                 elif value > second:
                     second = value
         # The sum of two lowest values overflows.
-        v.store_float(worths + 4 * group, max(first + second, _PADDING))
+        v.store_float(group_scores + 4 * group, max(first + second, _PADDING))
     for _ in range(num_used):
-        v.store_float(worths + 4 * _highest(worths, padded), _MINUS_INFINITY)
+        v.store_float(group_scores + 4 * _highest(group_scores, padded), _MINUS_INFINITY)
     for group in range(num_groups):
-        if v.load_float(worths + 4 * group) != _MINUS_INFINITY:
+        if v.load_float(group_scores + 4 * group) != _MINUS_INFINITY:
             for index in range(size * group, size * (group + 1)):
                 v.store_float(selection + 4 * index, _UNUSED)
 
