@@ -28,7 +28,7 @@ from dflash_runtime.compute import ComputeBackend, ExpertBank, open_backend
 
 
 class ImposedBank:
-    """Implements compute.ExpertBank with another bank, and takes longer."""
+    """Implements backend.ExpertBank with another bank, and takes longer."""
 
     def __init__(self, bank: ExpertBank, *, compute_factor: float, request_s: float) -> None:
         self._bank = bank

@@ -391,7 +391,7 @@ class ComputeBackend(Protocol):
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
     ) -> None:
-        """Check, before anything is loaded, that so many experts of these layers fit the device;
+        """Check, before anything is loaded, that this many experts of these layers fit the device;
         with `kv_layers` a whole model with a cache of `num_positions`, and the states of its
         recurrent layers.
 

@@ -27,7 +27,7 @@ def activate(layer: MoeLayer, gate: F32Array, up: F32Array) -> F32Array:
     formula that all kernels must match.
 
     Shapes: gate, up and result [F] float32.
-    Source: see moe_spec.Activation, whose forms are this one with other numbers.
+    Source: see spec.Activation, whose forms are this one with other numbers.
     """
     limit, alpha = np.float32(layer.activation_limit), np.float32(layer.activation_alpha)
     gate = np.minimum(gate, limit)

@@ -22,11 +22,11 @@ from enum import StrEnum
 _MOST_IN_A_ROW = 3
 _MOST_LATELY = 5
 _LATELY_S = 10.0
-"""Failures count for so long; without any, pauses begin anew after it."""
+"""Failures count for this long; after as long without any, pauses start short again."""
 _PAUSE_FIRST_S = 0.5
 _PAUSE_LAST_S = 30.0
 _COST_FACTOR = 4.0
-"""A pause is at least so many times what the failed request cost."""
+"""A pause is at least this many times what the failed request cost."""
 
 
 class BreakerState(StrEnum):

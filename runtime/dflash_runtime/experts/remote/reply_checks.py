@@ -34,10 +34,10 @@ CLASS_BOUND = 0.1
 """Largest allowed difference (*Exactness*) between one layer's sums of a token that two numeric
 classes compute from the same row, as a fraction of the length of its experts' outputs.
 
-Each class keeps within 0.02 of float32 in the mean of many rows (test_cpu_expert_ffn), two of them
-within 0.04 of each other, and single rows are further off: see test_reply_checks, where honest
-daemons of every class and payload type stay below half of the bound. Outputs of another expert are
-about 1.4 away.
+Each class keeps within 0.02 of float32 in the mean of many rows (tests of compute/cpu/experts), two
+of them within 0.04 of each other, and single rows are further off: see test_reply_checks, where
+honest daemons of every class and payload type stay below half of the bound. Outputs of another
+expert are about 1.4 away.
 """
 
 _MOST_ROWS = 4

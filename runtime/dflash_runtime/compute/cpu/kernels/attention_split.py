@@ -15,8 +15,8 @@ value after its own position, not even times 0. Blocks and splits before the fir
 layer's mask shows to a tile are skipped; other hidden positions get a score of minus infinity,
 which adds zeros, so the bits are the same.
 
-Source: Milakov & Gimelshein 2018 (arXiv 1805.02867) for the softmax, Dao et al. 2022 (arXiv
-2205.14135) for blocks.
+Source: Milakov & Gimelshein 2018 (arXiv 1805.02867) for the softmax, Dao et al. 2022
+(arXiv 2205.14135) for blocks.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def _soften(
     factors: int,
     lane_sums: int,
 ) -> None:
-    """Turn scores into ``exp(score - maximum)``; `factors` receive what earlier sums must be scaled
-    by.
+    """Turn scores into ``exp(score - maximum)``; `factors` receive the scales of earlier sums.
 
     Row r sees the block's first ``counts[r]`` positions except the first ``hidden[r]`` (none are
     hidden if `hidden` is 0). Three passes, so that no row waits for its own maximum.

@@ -132,8 +132,8 @@ def prepare_key_head(
 ) -> None:
     """Normalised keys and queries, alternating, and their products with all keys of the block.
 
-    `first`: index in the block of the first token. Shapes: units [2 num_tokens][Dk]; dots [2
-    num_tokens][32].
+    `first`: index in the block of the first token.
+    Shapes: units [2 num_tokens][Dk]; dots [2 num_tokens][32].
     """
     dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
     channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)

@@ -75,8 +75,10 @@ def _copy(source: int, target: int, num_floats: int) -> None:
 
 @helper
 def _units(args: int, key_head: int, num_tokens: int, units: int) -> None:
-    """Normalised keys and queries of all tokens, as in delta_parts. Shapes: units [2
-    num_tokens][Dk]."""
+    """Normalised keys and queries of all tokens, as in delta_parts.
+
+    Shapes: units [2 num_tokens][Dk].
+    """
     dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
     channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
     for token in range(num_tokens):

@@ -52,10 +52,10 @@ from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import run_on, run_region
 
 FEW_TOKENS = 4
-"""The caller quantises up to this many tokens alone: waking others would take longer."""
+"""The caller quantises up to this many tokens alone: waking workers would take longer."""
 
 FEW_PAIRS = 8
-"""The caller quantises up to this many pairs' activations alone: waking others would take
+"""The caller quantises up to this many pairs' activations alone: waking workers would take
 longer."""
 
 

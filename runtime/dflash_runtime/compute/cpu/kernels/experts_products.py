@@ -151,7 +151,7 @@ def _finish(
 
 @helper
 def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
-    """Apply the activation (see moe_spec.Activation); the result replaces the gates."""
+    """Apply the activation (see spec.Activation); the result replaces the gates."""
     limit, alpha = v.splat(v.load_float(activation)), v.splat(v.load_float(activation + 4))
     up_offset, one = v.splat(v.load_float(activation + 8)), v.splat(v.as_float(1))
     for byte in range(0, 64 * num_items, 128):

@@ -61,7 +61,7 @@ RUN_ROWS = 32
 """Rows in one item."""
 
 FEW_TOKENS = 4
-"""The caller quantises up to this many tokens alone: waking others would take longer."""
+"""The caller quantises up to this many tokens alone: waking workers would take longer."""
 
 
 def _quantise_x(args: int, counter: int, worker_idx: int) -> None:

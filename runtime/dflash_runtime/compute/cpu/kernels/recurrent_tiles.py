@@ -41,10 +41,10 @@ def _at(builder: Any, base: Any, index: Any, stride: Any) -> Any:
 
 
 def _tile(num_rows: int, lanes: int) -> Callable[..., Any]:
-    """Make ``tile(a, a_stride, b, b_stride, count, sums, sums_stride)``: ``sums += a[:, :count] @
-    b``.
+    """Make ``tile(a, a_stride, b, b_stride, count, sums, sums_stride)``.
 
-    Strides are in bytes. Shapes: a [num_rows][count]; b [count][lanes]; sums [num_rows][lanes].
+    It computes ``sums += a[:, :count] @ b``. Strides are in bytes.
+    Shapes: a [num_rows][count]; b [count][lanes]; sums [num_rows][lanes].
     """
 
     @primitive(void, *[i64] * 7)

@@ -95,7 +95,7 @@ def _forget_threads_in_children() -> None:
 
 
 def check_num_threads(num_threads: int) -> None:
-    """Raises: ValueError if no pool can have so many threads."""
+    """Raises: ValueError if no pool can have this many threads."""
     if not 1 <= num_threads <= parallel.MAX_WORKERS + 1:
         raise ValueError(f"num_threads is {num_threads}, expected at least 1")
 
