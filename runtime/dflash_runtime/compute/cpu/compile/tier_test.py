@@ -98,9 +98,7 @@ def _job(tier: Tier, features: str) -> dict[str, Any]:
     stored_x = _repacked(x)
     expected = _expected_dots(tier, weights, x[:, : 4 * _NUM_STEPS])
     if tier is Tier.AMX:
-        tokens = stored_x.reshape(16, 32)[
-            :, : 4 * _NUM_STEPS
-        ]  # the same bytes in the order of tiles
+        tokens = stored_x.reshape(16, 32)[:, : 4 * _NUM_STEPS]  # the same bytes in tile order
         products = tokens.astype(np.int64) @ weights.T.astype(np.int64)
         expected = np.concatenate([expected, products.reshape(-1)])
     return {

@@ -64,7 +64,7 @@ NUM_LAYER_WORDS = MIXED
 
 _ROWS_AT_ONCE = 8
 
-_TRACE = np.float32(2.0**-80)
+_TINY = np.float32(2.0**-80)
 """Smaller values become 0 when they decay: products of denormal numbers are slow on CPUs."""
 
 
@@ -114,7 +114,7 @@ def _decay(place: int, num_floats: int, factor: Any) -> None:
     """Multiply numbers by their decay; tiny results become 0."""
     for offset in range(0, 4 * num_floats, 128):
         decayed = v.load_floats(place + offset) * v.splat(factor)
-        v.store_floats(place + offset, lanes.without_traces(decayed, _TRACE))
+        v.store_floats(place + offset, lanes.flush_tiny(decayed, _TINY))
 
 
 @helper
@@ -181,10 +181,10 @@ def terms(
         left, product = v.zeros(), np.float32(1)
     for t in range(num_tokens):
         decay = v.load_float(decays + 4 * t)
-        left = lanes.without_traces(left * v.splat(decay), _TRACE)
+        left = lanes.flush_tiny(left * v.splat(decay), _TINY)
         left = lanes.with_one(left, first + t)
         product = product * decay
-        if product < _TRACE:
+        if product < _TINY:
             product = np.float32(0)
         v.store_float(decays + 4 * t, product)
         pair = 256 * t

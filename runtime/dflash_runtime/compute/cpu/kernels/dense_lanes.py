@@ -55,7 +55,7 @@ def with_one(builder: Any, lanes: Any, index: Any) -> Any:
 
 
 @primitive(floats, floats, f32)
-def without_traces(builder: Any, lanes: Any, smallest: Any) -> Any:
+def flush_tiny(builder: Any, lanes: Any, smallest: Any) -> Any:
     """Replace values closer to 0 than `smallest` by 0. NaNs stay."""
     limit = emit_splat(builder, smallest)
     is_below = builder.fcmp_ordered("<", lanes, limit)

@@ -47,7 +47,7 @@ class Quants:
         those."""
         return self.bits == _FULL_BYTE_BITS and not tier.has_vpdpbusd
 
-    def treated_alike(self, tier: Tier) -> Quants:
+    def representative(self, tier: Tier) -> Quants:
         """One representative of all quants that a tier multiplies in the same way."""
         if tier.has_vpdpbusd:
             return Quants(_FULL_BYTE_BITS)

@@ -143,7 +143,7 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     _call_task(task, args, counter, 0)
     num_entered = atomics.atomic_and(region, ~OPEN) & (OPEN - 1)
     if atomics.atomic_load(left) != num_entered:
-        _await_leaving(pool, num_entered)
+        _await_workers(pool, num_entered)
     atomics.atomic_store(lock, 0)
 
 
@@ -157,7 +157,7 @@ def run_on(pool: int, task: int, args: int, counter: int) -> None:
 
 
 @helper
-def _await_leaving(pool: int, num_entered: int) -> None:
+def _await_workers(pool: int, num_entered: int) -> None:
     """Spin for a short time, then sleep, so that another thread can have the core.
 
     Preferably a preempted worker: the core it has lost may be taken for milliseconds.
@@ -268,18 +268,18 @@ def _await_region(pool: int, last_epoch: int) -> int:
                 break
             system.pause()
         core = system.current_core()
-        is_in_the_way = core >= 0 and core == atomics.relaxed_load(pool + 8 * CORE)
+        is_on_callers_core = core >= 0 and core == atomics.relaxed_load(pool + 8 * CORE)
         if word & STOP:
             return word  # type: ignore[no-any-return]
         if is_open:
-            if has_moved or not is_in_the_way:
+            if has_moved or not is_on_callers_core:
                 return word  # type: ignore[no-any-return]
             if _may_move(pool):
                 system.leave_core(core)
                 atomics.atomic_store(pool + 8 * MOVING, 0)
             has_moved = True
         elif (
-            is_in_the_way
+            is_on_callers_core
             or word == atomics.relaxed_load(pool + 8 * IDLE)
             or system.monotonic_ns() >= end_spinning_ns
         ):

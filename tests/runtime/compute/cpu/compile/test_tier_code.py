@@ -83,7 +83,7 @@ def emitters(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tier], None]:
 def emitted_for(tier: Tier, tensor_type: TensorType) -> list[Callable[..., Any]]:
     """All kernels of repacked tiles of a type."""
     form = FORMATS[tensor_type]
-    quants = Quants(form.bits).treated_alike(tier)
+    quants = Quants(form.bits).representative(tier)
     some = [kernels.multiplying(size, form.scales_a_block, quants) for size in (1, 8)]
     return [kernels.unpacking(form), kernels.multiplying_one(form), *some]
 

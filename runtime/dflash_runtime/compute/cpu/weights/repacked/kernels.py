@@ -62,7 +62,7 @@ def group_sizes() -> tuple[int, ...]:
 
 def quants_of(form: RepackedFormat) -> Quants:
     """The range of a type's quants, as far as it matters to this tier."""
-    return Quants(form.bits).treated_alike(current_tier())
+    return Quants(form.bits).representative(current_tier())
 
 
 def is_signed(form: RepackedFormat) -> bool:
