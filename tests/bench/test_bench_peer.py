@@ -270,7 +270,7 @@ def test_experts_go_where_they_are_sent(
     for placement in (Placement(experts_on="CUDA7"), Placement(layers_on=("CPU", "CUDA7"))):
         with pytest.raises(PeerError, match="no device CUDA7"):
             load_model(library, model_path, placement)
-    # The pattern is a regular expression of llama.cpp's: an invalid one keeps the file from loading.
+    # llama.cpp compiles the pattern: with an invalid one the file does not load.
     monkeypatch.setattr(peer_model, "_EXPERT_TENSORS", b"(")
     with pytest.raises(PeerError, match="does not load"):
         load_model(library, model_path, Placement(experts_on="CPU"))
