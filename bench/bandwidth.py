@@ -1,7 +1,7 @@
-"""Plain read bandwidth: threads that do nothing but add up memory, in several sequential streams.
+"""Plain read bandwidth: threads that only sum up memory, in several sequential streams.
 
-The share of it that a kernel reaches says how much of the machine is left. Both kinds of memory
-are read: the mapped file, where weights lie, and anonymous memory in huge pages.
+The share of it that a kernel reaches shows how much of the machine is unused. Both kinds of memory
+are read: the mapped file, where weights are, and anonymous memory in huge pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba import njit
 from dflash_protocol.ids import AnyArray
 
 STREAMS = (1, 2, 4, 8, 16)
-"""Sequential streams of one thread that are tried."""
+"""Numbers of sequential streams of one thread that are tried."""
 
 _STEP_WORDS = 512
 _SAMPLE_BYTES = 1 << 29
@@ -31,8 +31,7 @@ def _add_up(words, num_streams, begin, end):  # type: ignore[no-untyped-def]
     total = np.uint64(0)
     for place in range(0, run - _STEP_WORDS + 1, _STEP_WORDS):
         for stream in range(num_streams):
-            # A slice of its own: LLVM turns the loop over it into vector loads, as no index can
-            # be negative.
+            # A slice: LLVM vectorises the loop over it, since no index can be negative.
             first = begin + stream * run + place
             step = words[first : first + _STEP_WORDS]
             for index in range(_STEP_WORDS):
@@ -58,7 +57,7 @@ class Reader:
         self.read("anonymous", 1, 0)  # compiles
 
     def read(self, kind: str, num_streams: int, round_number: int) -> float:
-        """Bytes per second of one reading of half a gibibyte, elsewhere in each round."""
+        """Bytes per second of reading half a gibibyte, another part in each round."""
         words = self._memory[kind]
         size = min(_SAMPLE_BYTES // 8, words.size)
         places = (words.size - size) // size + 1

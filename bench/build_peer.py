@@ -1,4 +1,4 @@
-"""Build llama.cpp, the program that benches compare with, from the llama-cpp-python sdist.
+"""Builds llama.cpp, the program that benches compare with, from the llama-cpp-python sdist.
 
 Downloads the sdist through pip and compiles shared libraries into build/peer/<variant>/. CMake and
 Ninja come from pip where the system has none; a C++ compiler must be there, for CUDA nvcc too.
@@ -65,13 +65,13 @@ VARIANTS: dict[str, list[str] | None] = {
     "cuda": None,
     "cuda-amx": _SETS_AMX,
 }
-"""Instruction sets by variant; None = what this machine has."""
+"""Instruction sets by variant; None = those of this machine."""
 WITH_CUDA = frozenset({"cuda", "cuda-amx"})
 WITH_RPC = WITH_CUDA | {"native-rpc"}
 
 
 def libraries_of(variant: str) -> tuple[str, ...]:
-    """What lies in a variant's folder, in an order in which each finds those it needs."""
+    """Files of a variant's folder, ordered so that each finds those it needs."""
     cuda = ("libggml-cuda.so.0",) if variant in WITH_CUDA else ()
     rpc = ("libggml-rpc.so.0",) if variant in WITH_RPC else ()
     return ("libggml-base.so.0", "libggml-cpu.so.0", *cuda, *rpc, "libggml.so.0", "libllama.so.0")
@@ -86,10 +86,10 @@ def build(
     archive: Path | None = None,
     work: Path | None = None,
 ) -> Path:
-    """The folder of a variant's libraries, made if it is not there.
+    """The folder of a variant's libraries, built if it is not there.
 
-    `architecture` is CUDA's, None for that of the first GPU; sources come out of the `archive`, or
-    are downloaded; in the folder `work` they are unpacked and compiled.
+    `architecture` is CUDA's, None for that of the first GPU; sources come from the `archive`, or
+    are downloaded; they are unpacked and compiled in the folder `work`.
     Raises: BuildError.
     """
     folder = PEER / variant
@@ -139,9 +139,9 @@ def build(
 
 
 def build_record(folder: Path) -> dict[str, Any]:
-    """What `build` wrote about a variant: versions, compiler, flags.
+    """What `build` recorded of a variant: versions, compiler, flags.
 
-    Raises: BuildError if the folder holds no finished build.
+    Raises: BuildError if the folder has no finished build.
     """
     try:
         record: dict[str, Any] = json.loads((folder / "build.json").read_text())
@@ -175,7 +175,7 @@ def _set_flags(variant: str) -> list[str]:
 
 
 def _cuda_flags(architecture: str) -> list[str]:
-    """As few kernels as the pinned version can be told to compile."""
+    """Compile as few kernels as the pinned version allows."""
     return [
         "-DGGML_CUDA=ON",
         "-DGGML_CUDA_NCCL=OFF",
@@ -185,7 +185,7 @@ def _cuda_flags(architecture: str) -> list[str]:
 
 
 def _tool(name: str) -> str:
-    """Path of cmake or ninja, installed with pip into a folder of its own if need be."""
+    """Path of cmake or ninja, installed with pip into a separate folder if needed."""
     tools = PEER / "tools"
     found = shutil.which(name) or shutil.which(name, path=str(tools / "bin"))
     if found:
@@ -217,13 +217,13 @@ def _build_with_progress(cmake: str, objects: Path, jobs: int, variant: str) -> 
 
 
 def _collect(objects: Path, folder: Path, libraries: tuple[str, ...]) -> None:
-    """The libraries under the names that the loader looks for, stripped, and nothing else."""
+    """Copy the libraries under the names that the loader looks for, stripped."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in libraries:
         shutil.copyfile((objects / "bin" / name).resolve(), folder / name)
         subprocess.run(["strip", "--strip-unneeded", str(folder / name)], check=True)
-    # Carried along, so that another machine runs the same OpenMP.
+    # Included, so that another machine runs the same OpenMP.
     openmp = Path(run(["c++", "-print-file-name=libgomp.so.1"], objects).strip())
     if openmp.is_file():
         shutil.copyfile(openmp.resolve(), folder / "libgomp.so.1")

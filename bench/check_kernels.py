@@ -1,4 +1,4 @@
-"""Compiles every GPU kernel for every architecture that a compiler without a GPU knows here.
+"""Compiles every GPU kernel for every architecture that compilers support without a GPU.
 
 NVRTC for NVIDIA. For AMD clang, whose assembly is read too: with the defines of real models'
 launches no kernel of a step may spill registers (`--table` prints all of them). And hipRTC of ROCm
@@ -65,7 +65,7 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are compiled for. `lanes` may be more than the architecture's own."""
+    """What kernels are compiled for. `lanes` may be more than the architecture's."""
 
     capabilities: Capabilities
     lanes: int
@@ -132,11 +132,11 @@ class Compiler:
     compile_variant: Compile
     targets: tuple[Target, ...]
     compile_more: Compile
-    """For variants beyond the first of a file; may be a faster way."""
+    """Compiles variants beyond the first of a file; may be faster."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if everything that had to be compiled was."""
+    """Returns the exit status: 0 if everything that had to be compiled was."""
     parser = bench_parser(__file__, __doc__, EXAMPLES)
     parser.add_argument("--vendor", choices=("cuda", "hip"), help="only this one")
     parser.add_argument(
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         if any(compiler.targets is HIP_TARGETS for compiler in compilers) and not given.file:
             num_failures += _check_launched(has_table=given.table)
         for file in [] if given.file else files_without_variant(declared):
-            print(f"{file} is in nobody's KERNEL_VARIANTS", file=sys.stderr)
+            print(f"{file} is in no KERNEL_VARIANTS", file=sys.stderr)
             num_failures += 1
     except (DflashError, subprocess.SubprocessError, OSError) as error:
         print(f"check-kernels: {error}", file=sys.stderr)
@@ -180,10 +180,10 @@ def main(arguments: list[str] | None = None) -> int:
 def assign(
     variants: Sequence[KernelVariant], targets: Sequence[Target], *, takes_all: bool = False
 ) -> dict[Target, list[KernelVariant]]:
-    """What is compiled for each target, first of each file first.
+    """Variants to compile for each target, those that come first in their files first.
 
-    Every file is compiled for every target that may be given it, its other variants for one target
-    each, in turn; or with `takes_all` everything for every target.
+    Every file is compiled for every target that supports it, its other variants for one target
+    each, in turn; with `takes_all` everything for every target.
     """
     chosen: dict[Target, list[KernelVariant]] = {target: [] for target in targets}
     for target in targets:
@@ -209,7 +209,7 @@ def assign(
 def _check(
     variants: Sequence[KernelVariant], compilers: Sequence[Compiler], *, takes_all: bool
 ) -> int:
-    """How many went wrong. Compiling none for a target is wrong too."""
+    """Number of failures. Compiling nothing for a target is one."""
     num_failures = 0
     files = list(dict.fromkeys(variant.file for variant in variants))
     with ThreadPoolExecutor(len(usable_cores()), "compile") as pool:
@@ -256,7 +256,8 @@ def _amd_compilers() -> list[Compiler]:
 
 
 def _install() -> None:
-    """Raises: OSError, subprocess.SubprocessError if one is missing and we cannot have it."""
+    """Raises: OSError, subprocess.SubprocessError if a package is missing and cannot be
+    installed."""
     reason = why_no_clang() or _why_no_hiprtc()
     if reason is None:
         return
@@ -301,7 +302,7 @@ def _by_clang(variant: KernelVariant, target: Target) -> str:
 
 
 def _wrong_loads(variant: KernelVariant, found: Assembly, capabilities: Capabilities) -> str:
-    """What a mailbox's kernels do not do as they must."""
+    """What a mailbox's kernels do wrong."""
     if variant.file != "mailbox_daemon.cu":
         return ""
     wanted = SYSTEM_LOADS[capabilities.architecture]
@@ -311,7 +312,7 @@ def _wrong_loads(variant: KernelVariant, found: Assembly, capabilities: Capabili
 
 
 def _check_launched(*, has_table: bool) -> int:
-    """How many of the launched kernels are not as they must be."""
+    """Number of launched kernels with complaints."""
     rows: dict[str, dict[str, str]] = {}
     num_failures = 0
     with ThreadPoolExecutor(len(usable_cores()), "compile") as pool:
@@ -361,8 +362,8 @@ def complaints_of(
 
 
 def print_table(rows: dict[str, dict[str, str]]) -> None:
-    """Vector registers of a lane, in Markdown; a kernel that an architecture is not given is left
-    blank."""
+    """Vector registers of a lane, in Markdown; blank for kernels that an architecture does not
+    get."""
     names = tuple(NUM_MULTIPROCESSORS)
     print(f"| kernel | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for name, row in rows.items():

@@ -1,7 +1,7 @@
-"""Kernels compiled for AMD by clang alone: no GPU, no ROCm, and what the assembly says of each.
+"""Kernels compiled for AMD by clang alone, without GPU or ROCm, and resource use from the assembly.
 
-HIP's own header is replaced by ``hip_header/``; mathematics is clang's own, and AMD's device
-library, which is linked in: what is called costs registers.
+HIP's header is replaced by ``hip_header/``; mathematics is clang's own and that of AMD's device
+library, which is linked in: called functions cost registers.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _INSTRUCTION = re.compile(r"^\t([a-z][a-z0-9_]+)\b", re.MULTILINE)
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What one kernel takes of a processor."""
+    """What one kernel uses of a processor."""
 
     name: str
     shared_bytes: int
     scratch_bytes: int
-    """Of memory, for each lane: what is spilled, and arrays that are not in registers."""
+    """Memory for each lane: spills, and arrays that are not in registers."""
     scalar_registers: int
     scalar_spills: int
     registers: int
@@ -59,20 +59,20 @@ class KernelUse:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is in memory; scalars that are spilled go into lanes of registers."""
+        """Whether nothing is in memory; spilled scalars go into lanes of registers."""
         return not (self.scratch_bytes or self.spills)
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """Of one file. `complaint` is empty if the compiler had none."""
+    """Assembly of one file. `complaint` is empty if the compiler had none."""
 
     complaint: str
     text: str = ""
 
     @property
     def uses(self) -> tuple[KernelUse, ...]:
-        """Of all its kernels."""
+        """Use of all its kernels."""
         return tuple(
             KernelUse(
                 **{name: int(text) for name, text in found.groupdict().items() if name != "name"},
@@ -82,7 +82,7 @@ class Assembly:
         )
 
     def count(self, prefix: str) -> int:
-        """Instructions whose name begins so."""
+        """Number of instructions whose name starts with `prefix`."""
         return sum(name.startswith(prefix) for name in _INSTRUCTION.findall(self.text))
 
 
@@ -108,7 +108,7 @@ def clang_version() -> str:
 
 
 def assemble(variant: KernelVariant, capabilities: Capabilities, *, lanes: int) -> Assembly:
-    """The assembly of a file; a warning is a complaint too.
+    """The assembly of a file; warnings count as complaints.
 
     Raises: OSError, subprocess.SubprocessError.
     """

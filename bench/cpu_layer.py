@@ -60,7 +60,8 @@ class LayerBench:
         self._expert_bytes = [layer.expert_bytes for layer in layers]
 
     def measure(self, num_tokens: int) -> dict[str, Any]:
-        """One row: samples of each side in seconds a layer, ratios, errors; bandwidth for one."""
+        """One row: each side's samples in seconds a layer, ratios, errors; bandwidth for one
+        token."""
         runners: dict[str, Callable[[int], Sample]] = {
             name: self._runner(side, num_tokens) for name, side in self._sides.items()
         }
@@ -95,7 +96,7 @@ class LayerBench:
         return row
 
     def _best_read(self) -> tuple[str, int]:
-        """Kind of memory and number of streams that a plain read is fastest with."""
+        """Kind of memory and number of streams with the fastest plain read."""
         ways = [(kind, streams) for kind in ("mapped", "anonymous") for streams in STREAMS]
         best = {
             way: max(self._reader.sample("read", *way, number).value for number in range(5))
@@ -106,7 +107,7 @@ class LayerBench:
     def _works(self, num_tokens: int, round_number: int) -> list[Work]:
         """Layers of one sample: all of them for few tokens, else the next one of the file."""
         num_layers = len(self._expert_bytes)
-        # One token is computed at least once in each layer, and more often in short files.
+        # One token goes through each layer at least once, and more often in short files.
         count = max(1, min(_TOKENS_A_SAMPLE // num_tokens, max(12, num_layers)))
         first = round_number * count
         return [
@@ -177,7 +178,7 @@ def row_cells(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def measure_file(name: str, tokens: list[int], options: argparse.Namespace) -> dict[str, Any]:
-    """All rows of one file, printed as they come."""
+    """All rows of one file, printed as they are measured."""
     path, folder = model_path(name), build(options.peer)
     threads = options.threads
     with contextlib.ExitStack() as open_sides:

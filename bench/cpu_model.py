@@ -62,7 +62,7 @@ class ModelBench:
         self._num_positions = 0
 
     def prefill(self) -> dict[str, Any]:
-        """Tokens per second of a prompt, another in each round."""
+        """Tokens per second of a prompt, a different one in each round."""
         size = self._options.prefill
 
         def prompt(number: int) -> list[int]:
@@ -163,9 +163,9 @@ def row_cells(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def measure_file(name: str, path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All rows of one file, printed as they come."""
+    """All rows of one file, printed as they are measured."""
     folder = build(options.peer)
-    # Our long generation goes on from round to round, quiet or not.
+    # Our long generation continues from round to round, quiet or not.
     room = options.decode * (_ROUNDS_AT_MOST * options.rounds + 2)
     context = max(*options.contexts, options.prefill) + room
     common = {
@@ -204,7 +204,7 @@ def measure_file(name: str, path: Path, options: argparse.Namespace) -> dict[str
 
 
 def notes(results: list[dict[str, Any]]) -> str:
-    """What the tables do not say: memory limits."""
+    """What the tables leave out: memory limits."""
     lines = []
     for result in results:
         if memory := result.get("memory"):

@@ -1,7 +1,4 @@
-"""CPU time of cores and of processes, as the kernel counts it.
-
-Knows nothing of what is measured.
-"""
+"""CPU time of cores and of processes, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from pathlib import Path
 import psutil
 
 _IDLE_COLUMNS = (3, 4)
-"""Of a line of /proc/stat: idle, and waiting for a disk."""
+"""Fields of a line of /proc/stat: idle, and waiting for a disk."""
 _NUM_COLUMNS = 8
-"""Up to what the hypervisor took; what follows is contained in these."""
+"""Fields up to the hypervisor's share; later ones are included in these."""
 
 
 def family(pid: int | None) -> list[psutil.Process]:
-    """A process and all that it started, directly or not; empty if it is gone."""
+    """A process and all its descendants; empty if it has ended."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -27,7 +24,7 @@ def family(pid: int | None) -> list[psutil.Process]:
 
 
 def used_s(process: psutil.Process) -> float:
-    """CPU time of all threads of a process since it began; 0 if it is gone."""
+    """CPU time of all threads of a process since it started; 0 if it has ended."""
     try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
@@ -36,7 +33,7 @@ def used_s(process: psutil.Process) -> float:
 
 
 def busy_s(cores: Sequence[int]) -> float:
-    """Time that these cores were not idle since the system began, whoever used them."""
+    """Time that these cores were not idle since boot."""
     names = {f"cpu{core}" for core in cores}
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
@@ -48,8 +45,8 @@ def busy_s(cores: Sequence[int]) -> float:
 
 
 def others_s(cores: Sequence[int], pid: int | None) -> float:
-    """Time that these cores worked for others than a process and all that it started.
+    """Time that these cores worked for processes outside a process's family.
 
-    Only differences mean anything.
+    Only differences are meaningful.
     """
     return busy_s(cores) - sum(used_s(process) for process in family(pid))

@@ -1,7 +1,4 @@
-"""Where CUDA's compiler and libraries lie: in a toolkit, or in wheels where that lacks some.
-
-Knows nothing of what is compiled.
-"""
+"""Where CUDA's compiler and libraries are: in a toolkit, or in wheels where that lacks some."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ _DRIVER_FOLDERS = (
     "/usr/lib/wsl/lib",
 )
 _RUNTIME_LIBRARIES = ("libcudart.so", "libcublasLt.so", "libcublas.so")
-"""In an order in which each finds those it needs."""
+"""Ordered so that each finds those it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolkit:
-    """A compiler, and what CMake must be told besides."""
+    """A compiler, and what else CMake must be told."""
 
     nvcc: Path
     version: str
@@ -55,13 +52,13 @@ def find_toolkit() -> Toolkit:
         flags += _cublas_flags(version[1].partition(".")[0])
     if _first(folders, "*/stubs/libcuda.so") is None:
         driver = _first(map(Path, _DRIVER_FOLDERS), _DRIVER)
-        # Without the driver to link with: another allocator of ggml's, said in the record.
+        # No driver to link with: use another of ggml's allocators; the record says so.
         flags.append(f"-DCUDA_cuda_driver_LIBRARY={driver}" if driver else "-DGGML_CUDA_NO_VMM=ON")
     return Toolkit(nvcc, version[1], tuple(flags))
 
 
 def device_architecture() -> str:
-    """Of the first GPU, as CMake writes it: ``90``. Raises: BuildError if nobody knows."""
+    """Architecture of the first GPU, as CMake writes it: ``90``. Raises: BuildError if unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -74,10 +71,10 @@ def device_architecture() -> str:
 
 
 def load_runtime_libraries(cuda_major: str) -> None:
-    """Have the loader find the driver and CUDA's libraries by name, wherever they lie.
+    """Let the loader find the driver and CUDA's libraries by name, wherever they are.
 
-    The driver is loaded too: a library that was linked where there is none does not name it.
-    What is not found is left to the loader, whose words are better than ours.
+    The driver is loaded too: a library linked without one does not name it. Libraries that are not
+    found are left to the loader, whose error is better than ours.
     """
     _load(_DRIVER, _first(map(Path, _DRIVER_FOLDERS), _DRIVER))
     folders = [TOOLKIT, *wheel_folders(cuda_major)]
@@ -87,7 +84,7 @@ def load_runtime_libraries(cuda_major: str) -> None:
 
 
 def _load(name: str, path: Path | None) -> None:
-    """By name, or else where it lies."""
+    """Load by name, or else from `path`."""
     for candidate in (name, path):
         if candidate is not None:
             with contextlib.suppress(OSError):
@@ -96,7 +93,7 @@ def _load(name: str, path: Path | None) -> None:
 
 
 def wheel_folders(cuda_major: str) -> list[Path]:
-    """Folders of NVIDIA's wheels, each of which has ``include`` and ``lib``."""
+    """Folders of NVIDIA's wheels, each with ``include`` and ``lib``."""
     spec = importlib.util.find_spec("nvidia")
     places = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
     named = (f"cu{cuda_major}", "cublas", "cuda_runtime")
@@ -104,7 +101,7 @@ def wheel_folders(cuda_major: str) -> list[Path]:
 
 
 def _toolkit_folders(nvcc: Path) -> Iterator[Path]:
-    """The toolkit as its compiler sees it: the program itself may be a script elsewhere."""
+    """The toolkit's folders as its compiler reports them: nvcc itself may be a script outside."""
     done = subprocess.run(
         [str(nvcc), "--dryrun", "-x", "cu", "-c", "none.cu"], capture_output=True, text=True
     )

@@ -41,8 +41,8 @@ from dflash_protocol.transports.curve import (
 )
 
 KINDS = ("silent", "garbage", "null", "hello", "stranger")
-"""Says nothing; says nonsense; speaks without keys; has the wrong key of the daemon; has the right
-one, but no allowed key of its own, which costs the daemon most: a whole handshake."""
+"""Sends nothing; sends nonsense; uses no keys; has a wrong key of the daemon; has the right one but
+no allowed key of its own, which costs the daemon most: a whole handshake."""
 TARGETS = ("control", "data")
 _HOLD_S = 1.5
 _STRANGER_S = 0.3
@@ -60,30 +60,30 @@ class Result:
     flood_p50_us: float
     slow_down_p50: float
     slow_down_rate: float
-    """Of requests per second, so of the mean."""
+    """Slow-down of requests per second, so of the mean."""
     rounds: list[dict[str, float]]
 
 
 def greeting(mechanism: bytes) -> bytes:
-    """The 64 bytes that open a ZMTP 3.1 connection."""
+    """The 64 bytes that start a ZMTP 3.1 connection."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
 def opening(kind: str) -> bytes:
-    """What a connection of that kind sends."""
+    """What a connection of that kind sends first."""
     if kind == "garbage":
         return os.urandom(64)
     if kind == "null":
         return greeting(b"NULL") + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
     if kind == "hello":
-        # Its box cannot be opened: that it was closed for another daemon is all the same.
+        # Its box cannot be decrypted; which key it was encrypted for does not matter.
         hello = b"\x05HELLO\x01\x00" + bytes(72) + os.urandom(32) + bytes(7) + b"\1"
         return greeting(b"CURVE") + b"\x04\xc8" + hello + os.urandom(80)
     return b""
 
 
 class RawFlood:
-    """Connections made and fed without ZeroMQ, which is cheaper for the flooder."""
+    """Connections without ZeroMQ, which is cheaper for the flooder."""
 
     def __init__(self, port: int, kind: str) -> None:
         self._address = ("127.0.0.1", port)
@@ -125,7 +125,7 @@ class RawFlood:
 
 
 class StrangerFlood:
-    """Whole handshakes with a key that the daemon does not know."""
+    """Complete handshakes with a key that the daemon does not allow."""
 
     def __init__(self, port: int, server_public_key: bytes, keys: CurveKeys) -> None:
         self._address = f"tcp://127.0.0.1:{port}"
@@ -157,7 +157,7 @@ class StrangerFlood:
 def flood(
     port: int, kind: str, rate: float, *, folder: Path, go: Event, end: Event, report: Connection
 ) -> None:
-    """Make connections at that rate while `go` is set; send how many, and in what time, after."""
+    """Make connections at `rate` while `go` is set; then report how many, and in what time."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     if os.sched_getscheduler(0) == os.SCHED_RR:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REALTIME_PRIORITY - 1))

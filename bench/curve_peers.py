@@ -1,5 +1,5 @@
-"""The two ends of a daemon's sockets with keys, without what goes through them: a server that
-answers every request alike, and a client that asks again and again."""
+"""The two ends of a daemon's sockets with keys, with trivial work: a server that answers every
+request alike, and a client that asks repeatedly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dflash_protocol.transports.curve import (
 
 _HIDDEN_SIZE = 2048
 _REQUEST = [bytes(300 + 4 * _HIDDEN_SIZE)]
-"""One frame, as small messages go: header, routing of one token, its hidden row in f32."""
+"""One frame, like small messages: header, routing of one token, its hidden row in f32."""
 _REPLY = [bytes(100 + 8 * _HIDDEN_SIZE)]
 _PATIENCE_MS = 20_000
 
 
 def serve(ports: Connection, folder: Path | None) -> None:
-    """Both sockets of a daemon, with keys if a key folder is given; the data one answers."""
+    """Both sockets of a daemon, with keys if a key folder is given; the data socket answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(3)
     keys = None
     if folder is not None:
@@ -51,7 +51,7 @@ def serve(ports: Connection, folder: Path | None) -> None:
 
 
 class Client:
-    """Asks, waits, asks again. Owns: its ZeroMQ context."""
+    """Sends a request, waits for the reply, repeats. Owns its ZeroMQ context."""
 
     def __init__(self, port: int, keys: CurveKeys | None, server_public_key: bytes) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,7 +74,7 @@ class Client:
         self._context.destroy(linger=0)
 
     def measure(self, *, seconds: float) -> list[float]:
-        """Times of round trips, in microseconds, one after the other for so long."""
+        """Times of consecutive round trips, in microseconds, for `seconds`."""
         times_us = []
         started_s = now_s = time.perf_counter()
         while now_s < started_s + seconds:

@@ -1,8 +1,8 @@
-"""What a daemon costs at decode: tokens/s with all experts in one daemon over those in process.
+"""What a daemon costs at decode: tokens/s with all experts in one daemon, relative to in process.
 
-Layers in the shape of Qwen3-30B-A3B. Parent and daemon keep to the same two cores, as the single
-process does; every round runs all sides, every other round in the reverse order. Knows nothing of
-llama.cpp; see cpu_model for that.
+Layers in the shape of Qwen3-30B-A3B. Parent and daemon are bound to the same two cores as the
+single process; every round runs all sides, every other round in reverse order. For llama.cpp see
+cpu_model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Owners = Mapping[str, Mapping[str, Any]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All samples of all sides, and what the owners of experts counted meanwhile."""
+    """All samples of all sides, and the counters of the owners of experts."""
     path = options.model or model_path(options.file)
     with GgufFile.open(path) as file:
         spec = adapter_for(file).read_spec(file)
@@ -104,8 +104,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _decode_cost(
     before: Owners, after: Owners, tokens_per_s: list[float], *, num_layers: int
 ) -> dict[str, float]:
-    """Microseconds of one token in one layer, and where they went; means of all rounds, but for
-    the whole, which is the median's, and the round trip's p50, which is that since opening."""
+    """Microseconds of one token in one layer, by part; means of all rounds, except the whole, which
+    is the median's, and the round trip's p50, which is since opening."""
     layer_us = 1e6 / statistics.median(tokens_per_s) / num_layers
     ((name, owner),) = ((n, o) for n, o in after.items() if "decode" in o["phases"])
     now, then = owner["phases"]["decode"], before[name]["phases"]["decode"]
@@ -131,7 +131,7 @@ PROFILE = (
     ("layer", "one layer"),
     ("elsewhere", "attention, dense products, head, Python"),
     ("experts", "experts, as the parent sees them"),
-    ("compute", "- computed, as the owner says"),
+    ("compute", "- computed, as reported by the owner"),
     ("boundary", "- boundary: the rest"),
     ("pack", "  - pack"),
     ("send", "  - send"),
@@ -144,7 +144,7 @@ PROFILE = (
 
 
 def profile_table(result: Mapping[str, Any]) -> str:
-    """Where the time of a layer goes, a column a side."""
+    """Where the time of a layer goes, one column a side."""
     costs = result["us_per_layer"]
     rows = [
         [label, *(f"{cost[key]:.0f}" if cost[key] else "" for cost in costs.values())]
@@ -154,7 +154,7 @@ def profile_table(result: Mapping[str, Any]) -> str:
 
 
 def rate_table(result: Mapping[str, Any]) -> str:
-    """Tokens per second, and what is left of them with a daemon."""
+    """Tokens per second, and the share kept with a daemon."""
     rows = []
     for name, values in result["tokens_per_s"].items():
         share = result["ratios"].get(name)

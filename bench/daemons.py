@@ -1,8 +1,5 @@
-"""Engines with daemons, as the benches need them: texts with the time of each token, daemons found
-and brought back, daemons that are slower than they are.
-
-Knows nothing of what is measured.
-"""
+"""Engines with daemons for benches: texts with the time of each token, daemons found and restarted,
+daemons made slower."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from dflash_runtime import Engine
 
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
 PATIENT_DEADLINE_MS = 60_000
-"""For benches that count and do not measure times: a busy machine is to do them no harm."""
+"""For benches that count rather than measure times: a busy machine must not disturb them."""
 _RECOVERY_S = 60.0
 _END_S = 20.0
 
@@ -39,7 +36,7 @@ def timed_tokens(
     *,
     on_token: Callable[[float], None] = lambda wait_ms: None,
 ) -> list[int]:
-    """Token ids of a greedy text. `on_token` is told how long was waited for each, in ms."""
+    """Token ids of a greedy text. `on_token` gets the wait for each, in ms."""
     token_ids = []
     last_s = time.perf_counter()
     for token in engine.generate(prompt, num_tokens, ignore_eos=True):
@@ -51,7 +48,7 @@ def timed_tokens(
 
 
 def living_daemons() -> list[psutil.Process]:
-    """Our daemons that run, those still loading included."""
+    """Our running daemons, those still loading included."""
     found = []
     for child in psutil.Process().children():
         try:
@@ -64,8 +61,7 @@ def living_daemons() -> list[psutil.Process]:
 
 
 def time_to_recover(engine: Engine, work: Callable[[], object]) -> float | None:
-    """Seconds until all daemons compute again and nothing falls back; None if that does not come
-    within a minute."""
+    """Seconds until all daemons compute again and nothing falls back; None after a minute."""
     started_s = time.monotonic()
     while time.monotonic() - started_s < _RECOVERY_S:
         before = {name: owner.requests for name, owner in engine.stats().owners.items()}
@@ -85,7 +81,7 @@ def imposed_daemon(
 ) -> Iterator[str]:
     """The address of a daemon process with `arguments` of bench.imposed_daemon.
 
-    Owns: the process, within the ``with`` block.
+    Owns the process within the ``with`` block.
     """
     address = f"ipc://{folder}/{name}.sock"
     command = [sys.executable, "-m", "bench.imposed_daemon", *arguments, "--", str(model)]

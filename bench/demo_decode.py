@@ -1,6 +1,6 @@
 """Prefill and decode rate of the demo model: experts in the parent, in one daemon, in two.
 
-Knows nothing of other models or other programs. Run it with ``make bench``.
+Run it with ``make bench``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROMPT_TOKENS = 256
 
 
 def measure(daemons: list[str], num_tokens: int) -> dict[str, float]:
-    """Tokens per second of one generation, after one that warms caches up."""
+    """Tokens per second of one generation, after a warm-up."""
     prompt = [(7 * position) % 4000 for position in range(PROMPT_TOKENS)]
     with Engine.open(daemons=daemons) as engine:
         for _ in range(2):

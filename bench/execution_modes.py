@@ -1,9 +1,9 @@
-"""Mode `auto` beside `batched` and `stream`, on three daemons: as it is, slow, and far away.
+"""Mode `auto` compared with `batched` and `stream` on three daemons: as is, slow, and far away.
 
 Each daemon is a process that serves three engines, one for each mode: the daemon as it is; one that
 takes 10 times as long to compute; one that takes 2 ms longer for every request. A sample is a
-prompt of the demo model, or text after it. `auto` must reach 0.97 of the better of the two others
-on every daemon. Knows nothing of how the modes work.
+prompt of the demo model, or text after it. `auto` must reach 0.97 of the better of the other two on
+every daemon.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MODES = ("auto", "batched", "stream")
 WORKS = ("prefill", "decode")
 GOAL = 0.97
 _WARM_UP = 2
-"""Samples before the first that counts: `auto` tries both ways in them."""
+"""Warm-up samples, in which `auto` tries both ways."""
 _PROMPT = 2048
-"""Four chunks in each of eight layers: as many batches as lie between two probes of `auto`, so that
-no sample is without its share of them."""
+"""Four chunks in each of eight layers: as many batches as between two probes of `auto`, so that
+each sample has its share of them."""
 EXAMPLES = """examples:
   python -m bench.execution_modes --save               # five minutes; kept in bench/results/
   python -m bench.execution_modes --daemons equal --works prefill --rounds 3
@@ -50,7 +50,7 @@ EXAMPLES = """examples:
 
 
 def measure_daemon(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All samples of the three modes with one of the daemons, by what was done."""
+    """All samples of the three modes with one of the daemons, by kind of work."""
     model = options.model or demo_model_path()
     prompt = made_up_prompt(options.prompt)
     with contextlib.ExitStack() as undo:
@@ -61,7 +61,7 @@ def measure_daemon(name: str, options: argparse.Namespace) -> dict[str, Any]:
         settings = replace(
             load_settings(),
             connect_timeout_ms=60_000,
-            # What interrupts a daemon that is 10 times slower counts 10 times, too.
+            # Interruptions of a daemon that is 10 times slower count 10 times, too.
             deadline_ms=PATIENT_DEADLINE_MS,
             ipc_transport=options.transport,
         )
@@ -101,7 +101,7 @@ def measure_daemon(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rates(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, float]:
-    """Tokens per second of one generation, by what was done."""
+    """Tokens per second of one generation, by kind of work."""
     for _ in engine.generate(prompt, num_tokens, ignore_eos=True):
         pass
     last = engine.last_generation
@@ -111,9 +111,9 @@ def rates(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, float
 def runner(
     engine: Engine, work: str, prompt: list[int], options: argparse.Namespace
 ) -> Callable[[int], Sample]:
-    """Takes one sample of one mode."""
+    """A function that takes one sample of one mode."""
     cores = sorted(os.sched_getaffinity(0))
-    # Text needs but a short prompt, whose time is not in its rate.
+    # Text needs only a short prompt, whose time is not in its rate.
     prompt, num_tokens = (prompt, 1) if work == "prefill" else (prompt[:8], options.decode)
 
     def run(_number: int) -> Sample:
@@ -127,7 +127,7 @@ def runner(
 
 
 def verdict(values: Mapping[str, list[float]]) -> tuple[str, Spread]:
-    """The better of the two modes by its median, and `auto` divided by it, pair by pair."""
+    """The better mode of the two by its median, and `auto` divided by it, pair by pair."""
     better = max(MODES[1:], key=lambda mode: statistics.median(values[mode]))
     return better, ratio(values["auto"], values[better])
 

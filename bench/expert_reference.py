@@ -1,4 +1,4 @@
-"""Expert layers in float64, on the values that gguf's own dequantiser gives."""
+"""Expert layers in float64, on values from gguf's own dequantiser."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CPU use of a parent and its daemon that have nothing to do: engine open, text written, waiting.
+"""CPU use of an idle parent and daemon: engine open, a text written, waiting.
 
-What each thread uses and how often it wakes up says what is to be done about it. Counted by the
-kernel in nanoseconds (/proc/PID/task/TID/schedstat). Knows nothing of what the threads wait for.
+Each thread's CPU time and wake-ups show what to improve. Counted by the kernel in nanoseconds
+(/proc/PID/task/TID/schedstat).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 
 GOAL = 0.02
-"""Of one core, for each process."""
+"""Share of one core, for each process."""
 _SETTLE_S = 2.0
 EXAMPLES = """examples:
   python -m bench.idle --save                          # a minute; kept in bench/results/
@@ -37,7 +37,7 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, slots=True)
 class ThreadUse:
-    """What one thread did since it began, or in some time."""
+    """What one thread did since it started, or during some time."""
 
     name: str
     cpu_s: float
@@ -51,7 +51,7 @@ class ThreadUse:
 
 
 def thread_uses(pid: int) -> dict[int, ThreadUse]:
-    """All threads of a process by their ids. Names are Python's own in this process."""
+    """All threads of a process by id. In this process the names are Python's."""
     names = {each.native_id: each.name for each in threading.enumerate()}
     uses = {}
     for folder in Path(f"/proc/{pid}/task").iterdir():
@@ -71,7 +71,7 @@ def thread_uses(pid: int) -> dict[int, ThreadUse]:
 
 
 def measure(transport: str, options: argparse.Namespace) -> dict[str, Any]:
-    """CPU use of both processes, as a share of a core, in each of some spans of time."""
+    """CPU use of both processes, as a share of a core, in several spans of time."""
     spans: dict[str, list[float]] = {"parent": [], "daemon": []}
     threads: dict[str, list[ThreadUse]] = {}
     with tempfile.TemporaryDirectory(prefix="dflash-idle-") as folder:

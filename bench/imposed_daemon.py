@@ -1,9 +1,8 @@
-"""An expert-compute daemon with something imposed on it: slower compute, a delay of each request,
-or only the older version of the protocol.
+"""An expert-compute daemon with an added handicap: slower compute, a delay of each request, or
+only the older version of the protocol.
 
-All else is the real daemon's: its sockets, its shared memory, its threads. What follows ``--`` is
-for it. The time that is imposed is slept, as if a slower device computed. Knows nothing of who
-measures.
+All else is the real daemon's: its sockets, its shared memory, its threads. Arguments after ``--``
+are passed to it. The added time is slept, as if a slower device computed.
 
 Examples:
   python -m bench.imposed_daemon --compute-factor 10 -- model.gguf --listen ipc:///tmp/x/slow.sock
@@ -29,7 +28,7 @@ from dflash_runtime.compute import ComputeBackend, ExpertBank, open_backend
 
 
 class ImposedBank:
-    """Implements compute.ExpertBank by another one, and takes longer."""
+    """Implements backend.ExpertBank with another bank, and takes longer."""
 
     def __init__(self, bank: ExpertBank, *, compute_factor: float, request_s: float) -> None:
         self._bank = bank
@@ -52,7 +51,7 @@ class ImposedBank:
 
 
 def impose(backend: ComputeBackend, *, compute_factor: float, request_s: float) -> None:
-    """Have all banks that the backend loads from now on take longer."""
+    """Make all banks that the backend loads from now on take longer."""
     load = backend.load_experts
 
     def load_imposed(*args: Any) -> ExpertBank:
@@ -83,7 +82,7 @@ def main() -> int:
             )
         return backend
 
-    # From outside, so that nothing of this is in the daemon that people run.
+    # Patched from outside, so that the real daemon contains none of this.
     with contextlib.ExitStack() as undo:
         undo.enter_context(patch("dflash_daemon.lifecycle.open_backend", open_imposed))
         if options.version_1:

@@ -1,8 +1,8 @@
-"""Round trips between two processes: the shared ring, spinning and blocking, beside the stream.
+"""Round trips between two processes: the shared ring, spinning and blocking, and the stream.
 
 A request of decode size goes to a process that computes nothing and back; then a chunk of prefill
-size, whose bytes per second are compared with one thread's memcpy. Both processes are pinned to the
-same two cores. Knows nothing of experts or models.
+size, whose bytes per second are compared with one thread's memcpy. Both processes are bound to the
+same two cores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LINK_ID = "ab" * 8
 TIMEOUT_S = 60.0
 SIDES = ("shared, spinning", "shared, blocking", "stream, ipc", "stream, tcp with keys")
 FLOOR = "two bare pipes"
-"""A byte there and one back: what waking each other costs before anything is done."""
+"""One byte there and one back: the cost of waking each other alone."""
 BARE = ("bare ZeroMQ, ipc", "bare ZeroMQ, tcp with keys")
 """Frames as long as the stream's, without headers, checks and checksums."""
 WARM_UP_TRIPS, CHUNK_TRIPS = 20, 5
@@ -72,7 +72,7 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is sent: rows of `hidden_size`, at most `max_tokens` of them, in type `payload`."""
+    """What is sent: up to `max_tokens` rows of `hidden_size`, in type `payload`."""
 
     hidden_size: int
     max_tokens: int
@@ -131,7 +131,7 @@ def serve_shared(work: Work, folder: Path, name: str, spin_s: float) -> None:
 
 @contextlib.contextmanager
 def _serving_context(keys: Path) -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], Secure | None]]:
-    """As a daemon has it: with keys, if there are any in that folder."""
+    """A context as a daemon has it: with keys, if there are any in that folder."""
     with contextlib.ExitStack() as undo:
         if not keys.is_dir():
             yield undo.enter_context(zmq.Context()), None
@@ -210,7 +210,7 @@ def _sums_by_num_tokens(work: Work) -> Callable[[int], F64Array]:
 def _other_process(
     work: Work, *arguments: str, realtime: bool
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and at which port it serves, if at any."""
+    """The process, and its port, if it has one."""
     command = [sys.executable, "-m", "bench.ipc_round_trip", "--serve", *arguments]
     command += ["--hidden", str(work.hidden_size), "--tokens", str(work.max_tokens)]
     command += ["--payload", work.payload.value] + ["--realtime"] * realtime
@@ -230,7 +230,7 @@ def _other_process(
 
 @contextlib.contextmanager
 def connected(work: Work, side: str, folder: Path, *, realtime: bool) -> Iterator[ClientTransport]:
-    """A client of another process that answers everything."""
+    """A client of another process that answers every request."""
     with contextlib.ExitStack() as undo:
         lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
         undo.callback(os.close, lost_fd)
@@ -272,7 +272,7 @@ def connected(work: Work, side: str, folder: Path, *, realtime: bool) -> Iterato
 def _zmq_server(
     work: Work, side: str, folder: Path, *, realtime: bool
 ) -> Iterator[tuple[str, Secure | None]]:
-    """Where another process serves a side that goes through ZeroMQ, and what puts keys on it."""
+    """The address where another process serves a ZeroMQ side, and what adds keys to a socket."""
     kind = side.partition(" ")[0].strip(",")
     with contextlib.ExitStack() as undo:
         if "tcp" in side:
@@ -297,7 +297,7 @@ def _zmq_server(
 def bare_zmq(
     work: Work, side: str, folder: Path, *, realtime: bool
 ) -> Iterator[Callable[[int], list[float]]]:
-    """Round trips of frames of the same lengths with nothing in them."""
+    """Round trips of frames of the same lengths without content."""
     routing_bytes = 4 * (4 * NUM_EXPERTS_USED + 1)
     request = bytes(HEADER_BYTES + routing_bytes + 4 * work.hidden_size)
     with (
@@ -318,7 +318,7 @@ def bare_zmq(
 
 
 def round_trips(client: ClientTransport, batch: RoutedBatch, num_trips: int) -> list[float]:
-    """Seconds of each of so many round trips, after a few that warm up."""
+    """Seconds of each of `num_trips` round trips, after a few to warm up."""
 
     def trip() -> None:
         sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
@@ -340,7 +340,7 @@ def _times(trip: Callable[[], object], num_trips: int) -> list[float]:
 
 
 def memcpy_bytes_per_s(num_bytes: int) -> float:
-    """What one thread copies, the best of some copies between buffers of that size."""
+    """Bytes per second that one thread copies, the best of several copies of that size."""
     source, target = (np.ones(num_bytes, np.uint8) for _ in range(2))
     best_s = float("inf")
     for _ in range(5):

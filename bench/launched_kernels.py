@@ -1,7 +1,7 @@
-"""What a card is given to compile for real models: kernels with the defines of their launches.
+"""Kernels that real models compile, with the defines of their launches.
 
-Found out by making what launches them, on a device that only notes what it is asked to compile.
-Qwen3-30B-A3B and Qwen3.6-35B-A3B, as Q4_K_M mixes their types: heads of 128.
+Recorded by constructing what launches them, on a device that only notes what it is asked to
+compile. Qwen3-30B-A3B and Qwen3.6-35B-A3B, with the types of Q4_K_M: heads of 128.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 _HIDDEN, _FFN, _EXPERTS, _USED, _VOCABULARY = 2048, 768, 128, 8, 151_936
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128
 _DELTA_HEADS = (16, 32)
-"""Of keys and of values, in the layers without attention of Qwen3.6."""
+"""Numbers of key and value heads in the layers of Qwen3.6 without attention."""
 _BUCKET = 4096
 
 Q4, Q6, F32 = TensorType.Q4_K, TensorType.Q6_K, TensorType.F32
@@ -50,14 +50,14 @@ Q4, Q6, F32 = TensorType.Q4_K, TensorType.Q6_K, TensorType.F32
 
 @dataclass(frozen=True)
 class LaunchedKernel:
-    """A file with the defines of a launch, and what that is for."""
+    """A file with the defines of a launch, and a label of its use."""
 
     variant: KernelVariant
     label: str
 
 
 class _Module:
-    """Of which nothing is launched."""
+    """A module whose kernels are never launched."""
 
     def kernel(self, name: str, _args: object) -> str:
         return name
@@ -65,7 +65,7 @@ class _Module:
 
 @dataclass
 class NotingDevice:
-    """As much of a KernelDevice as is asked by what makes kernels."""
+    """The part of a KernelDevice that is used to make kernels."""
 
     capabilities: Capabilities
     num_multiprocessors: int
@@ -79,13 +79,13 @@ class NotingDevice:
         return self.capabilities.lanes
 
     def module(self, file: str, defines: Defines) -> _Module:
-        """Note it."""
+        """Record the file and its defines."""
         key = file, define_options(defines)
         self.noted.setdefault(key, LaunchedKernel(KernelVariant(file, defines), self.label))
         return _Module()
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
-        """Memory that nobody touches."""
+        """Memory that is never accessed."""
         return np.empty(shape, dtype)
 
     zeros = empty

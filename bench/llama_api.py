@@ -1,7 +1,7 @@
-"""llama.cpp's C interface for ctypes: structures, types of calls, a check that they fit a build.
+"""llama.cpp's C interface for ctypes: structures, signatures, and a check that they fit a build.
 
-For the benches, the oracle of the tests and the evaluation of the demo model, which open builds of
-several versions. Knows neither what is asked of a library nor why.
+Used by the benches, the tests' oracle and the demo model's evaluation, with builds of several
+versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P, I32, I64, SIZE, FLAG = (
 )
 
 CPU = "CPU"
-"""The processor, as llama.cpp calls this device."""
+"""llama.cpp's name of the CPU as a device."""
 
 Calls = Mapping[str, tuple[Any, Sequence[Any]]]
 """Functions by name: type of the result, types of the arguments."""
@@ -32,14 +32,14 @@ Calls = Mapping[str, tuple[Any, Sequence[Any]]]
 LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)
 """(level, text, user data). llama.cpp keeps the pointer as long as the process lives."""
 EVAL_CALLBACK = ctypes.CFUNCTYPE(FLAG, P, FLAG, P)
-"""(tensor, whether it is only asked for, user data)."""
+"""(tensor, whether this call only asks if it is wanted, user data)."""
 
 _MOST_BYTES = 1024
-"""No structure of parameters is larger."""
+"""Larger than any structure of parameters."""
 
 
 class LlamaError(RuntimeError):
-    """llama.cpp refused a request, or is not a build whose structures are known here."""
+    """llama.cpp refused a request, or the build has unknown structures."""
 
 
 class ModelParams(ctypes.Structure):
@@ -149,7 +149,7 @@ class TensorHead(ctypes.Structure):
 
 
 def declare(library: ctypes.CDLL, calls: Calls) -> None:
-    """Tell ctypes the types of these functions. Raises: AttributeError if the library lacks one."""
+    """Set the types of these functions. Raises: AttributeError if the library lacks one."""
     for name, (result_type, argument_types) in calls.items():
         function = getattr(library, name)
         function.restype = result_type
@@ -157,7 +157,8 @@ def declare(library: ctypes.CDLL, calls: Calls) -> None:
 
 
 def llama_calls(context_params: type[ctypes.Structure]) -> Calls:
-    """What every program here calls of libllama, for a build with such parameters of a context."""
+    """The functions of libllama that every program here calls, for a build with such context
+    parameters."""
     return {
         "llama_backend_init": (None, []),
         "llama_batch_free": (None, [Batch]),
@@ -184,7 +185,7 @@ TENSOR_CALLS: Calls = {
     "ggml_get_name": (ctypes.c_char_p, [P]),
     "ggml_nbytes": (SIZE, [P]),
 }
-"""For what a callback is shown."""
+"""For tensors passed to callbacks."""
 
 DEVICE_CALLS: Calls = {
     "ggml_backend_dev_buffer_type": (P, [P]),
@@ -197,22 +198,22 @@ REGISTRY_CALLS: Calls = {
     "ggml_backend_reg_by_name": (P, [ctypes.c_char_p]),
     "ggml_backend_register": (None, [P]),
 }
-"""What a build can compute on, and where that keeps tensors."""
+"""The devices of a build, and where each keeps tensors."""
 
 
 def default_params(
     library: ctypes.CDLL, function_name: str, *layouts: type[ctypes.Structure]
 ) -> Any:
-    """Default parameters, as the function of this name gives them; see `written_params`."""
+    """Default parameters from the function of this name; see `written_params`."""
     # A structure this large is returned through a pointer to it, passed as the first argument.
     return written_params(ctypes.CFUNCTYPE(P, P)((function_name, library)), *layouts)
 
 
 def written_params(function: Callable[[int], Any], *layouts: type[ctypes.Structure]) -> Any:
-    """What `function` writes to an address, in the one of the layouts that has just these bytes.
+    """What `function` writes to an address, as the one layout that has exactly these bytes.
 
-    It fills a buffer twice, over two patterns: bytes equal in both are the ones it writes, which
-    gives the size of the structure and its padding.
+    It fills a buffer twice, over two patterns: bytes equal in both are those it writes, which gives
+    the structure's size and padding.
     Raises: LlamaError if the structure is none of the known ones.
     """
     images: list[bytes] = []
@@ -233,13 +234,13 @@ def written_params(function: Callable[[int], Any], *layouts: type[ctypes.Structu
 
 
 def _bytes_of(layout: type[ctypes.Structure]) -> list[int]:
-    """Offsets of the bytes that are no padding."""
+    """Offsets of the bytes that are not padding."""
     fields = [getattr(layout, name) for name, *_ in layout._fields_]
     return [index for field in fields for index in range(field.offset, field.offset + field.size)]
 
 
 def check_defaults(params: ctypes.Structure, **expected: int) -> None:
-    """Raises: LlamaError if a field has not its known default, so stands elsewhere."""
+    """Raises: LlamaError if a field does not have its known default, so has moved."""
     found = {name: getattr(params, name) for name in expected}
     if found != expected:
         raise LlamaError(f"defaults {found} of {type(params).__doc__} were expected as {expected}")
@@ -280,16 +281,16 @@ def fill_batch(
 
 
 def tensor_bytes(library: ctypes.CDLL, tensor: int) -> npt.NDArray[np.uint8]:
-    """Copy of all that a tensor spans. Shapes: result [bytes]."""
+    """Copy of all bytes of a tensor. Shapes: result [bytes]."""
     raw = np.empty(library.ggml_nbytes(tensor), np.uint8)
     library.ggml_backend_tensor_get(tensor, raw.ctypes.data, 0, raw.nbytes)
     return raw
 
 
 def open_wheel() -> ctypes.CDLL:
-    """The library in the `xllamacpp` wheel, which exports the C interfaces of llama.cpp and ggml.
+    """The library in the `xllamacpp` wheel, which exports the C interfaces of llama.cpp and ggml,
+    with the types of `llama_calls` and `TENSOR_CALLS`.
 
-    With the types of `llama_calls` and `TENSOR_CALLS`.
     Raises: LlamaError if the wheel is missing, or its structures are unknown.
     """
     spec = importlib.util.find_spec("xllamacpp")

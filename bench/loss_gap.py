@@ -1,9 +1,9 @@
-"""How long a text stands still when its daemon is killed or stopped in the middle of it.
+"""How long a text pauses when its daemon is killed or stopped.
 
 The demo model's experts are in one daemon of a parent; text is written undisturbed, with the daemon
-killed (kill -9), and with it stopped (SIGSTOP), in turn, every other round in the reverse order. A
-gap is the longest wait for a token of a text less the longest undisturbed one. Every text must be
-the same. Knows nothing of how losses are noticed.
+killed (kill -9), and with it stopped (SIGSTOP), in turn, every other round in reverse order. A gap
+is the longest wait for a token of a text less the longest undisturbed one. Every text must be the
+same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNDISTURBED = "undisturbed"
 _WARM_UP = 3
 _TRIES = 5
 _NOTICED_WITHIN = 3
-"""Tokens: the one that is waited for when the signal comes, and some that it may come late."""
+"""Tokens: the one awaited when the signal is sent, and some for a late signal."""
 EXAMPLES = """examples:
   python -m bench.loss_gap --save                      # two minutes; kept in bench/results/
   python -m bench.loss_gap --rounds 20 --transport stream
@@ -47,24 +47,24 @@ class Disturbed:
 
     longest_ms: float
     at_token: int
-    """Which token was waited for the longest."""
+    """The token with the longest wait."""
     signalled_at: int
-    """How many tokens there were when the signal was sent; -1 if none was."""
+    """Number of tokens when the signal was sent; -1 if none was."""
     at_signal_ms: float
-    """The longest wait while the loss was noticed. Later ones are of the daemon's new start, which
-    takes the cores from the text."""
+    """The longest wait while the loss was noticed. Later ones are due to the daemon's restart,
+    which takes cores from the text."""
     reasons: tuple[str, ...]
-    """Why the daemon was given up, as the engine says."""
+    """Why the daemon was dropped, as reported by the engine."""
 
     @property
     def deadline_ms(self) -> float:
-        """That of the request that was given up; 0 if none ended by its deadline."""
+        """Deadline of the request that failed; 0 if none ended by its deadline."""
         found = [re.search(r"no reply within (\d+) ms", reason) for reason in self.reasons]
         return max((float(match[1]) for match in found if match), default=0.0)
 
 
 class Victim:
-    """An engine with one daemon, which is made to write the same text again and again."""
+    """An engine with one daemon that writes the same text repeatedly."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], num_tokens: int) -> None:
         self._engine = engine
@@ -74,17 +74,17 @@ class Victim:
         self._expected = timed_tokens(engine, prompt, num_tokens)
 
     def write(self, number: signal.Signals | None) -> Disturbed:
-        """One text; with a signal, that is sent to the daemon in the middle of a token. One without
-        a signal whose daemon was lost all the same is dropped, and written again.
+        """Write one text; with a signal, send it to the daemon in the middle of a token. A text
+        without a signal whose daemon was lost anyway is dropped and written again.
 
-        Raises: RuntimeError if the text is another one, the daemon does not come back, or no text
-        can be written undisturbed.
+        Raises: RuntimeError if the text differs, the daemon does not come back, or no text can be
+        written undisturbed.
         """
         for _ in range(_TRIES):
             text = self._written(number)
             if number is not None or not text.reasons:
                 return text
-        raise RuntimeError(f"daemons are lost without our doing, as by {text.reasons}")
+        raise RuntimeError(f"daemons are lost without a signal: {text.reasons}")
 
     def _written(self, number: signal.Signals | None) -> Disturbed:
         waits_ms: list[float] = []
@@ -176,7 +176,7 @@ def table(texts: dict[str, list[Disturbed]], min_deadline_ms: float) -> tuple[st
         if SIGNALS[name] is signal.SIGKILL:
             goal_ms = KILL_GOAL_MS
         else:
-            # Of the shortest deadline, so that no text is judged by another's.
+            # With the shortest deadline, so that no text is judged by another's.
             deadlines_ms = [text.deadline_ms for text in disturbed if text.deadline_ms]
             goal_ms = STOP_GOAL_DEADLINES * min(deadlines_ms, default=min_deadline_ms)
         at_signal_ms = max(text.at_signal_ms for text in disturbed)

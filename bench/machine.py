@@ -1,7 +1,4 @@
-"""What a measurement was made on: the processor, the machine's load, the version of the code.
-
-Knows nothing of what is measured.
-"""
+"""What a measurement was made on: the processor, the machine's load, the version of the code."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def processor() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the CPU and the kernel offer, in the words of /proc/cpuinfo; empty if unknown."""
+    """Features of the CPU and the kernel, as in /proc/cpuinfo; empty if unknown."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
@@ -49,17 +46,17 @@ REALTIME_PRIORITY = 10
 
 
 def be_realtime() -> None:
-    """Have this thread and those that it will start interrupted by no usual ones (root)."""
+    """Give this thread and those it starts real-time priority (root)."""
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REALTIME_PRIORITY))
 
 
 def touch_pages(data: npt.NDArray[np.uint8]) -> None:
-    """Read a byte of every page of a mapping, so that no page fault falls into a measurement."""
+    """Read a byte of every page of a mapping, so that no page fault occurs during a measurement."""
     int(data[:: mmap.PAGESIZE].sum())
 
 
 def commit() -> str:
-    """The commit of the working tree, with ``+`` if files differ from it; empty outside git."""
+    """The commit of the working tree, with ``+`` if it has changes; empty outside git."""
     try:
         head = _git("rev-parse", "--short=10", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

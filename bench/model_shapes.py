@@ -1,6 +1,6 @@
-"""Tensors and metadata of the real models whose shapes random files are given.
+"""Tensors and metadata of the real models whose shapes random files get.
 
-A shape is named as its architecture. Which tensors get more bits follows the mix of Q4_K_M.
+A shape is named like its architecture. Which tensors get more bits follows Q4_K_M.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """One model: its numbers, and the tensors of a layer besides the experts'."""
+    """One model: its sizes, and the tensors of a layer except the experts'."""
 
     name: str
     num_layers: int
@@ -58,7 +58,7 @@ def tensors(mix: Mix, num_layers: int) -> Iterator[Tensor]:
     yield "output_norm.weight", Type.F32, (shape.hidden,)
     yield "output.weight", mix.head, (vocabulary, shape.hidden)
     for layer in range(num_layers):
-        # Source: llama.cpp's rule of which layers get more bits (first, last, every third).
+        # Source: llama.cpp's rule for layers with more bits (first, last, every third).
         eighth = num_layers // 8
         gets_more = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
         more = mix.more if mix.more is not None and gets_more else None
@@ -67,7 +67,7 @@ def tensors(mix: Mix, num_layers: int) -> Iterator[Tensor]:
 
 
 def add_metadata(writer: gguf.GGUFWriter, mix: Mix, num_layers: int) -> None:
-    """All keys but the tokenizer's."""
+    """All keys except the tokenizer's."""
     shape = SHAPES[mix.shape]
     writer.add_type("model")
     writer.add_name(f"random weights, shape of {shape.name}")
@@ -133,7 +133,7 @@ def _olmoe_metadata(shape: ModelShape, writer: gguf.GGUFWriter) -> None:
 
 _STATE, _KEY_HEADS, _VALUE_HEADS, _KERNEL = 128, 16, 32, 4
 _INTERVAL, _ROTATED, _SHARED_FFN = 4, 64, 512
-"""Of Qwen3.6-35B-A3B."""
+"""Sizes of Qwen3.6-35B-A3B."""
 
 
 def _qwen35moe_layer(

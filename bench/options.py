@@ -11,7 +11,7 @@ NOTHING, SPREAD, SAMPLES = "none", "spread", "samples"
 
 
 def bench_parser(file: str, doc: str | None, examples: str = "") -> argparse.ArgumentParser:
-    """Of the bench in `file`, with its docstring as help."""
+    """The parser of the bench in `file`, with its docstring as help."""
     return argparse.ArgumentParser(
         prog=f"python -m bench.{Path(file).stem}",
         description=doc,
@@ -49,8 +49,8 @@ def add_threads_option(parser: argparse.ArgumentParser) -> None:
 def add_pair_options(
     parser: argparse.ArgumentParser, *, rounds: int, variants: Iterable[str]
 ) -> None:
-    """What every comparison with the peer can be told. `rounds` is the default; `variants` are the
-    peer's builds."""
+    """Options of every comparison with the peer. `rounds` is the default; `variants` are the peer's
+    builds."""
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"pairs a row (default {rounds})"
     )

@@ -1,4 +1,4 @@
-"""Our expert layers, through the public backend: grouping by expert, then `accumulate`."""
+"""Our expert layers through the public backend: grouping by expert, then `accumulate`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OurLayers:
         return self._backend.numeric_class
 
     def run(self, works: list[Work]) -> float:
-        """Seconds that the layers of these works took, grouping by expert included."""
+        """Seconds for the layers of these works, grouping by expert included."""
         seconds = 0.0
         for work in works:
             seconds += self._accumulate(work, np.zeros(work.hidden.shape, np.float64))
@@ -54,7 +54,7 @@ class OurLayers:
         return out
 
     def end_row(self) -> None:
-        """Nothing is kept from row to row."""
+        """Do nothing: no state is kept from row to row."""
 
     def _accumulate(self, work: Work, out: F64Array) -> float:
         token_indices = np.repeat(np.arange(work.num_tokens, dtype=np.int32), work.num_used)

@@ -1,5 +1,5 @@
-"""A whole model in our engine, its experts in this process or in daemons: prefill, decode, and its
-own memory."""
+"""A whole model in our engine, with experts in this process or in daemons: prefill, decode, and
+memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class OurModel:
         transport: str = "auto",
         cores: Sequence[int] = (),
     ) -> None:
-        """All experts go to the daemons, if there are any, each with as many threads as we.
+        """All experts go to the daemons, if any, each with as many threads as this process.
+        `cores`: what this process and the daemons are bound to, if not empty.
 
-        `cores`: what this process and the daemons keep to, if anything.
         Raises: DflashError if the engine cannot be opened.
         """
         if cores:
@@ -62,7 +62,7 @@ class OurModel:
         return self._engine.last_generation.prefill_tokens_per_s
 
     def decode_after(self, token_ids: Sequence[int], num_tokens: int) -> float:
-        """Tokens per second of tokens one by one after a prompt, which is not in the time."""
+        """Tokens per second of tokens one by one after a prompt, whose time is not included."""
         run = self._engine.generate(token_ids, num_tokens + 1, ignore_eos=True)
         self._take(run, num_tokens + 1)
         return self._engine.last_generation.decode_tokens_per_s
@@ -77,7 +77,7 @@ class OurModel:
         return owners_of(self._engine)
 
     def fill(self, token_ids: Sequence[int]) -> None:
-        """Begin a generation that `decode` goes on with."""
+        """Begin a generation that `decode` continues."""
         left = self._engine.num_positions - len(token_ids)
         self._run = self._engine.generate(token_ids, left, ignore_eos=True)
         next(self._run)
@@ -89,7 +89,7 @@ class OurModel:
         return num_tokens / (self._engine.last_generation.decode_s - before_s)
 
     def kv_bytes_per_position(self) -> int:
-        """Bytes that keys and values of one position take."""
+        """Bytes of one position's keys and values."""
         width = 2 if self._engine.kv_type.value == "f16" else 4
         return sum(
             kv.num_heads * (kv.key_dim + kv.value_dim) * width for kv in self._engine.spec.kv_layers
@@ -99,11 +99,11 @@ class OurModel:
         return max(layer.expert_bytes for layer in self._engine.spec.moe.layers)
 
     def bytes_before_opening(self) -> int:
-        """Memory of the interpreter and the libraries it had loaded."""
+        """Memory of the interpreter and the libraries loaded before the engine."""
         return self._bytes_before
 
     def peak_bytes(self, method: str, *args: Any) -> int:
-        """Most memory that was not file pages while a method of this object ran."""
+        """Peak of the memory not backed by files while a method of this object ran."""
         done, peak = threading.Event(), anonymous_bytes()
 
         def watch() -> None:
@@ -128,9 +128,9 @@ class OurModel:
 
 
 def owners_of(engine: Engine) -> dict[str, dict[str, Any]]:
-    """What each owner of experts did so far, by its name.
+    """What each owner of experts did so far, by name.
 
-    Raises: RuntimeError if something was lost or fell back: nobody's speed was measured then.
+    Raises: RuntimeError if a daemon was lost or experts fell back: such times mean nothing.
     """
     stats = engine.stats()
     disturbances = [event for event in stats.events if event.kind != "numeric_class_differs"]
@@ -140,7 +140,7 @@ def owners_of(engine: Engine) -> dict[str, dict[str, Any]]:
 
 
 def anonymous_bytes() -> int:
-    """Resident bytes of this process that no file stands behind."""
+    """Resident bytes of this process that are not backed by files."""
     total = 0
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):

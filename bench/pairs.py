@@ -1,9 +1,9 @@
 """Interleaved measurements: every round runs all sides in a random order, every other round in the
 reverse of the order before; statistics of rounds.
 
-Ratios are taken inside a round and then their median, so that a machine whose speed drifts treats
-all sides alike. A round in which some side was interrupted by other programs says little about the
-sides; rounds are repeated until enough were quiet. Knows nothing of what is measured.
+Ratios are taken inside a round, then their median, so that drifting machine speed affects all sides
+alike. A round in which other programs interrupted a side says little about the sides; rounds are
+repeated until enough were quiet.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 SETTLE_S = 0.03
-"""Pause before each sample: threads of the side before may spin a few milliseconds more."""
+"""Pause before each sample: the previous side's threads may spin for a few milliseconds."""
 
 _QUIET_SWITCHES = 2
 _QUIET_SWITCHES_PER_S = 20
-"""A busy neighbour interrupts a thread some 300 times a second; the system itself seldom."""
+"""A busy neighbour interrupts a thread some 300 times a second; an idle system rarely."""
 
 
 _QUIET_SHARE = 0.05
 _TICK_S = 0.01
-"""What the kernel counts in; a sample may be off by a few on each core."""
+"""The kernel's unit; a sample may be off by a few on each core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One side's value in one round, and how much others disturbed it: 1 or less = it was quiet."""
+    """One side's value in one round, and how much other processes disturbed it: quiet if at most
+    1."""
 
     value: float
     disturbance: float
 
     @classmethod
     def by_switches(cls, value: float, *, switches: int, wall_s: float) -> Sample:
-        """From how often others took the CPU from the side."""
+        """From the number of involuntary context switches of the side."""
         return cls(value, switches / (_QUIET_SWITCHES + _QUIET_SWITCHES_PER_S * wall_s))
 
     @classmethod
     def by_cpu_time(cls, value: float, *, others_s: float, wall_s: float, cores: int) -> Sample:
-        """From the CPU time that others used on the side's cores. For sides of several processes,
-        which take the CPU from each other all the time."""
+        """From the CPU time that other processes used on the side's cores. For sides of several
+        processes, which preempt each other all the time."""
         allowed_s = cores * (_QUIET_SHARE * wall_s + 2 * _TICK_S)
         return cls(value, max(0.0, others_s) / allowed_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds that count, as each side's values, and how many there were in all."""
+    """The rounds that count, as each side's values, and their number in all."""
 
     values: dict[str, list[float]]
     num_quiet: int
     num_run: int
 
     def label(self) -> str:
-        """``9 of 12``, with ``!`` if rounds that were not quiet had to be taken."""
+        """``9 of 12``, with ``!`` if disturbed rounds had to be used."""
         taken = len(next(iter(self.values.values())))
         return f"{self.num_quiet} of {self.num_run}" + (" !" if taken > self.num_quiet else "")
 
@@ -71,8 +72,8 @@ def interleave(
 ) -> Rounds:
     """Run rounds until `rounds` of them were quiet, or `timeout_s` or `at_most` rounds are over.
 
-    A side is called with the round's number. If too few rounds were quiet, the least disturbed
-    others are taken too. One round more is run first and dropped: it warms everything up.
+    A side is called with the round's number. If too few rounds were quiet, the least disturbed ones
+    are used too. An extra first round is dropped: it warms everything up.
     """
     order = list(sides)
     shuffler = random.Random(seed)
@@ -130,12 +131,12 @@ class Spread:
 
 
 def median_cell(values: Sequence[float] | None, digits: int = 0, scale: float = 1.0) -> str:
-    """For a table; empty where there are no samples."""
+    """A table cell; empty without samples."""
     return f"{scale * statistics.median(values):.{digits}f}" if values else ""
 
 
 def ratio_cell(ratios: Mapping[str, Mapping[str, float]], side: str) -> str:
-    """The median and range of our ratio to a side; empty where there is none."""
+    """The median and range of our ratio to a side; empty without samples."""
     return str(Spread(**ratios[side])) if side in ratios else ""
 
 

@@ -1,9 +1,9 @@
 """What 16-bit payloads cost in accuracy: logits of the demo model with its experts in one daemon.
 
-Teacher-forced over a text that the model has never seen: a prompt in chunks, then tokens one by
-one as at decode. f16 and bf16 are compared with f32, whose sums travel as float64 and lose nothing;
-and, to have a measure, the CPU's kernels with the float reference. Errors, not times: a busy
-machine does no harm.
+Teacher-forced over a text that the model has never seen: a prompt in chunks, then tokens one by one
+as at decode. f16 and bf16 are compared with f32, whose sums travel as float64 without loss; as a
+yardstick, the CPU's kernels are compared with the float reference. Errors, not times: a busy
+machine does not matter.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far some logits are from others, over all positions."""
+    """How far logits are from exact ones, over all positions."""
 
     relative_rms: float
-    """Of the differences, as a share of the RMS of the others."""
+    """RMS of the differences over the RMS of the exact logits."""
     worst_position: float
     """The same at the position where it is largest."""
     top_1_agreement: float
-    """Share of the positions at which both have the same best token."""
+    """Share of positions with the same best token."""
     widened: int = 0
-    """Messages that went in a wide type, since f16 would not hold their values."""
+    """Messages sent in a wider type, since f16 would not hold their values."""
 
     @classmethod
     def between(cls, logits: F32Array, exact: F32Array, *, widened: int = 0) -> Difference:
@@ -63,17 +63,17 @@ class Difference:
 def held_out_ids(num_tokens: int) -> list[int]:
     """Tokens of a module of Python's library that the demo model was not trained on.
 
-    Raises: SystemExit if it has not so many.
+    Raises: SystemExit if it has fewer.
     """
     with Engine.open(daemons=[]) as engine:
         ids = engine.encode_prompt(Path(textwrap.__file__).read_text())
     if len(ids) < num_tokens:
-        raise SystemExit(f"error: the text has {len(ids)} tokens, asked for are {num_tokens}")
+        raise SystemExit(f"error: the text has {len(ids)} tokens, fewer than {num_tokens}")
     return ids[:num_tokens]
 
 
 def logits_by(payload: str, ids: list[int], num_single: int) -> tuple[F32Array, int]:
-    """Logits with that payload type, and how many messages were widened. Shapes: [T, V]."""
+    """Logits with that payload type, and the number of widened messages. Shapes: [T, V]."""
     settings = replace(load_settings(), ipc_dtype=payload, deadline_ms=PATIENT_DEADLINE_MS)
     num_prompt = len(ids) - num_single
     whole = [min(_CHUNK, num_prompt - first) for first in range(0, num_prompt, _CHUNK)]
@@ -84,7 +84,7 @@ def logits_by(payload: str, ids: list[int], num_single: int) -> tuple[F32Array, 
 
 
 def kernel_difference(ids: list[int]) -> Difference:
-    """How far the CPU's kernels are from the float reference, without any daemon."""
+    """How far the CPU's kernels are from the float reference, without daemons."""
     logits = {}
     for backend in ("cpu", "reference"):
         with Engine.open(daemons=[], backend=backend) as engine:

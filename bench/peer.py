@@ -1,6 +1,6 @@
-"""llama.cpp's libraries, opened with ctypes: loading, types of the calls, settings of the process.
+"""llama.cpp's libraries, opened with ctypes: loading, signatures, settings of the process.
 
-Knows nothing of what is measured; peer_layer.py and peer_model.py do.
+peer_layer.py and peer_model.py measure with them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _OPENMP_VARIABLES = (
 
 
 _ERROR_LEVEL = 4
-"""Of the log, as ggml numbers its levels."""
+"""Errors in ggml's log levels."""
 _recent_errors: deque[str] = deque(maxlen=4)
 
 
 class PeerError(LlamaError):
-    """llama.cpp refused a request; the text ends with what it last logged as an error."""
+    """llama.cpp refused a request; the text ends with the last errors it logged."""
 
     def __init__(self, text: str) -> None:
         super().__init__("; ".join([text, *_recent_errors]))
@@ -109,7 +109,7 @@ _GGML_CPU: Calls = {
 
 @LOG_CALLBACK  # type: ignore[untyped-decorator]
 def _keep_errors(level: int, text: bytes, _user_data: object) -> None:
-    """ggml and llama.cpp print a line a tensor otherwise."""
+    """Replaces ggml's and llama.cpp's printing, a line for every tensor."""
     if level == _ERROR_LEVEL:
         _recent_errors.append(text.decode(errors="replace").strip())
 
@@ -121,13 +121,13 @@ class Peer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises: BuildError if `folder` holds no finished build, LlamaError if an unknown one."""
+        """Raises: BuildError if `folder` has no finished build, LlamaError if an unknown one."""
         self.record = build_record(folder)
         variant = self.record["variant"]
         self.has_cuda = variant in WITH_CUDA
         if self.has_cuda:
             load_runtime_libraries(self.record["cuda"].partition(".")[0])
-        # The peer waits as it does by itself, whatever this process was told for others.
+        # The peer uses its own default of waiting, whatever this process's environment says.
         for name in _OPENMP_VARIABLES:
             os.unsetenv(name)
         names = libraries_of(variant)
@@ -148,17 +148,17 @@ class Peer:
         self.llama_backend_init()
 
     def device_names(self) -> list[str]:
-        """What it can compute on, as it calls them: ``CUDA0``, ``CPU`` and the like."""
+        """Names of the devices it can compute on: ``CUDA0``, ``CPU`` and the like."""
         devices = [self.ggml_backend_dev_get(each) for each in range(self.ggml_backend_dev_count())]
         return [self.ggml_backend_dev_name(device).decode() for device in devices]
 
     def __getattr__(self, name: str) -> Any:
-        """Only for type checkers: every call is set in the constructor."""
+        """For type checkers only: every function is set in the constructor."""
         raise AttributeError(name)
 
 
 def find_device(library: Any, name: str) -> int:
-    """The device that llama.cpp calls so; `library` is a Peer, or has `REGISTRY_CALLS` as one has.
+    """The device with llama.cpp's name for it; `library` is a Peer, or has `REGISTRY_CALLS`.
 
     Raises: PeerError if there is none.
     """
@@ -170,5 +170,5 @@ def find_device(library: Any, name: str) -> int:
 
 @cache
 def open_peer(folder: Path) -> Peer:
-    """The peer in a folder that `build_peer.build` gave."""
+    """The peer in a folder returned by `build_peer.build`."""
     return Peer(folder)

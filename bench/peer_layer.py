@@ -1,9 +1,9 @@
 """llama.cpp's expert layers: the graph that it builds for the experts of one layer, run by ggml.
 
-The graph is the one of llama.cpp's `build_moe_ffn` between routing and the residual: `mul_mat_id`
-for up and gate, SwiGLU, `mul_mat_id` for down, the weights, the sum over experts. Weights are read
-where the file is mapped, as llama.cpp reads them; with `repack` those that it would keep in another
-order are copied into that order. Graphs are built once for each layer and number of tokens.
+The graph is that of llama.cpp's `build_moe_ffn` between routing and the residual: `mul_mat_id` for
+up and gate, SwiGLU, `mul_mat_id` for down, the weights, the sum over experts. Weights are read from
+the mapped file, as in llama.cpp; with `repack` those that it would repack are copied in that order.
+Graphs are built once for each layer and number of tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GRAPH_NODES = 256
 class PeerLayers:
     """The expert layers of one file, with `num_threads` threads.
 
-    Owns: the mapping, the graphs and their buffers; they live as long as the process.
+    Owns the mapping, the graphs and their buffers until the process ends.
     """
 
     def __init__(self, folder: Path, path: Path, *, num_threads: int, repack: bool) -> None:
@@ -50,14 +50,14 @@ class PeerLayers:
         self._weights = [[self._weight(layer, p) for p in layer.projections] for layer in layers]
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._allocators: dict[int, int] = {}
-        """By number of tokens. Layers share a buffer, whose pages are there after the first."""
+        """By number of tokens. Layers share a buffer, whose pages exist after the first layer."""
 
     def repacked_types(self) -> list[str]:
-        """Tensor types kept in another order, each with the name of the order."""
+        """Repacked tensor types, each with the name of the order."""
         return sorted(self._repacked)
 
     def run(self, works: list[Work]) -> float:
-        """Seconds that the layers of these works took, without copying inputs and results."""
+        """Seconds for the layers of these works, without copying inputs and results."""
         seconds = 0.0
         for work in works:
             graph = self._graph(work)
@@ -75,7 +75,7 @@ class PeerLayers:
         return self._graph(work).result()
 
     def end_row(self) -> None:
-        """Free graphs and their buffers: other numbers of tokens come next."""
+        """Free graphs and their buffers before other numbers of tokens."""
         for graph in self._graphs.values():
             graph.close()
         for allocator in self._allocators.values():
@@ -100,7 +100,7 @@ class PeerLayers:
         return int(peer.ggml_init(GgmlInitParams(size, None, True)))
 
     def _extra_buffer_types(self) -> list[int]:
-        """Buffer types with an order of their own, in the order in which llama.cpp tries them."""
+        """Repacking buffer types, in the order in which llama.cpp tries them."""
         peer = self._peer
         registry = peer.ggml_backend_cpu_reg()
         self._device = peer.ggml_backend_reg_dev_get(registry, 0)
@@ -140,7 +140,7 @@ class PeerLayers:
         return int(tensor)
 
     def _is_supported(self, buffer_type: int, type_id: int, shape: tuple[int, int, int]) -> bool:
-        """llama.cpp's own question: does the device multiply such a weight in such a buffer?"""
+        """Ask llama.cpp: does the device multiply such a weight in such a buffer?"""
         peer = self._peer
         context = self._new_context(8, 0)
         try:

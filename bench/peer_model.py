@@ -1,7 +1,7 @@
 """A whole model in llama.cpp: prefill and decode, timed without sampling.
 
-Settings are llama.cpp's own except those that are named here: mapped file, batches of 2048,
-micro-batches of 512 unless told otherwise. Knows nothing of what it is compared with.
+Settings are llama.cpp's defaults except for: mapped file, batches of 2048, micro-batches of 512
+unless told otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KV_TYPES = {"f32": 0, "f16": 1}
 _BATCH = 2048
 _ALL_LAYERS = -1
 _EXPERT_TENSORS = rb"\.ffn_(up|down|gate)_exps"
-"""Names of routed experts, as llama.cpp's own option for experts on the CPU has them."""
+"""Names of routed experts, as in llama.cpp's own option for experts on the CPU."""
 
 
 class FlashAttention(enum.IntEnum):
@@ -46,9 +46,8 @@ class FlashAttention(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What computes a model: the devices `layers_on`, some layers each, or the CPU if there are
-    none; but routed experts where `experts_on` says, if it does. Devices as llama.cpp calls
-    them."""
+    """Where a model is computed: layers split over the devices `layers_on`, or on the CPU if there
+    are none; routed experts on `experts_on`, if set. Devices have llama.cpp's names."""
 
     layers_on: tuple[str, ...] = ()
     experts_on: str = ""
@@ -57,11 +56,10 @@ class Placement:
 def load_model(
     library: Any, path: Path, placement: Placement = Placement(), *, repack: bool = True
 ) -> int:
-    """A model, for as long as the process lives.
+    """Load a model for the life of the process.
 
-    `library` is a Peer, or has the functions of `llama_api.llama_calls` as one has. `repack` leaves
-    on that some weights on the CPU are kept in another order, which is llama.cpp's default; without
-    it all are read where the file is mapped.
+    `library` is a Peer, or has the functions of `llama_api.llama_calls`. `repack` is llama.cpp's
+    default of repacking some weights on the CPU; without it all are read from the mapped file.
     Raises: PeerError if llama.cpp has no such device, or does not load the file.
     """
     params = default_model_params(getattr(library, "llama", library))
@@ -75,7 +73,7 @@ def load_model(
         places = (TensorPlace * 2)(TensorPlace(_EXPERT_TENSORS, buffer_type), TensorPlace())
         params.tensor_buft_overrides = ctypes.addressof(places)
         if placement.experts_on not in (CPU, *names):
-            # It takes part, but nothing else goes there by itself.
+            # The device is used, but for nothing else.
             shares = (ctypes.c_float * library.llama_max_devices())(*[1.0] * len(names))
             params.tensor_split = ctypes.addressof(shares)
             names.append(placement.experts_on)
@@ -90,7 +88,7 @@ def load_model(
 
 
 class PeerContext:
-    """One sequence of a loaded model. Owns: context and batches, as long as the process lives."""
+    """One sequence of a loaded model. Owns context and batches until the process ends."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class PeerContext:
         micro_batch: int = 512,
         flash_attention: FlashAttention = FlashAttention.AUTO,
     ) -> None:
-        """Raises: PeerError if llama.cpp makes no context of this size."""
+        """Raises: PeerError if llama.cpp cannot make a context of this size."""
         self._peer = library
         params = default_context_params(getattr(library, "llama", library))
         params.n_ctx = context
@@ -131,7 +129,7 @@ class PeerContext:
         return self.fill(token_ids)
 
     def fill(self, token_ids: Sequence[int]) -> float:
-        """Make these tokens the whole state. Returns tokens per second."""
+        """Replace the state by these tokens. Returns tokens per second."""
         self._peer.llama_memory_clear(self._memory, False)
         batches = self._filled(token_ids, 0)
         started_s = time.perf_counter()
@@ -139,20 +137,19 @@ class PeerContext:
         return len(token_ids) / (time.perf_counter() - started_s)
 
     def drop(self, position: int) -> bool:
-        """Drop what stands at `position` and after, if that can be: a recurrent state cannot go
-        back."""
+        """Drop `position` and later ones; False for a recurrent state, which cannot go back."""
         return bool(self._peer.llama_memory_seq_rm(self._memory, 0, position, -1))
 
     def decode(self, position: int, token_ids: Sequence[int]) -> float:
-        """Tokens per second of tokens one by one from `position`; what stood there is dropped."""
+        """Tokens per second of tokens one by one from `position`; later ones are dropped first."""
         if not self.drop(position):
             raise PeerError("llama.cpp does not drop positions")
         return self._one_by_one(position, token_ids)
 
     def decode_after(self, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Tokens per second of tokens one by one after a prompt, which is not in the time.
+        """Tokens per second of tokens one by one after a prompt, whose time is not included.
 
-        Also of a model with recurrent layers, whose state llama.cpp cannot take back.
+        Works for recurrent layers, too, whose state llama.cpp cannot take back.
         """
         self.fill(prompt)
         return self._one_by_one(len(prompt), token_ids)
@@ -164,7 +161,7 @@ class PeerContext:
         return len(token_ids) / (time.perf_counter() - started_s)
 
     def _filled(self, token_ids: Sequence[int], first_position: int) -> list[Batch]:
-        """Batches of these tokens, ready to be computed, logits wanted after the last of each."""
+        """Batches of these tokens, ready to be computed, with logits after the last of each."""
         size = self._batch_size
         pieces = [token_ids[first : first + size] for first in range(0, len(token_ids), size)]
         while len(self._batches) < len(pieces):

@@ -1,6 +1,6 @@
-"""llama.cpp's RPC: a server that computes on one device, and its device as a client sees it.
+"""llama.cpp's RPC: a server that computes on one device, and its device as seen by a client.
 
-The server listens on this machine alone. Knows nothing of what is computed there.
+The server listens on this machine only.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _ADD_SERVER = ctypes.CFUNCTYPE(P, ctypes.c_char_p)
 
 
 class RpcServer:
-    """Serves one device as long as the process lives, which is to do nothing else: as a `Side` it
-    ends with whoever made it, killed or not.
+    """Serves one device until the process, which must do nothing else, ends. As a `Side` it ends
+    with its parent, killed or not.
 
-    A build without CUDA serves the CPU: for trying out what calls this.
+    A build without CUDA serves the CPU, to try out callers.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
-        """`device` as llama.cpp calls it. Returns when the server listens.
+        """`device` is llama.cpp's name. Returns when the server listens.
 
         Raises: BuildError, PeerError.
         """
         peer = open_peer(folder)
         served = find_device(peer, device if peer.has_cuda else CPU)
         start = _START_SERVER(_procedure(peer, "ggml_backend_rpc_start_server"))
-        os.dup2(2, 1)  # it prints what it does, and results are printed to stdout
-        # The server's thread waits in C for ever, and would be torn down with CUDA at work.
+        os.dup2(2, 1)  # it prints to stdout, where results go
+        # The server's thread never returns from C, and would be torn down while CUDA works.
         atexit.register(os._exit, 0)
         port = _free_port()
         self._endpoint = f"{_HOST}:{port}"
@@ -55,14 +55,15 @@ class RpcServer:
             time.sleep(_POLL_S)
 
     def endpoint(self) -> str:
-        """Where it listens, as clients are told."""
+        """The address for clients."""
         return self._endpoint
 
 
 def add_server(peer: Peer, endpoint: str) -> str:
-    """The name of the device that the server there has, which is the peer's from now on.
+    """Add the server's device to the peer; returns its name.
 
-    Raises: PeerError if it has none. Where nobody listens, llama.cpp ends the process.
+    Raises: PeerError if the server has none. If no server listens there, llama.cpp ends the
+    process.
     """
     add = _ADD_SERVER(_procedure(peer, "ggml_backend_rpc_add_server"))
     registry = add(endpoint.encode())
@@ -90,6 +91,6 @@ def _free_port() -> int:
 
 
 def _listens(port: int) -> bool:
-    """Whether this process does, and not another that was quicker."""
+    """Whether this process listens there, and not another that was faster."""
     sockets = psutil.Process().net_connections("tcp4")
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)

@@ -1,9 +1,8 @@
-"""llama.cpp's sources: out of the llama-cpp-python sdist, or out of an archive made for one build.
+"""llama.cpp's sources: from the llama-cpp-python sdist, or from an archive made for one build.
 
-The archive holds what a build with CUDA needs and nothing else, a few megabytes that travel to a
-machine with a GPU and without a network. Of the many kernels that are compiled once for each head
-size and tensor type, it holds those that models of `random_moe`'s Q4_K_M mixes use; what is left
-out ends the process when it is called. Knows nothing of compilers.
+The archive has only what a build with CUDA needs, a few megabytes to be carried to a machine with a
+GPU and without a network. Of the many kernels compiled for each head size and tensor type, it has
+those that models of `random_moe`'s Q4_K_M mixes use; calling one that is left out ends the process.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _BARRIER_BEFORE = "    _tile_loadconfig(&tc);\n"
 _BARRIER = '    __asm__ __volatile__("" : : "r"(&tc) : "memory");\n'
 
 _FACTS = "bench-source.json"
-"""Beside an archive's CMakeLists.txt: versions, and what was left out."""
+"""File next to an archive's CMakeLists.txt: versions, and what was left out."""
 _PACKED = ("CMakeLists.txt", "LICENSE", "cmake", "include", "src", "ggml")
 _BACKENDS = frozenset({"ggml-cpu", "ggml-cuda", "ggml-rpc"})
 _CUDA = "ggml/src/ggml-cuda/"
@@ -84,14 +83,14 @@ class BuildError(RuntimeError):
 
 @dataclass
 class Trimmed:
-    """An instance file's text without what is left out, and the stubs for that."""
+    """The text of an instance file after trimming, and stubs for what was left out."""
 
     kept: list[str] = field(default_factory=list)
     stubs: list[str] = field(default_factory=list)
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What a command prints. Raises: BuildError with the end of it if it fails."""
+    """Output of a command. Raises: BuildError with the end of it if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
@@ -139,7 +138,7 @@ def unpacked_archive(archive: Path, folder: Path) -> Path:
 def source_facts(source: Path) -> dict[str, Any]:
     """Versions of sources, and what was left out of an archive.
 
-    llama.cpp's commit stands in the binding's changelog.
+    llama.cpp's commit is in the binding's changelog.
     """
     packed = source / _FACTS
     if packed.is_file():
@@ -183,9 +182,9 @@ def pack(source: Path, archive: Path) -> None:
 
 
 def trimmed_instances(text: str) -> Trimmed:
-    """A file of ``template-instances``, of which only cases in `_KEPT` stay.
+    """Trim a file of ``template-instances`` to the cases in `_KEPT`.
 
-    A file without any case stays as it is.
+    A file without any case is unchanged.
     """
     result, is_needed, has_cases = Trimmed(), False, False
     for line in text.splitlines(keepends=True):
@@ -208,7 +207,7 @@ def trimmed_instances(text: str) -> Trimmed:
 
 
 def _is_kept(family: str, arguments: str) -> bool:
-    """Whether the case, or all cases that begin like it, are in `_KEPT`."""
+    """Whether the case, or all cases with this prefix, are in `_KEPT`."""
     names = [each.strip() for each in arguments.split(",")]
     begins = (",".join(names[:count]) for count in range(1, len(names) + 1))
     return any(f"{family} {begin}" in _KEPT for begin in begins)
@@ -234,7 +233,7 @@ def _is_left_out(name: str) -> bool:
 
 
 def _add(out: tarfile.TarFile, name: str, content: bytes) -> None:
-    """A file that is the same whoever packs it, whenever."""
+    """Add a file reproducibly: without owner and time."""
     info = tarfile.TarInfo(f"llama.cpp/{name}")
     info.size, info.mode = len(content), 0o644
     out.addfile(info, io.BytesIO(content))
@@ -243,5 +242,5 @@ def _add(out: tarfile.TarFile, name: str, content: bytes) -> None:
 def _add_barrier(path: Path) -> None:
     text = path.read_text()
     if text.count(_BARRIER_BEFORE) != 1:
-        raise BuildError(f"{path}: the tile configuration is loaded elsewhere; see _BARRIER")
+        raise BuildError(f"{path}: no such load of the tile configuration; see _BARRIER")
     path.write_text(text.replace(_BARRIER_BEFORE, _BARRIER + _BARRIER_BEFORE))

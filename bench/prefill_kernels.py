@@ -53,7 +53,7 @@ CANDIDATES = (
     Tile(rows=64, columns=256, warps_m=1, warps_n=4, stages=2, blocks_per_sm=2),
     Tile(rows=64, columns=128, warps_m=2, warps_n=2, stages=4, blocks_per_sm=2),
 )
-"""Sizes of tiles never change bits, so these are free to choose."""
+"""Tile sizes never change bits, so any can be chosen."""
 
 _SCALES = {TensorType.Q4_K: (0, 2), TensorType.Q6_K: (208,)}
 _REPEATS = 10
@@ -76,7 +76,7 @@ class LayerShape:
 def random_matrices(
     rng: np.random.Generator, tensor_type: TensorType, rows: int, columns: int
 ) -> U8Array:
-    """Random blocks with sane scales, as a file has them."""
+    """Random blocks with realistic scales, as stored in a file."""
     layout = tensor_type.layout
     blocks = rng.integers(
         0, 256, (rows * columns // layout.block_elements, layout.block_bytes), np.uint8
@@ -88,7 +88,7 @@ def random_matrices(
 
 
 def skewed_choice(rng: np.random.Generator, shape: LayerShape) -> I32Array:
-    """As uneven as routers are. Shapes: result [T, K]."""
+    """Routing as skewed as real routers. Shapes: result [T, K]."""
     bias = rng.standard_normal(shape.num_experts) * 0.5
     logits = rng.standard_normal((shape.num_tokens, shape.num_experts)) + bias
     return np.argsort(-logits, axis=1)[:, : shape.num_used].astype(np.int32)
@@ -96,14 +96,14 @@ def skewed_choice(rng: np.random.Generator, shape: LayerShape) -> I32Array:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the layer, to be repeated."""
+    """One launch of the layer, which can be repeated."""
 
     name: str
     repeat: Callable[[], None]
 
 
 class Recorder:
-    """A KernelDevice that notes what is launched on another."""
+    """A KernelDevice that records launches on another one."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
@@ -115,7 +115,6 @@ class Recorder:
     def launch(
         self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure, **options: Any
     ) -> None:
-        """As KernelDevice.launch."""
         copy = type(args).from_buffer_copy(args)
 
         def repeat() -> None:
@@ -180,12 +179,12 @@ class Layer:
             address(router),
             device.empty((shape.num_tokens, experts), np.float32),
         )
-        # Halves of gate and up of all experts; 16-byte chunks of rows are whole units of 64 here.
+        # Float16 gate and up of all experts; 16-byte chunks of rows are whole units of 64 here.
         self._scratch = WeightScratch(self._device, experts * 2 * ffn * hidden * 2)
         self._norm = device.upload(np.ones(hidden, np.float32))
 
     def run(self, products: Products) -> None:
-        """q, k, v and the router of normalised rows, and the experts of rows as they are."""
+        """q, k, v and the router of normalised rows, and the experts of the rows themselves."""
         shape, x, ids, weights = self.shape, *self._inputs
         device, num_pairs = self._device, shape.num_tokens * shape.num_used
         preparer = RowPreparer(
@@ -213,7 +212,7 @@ class Layer:
         dense.run(rows, [self._router])
         groups.group_chosen(ids, weights)
         prefill.run(rows, groups, self.experts, out=self.out)
-        self._buffers = preparer, dense, groups, prefill  # launches are repeated on them
+        self._buffers = preparer, dense, groups, prefill  # used by repeated launches
 
     def expected(self, token: int) -> F64Array:
         """The experts' output for one token in float64. Shapes: result [H]."""
@@ -237,7 +236,7 @@ class Layer:
 
 
 def seconds_of(device: KernelDevice, launch: Callable[[], None]) -> float:
-    """Of one of many in a row, the best of five."""
+    """Seconds of one of many consecutive launches, the best of five."""
 
     def record() -> None:
         for _ in range(_REPEATS):
@@ -256,7 +255,7 @@ def seconds_of(device: KernelDevice, launch: Callable[[], None]) -> float:
 
 
 def with_sorting_as_one(launches: list[Launch]) -> list[Launch]:
-    """The kernels that sort pairs as one launch: they change in place what they read."""
+    """The kernels that sort pairs as one launch: they modify their input in place."""
     sorting = [each for each in launches if each.name.split()[0] in _SORTING]
 
     def repeat() -> None:
@@ -267,7 +266,7 @@ def with_sorting_as_one(launches: list[Launch]) -> list[Launch]:
 
 
 def choices(device: KernelDevice) -> Iterator[Products]:
-    """What can be compared on a device."""
+    """Tile sizes that can be compared on a device."""
     usual = products_of(device)
     if usual.half is not Product.TENSOR:
         yield usual
@@ -282,7 +281,7 @@ def _float_tile(rows: int) -> Tile:
 
 
 def relative_error(found: AnyArray | F32Array, wanted: F64Array) -> float:
-    """Of whole rows."""
+    """Error of whole rows."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 

@@ -1,8 +1,8 @@
-"""Requests and payload bytes of a long prompt through one daemon, as the engine counts them.
+"""Requests and payload bytes of a long prompt through one daemon, as counted by the engine.
 
-Mode `batched` against `stream`, and bfloat16 against the older shape of requests: version 1 of the
-protocol, rectangles of global ids in float32, spoken with a daemon that knows no other. The layers
-have the shape of Qwen3-30B-A3B. Counts, not times: a busy machine does no harm.
+Mode `batched` against `stream`, and bfloat16 against the older form of requests: version 1 of the
+protocol, rectangles of global ids in float32, used with a daemon that supports no other. The layers
+have the shape of Qwen3-30B-A3B. Counts, not times: a busy machine does not matter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEWER_REQUESTS, FEWER_BYTES = 0.9, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the prompt's rows go to the daemon."""
+    """How the prompt's rows are sent to the daemon."""
 
     mode: str
     payload: str
@@ -52,7 +52,7 @@ EXAMPLES = """examples:
 
 
 def count(address: str, model: Path, way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """What the engine counted for the prompt."""
+    """The engine's counters for the prompt."""
     settings = replace(
         load_settings(),
         connect_timeout_ms=60_000,
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def both_ways(counts: Mapping[str, Any]) -> int:
-    """Payload bytes there and back."""
+    """Payload bytes in both directions."""
     return int(counts["bytes_sent"] + counts["bytes_received"])
 
 

@@ -36,7 +36,7 @@ from dflash_protocol.ids import AnyArray, U8Array
 MODELS = BUILD / "bench-models"
 
 HIDDEN, NUM_EXPERTS, NUM_USED = 2048, 128, 8
-"""Of Qwen3-30B-A3B."""
+"""Sizes of Qwen3-30B-A3B."""
 _SMALL_VOCABULARY = 1024
 
 _WEIGHT_RMS = 0.022
@@ -65,7 +65,7 @@ MIXES: dict[str, Mix] = {
 
 
 def model_path(name: str) -> Path:
-    """The file of a mix, written now if it is not there.
+    """The file of a mix, written now if it does not exist.
 
     Raises: KeyError for a name that is not in `MIXES`.
     """
@@ -76,7 +76,7 @@ def model_path(name: str) -> Path:
 
 
 def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0) -> None:
-    """Write one file; it has its name only once it is whole."""
+    """Write one file; it gets its name when it is complete."""
     num_layers = num_layers or mix.num_layers
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -107,7 +107,7 @@ def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    # Byte-level BPE (Source: Radford et al. 2019), then tokens that no text gives.
+    # Byte-level BPE (Source: Radford et al. 2019), then tokens that no text encodes to.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
@@ -126,7 +126,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
 def _values(
     random: np.random.Generator, name: str, tensor_type: Type, shape: tuple[int, ...]
 ) -> AnyArray:
-    """A tensor as it is stored. Shapes: result `shape` float32, or [bytes] uint8."""
+    """A tensor as stored. Shapes: result `shape` float32, or [bytes] uint8."""
     if name.endswith("norm.weight"):
         return (1 + 0.1 * random.standard_normal(shape, np.float32)).astype(np.float32)
     if name.endswith("ssm_a"):  # decays, from slow to fast
@@ -168,7 +168,7 @@ def _with_scale(offset: int, code_rms: float) -> Callable[[np.random.Generator, 
 
 
 def _with_minimum(code_rms: float, middle: float) -> Callable[[np.random.Generator, U8Array], None]:
-    """Q4_K, Q5_K: every sub-block's minimum lies so that its values are centred on 0.
+    """Q4_K, Q5_K: every sub-block's minimum centres its values on 0.
 
     The 12 bytes after the halves hold 6-bit scales and minima; they are made equal in pairs.
     Source: ggml's `get_scale_min_k4`.

@@ -31,7 +31,7 @@ _EPS = 1e-6
 
 
 class Layers:
-    """So many layers on a backend, and what they are given."""
+    """`num_layers` layers on a backend, and their inputs."""
 
     def __init__(self, backend: CpuBackend, num_layers: int, num_tokens: int) -> None:
         random = np.random.default_rng(0)
@@ -52,7 +52,7 @@ class Layers:
         self._positions = np.arange(num_tokens, dtype=np.int32)
 
     def seconds(self, chunk: int) -> float:
-        """For all tokens through all layers, so many at once."""
+        """Seconds for all tokens through all layers, `chunk` at a time."""
         started_s = time.perf_counter()
         for first in range(0, self._positions.size, chunk):
             part = slice(first, first + chunk)
@@ -76,7 +76,7 @@ class Layers:
 
 
 def measure(num_layers: int, num_tokens: int, *, num_threads: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each round, the two taken in turn."""
+    """Seconds of each round, the two alternating."""
     backend = CpuBackend(num_threads=num_threads)
     layers = Layers(backend, num_layers, num_tokens)
     layers.seconds(num_tokens)

@@ -1,6 +1,6 @@
 """Results on disk, in bench/results/: a Markdown table, and a JSON with samples or their spread.
 
-People read them; no code does.
+They are for people; no code reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 def head(
     what: str, *, num_threads: int | None = None, peer: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
-    """What every record begins with. `peer` is the record of its build, where there is one."""
+    """The start of every record. `peer` is the record of its build, if there is one."""
     record: dict[str, Any] = {
         "what": what,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,7 +51,7 @@ def head(
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that reads well as plain text too."""
+    """A Markdown table that is also readable as plain text."""
     cells = [list(columns), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(columns))]
 
@@ -67,10 +67,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
-    """Keep a result as ``<name>-<date>-<cpu>.json`` and ``.md``, and say so on stderr.
+    """Save a result as ``<name>-<date>-<cpu>.json`` and ``.md``, and report that on stderr.
 
-    `how` is what --save said (see `bench.options`). If a file cannot be written, the bench ends
-    with one line: what was measured stands on the terminal then.
+    `how` is the value of --save (see `bench.options`). If a file cannot be written, the bench ends
+    with a one-line error: the results are on the terminal by then.
     """
     if how == NOTHING:
         return
@@ -99,16 +99,16 @@ def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
 
 
 _FEW = 4
-"""So many samples say less as quartiles than as they are."""
+"""Up to this many samples are kept as they are, not as quartiles."""
 _DIGITS = 5
 _WIDTH = 140
 
 
 def spreads(value: Any) -> Any:
-    """A record, in which samples have become their number, range, quartiles and median.
+    """A record with samples replaced by their number, range, quartiles and median.
 
-    Samples are more than four numbers in a list, of which one is a float. Of rows of numbers, be
-    they lists or dicts, each column becomes a spread.
+    Samples are more than four numbers in a list, at least one of them a float. For rows of numbers,
+    lists or dicts, each column becomes a spread.
     """
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
@@ -144,7 +144,7 @@ def _spread(values: Sequence[float]) -> Any:
 
 
 def as_text(value: Any, indent: int = 0) -> str:
-    """JSON in which what fits into a line stands in one; single figures and words share lines."""
+    """JSON in which whatever fits into a line is on one; single numbers and words share lines."""
     whole = json.dumps(value, ensure_ascii=False)
     if len(whole) + indent <= _WIDTH or not isinstance(value, Mapping | list | tuple):
         return whole

@@ -1,8 +1,8 @@
 """What the server costs: time to the first token and tokens a second, against the engine itself.
 
-The demo model, once behind a server in a process of its own, once in this process and called as the
-command line calls it; the same prompts, in turn, every other round in the reverse order. No prompt
-has its beginning in common with the one before. The client is a bare socket, on the same cores.
+The demo model, once behind a server in a separate process, once in this process, called like from
+the command line; the same prompts, in turn, every other round in reverse order. No prompt shares a
+prefix with the one before. The client is a bare socket, on the same cores.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def running_server(num_daemons: int) -> Iterator[int]:
 
 
 def times_of_server(port: int, prompt: Sequence[int], num_tokens: int) -> tuple[float, float]:
-    """Seconds to the first token, and from there to the end. Raises: RuntimeError."""
+    """Seconds to the first token, and from it to the end. Raises: RuntimeError."""
     body = {
         "prompt": list(prompt),
         "max_tokens": num_tokens,
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
         sides = {"server": of_server, "engine": of_engine}
         rounds = interleave(sides, options.rounds, timeout_s=0.0)
-    # The round that only warms up is dropped here too.
+    # Drop the warm-up round here, too.
     return {"first_s": {name: each[1:] for name, each in firsts.items()}, "rate": rounds.values}
 
 

@@ -1,7 +1,7 @@
-"""One side of a comparison, in a process of its own: an object there, its methods called from here.
+"""One side of a comparison in a separate process: an object there, whose methods are called from
+here.
 
-A process each, so that no side's threads, OpenMP settings, tile state or memory are another's.
-Knows nothing of what the object does.
+One process each, so that sides do not share threads, OpenMP settings, tile state or memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SideError(RuntimeError):
 class Side:
     """An object made by ``factory(*args, **kwargs)`` in a new process.
 
-    A side that has not answered at `until_s` (of time.monotonic) is ended; None = it may take long.
-    Owns: the process, ended by `close` or at the end of a ``with`` block.
+    A side that has not answered by `until_s` (of time.monotonic) is killed; None = no limit. Owns
+    the process, ended by `close` or at the end of a ``with`` block.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Side:
         until_s: float | None = None,
         **kwargs: Any,
     ) -> None:
-        """Start the process; with `realtime` (root) nothing interrupts it during samples.
+        """Start the process; with `realtime` (root) it has real-time priority during samples.
 
         Raises: SideError if the object cannot be made.
         """
@@ -68,7 +68,7 @@ class Side:
             raise
 
     def call(self, method: str, *args: Any) -> Any:
-        """The result of a method there.
+        """Call a method there and return its result.
 
         Raises: SideError.
         """
@@ -79,7 +79,7 @@ class Side:
         return self._receive()
 
     def sample(self, method: str, *args: Any) -> Sample:
-        """The number that a method there gives, with how often others interrupted it meanwhile.
+        """The number that a method there returns, with the number of its interruptions.
 
         Raises: SideError.
         """
@@ -87,8 +87,8 @@ class Side:
         return Sample.by_switches(float(value), switches=switches, wall_s=wall_s)
 
     def sample_on(self, cores: Sequence[int], method: str, *args: Any) -> Sample:
-        """The same for a side with child processes, which keeps to these cores: with the CPU time
-        that others used there.
+        """The same for a side with child processes, bound to these cores: with the CPU time that
+        other processes used there.
 
         Raises: SideError.
         """
@@ -131,7 +131,7 @@ class Side:
         return value
 
     def _end_late(self) -> None:
-        """End a process that takes too long, having it say on stderr where it is."""
+        """Kill a process that takes too long, after it has printed its stacks to stderr."""
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, _WHERE_ARE_YOU)
             self._process.join(_SAYING_S)
@@ -174,12 +174,12 @@ def _serve(
             return
         try:
             pipe.send(reply)
-        except OSError:  # nobody waits for it any more
+        except OSError:  # the caller has gone
             return
 
 
 def _failure() -> str:
-    """The present exception's traceback, without what lies above our folder: results are kept."""
+    """The current exception's traceback, with paths relative to our folder: results are kept."""
     return traceback.format_exc().replace(f"{ROOT}/", "")
 
 
@@ -188,7 +188,7 @@ def _sampled(
 ) -> tuple[object, int, float]:
     """Result, involuntary context switches of all threads, and wall time of a call.
 
-    With `realtime`, children have the priority too.
+    With `realtime`, child processes have the priority, too.
     """
     if realtime:
         _schedule_all_threads(os.SCHED_FIFO, 1)

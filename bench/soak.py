@@ -1,8 +1,8 @@
-"""Soak: the same greedy text again and again while the daemons are killed, stopped and continued.
+"""Soak test: the same greedy text repeatedly while the daemons are killed, stopped and continued.
 
-A parent with two spawned daemons on the demo model. What must hold: the same tokens every time; at
-the end no descriptor, process, socket, segment or thread more than before; memory flat. Run it with
-``make soak``; Ctrl-C ends it early, with the summary of what was done. Knows nothing of transports.
+A parent with two spawned daemons on the demo model. It must write the same tokens every time and,
+at the end, have no more descriptors, processes, sockets, segments or threads than before, and
+constant memory. Run it with ``make soak``; Ctrl-C ends it early, with a summary.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from dflash_runtime import Engine
 
 DAEMONS = ("cpu", "cpu")
 WARM_UP_SHARE = 0.2
-"""Of the run's time, before which growth of memory says nothing."""
+"""Warm-up share of the run's time, in which memory may grow."""
 FLAT_MIB = 16.0
-"""Most that the line through the memory samples may rise over the whole run."""
+"""Most that the linear fit of the memory samples may rise over the whole run."""
 _SAMPLE_S = 1.0
 _SETTLE_S = 20.0
-"""How long processes and descriptors are given to go after the engine was closed."""
+"""Timeout for processes and descriptors to disappear after the engine was closed."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Holdings:
     """What this process and its children hold of the system."""
 
     descriptors: dict[str, int]
-    """Open descriptors by what they point to, numbers left out."""
+    """Open descriptors by target, without numbers."""
     processes: int
     threads: int
     sockets: int
@@ -66,7 +66,7 @@ class Holdings:
         for entry in os.listdir("/proc/self/fd"):
             try:
                 target = os.readlink(f"/proc/self/fd/{entry}")
-            except OSError:  # the listing's own
+            except OSError:  # the descriptor of the listing itself
                 continue
             kind = re.sub(r"\[?\d+\]?$", "", Path(target).name)
             descriptors[kind] = descriptors.get(kind, 0) + 1
@@ -86,7 +86,7 @@ class Holdings:
         )
 
     def above(self, before: Holdings) -> dict[str, int]:
-        """What there is more of now."""
+        """What there is more of than `before`."""
         now = {f"descriptor {kind}": count for kind, count in self.descriptors.items()}
         then = {f"descriptor {kind}": count for kind, count in before.descriptors.items()}
         for name in ("processes", "threads", "sockets", "files", "segments"):
@@ -100,7 +100,7 @@ class Holdings:
 
 @dataclass(slots=True)
 class Gap:
-    """A wait for a token, and what was last done to a daemon before it ended."""
+    """A wait for a token, and the last thing done to a daemon before it ended."""
 
     ms: float
     at_s: float
@@ -122,9 +122,9 @@ class Run:
     waits_ms: list[float] = field(default_factory=list)
     """A sample of all waits."""
     longest_after: dict[str, float] = field(default_factory=dict)
-    """The longest wait in ms by what was last done to a daemon."""
+    """The longest wait in ms by the last thing done to a daemon."""
     memory: list[tuple[float, float, float, int]] = field(default_factory=list)
-    """Time in s, memory no file stands behind and resident memory in MiB, descriptors."""
+    """Time in s, memory not backed by files and resident memory in MiB, descriptors."""
     daemons: set[tuple[int, float]] = field(default_factory=set)
     """Every daemon ever seen: process id and start time."""
 
@@ -134,7 +134,7 @@ class Run:
 
 
 class Disturber(threading.Thread):
-    """Kills, stops and continues daemons at random, seeded; leaves none stopped behind."""
+    """Kills, stops and continues daemons at random (seeded); leaves none stopped."""
 
     def __init__(self, run: Run, seed: int, shortest_s: float, longest_s: float) -> None:
         super().__init__(name="disturber", daemon=True)
@@ -164,7 +164,7 @@ class Disturber(threading.Thread):
                 self._run.actions[name] = self._run.actions.get(name, 0) + 1
 
     def end(self) -> None:
-        """Stop disturbing. Returns when nothing is stopped any more."""
+        """Stop disturbing. Returns when no daemon is stopped any more."""
         self._over.set()
         self.join()
 
@@ -184,7 +184,7 @@ class Disturber(threading.Thread):
 
 
 def generate(engine: Engine, prompt: list[int], num_tokens: int, run: Run | None) -> list[int]:
-    """Token ids; with `run`, every wait for one is noted there."""
+    """Token ids; with `run`, every wait for one is recorded there."""
     if run is None:
         return timed_tokens(engine, prompt, num_tokens)
     return timed_tokens(engine, prompt, num_tokens, on_token=partial(_note_wait, run))
@@ -203,7 +203,7 @@ def _note_wait(run: Run, ms: float) -> None:
 
 
 def sample_memory(run: Run) -> None:
-    """Note what the parent holds, at most once a second."""
+    """Record the parent's memory, at most once a second."""
     if run.memory and run.elapsed_s - run.memory[-1][0] < _SAMPLE_S:
         return
     status = Path("/proc/self/status").read_text()
@@ -217,8 +217,8 @@ def sample_memory(run: Run) -> None:
 
 
 def growth_mib(run: Run) -> tuple[float, float]:
-    """How much the lines through the samples after warm-up rise over the time of the whole run:
-    of memory that no file stands behind, and of resident memory."""
+    """Rise of the linear fits after warm-up, over the time of the whole run: memory not backed by
+    files, and resident memory."""
     samples = [each for each in run.memory if each[0] >= WARM_UP_SHARE * run.elapsed_s]
     if len(samples) < 3:
         return 0.0, 0.0
@@ -228,11 +228,11 @@ def growth_mib(run: Run) -> tuple[float, float]:
 
 
 def soak(options: argparse.Namespace, settings: Settings, run: Run) -> dict[str, Any]:
-    """Disturb and generate until the time is over or Ctrl-C comes. Returns the record."""
+    """Disturb and generate until the time is over or Ctrl-C is pressed. Returns the record."""
     prompt = made_up_prompt(options.prompt_tokens)
     with Engine.open(settings=settings) as engine:
         expected = generate(engine, prompt, options.tokens, None)
-    # Once with daemons and undisturbed: what libraries open once and keep is nobody's leak.
+    # First with daemons and undisturbed: what libraries open once and keep is not a leak.
     calm = Run()
     with Engine.open(daemons=DAEMONS, settings=settings) as engine:
         for _ in range(3):
@@ -311,7 +311,7 @@ def _difference(token_ids: list[int], expected: list[int], run: Run) -> str:
 
 
 def _settled(settings: Settings, run: Run, before: Holdings | None) -> Holdings:
-    """What is held once nothing more is given back."""
+    """What is held once nothing more is released."""
     run_dir = Path(settings.run_dir)
     deadline_s = time.monotonic() + _SETTLE_S
     holdings = Holdings.now(run_dir, run.daemons)
@@ -333,7 +333,7 @@ def _is_alive(pid: int, born_s: float) -> bool:
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
-    """What does not hold, one line each; empty if all is well."""
+    """What failed, one line each; empty if nothing did."""
     faults = [f"wrong: {line}" for line in record["wrong"]]
     faults += [f"leaked: {count} {name}" for name, count in record["leaks"].items()]
     for kind, mib in record["growth_mib"].items():

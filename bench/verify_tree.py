@@ -33,7 +33,7 @@ PARENTS = [-1, 0, 0, 1, -1, 1, 2, 3, 3, 4, 7, 7, 10, 11, 0, 8, 15, 16, 16, 12, 1
 
 
 class TreeBench:
-    """One open file, begun with a prompt."""
+    """One open file with a prompt computed."""
 
     def __init__(self, engine: Engine, prompt: list[int], num_tokens: int) -> None:
         self._engine, self._parents = engine, PARENTS[:num_tokens]
@@ -42,7 +42,7 @@ class TreeBench:
         engine.prefill(prompt)
 
     def tree_s(self) -> float:
-        """Seconds of one pass, after which nothing counts."""
+        """Seconds of one pass, whose tokens are then dropped."""
         started_s = time.perf_counter()
         self._engine.verify(self._guesses, self._parents)
         return time.perf_counter() - started_s
@@ -58,7 +58,7 @@ class TreeBench:
 
 
 def measure(engine: Engine, num_prompt: int, *, num_tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each round, the two taken in turn; each owner's requests a layer and tree."""
+    """Seconds of each round, the two alternating; each owner's requests a layer and tree."""
     random = np.random.default_rng(0)
     prompt = [int(i) for i in random.integers(0, engine.spec.vocab_size, num_prompt)]
     before = _requests(engine)
@@ -76,7 +76,7 @@ def measure(engine: Engine, num_prompt: int, *, num_tokens: int, rounds: int) ->
 
 
 def _requests(engine: Engine) -> dict[str, int]:
-    """For trees so far, by owner."""
+    """Requests for trees so far, by owner."""
     return {
         name: owner.phases[Phase.VERIFY].requests
         for name, owner in engine.stats().owners.items()

@@ -1,8 +1,7 @@
 """What comparing weights costs: blocks of a large file, warm and cold, by one process and by two at
-once; and what decoding loses while the full digest of the file is made in its background.
+once; and how much slower decoding is while the file's full digest is made in the background.
 
-The model is any GGUF file that is large enough to say something. Its pages are taken out of the
-system's cache for the cold figures.
+The model is any large GGUF file. For the cold figures its pages are evicted from the page cache.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ EXAMPLES = """examples:
 
 
 def seconds_of_blocks(model: Path, nonces: list[bytes]) -> list[float]:
-    """Time of an answer about all experts, for one nonce after the other."""
+    """Times of answers about all experts, one for each nonce."""
     found = []
     with GgufFile.open(model) as file:
         moe = adapter_for(file).read_spec(file).moe
@@ -53,7 +52,7 @@ def seconds_of_blocks(model: Path, nonces: list[bytes]) -> list[float]:
 
 
 def forget(model: Path) -> None:
-    """Take the file out of the system's cache."""
+    """Evict the file from the page cache."""
     with GgufFile.open(model) as file:
         for path in file.shard_paths:
             descriptor = os.open(path, os.O_RDONLY)
@@ -62,7 +61,7 @@ def forget(model: Path) -> None:
 
 
 def by_two_processes(model: Path, nonce: bytes, rounds: int) -> list[float]:
-    """Times of the slower one of two processes that hash the same blocks at once."""
+    """Times of the slower of two processes that hash the same blocks at once."""
     command = [sys.executable, "-m", "bench.weight_check", "--model", str(model), "--nonce"]
     roots = (*package_roots(_PACKAGES), ROOT)
     found = []
@@ -89,7 +88,7 @@ def by_two_processes(model: Path, nonce: bytes, rounds: int) -> list[float]:
 
 
 def answer_when_told(model: Path, nonce: bytes) -> None:
-    """One of those two."""
+    """One of the two processes."""
     with GgufFile.open(model) as file:
         moe = adapter_for(file).read_spec(file).moe
         check, owned = WeightCheck(file, moe), every_expert(moe)
@@ -101,7 +100,7 @@ def answer_when_told(model: Path, nonce: bytes) -> None:
 
 
 def decode_ratios(model: Path, rounds: int) -> list[float]:
-    """Tokens per second with the digest of the model made in the background, by those without."""
+    """Tokens per second while the model's digest is made in the background, over those without."""
     weight_check._DIGEST_AFTER_S = 0.0
     ratios = []
     with Engine.open(threads=os.cpu_count()) as engine:
@@ -121,7 +120,7 @@ def decode_ratios(model: Path, rounds: int) -> list[float]:
 
 
 def tokens_per_s(engine: Engine) -> float:
-    """Of the demo model, for some seconds."""
+    """Rate of the demo model over some seconds."""
     started_s, num_tokens = time.perf_counter(), 0
     while (elapsed_s := time.perf_counter() - started_s) < _SPAN_S:
         num_tokens += sum(1 for _ in engine.generate(made_up_prompt(8), 64, ignore_eos=True))

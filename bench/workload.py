@@ -1,7 +1,4 @@
-"""Expert work of one layer: hidden rows, routing, weights; the same for all sides, by its seed.
-
-Knows nothing of who computes it.
-"""
+"""Expert work of one layer: hidden rows, routing, weights; the same for all sides, by seed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 from dflash_protocol.ids import F32Array, I32Array
 
 _ZIPF_EXPONENT = 0.65
-"""Gives 512 tokens over 128 experts about 250 tokens at the fullest and a median of 22."""
+"""With 512 tokens over 128 experts the fullest gets about 250 tokens, the median 22."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +47,9 @@ def make_work(
     num_used: int,
     seed: tuple[int, ...],
 ) -> Work:
-    """Random work. One token draws its experts evenly; several draw them zipf-skewed.
+    """Random work. One token draws its experts uniformly; several draw them zipf-skewed.
 
-    Text sends many tokens of a chunk to few experts; which ones these are is random.
+    Text sends many tokens of a chunk to few experts; which ones is random.
     """
     random = np.random.default_rng((*seed, layer_index, num_tokens))
     chances = np.ones(num_experts)

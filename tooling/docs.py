@@ -1,6 +1,6 @@
 """`make docs`: tables in docs/ are written from the code.
 
-A document marks where one stands, and says all else itself::
+A document marks where each table goes; the rest is its own text::
 
     <!-- begin: settings -->
     <!-- end: settings -->
@@ -30,10 +30,9 @@ _REGION = re.compile(
 
 
 def filled(text: str) -> str:
-    """A document with each of its tables as the code has it now.
+    """A document with each of its tables generated from the code.
 
-    Raises: KeyError for a table that does not exist; ValueError for a line of a program that is not
-    explained.
+    Raises: KeyError for an unknown table; ValueError for a logged line without an explanation.
     """
     return _REGION.sub(
         lambda found: f"{found['begin']}{_TABLES[found['name']]()}\n{found['end']}", text
@@ -41,7 +40,7 @@ def filled(text: str) -> str:
 
 
 def names_of(text: str) -> list[str]:
-    """Tables that a document has."""
+    """Names of a document's tables."""
     return [found["name"] for found in _REGION.finditer(text)]
 
 
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     stale = {path: new for path, text in texts.items() if (new := filled(text)) != text}
     for path, text in stale.items():
         if options.check:
-            print(f"{path.relative_to(ROOT)} is not what the code says: run make docs")
+            print(f"{path.relative_to(ROOT)} is out of date: run make docs")
         else:
             path.write_text(text)
     return 1 if options.check and stale else 0

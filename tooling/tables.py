@@ -1,6 +1,6 @@
-"""Tables of the documents that say what the code says: settings, lines, errors, events, metrics.
+"""Tables of the documents, generated from the code: settings, log lines, errors, events, metrics.
 
-Each is a text in Markdown, made from the code alone.
+Each is Markdown text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _setting(knob: Knob) -> tuple[str, ...]:
 
 
 def log_lines() -> str:
-    """Every line that is logged at level INFO or above, or said on stderr."""
+    """Every line logged at level INFO or above, or written to stderr."""
     return _table(
         ("line", "level", "of", "what it means, what to do"),
         (
@@ -81,7 +81,7 @@ def events() -> str:
 
 
 def metrics() -> str:
-    """Every metric of ours, without the prefix of their names."""
+    """Every metric, without the common prefix."""
     rows = []
     for family in metric_families():
         labels = {label: None for sample in family.samples for label in sample.labels}
@@ -95,7 +95,7 @@ def metrics() -> str:
 
 
 def metric_families() -> Iterator[Metric]:
-    """All that a server has, each with every label that it may have."""
+    """All metrics of a server, each with all of its labels."""
     metrics, owner = Metrics(), OwnerStats(OwnerKind.DAEMON, num_experts=1)
     owner.of_phase(Phase.DECODE).round_trips.add(1e-3)
     stats = EngineStats(owners={"cpu": owner}, events=[], selections={})
@@ -111,9 +111,9 @@ def metric_families() -> Iterator[Metric]:
 
 
 def merged(lines: Iterable[Line]) -> list[Line]:
-    """One line for all places that write the same, sorted by their texts.
+    """One line for all places that write the same text, sorted.
 
-    Raises: ValueError for a line whose meaning is said nowhere, or in several places.
+    Raises: ValueError for a line that is explained nowhere, or in several places.
     """
     places: dict[str, list[Line]] = {}
     for line in lines:

@@ -49,13 +49,13 @@ class Line:
     text: str
     """Words in capitals, and ``…``, stand for values."""
     pattern: str
-    """The same with ``…`` for every value: places with the same pattern write the same line."""
+    """The text with ``…`` for every value: places with the same pattern write the same line."""
     level: str
     """``info``, ``warning``, ``error``, ``any`` or SAID; empty for an error."""
     program: str
-    """``parent``, ``daemon``, ``both``, or empty if neither folder nor comment says it."""
+    """``parent``, ``daemon``, ``both``, or empty if neither folder nor comment tells."""
     meaning: str
-    """Empty if no comment says it here."""
+    """Empty if no comment explains it at this place."""
     where: str
     """File and line."""
 
@@ -73,11 +73,11 @@ def sources() -> Iterator[Path]:
 
 
 def lines_of(path: Path, *, root: Path = ROOT) -> Iterator[Line]:
-    """Lines that a module may log at level INFO or above or say on stderr, and its documented
-    errors. `root` is the folder that holds those of the packages.
+    """Lines that a module may log at level INFO or above or write to stderr, and its documented
+    errors. `root` is the folder with the packages' folders.
 
-    Raises: ValueError for a logger call whose text is not written where it is called, and for a
-    comment that documents nothing.
+    Raises: ValueError for a logger call whose text is not written at the call, and for a comment
+    that documents nothing.
     """
     source = path.read_text()
     tree = ast.parse(source)
@@ -109,7 +109,7 @@ def lines_of(path: Path, *, root: Path = ROOT) -> Iterator[Line]:
 
 
 def _strings(tree: ast.Module) -> list[tuple[int, tuple[str, str]]]:
-    """Where each string and f-string of a module begins, and its text, in their order."""
+    """Line number and text of each string and f-string of a module, in order."""
     nodes = list(ast.walk(tree))
     joined = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     parts = {part for whole in joined for part in ast.walk(whole) if part is not whole}
@@ -122,7 +122,7 @@ def _strings(tree: ast.Module) -> list[tuple[int, tuple[str, str]]]:
 
 
 def _remarks(source: str) -> dict[int, _Remark]:
-    """Comments that say what a line means, by the number of the line of code below each."""
+    """Comments that explain a line, by the number of the code line below each."""
     remarks: dict[int, _Remark] = {}
     lines = iter(enumerate(source.splitlines(), start=1))
     for _, line in lines:
@@ -138,7 +138,7 @@ def _remarks(source: str) -> dict[int, _Remark]:
 
 
 def _program(module: Path) -> str:
-    """The program that a module is a part of; empty if of both, or of either."""
+    """The program that a module belongs to; empty if both."""
     _, package, *folders = module.parts
     if package == "dflash_daemon":
         return "daemon"
@@ -146,7 +146,7 @@ def _program(module: Path) -> str:
 
 
 def _logged(call: ast.Call, level: str, tree: ast.Module) -> tuple[str, str] | None:
-    """Text and pattern of a logger call; None if they are not written there."""
+    """Text and pattern of a logger call; None if they are not written at the call."""
     template, *values = call.args[1:] if level == ANY else call.args
     if isinstance(template, ast.Constant) and template.value == "%s" and len(values) == 1:
         return _text_of(_resolved(values[0], tree))
@@ -187,7 +187,7 @@ def _text_of(node: ast.expr) -> tuple[str, str] | None:
 
 
 def _value_name(node: ast.expr | None, is_number: bool = False) -> str:
-    """A word in capitals for what is put into a text; ``…`` if nothing tells what it is."""
+    """A word in capitals for a value in a text; ``…`` if it has no name."""
     match node:
         case _ if is_number:
             return "N"
@@ -223,8 +223,8 @@ def _level_of(call: ast.Call) -> str:
 
 
 def _said(call: ast.Call) -> ast.expr | None:
-    """What a call writes to stderr as a line of ours: one that begins with the program's name, or
-    that is handed to what puts the name before it. None for any other call."""
+    """What a call writes to stderr as one of our lines: one that starts with the program's name, or
+    that is passed to a function that adds it. None for any other call."""
     if not call.args:
         return None
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
@@ -237,7 +237,7 @@ def _said(call: ast.Call) -> ast.expr | None:
 
 
 def _resolved(node: ast.expr, tree: ast.Module) -> ast.expr:
-    """The node, or what a variable of its name is set to somewhere in the module."""
+    """The node, or the value that a variable of its name is set to somewhere in the module."""
     if isinstance(node, ast.Name):
         for each in ast.walk(tree):
             match each:

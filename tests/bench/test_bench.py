@@ -1,4 +1,4 @@
-"""What the benches measure with: order and quiet of rounds, gaps, savings, and imposed daemons."""
+"""How benches measure: order and quiet of rounds, gaps, savings, and handicapped daemons."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ WANTED = {name for name, text in FILES.items() if text != "not needed\n"} - {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Sources as they lie in the sdist."""
+    """Sources as laid out in the sdist."""
     top = tmp_path / "vendor" / "llama.cpp"
     for name, text in FILES.items():
         (top / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def test_a_variant_with_cuda_has_its_libraries_before_those_that_need_them() -> 
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A toolkit of which only the compiler is there, called by a script elsewhere."""
+    """A toolkit with a compiler only, called by a script in another folder."""
     toolkit = tmp_path / "toolkit"
     (toolkit / "bin").mkdir(parents=True)
     scripts = tmp_path / "scripts"
@@ -211,7 +211,7 @@ def test_a_peer_that_is_not_built_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    """llama.cpp as a wheel has it, which is called as a build of ours is."""
+    """llama.cpp from the wheel, with the same functions as our builds."""
     opened = open_wheel()
     declare(opened, DEVICE_CALLS)
     declare(opened, REGISTRY_CALLS)
@@ -270,7 +270,7 @@ def test_experts_go_where_they_are_sent(
     for placement in (Placement(experts_on="CUDA7"), Placement(layers_on=("CPU", "CUDA7"))):
         with pytest.raises(PeerError, match="no device CUDA7"):
             load_model(library, model_path, placement)
-    # The pattern is one of llama.cpp's: what is none keeps the file from being loaded.
+    # llama.cpp compiles the pattern: with an invalid one the file does not load.
     monkeypatch.setattr(peer_model, "_EXPERT_TENSORS", b"(")
     with pytest.raises(PeerError, match="does not load"):
         load_model(library, model_path, Placement(experts_on="CPU"))

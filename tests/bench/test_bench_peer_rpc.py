@@ -99,7 +99,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_here(program: str, model_path: Path) -> subprocess.CompletedProcess[str]:
     arguments = (str(BUILD), str(model_path), str(BLOCK_32_SHAPE.vocab_size))
-    # What llama.cpp says of where it aborted is a debugger's, on stdout.
+    # llama.cpp prints a debugger's backtrace of its abort on stdout.
     return run_python("-c", program, *arguments, GGML_NO_BACKTRACE="1")
 
 

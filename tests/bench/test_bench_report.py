@@ -1,4 +1,4 @@
-"""What benches keep of their results: the spread of samples or all of them, in short files."""
+"""What benches save of their results: the spread of samples or all of them, in short files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ VARIANTS = [KernelVariant(file, {"N": number}) for file in ("a.cu", "b.cu") for 
 
 
 def compilers(complaint: str = "") -> Compiler:
-    """One that has this to say of every variant."""
+    """A compiler with this complaint about every variant."""
     return Compiler("fake", lambda variant, target: complaint, TARGETS, lambda *_: complaint)
 
 
@@ -105,7 +105,7 @@ def test_a_complaint_is_a_failure(
 def test_compiling_none_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["--file", "nothing.cu"]) == 1
     monkeypatch.setattr(check_kernels, "all_variants", lambda: ())
-    assert main([]) == 1  # every kernel file is in nobody's variants
+    assert main([]) == 1  # every kernel file is in no list of variants
 
 
 def test_without_a_compiler_nothing_is_passed_over(

@@ -20,7 +20,7 @@ def test_tables_are_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert docs.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_a_stale_table_is_told_and_then_written(
+def test_a_stale_table_is_reported_and_then_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in docs.DOCS.glob("*.md"):
@@ -31,7 +31,7 @@ def test_a_stale_table_is_told_and_then_written(
     kept = stale.read_text()
     stale.write_text(kept.replace("| `--port` |", "| `--other` |"))
     assert docs.main(["--check"]) == 1
-    assert "operations.md is not what the code says: run make docs" in capsys.readouterr().out
+    assert "operations.md is out of date: run make docs" in capsys.readouterr().out
     assert docs.main([]) == 0
     assert stale.read_text() == kept
     stale.write_text("no tables")

@@ -1,6 +1,6 @@
-"""Compute backends: Ops and expert FFNs on a device.
+"""Compute backends: dense operations (Ops) and expert FFNs on one device.
 
-Knows nothing of placement, daemons or text.
+Independent of placement, daemons and text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which cores there are to compute on. Knows nothing of threads."""
+"""Which CPU cores this process may compute on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def usable_cores(topology: Path = _TOPOLOGY) -> list[int]:
-    """Numbers of the processors we may run on, one of each physical core, ascending.
+    """Processors that this process may run on, one of each physical core, ascending.
 
     A core's second hardware thread adds next to nothing to kernels that fill its units. Where the
-    system does not tell, every processor counts as a core.
+    system has no topology, every processor counts as a core.
     """
     allowed = sorted(os.sched_getaffinity(0))
     by_core: dict[str, int] = {}
@@ -29,9 +29,9 @@ def usable_cores(topology: Path = _TOPOLOGY) -> list[int]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Processors of a list such as ``0-3,8``.
+    """Parse a processor list such as ``0-3,8``.
 
-    Raises: SettingsError if it is no such list, or names a processor that we may not use.
+    Raises: SettingsError if it is malformed, or names a processor that this process may not use.
     """
     cores: set[int] = set()
     for part in text.split(","):
@@ -47,7 +47,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def share_of_cores(cores: list[int], part_idx: int, num_parts: int) -> list[int]:
-    """One part of the cores; with more parts than cores, parts share them."""
+    """One of `num_parts` parts of the cores; with more parts than cores, parts share them."""
     first = len(cores) * part_idx // num_parts
     end = max(first + 1, len(cores) * (part_idx + 1) // num_parts)
     return cores[first:end]

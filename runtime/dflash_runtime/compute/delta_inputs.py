@@ -1,7 +1,4 @@
-"""What a gated delta rule is computed from, as ops.Ops.delta_rule is given it.
-
-Knows nothing of how it is computed.
-"""
+"""The inputs of a gated delta rule, as passed to ops.Ops.delta_rule."""
 
 from __future__ import annotations
 
@@ -37,11 +34,11 @@ class DeltaInputs:
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
-        """Of the result."""
+        """Shape of the result."""
         return self.num_tokens, self.shape.num_value_heads, self.shape.value_dim
 
     def of(self, tokens: I32Array) -> DeltaInputs:
-        """Those of some tokens. Shapes: tokens [T]."""
+        """The inputs of some tokens. Shapes: tokens [T]."""
         return replace(
             self, mixed=self.mixed[tokens], alpha=self.alpha[tokens], beta=self.beta[tokens]
         )

@@ -1,7 +1,6 @@
-"""Opening the backend of a device: which module serves which kind, and why one cannot be used.
+"""Opens the backend of a device, or says why it cannot be used.
 
-The one place to plug a backend in; its libraries are imported only when it is asked for. Knows
-nothing of models.
+The one place where a backend is registered; its libraries are imported only when it is opened.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _CUPY = {
     DeviceKind.CUDA: {"CUDA 12": "cupy-cuda12x>=13,<15", "CUDA 13": "cupy-cuda13x>=13.6,<15"},
     DeviceKind.HIP: {"ROCm 7": "cupy-rocm-7-0>=14,<15"},
 }
-"""What pip installs for each, as our extras do. By this name it can be had wherever we came from:
-an extra of ours can be named only where pip finds us, which is not so in a clone."""
+"""Packages for pip, the same as in our extras. The extras themselves cannot be named: pip does not
+find this project by name in a clone."""
 
 
 def choose_device(device: Device | None) -> Device:
-    """The device that is asked for; of None, which asks for none, the CPU."""
+    """The given device; the CPU by default."""
     return CPU if device is None else device
 
 
@@ -43,9 +42,9 @@ def open_backend(
     cpu_tier: str = AUTO_TIER,
     cache_dir: str | None = None,
 ) -> ComputeBackend:
-    """The backend of a device, None = `choose_device`'s; the arguments are `make_backend`'s.
+    """Open the backend of a device, by default the CPU; for the arguments see `make_backend`.
 
-    Raises: SettingsError that says what to do if the device cannot be used.
+    Raises: SettingsError with advice if the device cannot be used.
     """
     device = choose_device(device)
     if device.kind is DeviceKind.CPU:
@@ -63,9 +62,9 @@ def open_backend(
 
 
 def why_unusable(kind: DeviceKind) -> str | None:
-    """Why this interpreter can use no device of a kind, and what to do; None if it may.
+    """Why this interpreter cannot use devices of a kind, with advice; None if it can.
 
-    Whether there is such a device is not asked.
+    Does not check that the machine has such a device.
     """
     if kind is DeviceKind.CPU:
         return None
@@ -88,16 +87,16 @@ def make_backend(
     cpu_tier: str = AUTO_TIER,
     cache_dir: str | None = None,
 ) -> ComputeBackend:
-    """A backend of the CPU by name; ``auto`` is ``cpu`` where its kernels run, else ``reference``.
+    """Make a CPU backend by name; ``auto`` is ``cpu`` where its kernels run, else ``reference``.
 
-    `num_threads` defaults to the physical cores we may use; `cpu_tier`, one of settings.CPU_TIERS,
-    holds for all CPU backends of the process. What is compiled for the backend is kept in
-    `cache_dir`, as `settings.cache_folder` has it.
-    Raises: SettingsError if the backend that was asked for cannot work on this machine.
+    `num_threads` defaults to the usable physical cores; `cpu_tier`, one of settings.CPU_TIERS,
+    applies to all CPU backends of the process. Compiled kernels are kept in `cache_dir` (see
+    `settings.cache_folder`).
+    Raises: SettingsError if the named backend does not work on this machine.
     """
     if name is not BackendName.REFERENCE:
         try:
-            import numba  # noqa: F401 - first, for it is what people install
+            import numba  # noqa: F401 - first, so that the error names what is to be installed
 
             from dflash_runtime.compute.cpu import CpuBackend
             from dflash_runtime.compute.cpu.compile.tiers import choose_tier
@@ -118,7 +117,7 @@ def make_backend(
 
 
 def _reference(reason: str = "") -> ComputeBackend:
-    """The reference backend; `reason` says why it is not a faster one."""
+    """The reference backend; `reason` says why a faster one was not used."""
     from dflash_runtime.compute.reference import ReferenceBackend
 
     if reason:

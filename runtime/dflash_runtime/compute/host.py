@@ -1,7 +1,4 @@
-"""What all backends that compute in the host's memory have in common.
-
-Knows nothing of how they compute.
-"""
+"""What all backends that compute in host memory have in common."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, 
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
-"""Kernels that are compiled beforehand need no more to be tried."""
+"""Enough of a trial for kernels that are compiled ahead."""
 
 
 class HostBackend:
-    """The part of backend.ComputeBackend that says that there is no device."""
+    """The methods of backend.ComputeBackend that only a device needs, without one."""
 
     is_host = True
     mover = None
@@ -42,7 +39,7 @@ class HostBackend:
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
     ) -> None:
-        """Nothing: weights are read from the file when they are used."""
+        """Do nothing: weights are read from the file when they are used."""
 
     def to_host(self, rows: AnyArray) -> F32Array:
         return rows
@@ -56,7 +53,7 @@ class HostBackend:
     def moe(
         self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
     ) -> None:
-        """None: rows are where the host computes."""
+        """Return None: rows are already on the host."""
 
     def captured_step(
         self,
@@ -66,7 +63,7 @@ class HostBackend:
         *,
         remote: RemoteExperts,
     ) -> None:
-        """None: there is nothing to record for."""
+        """Return None: nothing is captured on a host."""
 
     @property
     def mail(self) -> None:
@@ -75,8 +72,8 @@ class HostBackend:
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
-        """Nothing: weights are where the host computes."""
+        """Do nothing: weights are already on the host."""
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        """None: the host sees what is chosen."""
+        """Return nothing: the host does the routing."""
         return {}

@@ -1,8 +1,7 @@
-"""What an interpreter and its machine have to compute with: versions, processors, devices.
+"""What an interpreter and its machine offer for computing: versions, processors, devices.
 
-Also a program of its own, whose source ``dflash-moe doctor`` hands to launchers that may lack our
-packages or be too old for them: at import it needs the standard library alone. Knows nothing of
-what was asked for.
+Also a program by itself: ``dflash-moe doctor`` passes its source to launchers whose interpreters
+may lack our packages or have older ones, so importing it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _NEEDED = ("numpy", "zmq", "msgpack", "psutil", "gguf")
 
 
 def inventory() -> dict[str, object]:
-    """Facts as JSON can hold them; a reason stands where something cannot be used.
+    """Facts for JSON, with a reason wherever something cannot be used.
 
-    ``backends`` and ``transports`` map each to None if it can be used, else to why not; for GPUs
-    ``gpus`` says which there are, and ``drivers`` who is asked about them.
+    ``backends`` and ``transports`` map each name to None if it can be used, else to why not;
+    ``gpus`` lists GPUs, and ``drivers`` the drivers that were asked for them.
     """
     backends, tier = _backends()
     gpus, why_no_gpu = _gpus()
@@ -65,30 +64,30 @@ def _packages() -> dict[str, str]:
             continue
     for distribution in metadata.distributions():
         name = str(distribution.metadata["Name"] or "")
-        if name.lower().startswith("cupy"):  # one name a vendor and version
+        if name.lower().startswith("cupy"):  # named by vendor and version
             found[name] = distribution.version
     return found
 
 
 def _backends() -> tuple[dict[str, str | None], str | None]:
-    """Backends with why not, and the CPU kernels' tier."""
+    """Backends with the reason why not, and the CPU kernels' tier."""
     backends: dict[str, str | None] = {"reference": _why_no_daemon(), "cpu": None}
     backends["cpu"] = backends["reference"]
     if backends["cpu"] is not None:
         return backends, None
     try:
-        importlib.import_module("numba")  # first, for it is what people install
+        importlib.import_module("numba")  # first, so that the reason names what is to be installed
         from dflash_protocol.errors import DflashError
         from dflash_protocol.settings import load_settings
         from dflash_runtime.compute.cpu.compile.tiers import choose_tier
-    except Exception as error:  # whatever libraries raise that do not go together
+    except Exception as error:  # incompatible libraries raise anything
         backends["cpu"] = _reason(error)
         return backends, None
     try:
         settings = load_settings()
         try:
             return backends, str(choose_tier(settings.cpu_tier, settings.cache_dir))
-        except TypeError:  # older packages of ours find the folder for themselves
+        except TypeError:  # older versions of our packages find the folder themselves
             return backends, str(choose_tier(settings.cpu_tier))
     except DflashError as error:
         backends["cpu"] = str(error)
@@ -96,14 +95,14 @@ def _backends() -> tuple[dict[str, str | None], str | None]:
 
 
 def _gpu_backends(why_no_daemon: str | None) -> dict[str, str | None]:
-    """For each kind of GPU that there may be, why no daemon can use it. There may be none."""
+    """For each kind of GPU, why a daemon cannot use it. Does not check that there is one."""
     kinds = ("cuda", "hip")
     if why_no_daemon is not None:
         return dict.fromkeys(kinds, why_no_daemon)
     try:
         from dflash_protocol.device import DeviceKind
         from dflash_runtime.compute.devices import why_unusable
-    except ImportError as error:  # older packages of ours
+    except ImportError as error:  # older versions of our packages
         return dict.fromkeys(kinds, _reason(error))
     return {kind: why_unusable(DeviceKind(kind)) for kind in kinds}
 
@@ -149,7 +148,7 @@ def _num_processors() -> int:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes in all and to be had."""
+    """Total and available bytes."""
     names = {"MemTotal": "total_bytes", "MemAvailable": "free_bytes"}
     found = {}
     for line in _lines("/proc/meminfo"):
@@ -168,7 +167,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _gpus() -> tuple[list[dict[str, object]], str | None]:
-    """Devices that CuPy sees, and why there are none."""
+    """GPUs that CuPy sees, and why there are none."""
     try:
         cupy = importlib.import_module("cupy")
     except Exception as error:
@@ -196,7 +195,7 @@ def _gpus() -> tuple[list[dict[str, object]], str | None]:
 
 
 def _gpus_of_drivers() -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
-    """Drivers by kind, and the GPUs they see, whether CuPy does or not."""
+    """Drivers by kind, and the GPUs that they see, whether or not CuPy does."""
     drivers: dict[str, dict[str, object]] = {}
     gpus: list[dict[str, object]] = []
     try:
@@ -205,7 +204,7 @@ def _gpus_of_drivers() -> tuple[dict[str, dict[str, object]], list[dict[str, obj
         from dflash_runtime.compute.gpu.device.devices import VENDORS, describe_gpus
         from dflash_runtime.compute.gpu.device.driver import open_driver
         from dflash_runtime.compute.gpu.device.rtc import runtime_compiler
-    except ImportError:  # not our packages, or older ones
+    except ImportError:  # our packages are missing or older
         return drivers, gpus
     for kind, vendor in VENDORS.items():
         found, why_none = describe_gpus(DeviceKind(kind))
@@ -242,7 +241,7 @@ def _gpus_of_drivers() -> tuple[dict[str, dict[str, object]], list[dict[str, obj
 def _merged(
     seen: list[dict[str, object]], described: list[dict[str, object]]
 ) -> list[dict[str, object]]:
-    """GPUs as drivers describe them; what CuPy does not see cannot be used."""
+    """Merge GPUs as the drivers describe them; one that CuPy does not see cannot be used."""
     by_device = {gpu["device"]: gpu for gpu in seen}
     for gpu in described:
         if gpu["device"] not in by_device:

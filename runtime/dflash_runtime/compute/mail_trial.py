@@ -1,6 +1,6 @@
-"""What a trial of a mailbox finds: round trips of words that both sides can work out.
+"""Results of a mailbox trial: round trips of words that both sides can compute.
 
-Knows nothing of devices: `backend.DeviceMail` gives a trial, `tools.doctor_mailbox` runs it.
+`backend.DeviceMail` makes a trial, `tools.doctor_mailbox` runs it.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ import numpy as np
 from dflash_protocol.ids import I64Array
 
 TRIAL_GENERATION = 0
-"""Of memory for a trial."""
+"""Generation number of memory for a trial."""
 
 _BINS_OF_OCTAVE = 64
 _NUM_BINS = 63 * _BINS_OF_OCTAVE
 
 
 class Medium(StrEnum):
-    """Memory that the lines of a mailbox lie in."""
+    """Memory that a mailbox's lines lie in."""
 
     HOST = "host memory"
     DEVICES = "device memory"
 
 
 class FaultKind(IntEnum):
-    """What can be wrong with a word, or, of MISSING, with a line; as mailbox_probe.cu has it."""
+    """What can be wrong with a word, or, for MISSING, with a line; as in mailbox_probe.cu."""
 
     WRONG = 0
-    """Nobody sent it, or nobody sent its check."""
+    """The word, or its check word, was never sent."""
     TORN = 1
-    """It stood, for a time or for good, beside the check of another."""
+    """The word was seen, briefly or for good, with another word's check."""
     STALE = 2
-    """It had come, and was again what it was a round ago when it was looked at once more."""
+    """The word had arrived, and a second read returned the previous round's."""
     MISSING = 3
-    """It has not come in time."""
+    """It did not arrive in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One word that was not what it should be, or its check; of MISSING these are epochs."""
+    """One word, or its check word, that was wrong; for MISSING `expected` and `found` are
+    epochs."""
 
     kind: FaultKind
     round_number: int
-    """Of the trial's in this medium, from 0."""
+    """Round in this medium, from 0."""
     line: int
     word: int
     expected: int
@@ -56,14 +57,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What one side has found in what the other sent."""
+    """Faults that one side found in what the other sent."""
 
     counts: Mapping[FaultKind, int]
     first: Fault | None = None
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Number of faults of all kinds."""
         return sum(self.counts.values())
 
     def __add__(self, later: Faults) -> Faults:
@@ -76,7 +77,7 @@ NO_FAULTS = Faults({})
 
 @dataclass(frozen=True, slots=True)
 class TrialBatch:
-    """Round trips that followed each other. Shapes: trips_ns [N], of those that were answered."""
+    """Consecutive round trips. Shapes: trips_ns [N], those that were answered."""
 
     trips_ns: I64Array
     in_requests: Faults
@@ -84,37 +85,37 @@ class TrialBatch:
 
 
 class MailTrial(Protocol):
-    """The asking side of a mailbox with another process, which answers everything."""
+    """The asking side of a mailbox trial; another process answers."""
 
     def begin(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
-        """Wait until the other side is ready, and see which memory can be used; `is_live` says,
-        from now on, whether there is another side.
+        """Wait until the other side is ready, and find which memory can be used; from now on
+        `is_live` says whether the other side still runs.
 
-        Raises: DaemonUnavailable if there is none; SettingsError if it has the same device.
+        Raises: DaemonUnavailable if it does not; SettingsError if it has the same device.
         """
 
     @property
     def media(self) -> tuple[Medium, ...]:
-        """Those that both devices see."""
+        """Media that both devices see."""
 
     @property
     def why_not(self) -> str:
-        """Why devices' memory cannot be used; empty if it can."""
+        """Why device memory cannot be used; empty if it can."""
 
     def run(self, medium: Medium, num_rounds: int, *, longest_pause_us: float) -> TrialBatch:
-        """So many round trips. With a pause either side waits before it sends, for some time up to
-        that, and looks at everything twice.
+        """Run `num_rounds` round trips. With a pause each side waits up to `longest_pause_us`
+        before it sends, and reads everything twice.
 
-        Raises: DaemonUnavailable if the other side does not answer at all.
+        Raises: DaemonUnavailable if the other side never answers.
         """
 
     def close(self) -> None:
-        """Give back what is shared."""
+        """Free the shared memory."""
 
 
 @dataclass(slots=True)
 class TripTimes:
-    """How long round trips took, however many, in bins of 1.1 %."""
+    """A histogram of round-trip times, any number of them, in bins of 1.1 %."""
 
     longest_ns: int = 0
     bins: I64Array = field(default_factory=lambda: np.zeros(_NUM_BINS, np.int64))
@@ -124,7 +125,7 @@ class TripTimes:
         if not trips_ns.size:
             return
         self.longest_ns = max(self.longest_ns, int(trips_ns.max()))
-        # A clock that ticks seldom may say that no time has passed.
+        # A coarse clock may report 0.
         places = np.floor(np.log2(np.maximum(trips_ns, 1)) * _BINS_OF_OCTAVE).astype(np.int64)
         self.bins += np.bincount(places, minlength=_NUM_BINS)
 
@@ -133,14 +134,15 @@ class TripTimes:
         return int(self.bins.sum())
 
     def quantile_us(self, share: float) -> float:
-        """That many, of 1, took no longer, to within 1.1 %; 0 if there are none."""
+        """Time that a fraction `share` of the trips did not exceed, to within 1.1 %; 0 without
+        trips."""
         if not self.num_trips:
             return 0.0
         place = int(np.searchsorted(np.cumsum(self.bins), share * self.num_trips))
         return min(2 ** ((place + 1) / _BINS_OF_OCTAVE), self.longest_ns) * 1e-3
 
     def rows(self) -> list[tuple[float, float, int]]:
-        """A histogram: from, to, in microseconds, and how many; four rows an octave at most."""
+        """The histogram as (from, to, count), in microseconds; at most four rows an octave."""
         (used,) = np.nonzero(self.bins)
         if not used.size:
             return []

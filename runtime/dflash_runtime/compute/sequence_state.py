@@ -1,8 +1,8 @@
-"""What caches in host memory keep of a sequence besides keys and values, and how it is taken up.
+"""Per-sequence state of host caches besides keys and values, and how a sequence is resumed.
 
-Rows of keys and values are one for each position, and are overwritten when other tokens come. A
-recurrent layer has one state instead, that of the positions computed last: to go on from fewer of
-them it must have been kept. Knows nothing of what a state's values mean.
+Keys and values have one row for each position, overwritten when other tokens come. A recurrent
+layer has a single state, after the positions computed last: resuming from fewer positions needs a
+checkpoint of it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dflash_runtime.compute.trees import Tree
 
 
 class LayerState:
-    """One recurrent layer's state, in one piece and whatever order its backend wants.
+    """One recurrent layer's state, as one array whose layout the backend chooses.
 
-    Its two parts are computed one after the other: a step that was interrupted may have brought
-    only one of them further.
+    Its two parts (convolution, delta rule) are updated one after the other: an interrupted step may
+    have advanced only one.
     """
 
     __slots__ = ("conv_positions", "delta_positions", "values")
@@ -36,16 +36,16 @@ class LayerState:
 
     @property
     def num_positions(self) -> int:
-        """Positions that both parts stand for; -1 if they differ."""
+        """Positions that both parts have seen; -1 if they differ."""
         return self.conv_positions if self.conv_positions == self.delta_positions else -1
 
     def copy(self, source: F32Array, target: F32Array, num_positions: int) -> None:
-        """From values of such a state to others, all that counts after so many positions."""
+        """Copy the values that matter after `num_positions` from one such state to another."""
         np.copyto(target, source)
 
 
 def begin_of(positions: I32Array, kept: int) -> int:
-    """The first of positions that ascend by one and go on from so many, or begin anew.
+    """The first of ascending positions, which must be 0 or `kept`, the number computed so far.
 
     Shapes: positions [T], at least one.
     Raises: CheckpointMissing.
@@ -60,7 +60,7 @@ def begin_of(positions: I32Array, kept: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSnapshot:
-    """Implements ops.Snapshot: a copy of every layer's values, and of rows that are a window's."""
+    """Implements ops.Snapshot: a copy of every layer's state, and of sliding-window rows."""
 
     num_positions: int
     values: tuple[F32Array, ...]
@@ -73,26 +73,26 @@ class StateSnapshot:
 
 
 class SequenceState:
-    """The part of ops.KvCache that is about going on; caches of keys and values derive from it."""
+    """The part of ops.KvCache that resumes sequences; base class of the K/V caches."""
 
     def __init__(
         self, recurrent: Sequence[LayerState] = (), windows: Sequence[WindowRows] = ()
     ) -> None:
         self.recurrent = list(recurrent)
         self.windows = list(windows)
-        """Which rows each layer of keys and values has."""
+        """Which rows each K/V layer has."""
         self.tree: Tree | None = None
-        """What is being computed is this instead of tokens that follow each other: no state changes
-        but the rows after the last token that counts."""
+        """The tree being computed, if any: it changes no state except rows after the last accepted
+        token."""
 
     @property
     def state_bytes(self) -> int:
-        """Memory of recurrent layers."""
+        """Memory of the recurrent layers' states."""
         return sum(state.values.nbytes for state in self.recurrent)
 
     @contextmanager
     def branching(self, tree: Tree) -> Iterator[None]:
-        """As trees.BranchingCache.branching."""
+        """Compute operations within the context on a tree (trees.BranchingCache)."""
         if not self.can_resume(tree.position):
             raise CheckpointMissing(wanted=tree.position, kept=-1)
         self.tree = tree

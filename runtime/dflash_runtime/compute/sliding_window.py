@@ -1,6 +1,6 @@
-"""Rows of a layer's cache: of all positions, or, with a sliding window, of those still visible.
+"""Which rows a layer's K/V cache keeps: all positions, or the visible ones of a sliding window.
 
-In a window the row of position j is row ``j % num_rows``. Knows nothing of keys and values.
+In a sliding window the row of position j is row ``j % num_rows``.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from dflash_adapters.spec import Mask
 from dflash_protocol.errors import CheckpointMissing
 
 WINDOW_CHUNK = 512
-"""Tokens computed at once over a window, which holds them and all that the first of them sees."""
+"""Most tokens computed at once in a sliding window, which holds them and all that the first
+sees."""
 
 MOST_KEPT = 4
-"""Snapshots of a sequence that an engine keeps, each of which may be as large as all windows."""
+"""Checkpoints of a sequence that an engine keeps; each may be as large as all sliding windows."""
 
 _ROW_UNIT = 64
-"""A window's rows are a multiple of this: kernels take positions in whole blocks."""
+"""A sliding window's rows are a multiple of this: kernels read positions in whole blocks."""
 
 
 class Rows(Protocol):
-    """An array of rows, in whatever memory."""
+    """An array of rows, in host or device memory."""
 
     @property
     def nbytes(self) -> int: ...
 
 
 def num_rows(mask: Mask, capacity: int) -> int:
-    """Positions that there is room for, of a sequence of up to `capacity`."""
+    """Rows allocated for a sequence of up to `capacity` positions."""
     if mask.span is None:
         return capacity
-    in_window = -(-(mask.span - 1 + WINDOW_CHUNK) // _ROW_UNIT) * _ROW_UNIT
-    return min(capacity, in_window)
+    window_rows = -(-(mask.span - 1 + WINDOW_CHUNK) // _ROW_UNIT) * _ROW_UNIT
+    return min(capacity, window_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowSnapshot:
-    """A window's rows after so many positions; none of what is no window."""
+    """A sliding window's rows after `num_positions`; no rows for a layer without one."""
 
     num_positions: int
     first_kept: int
@@ -53,9 +54,9 @@ class WindowSnapshot:
 
 
 class WindowRows:
-    """Which positions one layer has rows of, in a sequence of up to `capacity`.
+    """Which positions one layer has rows of, in a sequence of up to `capacity` positions.
 
-    Arrays are numpy's, unless `empty_like` and `copy` know others.
+    Arrays are numpy's unless a subclass overrides `empty_like` and `copy`.
     """
 
     __slots__ = ("_first_kept", "_num_positions", "arrays", "is_window", "mask", "num_rows")
@@ -63,27 +64,27 @@ class WindowRows:
     def __init__(self, mask: Mask, capacity: int) -> None:
         self.mask = mask
         self.arrays: tuple[Rows, ...] = ()
-        """What the rows are kept in: whoever makes them says so."""
+        """The arrays of rows, set by the cache that allocates them."""
         self.num_rows = num_rows(mask, capacity)
         self.is_window = self.num_rows < capacity
-        """Else no row is ever overwritten by that of a later position."""
+        """Whether rows of later positions overwrite earlier ones."""
         self._first_kept = 0
         self._num_positions = 0
 
     def can_resume(self, num_positions: int) -> bool:
-        """Whether there still is all that a token after so many positions sees."""
+        """Whether all rows visible to a token after `num_positions` are still there."""
         return num_positions == 0 or self.mask.first_visible(num_positions) >= self._first_kept
 
     def require(self, num_positions: int) -> None:
-        """Raises: CheckpointMissing if it cannot be resumed after so many positions."""
+        """Raises: CheckpointMissing if the layer cannot resume after `num_positions`."""
         if not self.can_resume(num_positions):
             raise CheckpointMissing(wanted=num_positions, kept=self._num_positions)
 
     def snapshot(self, num_positions: int, instead_of: WindowSnapshot | None) -> WindowSnapshot:
-        """Keep what a token after so many positions sees, if it may be overwritten: in the memory
-        of a snapshot of this window, if one is given.
+        """Copy what a token after `num_positions` sees, if it can be overwritten; into the memory
+        of `instead_of`, a snapshot of the same window, if given.
 
-        Raises: CheckpointMissing if some of it is overwritten already.
+        Raises: CheckpointMissing if some of it is already overwritten.
         """
         self.require(num_positions)
         kept = self.arrays if self.is_window else ()
@@ -96,7 +97,7 @@ class WindowRows:
         return WindowSnapshot(num_positions, self._first_kept, copies)
 
     def restore(self, snapshot: WindowSnapshot) -> None:
-        """Have the rows that a snapshot of this window kept."""
+        """Restore the rows of a snapshot of this window."""
         for source, target in zip(snapshot.copies, self.arrays, strict=False):
             self.copy(target, source)
         if self.is_window:
@@ -104,10 +105,10 @@ class WindowRows:
         self._num_positions = snapshot.num_positions
 
     def parts(self, first_position: int, num_tokens: int) -> Iterator[slice]:
-        """Tokens of a chunk that are to be computed together, one part after the other: each part's
-        rows are written once its slice has been given.
+        """Split a chunk into slices of tokens to be computed in turn; the caller writes a slice's
+        rows when it gets it.
 
-        Raises: CheckpointMissing if what the first of them sees is gone.
+        Raises: CheckpointMissing if rows that the first token sees are gone.
         """
         self.begin(first_position)
         size = WINDOW_CHUNK if self.is_window else max(1, num_tokens)
@@ -117,19 +118,19 @@ class WindowRows:
             yield part
 
     def begin(self, num_positions: int) -> None:
-        """What is computed next comes after so many positions. Raises: CheckpointMissing."""
+        """Continue after `num_positions`. Raises: CheckpointMissing."""
         self.require(num_positions)
         if num_positions == 0:
             self._first_kept = 0
         self._num_positions = num_positions
 
     def advance(self, num_tokens: int) -> None:
-        """The rows of the next tokens are written, up to WINDOW_CHUNK of them."""
+        """Note that rows of the next tokens, up to WINDOW_CHUNK, are being written."""
         self._num_positions += num_tokens
         self._first_kept = max(self._first_kept, self._num_positions - self.num_rows)
 
     def empty_like(self, array: Any) -> Any:
-        """An array of the same kind, with anything in it."""
+        """A new uninitialised array of the same kind."""
         return np.empty_like(array)
 
     def copy(self, target: Any, source: Any) -> None:

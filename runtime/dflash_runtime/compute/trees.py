@@ -1,17 +1,15 @@
-"""Tokens that are computed at once although not all of them follow each other.
+"""Trees of draft tokens, verified in one pass.
 
-Each token of a tree follows its parent, one that stands before it, or the last token that counts:
+Each token's parent is an earlier token of the tree or, written -1, the last accepted token:
 
     positions   n - 1    n      n + 1   n + 2        parents  [-1, 0, 0, 1, -1]
                  …  ─┬─  0  ─┬─  1  ───  3           segments [0, 1, 3], [2], [4]
                      │       └─  2
                      └─  4
 
-Walked through depth first, every token finds what its ancestors have left at the positions before
-its own, if each overwrites what others have left at its position. A segment is a walk's part in
-which every token follows the one before it.
-
-Knows nothing of what layers keep, nor of what tokens are.
+In a depth-first walk where every token overwrites the cache at its position, each token finds its
+ancestors' rows at the positions before it. A segment is a run of the walk in which each token is
+the child of the one before it.
 """
 
 from __future__ import annotations
@@ -29,22 +27,22 @@ from dflash_protocol.ids import F32Array, I32Array
 MOST_NODES = 64
 
 OnAccept = Callable[[I32Array], None]
-"""Have a layer keep the tokens of a path, which are the next ones that count. Shapes: [L]."""
+"""Makes a layer keep the tokens of an accepted path. Shapes: [L]."""
 
 
 class Tree:
-    """Shapes: parents [W] int32, -1 for the last token that counts, which is before `position`."""
+    """Shapes: parents [W] int32, -1 for the last accepted token, which is before `position`."""
 
     def __init__(self, parents: I32Array, position: int) -> None:
-        """Raises: ValueError if a parent does not stand before its child, there are too many, or
-        none before them."""
+        """Raises: ValueError if a parent is not before its child, there are over MOST_NODES tokens,
+        or no token precedes the tree."""
         size = parents.size
         if position < 1:
-            raise ValueError("a tree goes on from a token")
+            raise ValueError("a tree needs at least one token before it")
         if parents.shape != (size,) or size > MOST_NODES:
-            raise ValueError(f"a tree has up to {MOST_NODES} tokens in a row, not {parents.shape}")
+            raise ValueError(f"parents have shape {parents.shape}, not [W] with W <= {MOST_NODES}")
         if bool((parents < -1).any() or (parents >= np.arange(size)).any()):
-            raise ValueError("a parent must stand before its children, or be -1")
+            raise ValueError("a parent must be -1 or an earlier token")
         self.parents = parents.astype(np.int32)
         self.position = position
         self._on_accept: list[OnAccept] = []
@@ -59,13 +57,13 @@ class Tree:
 
     @property
     def positions(self) -> I32Array:
-        """Where each token would stand if it counted. Shapes: [W]."""
+        """Each token's position in the sequence if it were accepted. Shapes: [W]."""
         positions: I32Array = self.position + self.depths
         return positions
 
     @cached_property
     def walk(self) -> I32Array:
-        """All tokens, depth first: children after their parent, the first one at once. [W]."""
+        """All tokens, depth first, children in order. Shapes: [W]."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents.tolist()):
             children.setdefault(parent, []).append(node)
@@ -79,14 +77,14 @@ class Tree:
 
     @cached_property
     def segments(self) -> list[I32Array]:
-        """Parts of the walk in which every token follows the one before it."""
+        """Runs of the walk in which each token is the child of the one before it."""
         walk = self.walk
         is_first = self.parents[walk[1:]] != walk[:-1]
         return np.split(walk, np.flatnonzero(is_first) + 1) if walk.size else []
 
     def ancestors(self, count: int) -> I32Array:
-        """Each token's last ancestors and itself; what stands before the tree as -1, -2, …, the
-        last token that counts first. Shapes: result [W, count]."""
+        """Each token's last `count` - 1 ancestors, then itself; tokens before the tree are -1, -2,
+        …, the last accepted token -1. Shapes: result [W, count]."""
         table = np.empty((self.parents.size, count), np.int32)
         for node, parent in enumerate(self.parents.tolist()):
             table[node, -1] = node
@@ -95,32 +93,34 @@ class Tree:
         return table
 
     def check_path(self, path: I32Array) -> None:
-        """Raises: ValueError unless each token follows the one before it, from -1 on. Shapes: path
-        [L]."""
+        """Raises: ValueError unless each token is the child of the one before it, from -1 on.
+
+        Shapes: path [L].
+        """
         before = -1
         for node in path.tolist():
             if not 0 <= node < self.parents.size or self.parents[node] != before:
-                raise ValueError(f"{path.tolist()} is not a way through the tree from its root")
+                raise ValueError(f"{path.tolist()} is not a path from the root of the tree")
             before = node
 
     def check_size(self, num_tokens: int) -> None:
-        """Raises: ValueError unless the tree has so many tokens."""
+        """Raises: ValueError unless the tree has `num_tokens` tokens."""
         if num_tokens != self.parents.size:
             raise ValueError(f"{num_tokens} tokens for a tree of {self.parents.size}")
 
     def keep(self, on_accept: OnAccept) -> None:
-        """To be called, in order, for the path that is accepted."""
+        """Register a callback for the accepted path; callbacks run in this order."""
         self._on_accept.append(on_accept)
 
     @property
     def kept(self) -> list[OnAccept]:
-        """What layers have wanted kept so far."""
+        """Callbacks registered so far."""
         return [*self._on_accept]
 
     def accept(self, path: I32Array) -> None:
-        """Have all layers keep a path's tokens. Shapes: path [L].
+        """Make all layers keep a path's tokens. Shapes: path [L].
 
-        Raises: as `check_path`.
+        Raises: ValueError as `check_path`.
         """
         self.check_path(path)
         if path.size:
@@ -130,7 +130,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeResult:
-    """What a model says of a tree's tokens. Shapes: next_token_ids [W], the argmax after each;
+    """A model's results for a tree. Shapes: next_token_ids [W], the argmax after each token;
     features, by layer id, [W, H]."""
 
     next_token_ids: I32Array
@@ -139,25 +139,25 @@ class TreeResult:
 
 @runtime_checkable
 class BranchingCache(Protocol):
-    """The part of a cache that lets trees be computed over it."""
+    """The part of a cache that trees are computed over."""
 
     def branching(self, tree: Tree) -> AbstractContextManager[None]:
-        """Within it operations compute the tokens of a tree, which goes on from where the sequence
-        is; afterwards it is there again, and the tree may be accepted.
+        """Compute operations within the context on a tree that starts at the sequence's end;
+        afterwards the sequence is unchanged, and a path of the tree may be accepted.
 
-        Raises: CheckpointMissing if the sequence is elsewhere.
+        Raises: CheckpointMissing if the sequence does not end where the tree starts.
         """
 
 
 Attend = Callable[[F32Array, F32Array, F32Array, I32Array], F32Array]
-"""Attention of tokens that follow each other: q, k, v, positions."""
+"""Attention of consecutive tokens: q, k, v, positions."""
 
 
 def attend_segments(
     tree: Tree, attend: Attend, out: F32Array, *, q: F32Array, k: F32Array, v: F32Array
 ) -> None:
-    """Attention of a tree's tokens: its segments one after the other, each over what its ancestors
-    have left behind. Shapes: q, out [W, heads, D]; k, v [W, kv_heads, D]."""
+    """Attention of a tree's tokens, segment by segment, each over its ancestors' rows in the cache.
+    Shapes: q, out [W, heads, D]; k, v [W, kv_heads, D]."""
     tree.check_size(q.shape[0])
     positions = tree.positions
     for part in tree.segments:

@@ -1,6 +1,6 @@
-"""ExpertCompute: what every owner of experts offers to the parent, and its counters.
+"""ExpertCompute, the interface of an owner of experts to the parent, and its counters.
 
-Knows nothing of routing: it gets a batch of its own experts and returns weighted sums.
+An owner gets batches of its own experts, already routed, and returns weighted sums.
 """
 
 from __future__ import annotations
@@ -36,50 +36,51 @@ class OwnerStats:
     kind: OwnerKind
     num_experts: int
     transport: str = ""
-    """How a daemon was reached last: ``stream`` or ``shared``."""
+    """How a daemon was last reached: ``stream`` or ``shared``."""
     device: str = ""
-    """What a daemon computes on, as it said; empty for this process."""
+    """The device that a daemon reports; empty for this process."""
     is_lost: bool = False
-    """A daemon that cannot be reached now."""
+    """Whether a daemon cannot be reached now."""
     requests: int = 0
     tokens: int = 0
     pairs: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0
-    """Time the parent stood still for this owner."""
+    """Time the parent waited for this owner."""
     restarts: int = 0
     retries: int = 0
-    """Batches of this owner that failed and were computed elsewhere."""
+    """Batches of this owner that failed and were computed by another one."""
     fallbacks: int = 0
-    """Those of them for which the fallback was needed, since no replica is left."""
+    """Retries that needed the fallback, since no replica was left."""
     checksum_failures: int = 0
-    """Requests that failed since they, or their reply, were damaged on the way."""
+    """Requests that failed because they, or their reply, were damaged in transit."""
     deadline_failures: int = 0
-    """Requests that failed since they took too long."""
+    """Requests that failed because they took too long."""
     not_finite: int = 0
-    """Requests whose reply was NaN or infinite though the rows were not; computed elsewhere."""
+    """Requests whose reply was NaN or infinite though the rows were not; recomputed by another
+    owner."""
     checked: int = 0
-    """Batches that were computed here too, and compared."""
+    """Batches that the parent computed too, and compared."""
     wrong_replies: int = 0
-    """Those of them that were wrong: the daemon is given up at the first."""
+    """Checked batches that were wrong: the daemon is dropped at the first."""
     stale: int = 0
-    """Messages that answered nothing that was waited for."""
+    """Messages that answered no pending request."""
     widened: int = 0
-    """Messages that went in a wide type since the negotiated one would not hold their values."""
+    """Messages sent in a wider type because the negotiated one could not hold their values."""
     breaker: str = ""
     """State of a daemon's circuit breaker: ``closed``, ``open`` or ``half-open``."""
     breaker_opened: int = 0
-    """Times it opened."""
+    """Times the breaker opened."""
     breaker_refused: int = 0
-    """Batches that were not even sent since it was open."""
+    """Batches not sent because the breaker was open."""
     daemon_late: int = 0
-    """Requests that the daemon dropped since their deadline had passed, of all its parents and
-    since it was started; so are the next two, as its last heartbeat said."""
+    """Requests that the daemon dropped because their deadline had passed, of all its parents, since
+    it was started. This and the next two are as of its last heartbeat."""
     daemon_stale: int = 0
     daemon_checksum_failures: int = 0
     phases: dict[Phase, PhaseStats] = field(default_factory=dict)
-    """By phase, once there was one."""
+    """By phase, for phases that have occurred."""
 
     def of_phase(self, phase: Phase) -> PhaseStats:
         stats = self.phases.get(phase)
@@ -88,20 +89,20 @@ class OwnerStats:
         return stats
 
     def add_up_phases(self) -> None:
-        """Have the sums over all phases be those of what was counted by phase."""
+        """Set the totals to the sums over all phases."""
         for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
             setattr(self, name, sum(getattr(phase, name) for phase in self.phases.values()))
         self.wait_s = sum(phase.wait_s + phase.receive_s for phase in self.phases.values())
 
     @property
     def troubles(self) -> str:
-        """What is not as it should be, for people; empty if nothing is known."""
+        """Problems in words; empty if none is known."""
         parts = []
         if self.breaker_opened:
             times = noun(self.breaker_opened, "time")
             parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} {times}")
         if self.wrong_replies:
-            parts.append("answered wrongly and is used no more")
+            parts.append("answered wrongly and is not used any more")
         for count, what in (
             (self.daemon_late, "late"),
             (self.daemon_stale, "stale"),
@@ -112,7 +113,7 @@ class OwnerStats:
         return ", ".join(parts)
 
     def as_record(self) -> dict[str, object]:
-        """All of it as numbers, texts and maps by name, as in ``--json``."""
+        """All counters by name, as in ``--json``."""
         record: dict[str, object] = {
             field_.name: getattr(self, field_.name) for field_ in fields(self)
         }
@@ -123,54 +124,54 @@ class OwnerStats:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One submitted batch, to be collected once."""
+    """One submitted batch, to be collected or abandoned once."""
 
     layer_id: int
     batch: RoutedBatch
 
 
 class ExpertCompute(Protocol):
-    """One owner's way to get its experts computed. Used by one thread."""
+    """One owner of experts. Used by one thread."""
 
     @property
     def stats(self) -> OwnerStats: ...
 
     @property
     def pairs_per_s(self) -> float:
-        """What it said it computes, before anything was asked of it; 0 if it said nothing."""
+        """The owner's rate as it reported it before any request; 0 if it did not."""
 
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
-        """Start computing; expert ids are this owner's local ids.
+        """Start a batch; its expert ids are this owner's local ids.
 
         Raises: DaemonUnavailable if the owner cannot take work now.
         """
 
     def collect(self, ticket: Ticket, out: Sums) -> None:
-        """Wait for a ticket and add its weighted sums to `out` [T, H] float64, which are on a
-        device if the batch's rows are.
+        """Wait for a ticket and add its weighted sums to `out` [T, H] float64, on a device if the
+        batch's rows are.
 
         Raises: DaemonUnavailable if the owner was lost or late; `out` is then unchanged.
         """
 
     def push(self, ticket: Ticket) -> None:
-        """Have all of it on its way that can be, before anybody waits for other owners."""
+        """Send whatever of the batch can be sent now, before the caller waits for other owners."""
 
     def poll(self) -> None:
-        """Go on with whatever has been submitted, as far as nothing has to be waited for."""
+        """Make progress with submitted batches without waiting."""
 
     def abandon(self, ticket: Ticket) -> None:
-        """Nobody will collect this ticket: forget it."""
+        """Drop a ticket that will not be collected."""
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
-        """A way to have these experts computed by a device that answers ours; None: there is none
-        now. The same as before, if that still holds. `local_ids`: as the route has them."""
+        """A route to a device that computes these experts through a mailbox; None if there is none
+        now. The same object as before while it is valid. `local_ids`: see MailRoute."""
 
     def close(self) -> None:
         """Release what this owner holds."""
 
 
 class LocalExpertCompute:
-    """Computes in this process, in `collect`, so that daemons work meanwhile."""
+    """Computes in this process, in `collect`, so that daemons compute at the same time."""
 
     def __init__(
         self, kind: OwnerKind, banks: dict[int, ExpertBank], *, pairs_per_s: float = 0.0
@@ -197,16 +198,16 @@ class LocalExpertCompute:
             counted.pairs += batch.num_pairs
 
     def push(self, ticket: Ticket) -> None:
-        """There is no way to go."""
+        """Do nothing: there is nothing to send."""
 
     def poll(self) -> None:
-        """Nothing was begun; nor is there anything to abandon."""
+        """Do nothing: work is done in `collect`."""
 
     def abandon(self, ticket: Ticket) -> None:
-        """Nothing was begun."""
+        """Do nothing: work is done in `collect`."""
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
-        """None: this process computes."""
+        """None: this process computes without a mailbox."""
 
     def close(self) -> None:
         self._banks.clear()

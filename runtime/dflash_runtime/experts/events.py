@@ -1,4 +1,4 @@
-"""What happened to an engine's owners of experts otherwise than planned."""
+"""The log of unplanned events of an engine's owners of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_THERE = (EventKind.DAEMON_LOST, EventKind.DAEMON_ABSENT, EventKind.DAEMON_R
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that went otherwise than planned. Times are seconds since the engine was opened."""
+    """An unplanned event. Time is in seconds since the engine was opened."""
 
     time_s: float
     kind: EventKind
@@ -28,9 +28,10 @@ class Event:
 
 
 class EventLog:
-    """The latest thousand events of one engine; any thread may add and read.
+    """The latest thousand events of one engine; thread-safe.
 
-    Knows nobody: links that report here must not keep alive what an engine has loaded.
+    Holds no references to its users: links that report here must not keep an engine's weights
+    alive.
     """
 
     def __init__(self) -> None:
@@ -39,24 +40,24 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
 
     def add(self, kind: EventKind, owner: str, reason: str) -> None:
-        """Note it now. The log is told when a daemon is not there, is back, or answered wrongly."""
+        """Add an event now. Loss, return and wrong replies of a daemon are also logged."""
         reason = one_line(reason)
         if kind in _NOT_THERE:
-            # docs: it was lost, or did not answer when the server started; its experts are computed
-            # elsewhere until it is back. `… before it was ready`: the start waits for its successor
+            # docs: it was lost, or did not answer when the server started; other owners compute its
+            # experts until it is back. `… before it was ready`: the start waits for its successor
             _LOG.warning("daemon %s is not there: %s", owner, reason)
         elif kind is EventKind.DAEMON_BACK:
-            # docs: it is back: the reason says for how long it was away, since it was lost or found
+            # docs: it is back; the reason says how long it was away, since it was lost or found
             # absent
             _LOG.warning("daemon %s is used again: %s", owner, reason)
         elif kind is EventKind.WRONG_REPLY:
-            # docs: a reply that was checked is not what the parent computes; see
+            # docs: a checked reply is not what the parent computes; see
             # [operations.md](operations.md#when-a-daemon-answers-wrongly)
-            _LOG.error("daemon %s is used no more, it has answered wrongly: %s", owner, reason)
+            _LOG.error("daemon %s answered wrongly and is not used any more: %s", owner, reason)
         with self._lock:
             self._events.append(Event(time.monotonic() - self._opened_s, kind, owner, reason))
 
     def latest(self) -> list[Event]:
-        """In the order in which they were added."""
+        """Events in the order in which they were added."""
         with self._lock:
             return list(self._events)

@@ -1,8 +1,5 @@
-"""The experts of one model under several placements: what two of them share is there once, and
-going from one to the next loads and drops what makes the difference.
-
-Knows nothing of links; whoever holds a placement says so.
-"""
+"""The experts of one model under several placements: shared experts are loaded once, and changing
+the placement loads and drops only the difference."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ from dflash_runtime.experts.store import (
 
 @dataclass(slots=True, eq=False)
 class HeldPlacement:
-    """One placement's banks, by layer id; made by `ExpertStore.hold`.
+    """One placement's banks by layer id; made by `ExpertStore.hold`.
 
-    ``num_*`` count experts: what was there already when it was loaded, what had to be loaded for
-    it, and what was dropped since nobody used it any more.
+    ``num_*`` count experts: those that were already loaded, those loaded for this placement, and
+    those dropped because no placement used them any more.
     """
 
     owned: OwnedExperts
@@ -45,9 +42,10 @@ class HeldPlacement:
 class ExpertStore:
     """The experts of one model for any number of placements, each expert loaded once.
 
-    A placement is kept while somebody holds it, and then until another one is loaded: who comes
-    back finds it as it was. What only such placements needed is dropped before the other is
-    loaded. One thread at a time may call `hold`; `release` may be called by others meanwhile.
+    A placement is kept while it has users, and then until another one is loaded, so that a
+    returning user finds it loaded. Experts that only unused placements need are dropped before
+    loading another one. One thread at a time may call `hold`; other threads may call `release`
+    meanwhile.
     """
 
     def __init__(self, backend: ComputeBackend, file: GgufFile, spec: MoeSpec) -> None:
@@ -57,21 +55,21 @@ class ExpertStore:
         self._placements: dict[str, HeldPlacement] = {}
         self._kept: HeldPlacement | None = None
         self._lock = threading.Lock()
-        """Of the placements and their users; never held while loading."""
+        """Guards the placements and their user counts; never held while loading."""
         self._loaded: dict[int, set[int]] = {}
         self._rates: dict[BankKind, float] = {}
 
     @property
     def num_experts(self) -> int:
-        """Experts that are loaded."""
+        """Number of loaded experts."""
         return sum(map(len, self._loaded.values()))
 
     def holds(self, owned: OwnedExperts) -> bool:
-        """Whether `hold` has nothing to load for this placement."""
+        """Whether `hold` would load nothing for this placement."""
         return owned.fingerprint in self._placements
 
     def keep(self, held: HeldPlacement) -> None:
-        """Let a held placement be there for good; one that is within it takes no memory."""
+        """Keep a held placement for good; a placement within it takes no more memory."""
         self._kept = held
 
     def hold(
@@ -79,11 +77,10 @@ class ExpertStore:
         owned: OwnedExperts,
         on_progress: LoadProgress = lambda num_done, num_total: None,
     ) -> HeldPlacement:
-        """A placement's banks, to be given back with `release`; only what is missing is loaded.
+        """Return a placement's banks, loading what is missing; give it back with `release`.
 
-        What a device held for a placement that is dropped is free before anything is loaded.
-        If loading fails, what it has dropped stays dropped and what it has loaded is kept until
-        another placement comes.
+        Device memory of a dropped placement is freed before anything is loaded. If loading fails,
+        dropped experts stay dropped, and loaded ones are kept until another placement is loaded.
         """
         with self._lock:
             held = self._placements.get(owned.fingerprint)
@@ -128,12 +125,12 @@ class ExpertStore:
         return held
 
     def release(self, held: HeldPlacement) -> None:
-        """One user fewer."""
+        """Remove one user of the placement."""
         with self._lock:
             held.num_users -= 1
 
     def _reusable(self, owned: OwnedExperts) -> dict[int, ExpertBank]:
-        """Banks that are there and have just the local ids that are wanted, by layer id."""
+        """Loaded banks that have exactly the wanted local ids, by layer id."""
         return {
             layer_id: bank
             for held in self._placements.values()
@@ -144,7 +141,7 @@ class ExpertStore:
     def _parts_of_kept(
         self, owned: OwnedExperts, reused: Mapping[int, ExpertBank]
     ) -> dict[int, ExpertBank]:
-        """Banks of layers of which all that is wanted is kept anyway, by layer id."""
+        """Banks, by layer id, of layers whose wanted experts are all in the kept placement."""
         parts: dict[int, ExpertBank] = {}
         for layer_id, ids in owned.by_layer.items():
             bank = None if self._kept is None else self._kept.banks.get(layer_id)
@@ -164,7 +161,7 @@ class ExpertStore:
         reused: Mapping[int, ExpertBank],
         on_progress: LoadProgress,
     ) -> dict[int, ExpertBank]:
-        """A bank a layer, those that are there already as they are."""
+        """A bank for each layer, reusing loaded ones."""
         banks = {}
         for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
             on_progress(num_done, len(owned.by_layer))
@@ -180,7 +177,7 @@ class ExpertStore:
         return banks
 
     def _drop_all_but(self, needed: Iterable[OwnedExperts]) -> int:
-        """Give back the memory of all experts that none of these placements needs: how many."""
+        """Free all experts that none of these placements needs; returns their number."""
         keep: dict[int, set[int]] = {}
         for owned in needed:
             for layer_id, ids in owned.by_layer.items():

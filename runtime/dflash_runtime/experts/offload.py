@@ -1,8 +1,8 @@
-"""Whose experts of a prompt's chunk the parent's device computes itself, with weights that are
-copied to it for that chunk, since their owner's CPU would take longer.
+"""Prompt offload: which remote experts of a prompt chunk the parent's device computes itself, with
+weights copied for that chunk, because their owner's CPU would take longer.
 
-A chunk of many tokens does a lot with each weight, so that copying it to a GPU costs less than a
-CPU's products; a few tokens do not. Knows nothing of copies: it is told what they take.
+A chunk of many tokens does much work with each weight, so that copying it to a GPU costs less than
+a CPU's products; a few tokens do not. Only decides: the time of copying is passed in.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats
 _LOG = logging.getLogger(__name__)
 
 FEWEST_TOKENS = 64
-"""Chunks of fewer are never worth it: they use nearly as many weights as long ones."""
+"""Smaller chunks are never offloaded: they use nearly as many weights as large ones."""
 
 _CERTAIN = 16.0
-"""So many times slower than copying by its own account, an owner is not even tried. What owners say
-is what they do at decode, which at prefill may be off by a factor of ten."""
+"""An owner that is this many times slower than copying, by the rate it reported, is not even tried.
+Reported rates are those of decode and may be off by a factor of ten at prefill."""
 _RATE_WEIGHT = 0.5
 _FALLBACK = -1
-"""In an owner's place."""
+"""Stands for an owner's index."""
 _ON_CPU = ("", "cpu")
-"""What owners say of the device that they compute on, if it is none."""
+"""Devices reported by owners that compute on a CPU."""
 
 
 class OffloadMode(StrEnum):
-    """As in the settings."""
+    """Values of the setting."""
 
     AUTO = "auto"
     ON = "on"
@@ -42,10 +42,11 @@ class OffloadMode(StrEnum):
 
 
 class OffloadChooser:
-    """Compares what asking an owner takes with what copying takes.
+    """Compares the time of asking an owner with that of copying.
 
-    Pure. Owners are known by any number. Asking is measured from beginning to end, by owner and by
-    the magnitude of chunks, and learnt from what is asked anyway, or from a layer that is a trial.
+    Has no side effects. Owners are known by any number. The time of asking is measured end to end,
+    by owner and by order of magnitude of the chunk, on ordinary requests or on a layer asked as a
+    trial.
     """
 
     def __init__(self, mode: OffloadMode) -> None:
@@ -61,8 +62,8 @@ class OffloadChooser:
         pairs_per_s: float,
         copying_s: float,
     ) -> bool:
-        """Whether to copy what a chunk of so many tokens uses of an owner's experts in a layer,
-        which takes `copying_s`; `pairs_per_s` is what it said before it was asked, 0: nothing."""
+        """Whether to copy the experts of an owner that a chunk uses in one layer, which takes
+        `copying_s`; `pairs_per_s` is the rate that the owner reported, 0 if none."""
         if self.mode is not OffloadMode.AUTO:
             return self.mode is OffloadMode.ON
         if num_tokens < FEWEST_TOKENS:
@@ -73,7 +74,7 @@ class OffloadChooser:
         return pairs_per_s > 0 and num_pairs / pairs_per_s > _CERTAIN * copying_s
 
     def note(self, owner: int, *, num_tokens: int, num_pairs: int, elapsed_s: float) -> None:
-        """A layer's share was asked for, and has come."""
+        """Record the time of a layer's share that an owner has computed."""
         kind = owner, num_tokens.bit_length()
         s_per_pair = elapsed_s / max(num_pairs, 1)
         known = self._s_per_pair.get(kind, s_per_pair)
@@ -81,9 +82,10 @@ class OffloadChooser:
 
 
 class PromptOffload:
-    """Which experts of a chunk are not asked for, by the owners of a placement.
+    """Which experts of a chunk the parent's device computes instead of their owners.
 
-    `owners` are in its order; those that `device_owner`, an index, answers for are on the device.
+    `owners` are in the placement's order; the experts of `device_owner`, an index, are on the
+    device already.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class PromptOffload:
         self._device_owner = device_owner
         self._chooser = OffloadChooser(mode)
         self._chosen: frozenset[int] = frozenset()
-        """Owners whose experts are not asked for, as was decided last."""
+        """Owners whose experts are offloaded, by the last decision."""
         self._logged: set[int] = set()
 
     @property
@@ -111,7 +113,8 @@ class PromptOffload:
 
     @property
     def may_name_some_now(self) -> bool:
-        """Whether that may be so of the owners as they are: only their losses change that."""
+        """Whether any expert may be offloaded with the owners as they are; only their losses change
+        that."""
         if self._mode is not OffloadMode.AUTO:
             return self._mode is OffloadMode.ON
         return any(
@@ -124,7 +127,7 @@ class PromptOffload:
     def experts(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As RemoteExperts.to_offload."""
+        """See RemoteExperts.to_offload."""
         lost = frozenset(
             index
             for index, owner in enumerate(self._owners)
@@ -151,7 +154,7 @@ class PromptOffload:
         return experts
 
     def note(self, owner: int, *, num_tokens: int, num_pairs: int, elapsed_s: float) -> None:
-        """As OffloadChooser.note; `owner` is its index, negative for the fallback."""
+        """See OffloadChooser.note; `owner` is an index, negative for the fallback."""
         self._chooser.note(owner, num_tokens=num_tokens, num_pairs=num_pairs, elapsed_s=elapsed_s)
 
     def _is_worth_it(
@@ -160,7 +163,7 @@ class PromptOffload:
         """Shapes: counts [experts of this owner], pairs of each."""
         owner = self._fallback if index == _FALLBACK else self._owners[index]
         if owner is None or index == self._device_owner:
-            return False  # an error is due; it is here
+            return False  # asking it raises the error that is due
         if self._mode is OffloadMode.AUTO and not self._is_on_cpu(owner.stats):
             return False
         return self._chooser.is_worth_it(
@@ -172,13 +175,13 @@ class PromptOffload:
         )
 
     def _is_on_cpu(self, stats: OwnerStats) -> bool:
-        """Whether a CPU computes what an owner is asked for: the fallback's, if that is lost."""
+        """Whether a CPU would compute an owner's experts: the fallback's, if the owner is lost."""
         if stats.device in _ON_CPU:
             return True
         return _is_lost(stats) and self._fallback is not None
 
     def _log(self, new: frozenset[int], num_tokens: int) -> None:
-        """Once for each owner: what is decided changes from chunk to chunk."""
+        """Log once for each owner: decisions change from chunk to chunk."""
         self._logged |= new
         for index in sorted(new):
             name = "the fallback" if index == _FALLBACK else self._placement.owner_names[index]

@@ -1,7 +1,4 @@
-"""Setting up the owners of experts for one engine: local banks, daemons, fallback.
-
-Knows nothing of tokens; it joins placement, supervisor and expert computes, and ends them again.
-"""
+"""Sets up and ends the owners of experts of one engine: local banks, daemons, fallback."""
 
 from __future__ import annotations
 
@@ -49,8 +46,9 @@ from dflash_runtime.placement.split import LOCAL_OWNER
 class Owners:
     """Everything that computes experts for one engine.
 
-    Owns: backend banks, ZeroMQ context, supervisor with its children, their socket folder.
-    Raises: DflashError if a daemon cannot be had; nothing is then left behind.
+    Owns backend banks, the ZeroMQ context, the supervisor with its child processes, and their
+    socket folder.
+    Raises: DflashError if a daemon is unavailable; everything opened so far is closed then.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Owners:
         self.events = EventLog()
         self.placement = placement
         self.local_banks: dict[int, ExpertBank] = {}
-        """The experts of this process, by layer id."""
+        """Experts of this process, by layer id."""
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             links = self._make_links(
@@ -162,13 +160,13 @@ class Owners:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """End daemons of our own, say goodbye to others, remove sockets."""
+        """End daemons started here, disconnect from others, remove sockets."""
         self._undo.close()
 
     def _load_local(
         self, backend: ComputeBackend, file: GgufFile, spec: ModelSpec, owned: OwnedExperts
     ) -> dict[int, ExpertBank]:
-        """The experts of this process; those of a device are tried with the whole model.
+        """Load the experts of this process; on a device they are tried with the whole model.
 
         Raises: DeviceOutOfMemory.
         """
@@ -190,7 +188,7 @@ class Owners:
         endpoints: Sequence[Endpoint],
         settings: Settings,
     ) -> dict[str, DaemonLink]:
-        """A link per daemon of the placement, by owner name."""
+        """A link for each daemon of the placement, by owner name."""
         owned = dict(zip(placement.owner_names, placement.owners, strict=True))
         links: dict[str, DaemonLink] = {}
 
@@ -224,20 +222,20 @@ class Owners:
             add(name, endpoint, None)
         strangers = [n for n in placement.owner_names if n not in links and n != LOCAL_OWNER]
         if strangers:
-            raise SettingsError(f"the placement names owners that do not exist: {strangers}")
+            raise SettingsError(f"the placement has unknown owners: {strangers}")
         return links
 
 
 def is_any_local(settings: Settings, *, require_daemons: bool) -> bool:
-    """Whether the parent may compute experts of daemons: in the place of one that is lost, or to
-    check what one replies."""
+    """Whether the parent may compute experts of daemons: in place of a lost one, or to check
+    replies."""
     return not require_daemons or settings.check_replies != 0
 
 
 def _sharing_plan(
     spec: ModelSpec, settings: Settings, backend: ComputeBackend
 ) -> SharingPlan | None:
-    """How memory is to be shared; compiles what that takes, before anybody waits for us."""
+    """How memory is to be shared; compiles what that needs before any daemon waits for it."""
     if settings.ipc_transport == "stream":
         return None
     if ring_native.is_available():

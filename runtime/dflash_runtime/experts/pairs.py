@@ -1,7 +1,4 @@
-"""A layer's (token, expert, weight) triples, as they are shared out among owners.
-
-Pure; knows nothing of who computes them.
-"""
+"""A layer's (token, expert, weight) triples, and their split by owner. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from dflash_protocol.placement import LayerRouting
 from dflash_protocol.ring import compiled as ring_native
 
 _FEW_PAIRS = 64
-"""Of so many, numpy's functions take no longer than what it takes to prepare for compiled code."""
+"""Up to this many pairs, numpy is no slower than the fixed cost of calling compiled code."""
 
 
 @dataclass(slots=True)
@@ -28,15 +25,15 @@ class Pairs:
     global_expert_ids: I32Array
     weights: F32Array
     counts: I64Array | None = None
-    """How many of them each expert has, if that was counted. Shapes: [E]."""
+    """Number of pairs of each expert, if counted. Shapes: [E]."""
 
     @property
     def num_pairs(self) -> int:
         return int(self.token_indices.size)
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> Pairs:
-        """Some of them. Shapes: chosen [P]."""
-        places = np.flatnonzero(chosen)  # of thousands, that is a tenth of indexing by bools
+        """Those that are `chosen`. Shapes: chosen [P]."""
+        places = np.flatnonzero(chosen)  # for thousands, a tenth of the time of boolean indexing
         return Pairs(
             self.token_indices[places], self.global_expert_ids[places], self.weights[places]
         )
@@ -44,22 +41,22 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Pairs of some experts, of all that was chosen."""
+    """The pairs of some experts."""
 
     pairs: Pairs
     num_whole_tokens: int
-    """Tokens with no other experts."""
+    """Tokens all of whose experts are among them."""
     counts: I64Array | None
-    """How often each expert was chosen, these and others, if that was counted. Shapes: [E]."""
+    """How often each expert was routed to, all experts included, if counted. Shapes: [E]."""
 
 
 def all_pairs(topk_ids: I32Array, topk_weights: F32Array) -> Pairs:
-    """All that was chosen, in order of tokens. Shapes: both [T, K]."""
+    """All pairs of a layer, in order of tokens. Shapes: both [T, K]."""
     return Pairs(_tokens_of_pairs(*topk_ids.shape), topk_ids.reshape(-1), topk_weights.reshape(-1))
 
 
 def share_of(topk_ids: I32Array, topk_weights: F32Array, is_some: npt.NDArray[np.bool_]) -> Share:
-    """Pairs of some experts, in order of tokens. Shapes: topk [T, K]; is_some [E]."""
+    """The pairs of some experts, in order of tokens. Shapes: topk_* [T, K]; is_some [E]."""
     num_tokens, num_used = topk_ids.shape
     kernels = ring_native.if_compiled()
     if kernels is not None and topk_ids.size > _FEW_PAIRS:
@@ -92,14 +89,14 @@ def share_of(topk_ids: I32Array, topk_weights: F32Array, is_some: npt.NDArray[np
 
 @lru_cache(maxsize=8)
 def _tokens_of_pairs(num_tokens: int, num_used: int) -> I32Array:
-    """The token of each pair. Shapes: result [T * K], not to be written to."""
+    """The token of each pair; read-only. Shapes: result [T * K]."""
     indices = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
     indices.flags.writeable = False
     return indices
 
 
 def split_by_owner(pairs: Pairs, routing: LayerRouting) -> Iterator[tuple[int, Pairs]]:
-    """Each owner's share; owner -1 is nobody."""
+    """Each owner's pairs; owner -1 stands for experts without one."""
     if routing.sole_owner is not None:
         yield routing.sole_owner, pairs
         return
@@ -109,7 +106,7 @@ def split_by_owner(pairs: Pairs, routing: LayerRouting) -> Iterator[tuple[int, P
             yield int(owners[0]), pairs
             return
     owner_of_pair = routing.owner_index[pairs.global_expert_ids]
-    num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # nobody's first
+    num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # first those without an owner
     if num_pairs_of_owner[-1] == pairs.num_pairs:
         yield num_pairs_of_owner.size - 2, pairs
         return

@@ -2,7 +2,7 @@
 
 It splits a layer's routing by owner, submits to all of them, collects, and recomputes the pairs of
 a lost owner on a replica or the fallback, so that a fault costs time and never a token.
-Knows nothing of architectures, tokens or sockets.
+Independent of architectures, tokens and sockets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
 @dataclass(slots=True)
 class _InFlight:
-    """A submitted share of a layer that is still to be collected."""
+    """A submitted share of a layer, not collected yet."""
 
     owner: ExpertCompute
     owner_index: int
@@ -53,7 +53,7 @@ class StartedLayer:
     is_hot_only: bool = True
     in_flight: list[_InFlight] = field(default_factory=list)
     orphans: dict[int, Pairs] = field(default_factory=dict)
-    """Pairs whose owner was lost meanwhile, by owner index."""
+    """Pairs whose owner was lost, by owner index."""
     lost: frozenset[int] = frozenset()
     begun_s: float = 0.0
 
@@ -61,13 +61,12 @@ class StartedLayer:
 class MoeExpertComputeRuntime:
     """Computes routed experts by placement. Implements backend.RemoteExperts.
 
-    `owners` are in the placement's order. `fallback` holds every expert under its global id; it is
-    None when all experts are local, or when daemons are required. The experts that `device_owner`,
-    an index, answers for are computed by a device's own MoE block: its pairs are counted here and
-    left out otherwise. `offload` says whether that block may compute others' experts too; `checks`
-    is the schedule by which daemons' replies are checked, if they are. Used by one thread at a
-    time.
-    Owns: owners and fallback.
+    `owners` are in the placement's order. `fallback` has every expert under its global id; it is
+    None if all experts are local, or if daemons are required. The experts of `device_owner`, an
+    index, are computed by a device's own MoE block: their pairs are only counted here. `offload`
+    says whether that block may also compute experts of other owners; `checks`, if given, schedules
+    checks of daemons' replies. Used by one thread at a time.
+    Owns the owners and the fallback.
     """
 
     def __init__(
@@ -110,18 +109,17 @@ class MoeExpertComputeRuntime:
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
         started = self.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
-        assert started is not None  # as nothing is offloaded
+        assert started is not None  # nothing is offloaded
         sums = self.finish(started)
-        assert isinstance(sums, np.ndarray)  # as the rows were
+        assert isinstance(sums, np.ndarray)  # like the rows
         return sums.astype(np.float32)
 
     @property
     def asks_daemons(self) -> bool:
-        """Whether some experts are computed by other processes, or would be if they were there."""
+        """Whether some experts belong to other processes, connected or not."""
         return any(self._is_daemon)
 
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
-        """As RemoteExperts.local_experts_mask."""
         owner_index = self._placement.routing[layer_id].owner_index
         if self._device_owner is None:
             return np.zeros(owner_index.shape, np.bool_)
@@ -131,7 +129,6 @@ class MoeExpertComputeRuntime:
     def count_local(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
     ) -> None:
-        """As RemoteExperts.count_local."""
         self._count_on_device(
             phase,
             num_requests=num_layers,
@@ -142,15 +139,13 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += num_layers
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        """As RemoteExperts.count_selections."""
         self._selections.add(layer_id, topk_ids.reshape(-1))
 
     def add_selections(self, layer_id: int, counts: I64Array) -> None:
-        """What a device has counted, whose choice was not seen here. Shapes: counts [E]."""
+        """Add routing that a device has counted, unseen by the host. Shapes: counts [E]."""
         self._selections.add_counts(layer_id, counts)
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
-        """As RemoteExperts.mail_routes."""
         routes = []
         for index, owned in enumerate(self._placement.owners):
             if index == self._device_owner or not owned.num_experts:
@@ -169,7 +164,6 @@ class MoeExpertComputeRuntime:
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
-        """As RemoteExperts.count_mailed."""
         by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
         layers: set[int] = set()
         for route in routes:
@@ -182,7 +176,7 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += num_steps * (num_layers - len(layers))
 
     def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
-        """Which experts steps have chosen that went through mailboxes. Shapes: counts [E]."""
+        """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
         self._selections.add_counts(layer_id, counts)
         owner_index = self._placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
@@ -194,29 +188,25 @@ class MoeExpertComputeRuntime:
                 self.hits.remote += num_pairs
 
     def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
-        """As RemoteExperts.is_step_to_be_checked."""
         checks = self._checks
         return checks is not None and checks.takes_step(sum(len(each.local_ids) for each in routes))
 
     def note_checked_step(self, elapsed_s: float) -> None:
-        """As RemoteExperts.note_checked_step."""
         if self._checks is not None:
             self._checks.note_step(elapsed_s)
 
     @property
     def may_offload(self) -> bool:
-        """As RemoteExperts.may_offload."""
         return self._offload.may_name_some
 
     @property
     def may_offload_now(self) -> bool:
-        """The same, by whoever owns experts at the moment."""
+        """`may_offload`, given which owners are connected at the moment."""
         return self._offload.may_name_some_now
 
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As RemoteExperts.to_offload."""
         return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
 
     def start(
@@ -229,9 +219,9 @@ class MoeExpertComputeRuntime:
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> StartedLayer | None:
-        """As RemoteExperts.start: submit every pair, but for those of a device's own block.
+        """Submit every pair except those of a device's own block.
 
-        Shapes and errors as `compute`.
+        Shapes and errors as in `compute`.
         """
         counts: I64Array | None = None
         if self._device_owner is None:
@@ -249,7 +239,7 @@ class MoeExpertComputeRuntime:
             started.begun_s = time.perf_counter()
         if started is not None and pairs.num_pairs:
             self._submit(started, pairs)
-        # While others are at work.
+        # Counted here while daemons compute.
         if counts is None:
             self._selections.add(layer_id, topk_ids.reshape(-1))
         else:
@@ -258,7 +248,7 @@ class MoeExpertComputeRuntime:
         return started
 
     def finish(self, started: StartedLayer, out: F64Array | None = None) -> Sums:
-        """As RemoteExperts.finish: collect, and have what was lost computed by others."""
+        """Collect, and resubmit the pairs of lost owners until all are computed."""
         sums: Sums
         if out is None:
             sums = zero_sums(started.hidden)
@@ -278,12 +268,11 @@ class MoeExpertComputeRuntime:
         return sums
 
     def poll(self) -> None:
-        """Owners go on with what they were asked for, as far as nobody has to wait."""
+        """Let owners make progress with submitted batches, without waiting."""
         for owner in self._owners:
             owner.poll()
 
     def abandon(self, started: StartedLayer) -> None:
-        """As RemoteExperts.abandon."""
         for entry in started.in_flight:
             entry.owner.abandon(entry.ticket)
         started.in_flight.clear()
@@ -314,7 +303,7 @@ class MoeExpertComputeRuntime:
     def _count_retries(
         self, layer_id: int, orphans: dict[int, Pairs], lost: frozenset[int]
     ) -> None:
-        """Count batches that have to be computed elsewhere, at the owners that were to do it."""
+        """Count batches to be recomputed, in the statistics of the owners that failed."""
         for owner_index, pairs in orphans.items():
             routing = self._placement.routing_without(lost)[layer_id]
             stats = self._owners[owner_index].stats
@@ -325,7 +314,7 @@ class MoeExpertComputeRuntime:
     def _without_device(
         self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array, phase: Phase
     ) -> Share:
-        """What is left when the device has taken its pairs, which are counted as its owner's.
+        """The pairs that the device does not compute; counts the others as its owner's.
 
         Shapes: both [T, K].
         """
@@ -351,7 +340,7 @@ class MoeExpertComputeRuntime:
     def _submit(self, started: StartedLayer, pairs: Pairs) -> None:
         """Submit pairs to the first of their owners that is not lost, else to the fallback.
 
-        Pairs whose owner takes no work are orphans.
+        Pairs of an owner that takes no work become orphans.
         """
         layer_id = started.layer_id
         routing = self._placement.routing_without(started.lost)[layer_id]
@@ -382,12 +371,11 @@ class MoeExpertComputeRuntime:
             self.abandon(started)
             raise
         if len(started.in_flight) > 1:
-            # What is computed in this process is computed in `collect`: it is popped first, while
-            # the daemons are at work.
+            # This process computes in `collect`: its share is popped first, while daemons compute.
             started.in_flight.sort(key=self._is_local)
 
     def _collect(self, started: StartedLayer, sums: Sums) -> None:
-        """Add what was submitted to `sums`; pairs of owners that are lost by now are orphans."""
+        """Add submitted batches to `sums`; pairs of owners lost meanwhile become orphans."""
         in_flight = started.in_flight
         try:
             if len(in_flight) > 1:

@@ -1,7 +1,6 @@
-"""Loading experts: just the byte ranges of the experts that are owned here, and warming up.
+"""Loads experts, only the byte ranges of those that are owned, and warms them up.
 
-Knows nothing of who asks; the daemon, the parent's local experts and the fallback all load through
-here.
+Used for the daemon's, the parent's local and the fallback's experts.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ LoadProgress = Callable[[int, int], None]
 """Called with layers done and layers in total."""
 
 TrialBatches: TypeAlias = tuple[tuple[Phase, int], ...]
-"""Phases and numbers of tokens."""
+"""Pairs of phase and number of tokens."""
 
 BankKind: TypeAlias = tuple[object, ...]
-"""What a bank's rate depends on; banks of one kind run the same kernels on the same shapes."""
+"""What a bank's rate depends on: banks of one kind run the same kernels on the same shapes."""
 
 
 def expert_tensor_types(spec: MoeSpec) -> frozenset[TensorType]:
@@ -53,11 +52,11 @@ def load_banks(
     owned: OwnedExperts,
     read_now: bool,
 ) -> dict[int, ExpertBank]:
-    """A bank for each layer in which something is owned.
+    """Make a bank for each layer in which experts are owned.
 
-    `read_now` brings the owned byte ranges, and no others, into memory; without it they are read
-    when first used, as suits a fallback that is hoped not to be needed. Such banks raise
-    ModelFileError if the file was written to meanwhile.
+    `read_now` reads the owned byte ranges, and no others, into memory; otherwise they are read on
+    first use, as suits a fallback that is rarely needed. Such banks raise ModelFileError if the
+    file was modified meanwhile.
     """
     banks: dict[int, ExpertBank] = {}
     for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
@@ -75,11 +74,11 @@ def measure_pairs_per_second(
     *,
     batches: TrialBatches = ONE_TOKEN,
 ) -> float:
-    """Run every kind of bank once and say how many (token, expert) pairs the slowest does a second.
+    """Run every kind of bank once; return the (token, expert) pairs a second of the slowest.
 
-    This also makes sure that every kernel is compiled and has run before anyone is called ready:
-    `batches` are the backend's `trial_batches`.
-    Kinds in `known` are taken from there, and new ones are added to it.
+    This also ensures that every kernel is compiled and has run before a daemon reports that it is
+    ready: `batches` are the backend's `trial_batches`. Rates of kinds in `known` are taken from
+    there, and new ones are added to it.
     """
     rates = {} if known is None else known
     kinds = set()
@@ -92,7 +91,7 @@ def measure_pairs_per_second(
 
 
 class _WatchedBank:
-    """Implements ExpertBank by another one, whose file may have changed by the time it is used."""
+    """Implements ExpertBank with another bank, whose file may have changed before it is used."""
 
     def __init__(self, bank: ExpertBank, file: GgufFile) -> None:
         self.layer = bank.layer
@@ -118,7 +117,7 @@ def _kind_of(bank: ExpertBank) -> BankKind:
 
 
 def _measured(bank: ExpertBank, batches: TrialBatches) -> float:
-    """Pairs of the first batch a second, when all have been computed once."""
+    """Pairs a second of the first batch, after all batches have been computed once."""
     for phase, num_tokens in reversed(batches):
         batch = _trial_batch(bank, phase, num_tokens)
         out = np.zeros(batch.hidden.shape)
@@ -129,7 +128,7 @@ def _measured(bank: ExpertBank, batches: TrialBatches) -> float:
 
 
 def _trial_batch(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch:
-    """Tokens that have chosen one expert after the other."""
+    """A batch whose tokens use the experts in turn."""
     layer = bank.layer
     num_used = min(layer.num_experts_used, bank.num_experts)
     tokens = np.repeat(np.arange(num_tokens, dtype=np.int32), num_used)
@@ -144,7 +143,7 @@ def _trial_batch(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch
 
 
 def read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
-    """Announce the ranges to the kernel, then touch each of their pages."""
+    """Announce the ranges to the kernel (madvise), then touch each page."""
     ranges = byte_ranges(layer, global_expert_ids)
     for each in ranges:
         file.advise_willneed(*each)
@@ -153,7 +152,7 @@ def read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -
 
 
 def byte_ranges(layer: MoeLayer, global_expert_ids: I32Array) -> list[tuple[int, int, int]]:
-    """Shard, offset and bytes of every part of these experts."""
+    """(shard, offset, bytes) of every part of these experts."""
     return [
         (*part.place_of(int(global_expert_id)), part.num_bytes)
         for part in layer.parts

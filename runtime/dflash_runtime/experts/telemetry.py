@@ -1,7 +1,4 @@
-"""What an owner's work cost: counters and times by phase, round trips by their distribution.
-
-Knows nothing of who measures.
-"""
+"""What an owner's work cost: counters and times by phase, and round trips as a histogram."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _NUM_BUCKETS = _STEPS_PER_OCTAVE * 42
 
 
 class LatencyHistogram:
-    """Times by bucket, each at most an eighth wider than where it begins."""
+    """Times in buckets whose width is at most an eighth of their lower bound."""
 
     __slots__ = ("_counts", "num_samples", "total_s")
 
@@ -37,10 +34,10 @@ class LatencyHistogram:
         self.total_s += seconds
 
     def cumulative(self, bounds_s: Sequence[float]) -> list[int]:
-        """How many samples are below each of these rising bounds and, last, how many there are.
+        """Number of samples below each of these ascending bounds and, last, of all.
 
-        Exact for bounds of 16 ns, 32 ns and so on, doubled; of others, what shares a bucket with
-        them is not counted. All numbers are of one moment, whoever is adding.
+        Exact for bounds of 16 ns times powers of two; for others, samples in the bound's bucket are
+        not counted. All numbers are of the same moment, even while another thread adds.
         """
         counts = self._counts.copy()
         num_counted, num_below, result = 0, 0, []
@@ -52,8 +49,8 @@ class LatencyHistogram:
         return [*result, num_below + sum(counts[num_counted:])]
 
     def quantile_s(self, share: float) -> float:
-        """The time that this share of the samples did not exceed, as its bucket's middle; 0 if
-        there are none."""
+        """The time that a fraction `share` of the samples did not exceed, as its bucket's middle; 0
+        without samples."""
         rank = max(1.0, share * self.num_samples)
         seen = 0
         for bucket, count in enumerate(self._counts):
@@ -84,18 +81,18 @@ class PhaseStats:
     pack_s: float = 0.0
     send_s: float = 0.0
     wait_s: float = 0.0
-    """Time the parent stood still for replies."""
+    """Time the parent waited for replies."""
     receive_s: float = 0.0
     combine_s: float = 0.0
     queue_s: float = 0.0
-    """Time requests waited at the daemon, as it said."""
+    """Time requests waited in the daemon, as reported by it."""
     compute_s: float = 0.0
-    """Time the daemon computed, as it said."""
+    """Time the daemon computed, as reported by it."""
     round_trips: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """From before a request is packed until its reply is at hand."""
+    """From before a request is packed until its reply has arrived."""
 
     def as_record(self) -> dict[str, float]:
-        """Numbers by name, the distribution as ``p50_s`` and ``p99_s``."""
+        """Numbers by name, the histogram as ``p50_s`` and ``p99_s``."""
         record: dict[str, float] = {name: getattr(self, name) for name in _NUMBERS}
         record["p50_s"] = self.round_trips.quantile_s(0.5)
         record["p99_s"] = self.round_trips.quantile_s(0.99)
@@ -106,10 +103,10 @@ _NUMBERS = tuple(field_.name for field_ in fields(PhaseStats) if field_.name != 
 
 
 class Profile:
-    """Logs what each generation cost at the boundary, one line apiece."""
+    """Logs what each generation cost at the boundary, in one line."""
 
     def __init__(self) -> None:
-        _LOG.setLevel(logging.INFO)  # whoever made us wants to read it
+        _LOG.setLevel(logging.INFO)  # a Profile is made only to be read
         self._before: dict[tuple[str, Phase], dict[str, float]] = {}
 
     def log_generation(
@@ -118,9 +115,10 @@ class Profile:
         *,
         troubles: Mapping[str, str] | None = None,
     ) -> None:
-        """Log the difference to the last call. Round trips are those since the engine was opened.
+        """Log the difference since the last call; round trips are those since the engine was
+        opened.
 
-        `owners` holds each owner's phases; `troubles` what else is to be said of them, if anything.
+        `owners` has each owner's phases; `troubles` other problems to report, in words.
         """
         parts = []
         for owner, phases in owners.items():

@@ -1,4 +1,4 @@
-"""Which cores are computed on."""
+"""Which cores are used for computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening the backend of a device: which one it is, and what is said where there is none."""
+"""Opening the backend of a device: which one it is, and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPUS = [Device(DeviceKind.CUDA, 1), Device(DeviceKind.HIP)]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
-    """As if there was such a module."""
+    """Pretend that there is such a module."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     vars(module).update(contents)
@@ -41,7 +41,7 @@ def test_the_cpu_has_the_backends_it_had(device: Device | None, name: BackendNam
 def test_without_cupy_a_gpu_is_refused_with_what_to_do(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)  # how an import is told that there is none
+    monkeypatch.setitem(sys.modules, "cupy", None)  # makes its import fail
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         name: requirements
@@ -52,7 +52,7 @@ def test_without_cupy_a_gpu_is_refused_with_what_to_do(
     with pytest.raises(SettingsError, match=f"^device {device}: .*CuPy") as caught:
         open_backend(device)
     assert len(str(caught.value).splitlines()) == 1
-    # A clone's pip finds no dflash-moe: what is advised is what the extra would install.
+    # In a clone pip finds no dflash-moe: the advice names what the extra would install.
     assert "dflash-moe[" not in str(caught.value)
     caught.match(f"{sys.executable} -m pip install '.*device cpu$")
     for requirements in extras.values():

@@ -158,7 +158,7 @@ SCORES: dict[Gating, Callable[[F64Array], F64Array]] = {
 
 
 def routed(logits: F32Array, rule: RoutingRule, bias: F32Array) -> tuple[list[int], F64Array]:
-    """One token, as the rule's text has it. Shapes: logits, bias [E]."""
+    """One token, by the rule's documentation. Shapes: logits, bias [E]."""
     wide = logits.astype(np.float64)
     scores = SCORES[rule.gating](wide)
     worth = (wide if rule.selects_by_logits else scores) + bias

@@ -1,4 +1,4 @@
-"""The inventory of an interpreter: with and without CuPy, and as a program of its own."""
+"""The inventory of an interpreter: with and without CuPy, and as a program by itself."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_devices_that_cupy_sees(monkeypatch: pytest.MonkeyPatch, is_hip: bool, k
 @pytest.mark.parametrize(
     ("cupy", "why"),
     [
-        (None, "cupy is not installed"),  # how sys.modules says that there is none
+        (None, "cupy is not installed"),  # makes its import fail
         (FakeCupy(num_devices=0), "CuPy sees no cuda device"),
         (FakeCupy(error="no driver\nat all"), "RuntimeError: no driver"),
     ],
@@ -101,7 +101,7 @@ def test_what_drivers_say_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PCIe 0000:64:00.0, UUID 6464" in lines
     assert "sm_90a, warps of 32 lanes; kernels do without: nothing" in lines
     assert "unusable: CuPy does not see it" in lines
-    found["backends"]["cuda"] = None  # as if these were all that is needed
+    found["backends"]["cuda"] = None  # pretend that no more is needed
     assert doctor._why_no_gpu(found, Device(DeviceKind.CUDA, 0)) is None
     reason = doctor._why_no_gpu(found, Device(DeviceKind.CUDA, 1))
     assert reason == "cuda:1: CuPy does not see it"

@@ -1,4 +1,4 @@
-"""Counting how long round trips took, and what was wrong with them."""
+"""Statistics of round-trip times, and of faults."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[HostOps]:
 
 
 def chunks_of(num_tokens: int, *, largest: int, seed: int) -> list[int]:
-    """Uneven ones, some of a single token."""
+    """Uneven chunk sizes, some of a single token."""
     random = np.random.default_rng(seed)
     sizes: list[int] = []
     while num_tokens:
@@ -165,7 +165,8 @@ def test_no_tokens_change_nothing(ops: HostOps) -> None:
 
 
 def both(ops: HostOps, cache: object, shape: DeltaShape, bounds: tuple[int, int]) -> F32Array:
-    """Convolution and delta rule of the tokens at these positions, always the same ones."""
+    """Convolution and delta rule of the tokens at these positions, with the same inputs each
+    time."""
     inputs = delta_inputs(shape, 400, seed=3)
     weight = delta_inputs(shape, 4, seed=4).mixed.T.copy()
     first, last = bounds
@@ -188,7 +189,7 @@ def test_a_snapshot_is_gone_on_from_as_if_nothing_had_been(ops: HostOps, kept_at
     both(ops, cache, shape, (kept_at + 17, kept_at + 80))
     cache.restore(snapshot)
     np.testing.assert_array_equal(both(ops, cache, shape, (kept_at, kept_at + 17)), first)
-    # In the memory of the first, which is a snapshot no more.
+    # In the memory of the first, which is no longer a valid snapshot.
     again = cache.snapshot(kept_at + 17, instead_of=snapshot)
     later = both(ops, cache, shape, (kept_at + 17, kept_at + 20))
     both(ops, cache, shape, (0, 9))
@@ -217,7 +218,7 @@ def test_a_state_that_was_not_kept_is_not_gone_on_from(ops: HostOps) -> None:
     for num_positions in (39, 41):
         with pytest.raises(CheckpointMissing):
             cache.snapshot(num_positions)
-    # A step that ended between the two parts has left no state that could be kept.
+    # A step that was interrupted between the two parts leaves no state for a checkpoint.
     x = delta_inputs(shape, 2).mixed
     ops.causal_conv(
         x, np.ones((shape.num_channels, 4), np.float32), cache, 0, np.array([40, 41], np.int32)

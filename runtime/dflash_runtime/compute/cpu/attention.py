@@ -1,6 +1,6 @@
-"""Launches attention: checks shapes, describes the call to the tasks, and picks how to share it.
+"""Launches attention: checks shapes, fills in the arguments, and chooses how to share the work.
 
-Everything that reaches a task is checked here. Knows nothing of the mathematics.
+Everything that reaches a task is checked here.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
 _PARALLEL_PRODUCTS = 1 << 17
-"""Products below which waking other threads costs more than it saves."""
+"""With fewer products, waking other threads costs more than it saves."""
 
 _PARALLEL_VALUES = 1 << 15
-"""New keys and values, likewise."""
+"""The same for new keys and values to be stored."""
 
 _TILE_ROWS = 128
-"""Rows for which keys and values are expanded once; more would leave the second-level cache."""
+"""Rows of a tile for which keys and values are expanded once; more would not fit the L2 cache."""
 
 _MOST_PARTIAL_BYTES = 32 << 20
 
 _NO_SINKS = np.empty(0, np.float32)
 _NO_PAIRS = (1, 0, 1, 0, 0)
 _NO_MEMORY = (0, 0, 0)
-"""What the kernel is told about attending, and given to work in, where it is to store alone."""
+"""Arguments about attending, and its memory, when the kernel only stores."""
 
 
 class Attention:
-    """Attention on one pool of threads; calls may come from several threads at once."""
+    """Attention on one pool of threads; can be called from several threads at once."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self._workers = workers
         self._scratch = scratch
 
     def compile(self, kv_type: KvType) -> None:
-        """Have everything ready for a cache of that type."""
+        """Compile everything for a cache of this type."""
         attention_kernel()
         _functions(kv_type)
 
@@ -66,12 +66,12 @@ class Attention:
         out: F32Array | None = None,
         sinks: F32Array | None = None,
     ) -> F32Array:
-        """Write k and v to the cache at `positions`, then let every token see what it may.
+        """Write k and v to the cache at `positions`, then attend over all visible positions.
 
-        Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; sinks [heads]; result
-        [T, heads, V].
-        Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows
-        that it sees have been overwritten.
+        Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; sinks [heads]; result [T,
+        heads, V].
+        Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows that
+        it sees have been overwritten.
         """
         layer = cache.layers[cache_layer]
         kv = layer.kv
@@ -115,7 +115,7 @@ class Attention:
         cache_layer: int,
         positions: I32Array,
     ) -> None:
-        """Write k and v to the cache, for later tokens to see. Shapes and errors as above."""
+        """Write k and v to the cache without attending. Shapes and errors as in `__call__`."""
         layer, num_tokens = cache.layers[cache_layer], k.shape[0]
         first_position = _first_position(positions, num_tokens, cache.capacity)
         nothing = np.empty((0, 1, 1), np.float32)
@@ -150,13 +150,14 @@ class Attention:
         scale: float,
         out: F32Array,
     ) -> None:
-        """New rows that there is room for beside all that they see. Shapes: as above."""
+        """Store and attend to rows that fit the window beside all that they see. Shapes as in
+        `__call__`."""
         q, k, v = new
         kv, (num_tokens, num_heads, _) = layer.kv, q.shape
         group = num_heads // kv.num_heads
         num_visible = first_position + num_tokens
         base_split = kv.mask.first_visible(first_position) // SPLIT
-        # A power of two that divides BLOCK: no tile crosses the border of a block.
+        # A power of two that divides BLOCK: no tile crosses a block's boundary.
         tile_tokens = min(BLOCK, 1 << max(0, (_TILE_ROWS // group).bit_length() - 1))
         one_partial = partial_bytes(tile_tokens * group, kv.value_dim)
         num_tiles = (num_visible - 1) // tile_tokens - first_position // tile_tokens + 1
@@ -201,7 +202,7 @@ class Attention:
 
 @cache
 def _functions(kv_type: KvType) -> I64Array:
-    """The words of functions; those compiled live as long as the process."""
+    """The argument words that hold function addresses; compiled functions are never freed."""
     words = np.zeros(a.NUM_ARGUMENTS, np.int64)
     stored, expanded = element_functions(kv_type), element_functions(KvType.F32)
     words[a.FETCH_SCORE] = stored.fetch_score.address
@@ -218,7 +219,7 @@ def _functions(kv_type: KvType) -> I64Array:
 
 
 def _first_position(positions: I32Array, num_tokens: int, capacity: int) -> int:
-    """Where a chunk begins, after a check that it ascends by one and fits.
+    """The first position of a chunk, after checking that it ascends by one and fits.
 
     Raises: ContextExceeded if it does not fit.
     """

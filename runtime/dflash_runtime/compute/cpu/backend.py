@@ -1,4 +1,4 @@
-"""The CPU backend: compiled kernels on weights where they are mapped, float32 activations."""
+"""The CPU backend: compiled kernels on weights as mapped from the file, float32 activations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dflash_runtime.compute.host import HostBackend
 
 
 class CpuBackend(HostBackend):
-    """Implements backend.ComputeBackend with up to `num_threads` threads, the caller's among them.
+    """Implements backend.ComputeBackend on up to `num_threads` threads, the caller's included.
 
     Weights of any type are multiplied as the float32 values they stand for; nothing is rounded to
     fewer bits. Results do not depend on `num_threads`. Kernels that `warm_up` compiles are kept in
-    `cache_dir`, as `cache_folder` has it.
+    `cache_dir` (see `cache_folder`).
     Raises: SettingsError on a CPU that the kernels cannot run on.
     """
 
@@ -59,7 +59,7 @@ class CpuBackend(HostBackend):
         return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
-        """Nothing: banks are views of the file."""
+        """Do nothing: banks are views of the file."""
 
     def warm_up(
         self,

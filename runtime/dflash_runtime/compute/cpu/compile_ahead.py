@@ -1,8 +1,8 @@
-"""Compiles kernels before they are needed, in processes of their own and several at a time.
+"""Compiles kernels before they are needed, in several child processes.
 
-So a first start takes a fraction of the time, can be watched and interrupted, and the memory that
-LLVM takes goes with the processes. It may fail as it likes: what is not on disk afterwards is
-compiled by whoever needs it.
+A first start then takes a fraction of the time, shows progress and can be interrupted, and LLVM's
+memory is freed when the children exit. Failures are harmless: kernels missing on disk are compiled
+on first use.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dflash_runtime.compute.cpu.compile.tiers import current_tier
 _LOG = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of jobs that are done, and of all: when one is, and every second. What it
-raises ends the compiling."""
+"""Called with the number of jobs done, and of all: after each job, and every second. An exception
+from it stops the compiling."""
 
 _CHILD = "dflash_runtime.compute.cpu.compile_ahead_child"
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime")
@@ -35,26 +35,25 @@ _MOST_CHILDREN = 8
 """Each takes about 200 MB while it compiles."""
 _JOB_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-_LOOK_S = 1.0
+_REPORT_S = 1.0
 _ANSWER_BYTES = 256
 
 
 def compile_ahead(jobs: Sequence[str], on_progress: OnProgress) -> None:
-    """Have these jobs done by other processes, unless they were done here before.
+    """Run these jobs in child processes, except those done before on this machine.
 
-    Returns when all are done, or when it is clear that they will not be. If another process is at
-    the same work, that one's is waited for.
+    Returns when all are done, or have failed. If another process is compiling, waits for it first.
     """
     folder = kernel_folder()
     if folder is None or not _missing(folder, jobs):
         return
     try:
-        with _only_one(folder, jobs, on_progress):
+        with _exclusively(folder, jobs, on_progress):
             missing = _missing(folder, jobs)
             num_before = len(jobs) - len(missing)
             _compile(folder, missing, lambda done: on_progress(num_before + done, len(jobs)))
     except OSError as error:
-        # docs: they are compiled when they are needed first
+        # docs: each is compiled on its first use instead
         _LOG.info("kernels are not compiled ahead: %s", error)
 
 
@@ -67,10 +66,10 @@ def _mark(folder: Path, job: str) -> Path:
 
 
 @contextmanager
-def _only_one(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
-    """Wait for a process that does the same, for as long as it gets on.
+def _exclusively(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
+    """Hold the lock on compiling; wait for another process that has it while it makes progress.
 
-    Raises: OSError, TimeoutError among them.
+    Raises: OSError; TimeoutError if it makes none for _JOB_TIMEOUT_S.
     """
     lock = os.open(folder / "ahead.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -84,7 +83,7 @@ def _only_one(folder: Path, jobs: Sequence[str], on_progress: OnProgress) -> Ite
             if now_missing < num_missing:
                 num_missing, end_s = now_missing, time.monotonic() + _JOB_TIMEOUT_S
             elif time.monotonic() > end_s:
-                raise TimeoutError("another process has been at it for too long")
+                raise TimeoutError("another process is compiling and makes no progress")
             time.sleep(_POLL_S)
         yield
     finally:
@@ -104,16 +103,16 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
             on_done(num_done)
             end_s = time.monotonic() + _JOB_TIMEOUT_S
             while selector.get_map():
-                events = selector.select(_LOOK_S)
+                events = selector.select(_REPORT_S)
                 if events:
                     end_s = time.monotonic() + _JOB_TIMEOUT_S
                 elif time.monotonic() > end_s:
-                    raise TimeoutError("no kernel was done in time")
+                    raise TimeoutError(f"no kernel was compiled within {_JOB_TIMEOUT_S:.0f} s")
                 else:
                     on_done(num_done)
                 for key, _ in events:
                     child = key.data
-                    if child.has_done_it():
+                    if child.has_finished():
                         _mark(folder, child.job).touch(0o600)
                         num_done += 1
                         on_done(num_done)
@@ -126,7 +125,7 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
 
 
 class _Child:
-    """One compiling process. Owns it until `end`. Raises: OSError if it cannot be started."""
+    """One compiling process, from construction until `end`. Raises: OSError if it cannot start."""
 
     def __init__(self, cache_dir: Path) -> None:
         self.job = ""
@@ -137,14 +136,14 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=child_environment(package_roots(_PACKAGES)),
-            process_group=0,  # Ctrl-C is for us
+            process_group=0,  # Ctrl-C goes to this process only
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self.output = self._process.stdin, self._process.stdout
 
     def begin(self, job: str) -> bool:
-        """Whether it could still be told."""
+        """Send a job; False if the process no longer reads."""
         self.job = job
         with suppress(OSError):
             self._input.write(f"{job}\n".encode())
@@ -152,13 +151,13 @@ class _Child:
             return True
         return False
 
-    def has_done_it(self) -> bool:
-        """To be asked when there is output: an answer, or its end, or something else."""
+    def has_finished(self) -> bool:
+        """Whether the process has answered that its job is done; call it when there is output."""
         return os.read(self.output.fileno(), _ANSWER_BYTES) == f"{self.job}\n".encode()
 
     def end(self) -> None:
         self._process.kill()
-        with suppress(OSError):  # what it was told and never read
+        with suppress(OSError):  # a buffered job that was never read
             self._input.close()
         self.output.close()
         self._process.wait()

@@ -1,7 +1,7 @@
-"""Launches RMS norm, rotary embedding, routing and gates: guards and buffers around tasks.
+"""Launches RMS norm, rotary embedding, routing and gates: checks and buffers around the kernels.
 
-Dtypes and layouts are checked by the kernels' own signatures, which accept C-contiguous arrays of
-one element type and rank only. Knows nothing of the mathematics.
+Compiled signatures check dtypes and layouts: they accept only C-contiguous arrays of one element
+type and rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
 PARALLEL_VALUES = 1 << 15
-"""Values below which waking other threads costs more than it saves."""
+"""With fewer values, waking other threads costs more than it saves."""
 
 _NOTHING = np.empty(0, np.float32)
 
 
 class Dense:
-    """Operations without weights of their own; calls may come from several threads at once."""
+    """Operations without weight matrices; can be called from several threads at once."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self._workers = workers
@@ -39,14 +39,14 @@ class Dense:
     def rms_norm(
         self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
     ) -> F32Array:
-        """Over the last axis. `out` may be `x`. Shapes: x [..., n]; weight [n]."""
+        """Normalise over the last axis. `out` may be `x`. Shapes: x [..., n]; weight [n]."""
         columns = x.shape[-1]
         if weight.shape != (columns,):
             raise ValueError(f"weight is {weight.shape} for rows of {columns}")
         out = result_array(x.shape, out)
         rows, result = x, out
         if x.ndim != 2:
-            # Views: `out` is contiguous, and so is `x` unless the kernel refuses it.
+            # Both reshapes are views: `out` is contiguous; so is `x`, or the kernel refuses it.
             rows, result = x.reshape(-1, columns), out.reshape(-1, columns)
         kernel, task = tasks.norm_kernel()
         with self._scratch.take(8 * tasks.NUM_WORDS) as (args, counter):
@@ -66,8 +66,8 @@ class Dense:
         eps: float = 0.0,
         norms_after: bool = False,
     ) -> None:
-        """In place: RMS norm of each head where there is a weight, then rotate by the position,
-        then with `norms_after` divide by the root mean square.
+        """In place: RMS norm of each head where there is a weight, then rotation by the position,
+        then, with `norms_after`, division by the root mean square.
 
         Shapes: q [T, heads, D]; k [T, kv_heads, D]; positions [T]; weights [D].
         """
@@ -77,7 +77,7 @@ class Dense:
         if positions.shape != (num_tokens,):
             raise ValueError(f"positions are {positions.shape} for {num_tokens} tokens")
         if 2 * table.inv_freq.shape[0] > dim:
-            raise ValueError(f"{2 * table.inv_freq.shape[0]} rotated of heads of {dim}")
+            raise ValueError(f"{2 * table.inv_freq.shape[0]} rotated values in heads of {dim}")
         for weight in (q_weight, k_weight):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
@@ -139,7 +139,8 @@ class Dense:
     def gated(
         self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
     ) -> F32Array:
-        """``x * f(gate)``. `out` may be `x`. Shapes: x [T, C]; gate [T, n], where n divides C."""
+        """Compute ``x * f(gate)``. `out` may be `x`. Shapes: x [T, C]; gate [T, n], where n divides
+        C."""
         num_tokens, columns = x.shape
         num_gates = gate.shape[-1]
         if gate.shape != (num_tokens, num_gates) or not num_gates or columns % num_gates:
@@ -159,10 +160,10 @@ class Dense:
 
 
 class _AngleCache:
-    """Cosines and sines of one step: layers of one kind ask for the same positions."""
+    """Cosines and sines of the last positions: all layers of a step ask for the same ones."""
 
     def __init__(self) -> None:
-        # Replaced in one piece: another thread may be looking at it.
+        # Replaced by one assignment: other threads may be reading it.
         self._last: tuple[bytes, list[tuple[RopeTable, F32Array, F32Array]]] = b"", []
 
     def get(self, table: RopeTable, positions: I32Array) -> tuple[F32Array, F32Array]:
@@ -181,7 +182,7 @@ class _AngleCache:
 
 
 def result_array(shape: tuple[int, ...], out: F32Array | None) -> F32Array:
-    """A new array, or `out` after a look at it."""
+    """A new array, or `out` if it has the right shape and is contiguous."""
     if out is None:
         return np.empty(shape, np.float32)
     if out.shape != shape or not out.flags.c_contiguous:

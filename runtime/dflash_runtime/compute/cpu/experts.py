@@ -1,4 +1,4 @@
-"""The experts of one layer on the CPU, read where the file is mapped."""
+"""The experts of one layer on the CPU, read from the mapped file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_func
 class CpuExpertBank:
     """Implements backend.ExpertBank.
 
-    Owns: views of the mapping that its addresses point into.
+    Owns the views of the mapping that its addresses point into.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class CpuExpertBank:
             self._ffn_q8_bytes = Q8_BLOCK_BYTES * (layer.ffn_size // 32)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        """See backend.ExpertBank; expert ids of the batch are local."""
         hidden, num_pairs = batch.hidden, batch.num_pairs
         if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
@@ -108,12 +107,12 @@ class CpuExpertBank:
                 self._functions,
             )
         if not is_sound:
-            raise ValueError("the batch names experts, tokens or pairs that do not exist")
+            raise ValueError("the batch has expert ids, tokens or pairs out of range")
 
     def _bias_addresses(self, file: GgufFile, global_expert_ids: I64Array) -> I64Array:
-        """Address of each expert's bias of gate, up and down, 0 where there is none.
+        """Address of each expert's gate, up and down bias, 0 where there is none.
 
-        Shapes: result [E, 3], or empty if there is none at all.
+        Shapes: result [E, 3], or [0, 3] if the layer has none.
         """
         biases = [projection.bias for projection in self.layer.projections]
         if not any(biases):
@@ -127,13 +126,13 @@ class CpuExpertBank:
     def _in_place(
         self, file: GgufFile, part: ExpertProjection | ExpertVector, global_expert_ids: I64Array
     ) -> I64Array:
-        """Where in the mapping each of these experts begins. Shapes: result [E]."""
+        """Address of each expert in the mapping. Shapes: result [E]."""
         addresses = np.empty(global_expert_ids.size, np.int64)
         bases: dict[int, int] = {}
         for local_expert_id, global_expert_id in enumerate(global_expert_ids.tolist()):
             shard_index, offset_bytes = part.place_of(global_expert_id)
             data = file.region(shard_index, offset_bytes, part.num_bytes)
-            if shard_index not in bases:  # looking an address up costs more than all the rest
+            if shard_index not in bases:  # `.ctypes` costs more than the rest of the loop
                 bases[shard_index] = data.ctypes.data - offset_bytes
                 self._data.append(data)
             addresses[local_expert_id] = bases[shard_index] + offset_bytes
@@ -141,9 +140,9 @@ class CpuExpertBank:
 
 
 def _scales(file: GgufFile, layer: MoeLayer, global_expert_ids: I64Array) -> F32Array:
-    """What each expert's products of gate, up and down are multiplied by.
+    """Factors of each expert's gate, up and down products.
 
-    Shapes: result [E, 3], or empty if there are no scales.
+    Shapes: result [E, 3], or [0, 3] if the layer has none.
     """
     scales = [projection.scale for projection in layer.projections]
     if not any(scales):

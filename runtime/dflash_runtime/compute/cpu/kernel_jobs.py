@@ -1,6 +1,6 @@
-"""Which kernels a file needs, by names that can be told to another process.
+"""Which kernels a file needs, by names that can be passed to another process.
 
-A job compiles some of them, or loads them where that has been done. Knows nothing of where.
+A job compiles some kernels, or loads them if they are compiled already.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 
-_OF_TYPES: dict[str, Callable[[TensorType], object]] = {
+_TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
     "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),
     "expand": expand_function,
 }
-_OF_CACHES: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
+_CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
 
-# Those that take longest come first, so that several processes end together.
-_OF_EXPERTS: dict[str, Callable[[], object]] = {
+# The longest jobs come first, so that several processes end at about the same time.
+_EXPERT_JOBS: dict[str, Callable[[], object]] = {
     "expert_tasks": experts_kernel.expert_ffn_tasks,
     "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
     "expert_kernel": experts_kernel.expert_ffn_kernel,
     "quantise": quantise_function,
 }
-_OF_DENSE: dict[str, Callable[[], object]] = {
+_DENSE_JOBS: dict[str, Callable[[], object]] = {
     "attend": attention_tasks.attend_task,
     "route": route_tasks.route_kernel,
     "attention": attention_tasks.attention_kernel,
@@ -52,7 +52,7 @@ _OF_DENSE: dict[str, Callable[[], object]] = {
     "linear_kernel": linear_kernel.linear_kernel,
     "embed": linear_kernel.embed_kernel,
 }
-_OF_RECURRENT: dict[str, Callable[[], object]] = {
+_RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_kernel,
     "delta": delta_tasks.delta_kernel,
     "conv": conv_tasks.conv_kernel,
@@ -63,25 +63,25 @@ _OF_RECURRENT: dict[str, Callable[[], object]] = {
 def jobs_for(
     tensor_types: Iterable[TensorType], kv_type: KvType | None, *, is_recurrent: bool = False
 ) -> list[str]:
-    """For experts of these types; with a `kv_type`, for a whole model."""
+    """Jobs for experts of these types; with a `kv_type`, for a whole model."""
     types = sorted(tensor_types)
-    jobs = [*_OF_DENSE] if kv_type is not None else []
-    jobs += _OF_RECURRENT if is_recurrent else ()
+    jobs = [*_DENSE_JOBS] if kv_type is not None else []
+    jobs += _RECURRENT_JOBS if is_recurrent else ()
     jobs += [f"rows.{each.name}" for each in types]
-    jobs += _OF_EXPERTS
+    jobs += _EXPERT_JOBS
     if kv_type is not None:
         caches = sorted({kv_type.value, KvType.F32.value})
         jobs += [f"elements.{each}" for each in caches]
-        jobs += [f"expand.{each.name}" for each in types]  # one of them is the embedding table's
+        jobs += [f"expand.{each.name}" for each in types]  # for the embedding table
     return jobs
 
 
 def run_job(job: str) -> None:
-    """Raises: KeyError if there is no such job."""
+    """Raises: KeyError for an unknown job."""
     kind, _, what = job.partition(".")
-    if kind in _OF_TYPES:
-        _OF_TYPES[kind](TensorType[what])
-    elif kind in _OF_CACHES:
-        _OF_CACHES[kind](KvType(what))
+    if kind in _TYPE_JOBS:
+        _TYPE_JOBS[kind](TensorType[what])
+    elif kind in _CACHE_JOBS:
+        _CACHE_JOBS[kind](KvType(what))
     else:
-        (_OF_DENSE | _OF_RECURRENT | _OF_EXPERTS)[kind]()
+        (_DENSE_JOBS | _RECURRENT_JOBS | _EXPERT_JOBS)[kind]()

@@ -22,10 +22,10 @@ _NO_WINDOW = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer, as bytes.
+    """One layer's keys and values, as bytes.
 
-    Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], where N
-    rows are there of the window's; words as in attention_arguments, those of a layer.
+    Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], N rows
+    being the window's; words: those of a layer in attention_arguments.
     """
 
     kv: KvLayer
@@ -36,7 +36,7 @@ class LayerCache:
 
 
 class CpuKvCache(SequenceState):
-    """Implements ops.KvCache. Memory of blocks that were never written is never touched."""
+    """Implements ops.KvCache. Memory of blocks is untouched until they are written."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ def _layer_cache(kv: KvLayer, window: WindowRows, kv_type: KvType) -> LayerCache
     keys = zeros_on_lines(kv.num_heads, num_blocks, key_block_bytes)
     values = zeros_on_lines(kv.num_heads, num_blocks * LANES, row_bytes)
     window.arrays = keys, values
-    words = np.zeros(a.NUM_OF_LAYER, np.int64)
+    words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
     words[a.KEYS], words[a.VALUES] = keys.ctypes.data, values.ctypes.data
     words[a.KV_HEADS], words[a.KEY_DIM], words[a.VALUE_DIM] = kv.num_heads, key_dim, kv.value_dim
     words[a.KEY_HEAD_BYTES], words[a.KEY_BLOCK_BYTES] = keys.strides[:2]

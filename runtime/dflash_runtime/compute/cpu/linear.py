@@ -1,4 +1,4 @@
-"""Launches dense products: guards, scratch and arguments around the kernels."""
+"""Launches dense products: checks, scratch and arguments around the kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_PLANS = 1 << 14
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """What is the same in every call with the same matrices."""
+    """Arguments shared by all calls with the same matrices."""
 
     matrices: tuple[CpuMatrix, ...]
     columns: int
@@ -32,11 +32,11 @@ class _Plan:
     num_runs: int
     thread_bytes: int
     q8_bytes: int
-    """Of one token; 0 if no matrix wants q8_blocks."""
+    """Bytes of one token's q8 blocks; 0 if no matrix needs them."""
 
 
 class Linear:
-    """Products of one backend; knows its threads and its scratch memory."""
+    """Dense products on one backend's threads and scratch memory."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self._workers = workers
@@ -53,9 +53,9 @@ class Linear:
         out: F32Array,
         addend: F32Array = _NOTHING,
     ) -> None:
-        """``x @ matrix.T`` for each, one after another in `out`, plus `addend` if there is one.
+        """``x @ matrix.T`` for each matrix, one after another in `out`, plus `addend` if not empty.
 
-        Shapes: x [T, columns]; out, addend [T * rows of all]; all contiguous.
+        Shapes: x [T, columns]; out, addend [T * sum of rows]; all contiguous.
         """
         plan = self._plans.get(matrices)
         if plan is None:
@@ -90,7 +90,7 @@ class Linear:
             )
 
     def _plans_of(self, matrices: tuple[CpuMatrix, ...]) -> _Plan:
-        if len(self._plans) == _MOST_PLANS:  # of models that are gone
+        if len(self._plans) == _MOST_PLANS:  # mostly of closed models
             self._plans.clear()
         plan = self._plans[matrices] = _plan(matrices)
         return plan

@@ -1,6 +1,6 @@
-"""The dense operations on the CPU: what adapters call, put together from launchers.
+"""Dense operations on the CPU: what adapters call, forwarded to kernel launchers.
 
-Everything that reaches a kernel is checked by its launcher or refused by the kernel's signature.
+Launchers check everything that reaches a kernel; compiled signatures refuse the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Launches causal convolution and the gated delta rule: guards and buffers.
+"""Launches causal convolution and the gated delta rule: checks and buffers around the kernels.
 
-Dtypes and layouts are checked by the kernels' own signatures, which accept C-contiguous arrays of
-one element type and rank only. Knows nothing of the mathematics.
+Compiled signatures check dtypes and layouts: they accept only C-contiguous arrays of one element
+type and rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dflash_runtime.compute.sequence_state import begin_of
 from dflash_runtime.compute.trees import Tree
 
 _PARALLEL_VALUES = 1 << 15
-"""Values of a convolution below which waking other threads costs more than it saves."""
+"""With fewer values of a convolution, waking other threads costs more than it saves."""
 
 _PARALLEL_PRODUCTS = 1 << 17
-"""Products of a delta rule, likewise."""
+"""The same for products of a delta rule."""
 
 
 class Recurrent:
-    """Both operations on one pool of threads; calls may come from several threads at once."""
+    """Both operations on one pool of threads; can be called from several threads at once."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self._workers = workers
@@ -36,7 +36,7 @@ class Recurrent:
         self._taps: dict[int, tuple[F32Array, F32Array]] = {}
 
     def compile(self) -> None:
-        """Have all ready but what only trees need."""
+        """Compile everything except what only trees need."""
         conv_tasks.conv_kernel()
         delta_tasks.delta_kernel()
         products_function()
@@ -49,7 +49,7 @@ class Recurrent:
         positions: I32Array,
         out: F32Array | None = None,
     ) -> F32Array:
-        """See ops.Ops. Shapes: x [T, C]; weight [C, K]."""
+        """Shapes: x [T, C]; weight [C, K]."""
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return result_array(x.shape, out)
@@ -73,7 +73,7 @@ class Recurrent:
         tree: Tree,
         out: F32Array | None = None,
     ) -> F32Array:
-        """The same of a tree's tokens, of which the accepted ones are to be gone on from."""
+        """`causal_conv` of a tree's tokens; accepting a path updates the state."""
         tree.check_size(x.shape[0])
         num_kept, stride = state.inputs.shape[0], 4 * x.shape[1]
         before = tree.ancestors(weight.shape[1]).astype(np.int64)
@@ -101,12 +101,12 @@ class Recurrent:
         first: int = 0,
         table: int = 0,
     ) -> F32Array:
-        """`table` as in conv_tasks. The state is only read."""
+        """Convolve without changing the state; `table` as in conv_tasks."""
         taps, kept = self._taps_of(weight), state.inputs
         if taps.shape != (kept.shape[0] + 1, x.shape[1]) or kept.shape[1] != x.shape[1]:
             raise ValueError(f"{x.shape} by {weight.shape} does not fit {kept.shape}")
         if out is x:
-            raise ValueError("out must not be x, of which rows are read after they were convolved")
+            raise ValueError("out must not be x: later tokens read earlier rows of x")
         out = result_array(x.shape, out)
         kernel, task = conv_tasks.conv_kernel()
         pool = self._workers.address if x.size >= _PARALLEL_VALUES else 0
@@ -122,7 +122,6 @@ class Recurrent:
         positions: I32Array,
         out: F32Array | None = None,
     ) -> F32Array:
-        """See ops.Ops."""
         _check_shape(inputs, state)
         out, shape = result_array(inputs.out_shape, out), inputs.shape
         if inputs.num_tokens == 0:
@@ -165,7 +164,7 @@ class Recurrent:
         tree: Tree,
         out: F32Array | None = None,
     ) -> F32Array:
-        """The same of a tree's tokens, each from its parent's state."""
+        """`delta_rule` of a tree's tokens, each from its parent's state."""
         _check_shape(inputs, state)
         tree.check_size(inputs.num_tokens)
         out, shape = result_array(inputs.out_shape, out), inputs.shape
@@ -215,7 +214,8 @@ class Recurrent:
         return self._workers.address if 2 * values * shape.key_dim >= _PARALLEL_PRODUCTS else 0
 
     def _taps_of(self, weight: F32Array) -> F32Array:
-        """A weight with a row for each tap, made once. Shapes: weight [C, K]; result [K, C]."""
+        """A weight transposed, one row for each tap, cached. Shapes: weight [C, K]; result [K,
+        C]."""
         known = self._taps.get(id(weight))
         if known is None:
             known = self._taps[id(weight)] = weight, np.ascontiguousarray(weight.T)

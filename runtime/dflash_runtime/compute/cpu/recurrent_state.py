@@ -1,4 +1,4 @@
-"""What one recurrent layer keeps of a sequence, in the layout that delta_parts reads."""
+"""One recurrent layer's state, in the layout that delta_parts reads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dflash_runtime.compute.sequence_state import LayerState
 
 
 class RecurrentState(LayerState):
-    """One layer's, in the layout of delta_parts: float32, every part at the begin of a line.
+    """A layer's state: float32, every part starting on a cache line.
 
     Shapes: inputs [K - 1, channels], position p's in row ``p % (K - 1)``; matrices [value heads,
-    Dk, V padded]; of the tokens since the block's begin keys [key heads, Dk, 32], rows [value
-    heads, 32, V padded], and what is left of them after the last: decays [value heads, 32] and
-    totals [value heads].
+    Dk, V padded]; for the tokens of the current block keys [key heads, Dk, 32] and rows [value
+    heads, 32, V padded], and what of them is left after the last token: decays [value heads, 32]
+    and totals [value heads].
     """
 
     __slots__ = ("_num_matrices", "delta", "inputs", "words")
@@ -36,7 +36,7 @@ class RecurrentState(LayerState):
         num_values = sum(sizes.values()) + num_inputs
         super().__init__(zeros_on_lines(4 * num_values).view(np.float32))
         self.delta = delta
-        self.words: I64Array = np.zeros(d.NUM_OF_LAYER, np.int64)
+        self.words: I64Array = np.zeros(d.NUM_LAYER_WORDS, np.int64)
         first = 0
         for word, size in sizes.items():
             self.words[word] = self.values[first:].ctypes.data
@@ -50,7 +50,7 @@ class RecurrentState(LayerState):
         self.words[d.IS_TILED] = delta.is_tiled
 
     def copy(self, source: F32Array, target: F32Array, num_positions: int) -> None:
-        """Before the first block's end there is no matrix yet, at the end of one nothing else."""
+        """Skips the matrices before the first block ends, and everything else at a block's end."""
         first = 0 if num_positions >= d.DELTA_BLOCK else self._num_matrices
         end = target.size
         if num_positions % d.DELTA_BLOCK == 0:

@@ -1,7 +1,4 @@
-"""Attention in plain numpy over one layer's cached rows.
-
-Knows nothing of how rows are stored.
-"""
+"""Attention in plain numpy over one layer's cached rows."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ def attend(
     sinks: F32Array | None,
     out: F32Array,
 ) -> None:
-    """See ops.Ops.attention; `new` and `rows` are those of keys and of values.
+    """Store new keys and values, then attend; see ops.Ops.attention. `new` and `rows` are (keys,
+    values).
 
     Shapes: q [T, heads, D]; new [T, kv_heads, …]; sinks [heads].
     """
@@ -40,7 +38,7 @@ def store(
     *,
     window: WindowRows,
 ) -> None:
-    """Keys and values of these positions. Shapes: positions [T]; new [T, kv_heads, …]."""
+    """Store keys and values of these positions. Shapes: positions [T]; new [T, kv_heads, …]."""
     for each, values in zip(rows, new, strict=True):
         each.store(positions % window.num_rows, values)
 

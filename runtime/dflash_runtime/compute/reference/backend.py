@@ -1,4 +1,4 @@
-"""The reference backend: joins ReferenceOps with reference expert banks."""
+"""The reference backend: ReferenceOps and reference expert banks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReferenceBackend(HostBackend):
     """Implements backend.ComputeBackend."""
 
     name = "reference"
-    # BLAS sums in an order that depends on the shapes.
+    # BLAS sums in an order that depends on shapes, so bits depend on the chunk.
     chunking = Chunking(PREFILL_CHUNK, None, invariant_from=None)
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ReferenceBackend(HostBackend):
         is_recurrent: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Nothing to compile; a type that cannot be dequantised is found here."""
+        """Compiles nothing; raises for a type that cannot be dequantised."""
         for tensor_type in tensor_types:
             layout = tensor_type.layout
             dequantise(
@@ -60,7 +60,7 @@ class ReferenceBackend(HostBackend):
             )
 
     def idle(self) -> None:
-        """Nothing: no thread here waits for work."""
+        """Do nothing: there are no worker threads."""
 
     def close(self) -> None:
         self._cache.clear()

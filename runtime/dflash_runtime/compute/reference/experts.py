@@ -1,8 +1,8 @@
 """Expert FFNs in plain numpy.
 
-Each (token, expert) pair is computed by itself with elementwise products and a pairwise sum along
-each weight row, never by a matrix product: BLAS picks kernels by shape, and then a token's bits
-would depend on who else is in its batch.
+Each (token, expert) pair is computed separately with elementwise products and a pairwise sum along
+each weight row, never by a matrix product: BLAS chooses kernels by shape, and a token's bits would
+then depend on the other tokens of its batch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array
 
 
 def activate(layer: MoeLayer, gate: F32Array, up: F32Array) -> F32Array:
-    """The input of an expert's down projection, by the layer's activation and its parameters: the
-    formula every kernel is held to.
+    """The input of an expert's down projection by the layer's activation and its parameters: the
+    formula that all kernels must match.
 
     Shapes: gate, up and result [F] float32.
-    Source: see moe_spec.Activation, whose forms are this one with other numbers.
+    Source: see spec.Activation, whose forms are this one with other numbers.
     """
     limit, alpha = np.float32(layer.activation_limit), np.float32(layer.activation_alpha)
     gate = np.minimum(gate, limit)
     up = np.clip(up, -limit, limit)
-    with np.errstate(over="ignore"):  # exp overflows to inf for very negative gates: silu is 0
+    with np.errstate(over="ignore"):  # very negative gates: exp is inf, SiLU 0
         swish = gate / (np.float32(1) + np.exp(-alpha * gate))
     result: F32Array = swish * (up + np.float32(layer.activation.up_offset))
     return result
@@ -47,7 +47,7 @@ class DenseProjection:
     scale: F32Array | None
 
     def apply(self, vector: F32Array) -> F32Array:
-        """``scale * (matrix vector) + bias``. Shapes: vector [columns]; result [rows]."""
+        """``scale * (matrix @ vector) + bias``. Shapes: vector [columns]; result [rows]."""
         result: F32Array = np.multiply(self.matrix, vector).sum(axis=1)
         if self.scale is not None:
             result *= self.scale
@@ -65,7 +65,7 @@ DenseExpert: TypeAlias = tuple[DenseProjection, DenseProjection, DenseProjection
 
 
 class ReferenceExpertBank:
-    """Implements backend.ExpertBank; experts are dequantised when first used."""
+    """Implements backend.ExpertBank; experts are dequantised on first use."""
 
     def __init__(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array, *, cache: ExpertCache
@@ -97,9 +97,9 @@ def expert_ffn(layer: MoeLayer, expert: DenseExpert, hidden: F32Array) -> F32Arr
 
 
 class ExpertCache:
-    """Dequantised experts, least recently used first out, bounded in bytes.
+    """An LRU cache of dequantised experts, bounded in bytes.
 
-    Any thread may use it: a daemon drops experts while it computes others.
+    Thread-safe: a daemon drops experts while it computes others.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -127,7 +127,7 @@ class ExpertCache:
             return expert
 
     def drop(self, file: GgufFile, layer: MoeLayer, global_expert_id: int) -> None:
-        """Forget an expert, if it is known."""
+        """Remove an expert, if present."""
         with self._lock:
             expert = self._entries.pop((file, layer.layer_id, global_expert_id), None)
             if expert is not None:

@@ -1,7 +1,4 @@
-"""Rows of keys or values of one layer, kept in a cache's element type.
-
-Knows nothing of attention.
-"""
+"""One layer's rows of keys or values, in a cache's element type."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ _BLOCK = 32
 
 
 class CachedRows(Protocol):
-    """One row of D values per position and head."""
+    """One row of D values for each position and head."""
 
     @property
     def arrays(self) -> tuple[AnyArray, ...]:
-        """What they are kept in."""
+        """The arrays that hold the rows."""
 
     @property
     def num_heads(self) -> int: ...
@@ -29,7 +26,7 @@ class CachedRows(Protocol):
         """Shapes: positions [T]; rows [T, heads, D]."""
 
     def load(self, positions: I32Array, head: int) -> F32Array:
-        """Some rows of one head. Shapes: positions [N]; result [N, D]."""
+        """Load rows of one head. Shapes: positions [N]; result [N, D]."""
 
 
 def cached_rows(kv_type: KvType, capacity: int, *, num_heads: int, dim: int) -> CachedRows:
@@ -41,7 +38,7 @@ def cached_rows(kv_type: KvType, capacity: int, *, num_heads: int, dim: int) -> 
 
 
 class FloatRows:
-    """Implements CachedRows by one array [N, heads, D]."""
+    """Implements CachedRows with one array [N, heads, D]."""
 
     def __init__(self, values: AnyArray) -> None:
         self._values = values
@@ -63,7 +60,7 @@ class FloatRows:
 
 
 class Q8Rows:
-    """Implements CachedRows by blocks of 32 along D: a half as scale, and signed bytes.
+    """Implements CachedRows with blocks of 32 along D: a half as scale, and signed bytes.
 
     Source: ggml, block_q8_0: scale = largest magnitude / 127, rounded to a half after the bytes
     have been divided by it; ties go to the even byte.
@@ -91,7 +88,7 @@ class Q8Rows:
         scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
         halves = scales.astype(np.float16)
         inverse = np.zeros_like(scales)
-        # What multiplies bytes by 0 need not divide by it, nor by what is too small for a quotient.
+        # With a stored scale of 0 the bytes do not matter, and dividing might overflow.
         np.divide(np.float32(1), scales, out=inverse, where=halves != 0)
         self._scales[positions] = halves
         self._bytes[positions] = np.rint(blocks * inverse).astype(np.int8)

@@ -1,6 +1,6 @@
 """Ops in plain numpy: what every other backend is compared with.
 
-Knows nothing of speed. Matrices are dequantised once, when they are loaded.
+Written for clarity, not speed. Matrices are dequantised once, when they are loaded.
 """
 
 from __future__ import annotations
@@ -276,13 +276,13 @@ def _into(out: F32Array | None, result: F32Array) -> F32Array:
 def _gate_factors(gate: F32Array, kind: Gate) -> F32Array:
     if kind is Gate.SOFTPLUS:
         return np.logaddexp(gate, np.float32(0))
-    with np.errstate(over="ignore"):  # exp overflows to inf for very negative gates: they give 0
+    with np.errstate(over="ignore"):  # very negative gates: exp is inf, the result 0
         shares: F32Array = np.float32(1) / (np.float32(1) + np.exp(-gate))
     return shares if kind is Gate.SIGMOID else gate * shares
 
 
 def _rotate(heads: F32Array, positions: I32Array, table: RopeTable) -> None:
-    """In place. Shapes: heads [T, heads, D]; positions [T]."""
+    """Rotate in place. Shapes: heads [T, heads, D]; positions [T]."""
     angles = positions[:, None].astype(np.float64) * table.inv_freq
     cos = (np.cos(angles) * table.scale).astype(np.float32)[:, None, :]
     sin = (np.sin(angles) * table.scale).astype(np.float32)[:, None, :]

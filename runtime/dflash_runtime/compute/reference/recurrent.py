@@ -1,7 +1,7 @@
-"""Causal convolution and the gated delta rule in plain numpy, with the state that they keep.
+"""Causal convolution and the gated delta rule in plain numpy, with their state.
 
-Few tokens take one step of the recurrence each; many are computed in chunks, where only a chunk's
-end needs a state. Knows nothing of the layers around them.
+Few tokens take one step of the recurrence each; many are computed in chunks, and only a chunk's end
+needs a state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEW_TOKENS = 16
 
 
 class RecurrentState(LayerState):
-    """Shapes: inputs [K - 1, channels], the oldest first; matrices [heads, value_dim, key_dim]."""
+    """Shapes: inputs [K - 1, channels], oldest first; matrices [heads, value_dim, key_dim]."""
 
     __slots__ = ("inputs", "matrices")
 
@@ -37,7 +37,6 @@ class RecurrentState(LayerState):
 def causal_conv(
     x: F32Array, weight: F32Array, state: RecurrentState, positions: I32Array
 ) -> F32Array:
-    """See ops.Ops."""
     num_tokens, kernel = x.shape[0], weight.shape[1]
     if weight.shape[0] != x.shape[1] or state.inputs.shape != (kernel - 1, x.shape[1]):
         raise ValueError(f"{x.shape} by {weight.shape} does not fit {state.inputs.shape}")
@@ -56,10 +55,10 @@ def causal_conv(
 
 
 def tree_conv(x: F32Array, weight: F32Array, state: RecurrentState, *, tree: Tree) -> F32Array:
-    """The same of a tree's tokens, of which the accepted ones are to be gone on from."""
+    """`causal_conv` of a tree's tokens; accepting a path updates the state."""
     tree.check_size(x.shape[0])
     kernel = weight.shape[1]
-    rows = np.concatenate([x, state.inputs])  # those before the tree are found from the end
+    rows = np.concatenate([x, state.inputs])  # inputs before the tree have negative indices
     before = tree.ancestors(kernel)
     total = np.zeros_like(x)
     for tap in range(kernel):
@@ -80,7 +79,6 @@ def _prepared(inputs: DeltaInputs) -> tuple[F32Array, F32Array, F32Array, F32Arr
 
 
 def delta_rule(inputs: DeltaInputs, state: RecurrentState, positions: I32Array) -> F32Array:
-    """See ops.Ops."""
     num_tokens, out = inputs.num_tokens, np.empty(inputs.out_shape, np.float32)
     if num_tokens == 0:
         return out
@@ -98,7 +96,7 @@ def delta_rule(inputs: DeltaInputs, state: RecurrentState, positions: I32Array) 
 
 
 def tree_delta(inputs: DeltaInputs, state: RecurrentState, tree: Tree) -> F32Array:
-    """The same of a tree's tokens, each from its parent's state."""
+    """`delta_rule` of a tree's tokens, each from its parent's state."""
     tree.check_size(inputs.num_tokens)
     out = np.empty(inputs.out_shape, np.float32)
     prepared = _prepared(inputs)
@@ -133,7 +131,7 @@ def _heads(mixed: F32Array, shape: DeltaShape, eps: float) -> tuple[F32Array, F3
 def _step(
     q: F32Array, k: F32Array, v: F32Array, decay: F32Array, share: F32Array, *, matrices: F32Array
 ) -> F32Array:
-    """One token. Shapes: q, k, v, result [1, heads, D]; decay, share [1, heads]."""
+    """One token's step. Shapes: q, k, v, result [1, heads, D]; decay, share [1, heads]."""
     matrices *= np.exp(decay[0])[:, None, None]
     difference = share[0][:, None] * (v[0] - np.einsum("hvk,hk->hv", matrices, k[0]))
     matrices += difference[:, :, None] * k[0][:, None, :]
@@ -144,7 +142,7 @@ def _step(
 def _chunk(
     q: F32Array, k: F32Array, v: F32Array, decay: F32Array, share: F32Array, *, matrices: F32Array
 ) -> F32Array:
-    """As many steps at once: what each key's row of the state becomes solves a triangle.
+    """Many steps at once: each key's row of the state is found by solving a triangular system.
 
     Shapes: q, k, v, result [n, heads, D]; decay, share [n, heads].
     Source: Yang et al. 2024 (arXiv 2406.06484), with decays as in arXiv 2412.06464.
@@ -152,7 +150,7 @@ def _chunk(
     num_tokens = q.shape[0]
     q, k, v = (x.transpose(1, 0, 2) for x in (q, k, v))
     share = share.T[:, :, None]
-    # Float64, since it is differences of these sums that count.
+    # Float64: differences of these sums are used.
     total = np.cumsum(decay.T.astype(np.float64), axis=1)
     since_begin = np.exp(total)[:, :, None].astype(np.float32)
     apart = total[:, :, None] - total[:, None, :]
@@ -172,6 +170,6 @@ def _chunk(
 
 
 def _sigmoid(x: F32Array) -> F32Array:
-    with np.errstate(over="ignore"):  # exp of much is inf, and divided by it is 0
+    with np.errstate(over="ignore"):  # large arguments: exp is inf, the result 0
         result: F32Array = np.float32(1) / (np.float32(1) + np.exp(-x))
     return result

@@ -1,7 +1,4 @@
-"""Choosing experts in plain numpy: the formula every kernel is held to.
-
-Knows nothing of what experts compute.
-"""
+"""Choosing experts in plain numpy: the formula that all kernels must match."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def _scores(logits: F32Array, gating: Gating) -> F32Array:
         case Gating.SOFTMAX:
             return _softmax(logits)
         case Gating.SIGMOID:
-            with np.errstate(over="ignore"):  # to inf, for logits whose score is 0
+            with np.errstate(over="ignore"):  # exp is inf where the score is 0
                 shares: F32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
             return shares
         case Gating.SOFTMAX_WEIGHT:
@@ -56,17 +53,17 @@ def _softmax(logits: F32Array) -> F32Array:
 
 
 def _highest(values: F32Array, count: int) -> I32Array:
-    """Stable, so that equal values go to the lower id."""
+    """Ids of the highest values; equal ones in ascending order."""
     order = np.argsort(-values, axis=1, kind="stable")
     return order[:, :count].astype(np.int32)
 
 
 def _best_groups(selection: F32Array, rule: RoutingRule) -> F32Array:
-    """The same, with -inf for experts of groups that are not used."""
+    """The selection scores with -inf for experts of groups that are not used."""
     num_tokens, num_experts = selection.shape
     groups = selection.reshape(num_tokens, rule.num_groups, num_experts // rule.num_groups)
-    worth = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-    used = np.zeros(worth.shape, np.bool_)
-    np.put_along_axis(used, _highest(worth, rule.num_groups_used), True, axis=1)
+    group_scores = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+    used = np.zeros(group_scores.shape, np.bool_)
+    np.put_along_axis(used, _highest(group_scores, rule.num_groups_used), True, axis=1)
     best = np.where(used[:, :, None], groups, np.float32(-np.inf))
     return best.reshape(num_tokens, num_experts)

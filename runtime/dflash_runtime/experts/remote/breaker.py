@@ -1,4 +1,4 @@
-"""Circuit breaker: whether an owner whose requests keep failing is asked at all.
+"""Circuit breaker: stops requests to an owner that keeps failing.
 
 ::
 
@@ -8,9 +8,8 @@
        │ the probe succeeds                       ▼                  │ twice the pause
        └───────────────────────────────────── half-open ─────────────┘
 
-While it is open nothing is sent, so that a failing owner costs one deadline a pause and not one a
-step. Half-open, a single request is let through, the probe. Pure: it is told the time, and knows
-nothing of requests or daemons.
+While it is open nothing is sent, so that a failing owner costs one deadline a pause instead of one
+a step. When half-open it lets a single request through, the probe. Pure: it is told the time.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from enum import StrEnum
 _MOST_IN_A_ROW = 3
 _MOST_LATELY = 5
 _LATELY_S = 10.0
-"""Failures count for so long; without any, pauses begin anew after it."""
+"""Failures count for this long; after as long without any, pauses start short again."""
 _PAUSE_FIRST_S = 0.5
 _PAUSE_LAST_S = 30.0
 _COST_FACTOR = 4.0
-"""A pause is at least so many times what the failed request cost."""
+"""A pause is at least this many times what the failed request cost."""
 
 
 class BreakerState(StrEnum):
-    """As in statistics."""
+    """As reported in statistics."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -39,9 +38,9 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """One owner's breaker. Times are seconds of any clock that never goes back.
+    """One owner's breaker. Times are seconds of any monotonic clock.
 
-    `on_transition` is called with every new state and the reason for it.
+    `on_transition` is called with every new state and its reason.
     """
 
     def __init__(self, on_transition: Callable[[BreakerState, str], None]) -> None:
@@ -57,20 +56,20 @@ class CircuitBreaker:
         self._open_until_s = 0.0
 
     def lets_through(self, now_s: float) -> bool:
-        """Whether a request may be sent. If the state is half-open then, that one is the probe, and
-        its outcome must be told."""
+        """Whether a request may be sent. If the state is half-open afterwards, that request is the
+        probe, and its outcome must be reported."""
         if self.state is BreakerState.OPEN and now_s >= self._open_until_s:
             self._enter(BreakerState.HALF_OPEN, "one request is let through")
             return True
         return self.state is BreakerState.CLOSED
 
     def is_calm(self, now_s: float) -> bool:
-        """Whether it is closed and nothing happened for so long that there is nothing to know."""
+        """Whether it is closed and no failure is recent enough to count."""
         is_closed = self.state is BreakerState.CLOSED
         return is_closed and now_s - self._last_trouble_s > _LATELY_S
 
     def note_success(self, now_s: float, *, is_probe: bool) -> None:
-        """A request succeeded. One that was sent before the breaker opened proves nothing."""
+        """A request succeeded. One that was sent before the breaker opened does not count."""
         if self.state is BreakerState.CLOSED:
             self._num_in_a_row = 0
         elif is_probe:
@@ -78,7 +77,7 @@ class CircuitBreaker:
             self._enter(BreakerState.CLOSED, "the request that was let through succeeded")
 
     def note_failure(self, now_s: float, reason: str, *, cost_s: float, is_probe: bool) -> None:
-        """A request failed after `cost_s`, which was waited in vain."""
+        """A request failed after a wait of `cost_s`."""
         if self.state is not BreakerState.CLOSED:
             if is_probe:
                 self._open(now_s, reason, cost_s)
@@ -95,7 +94,7 @@ class CircuitBreaker:
             self._open(now_s, reason, cost_s)
 
     def note_probe_abandoned(self) -> None:
-        """Nobody will know how the probe ended: the next request is the probe."""
+        """The probe's outcome will not be known: the next request is the probe."""
         if self.state is BreakerState.HALF_OPEN:
             self._enter(BreakerState.OPEN, "the request that was let through was given up")
 

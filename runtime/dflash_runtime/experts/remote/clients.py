@@ -1,7 +1,4 @@
-"""The parent's end of a session's data path: through shared memory if there is some, else a socket.
-
-Knows nothing of what is sent.
-"""
+"""The parent's end of a session's data path: shared memory if there is some, else a socket."""
 
 from __future__ import annotations
 
@@ -26,16 +23,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
-    """Whoever has it owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` those of
-    a request. Of requests that devices move, at most `moved_window` should be in flight; 0 if the
-    CPU copies what is sent."""
+    """The holder owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` is the limit
+    of a request. At most `moved_window` requests that devices copy should be in flight; 0 if the
+    CPU copies."""
 
     client: ClientTransport
     transport: str
     max_tokens: int
     moved_window: int = 0
     mail: Segment | None = None
-    """The memory, which `client` owns, if there is a mailbox in it."""
+    """The shared memory, owned by `client`, if it has a mailbox."""
 
 
 def open_data_path(
@@ -50,11 +47,11 @@ def open_data_path(
     counters: TransportCounters,
     mover: DeviceMover | None = None,
 ) -> DataPath:
-    """To be called, like all of the client, by the data thread.
+    """Open the data path. Called, like all of the client, on the data thread.
 
-    `mover` is the device on which rows lie that are sent, if there is one that can move them.
-    Raises: DaemonUnavailable if the session is over, or there is no way to send, for lack of
-    descriptors perhaps.
+    `mover` copies rows from the device that they are on, if that device can.
+    Raises: DaemonUnavailable if the session is over, or no path can be opened, for example for lack
+    of descriptors.
     """
     welcome = session.welcome
     payload = PayloadType(welcome.payload)
@@ -109,7 +106,8 @@ def open_data_path(
 
 
 def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -> bool:
-    """Whether a device on each side sees the memory; ours is made to, if the other side's does."""
+    """Whether both sides' devices see the memory; if the other side's does, it is mapped for
+    ours."""
     if mover is None or not segment.peer_moves:
         return False
     try:

@@ -1,6 +1,5 @@
-"""A daemon's requests and its circuit breaker, which is asked and told only while one has failed
-lately: until then the price is the test of one attribute.
-"""
+"""A daemon's requests and its circuit breaker, which is consulted only after a recent failure:
+otherwise the cost is a test of one attribute."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class RequestGuard:
-    """One daemon's. `stats` are those of its owner, to be added to."""
+    """The guard of one daemon. Adds to `stats`, those of its owner."""
 
     def __init__(self, link: DaemonLink, stats: OwnerStats) -> None:
         self.breaker = CircuitBreaker(partial(_note_transition, link))
         self.is_troubled = False
-        """Whether the breaker is to be asked and told: not until a request fails."""
+        """Whether the breaker must be consulted: only after a request failed."""
         self._name = link.name
         self._stats = stats
         self._probe: Ticket | None = None
 
     def admit(self) -> bool:
-        """Whether the next request is the breaker's probe; to be called in trouble.
+        """Whether the next request is the breaker's probe; call it while `is_troubled`.
 
         Raises: DaemonUnavailable if the breaker lets nothing through.
         """
@@ -43,14 +42,14 @@ class RequestGuard:
         return self.breaker.state is BreakerState.HALF_OPEN
 
     def begin_probe(self, ticket: Ticket) -> None:
-        """This is the request that was let through."""
+        """Mark a ticket as the probe."""
         self._probe = ticket
 
     def is_probe(self, ticket: Ticket) -> bool:
         return ticket is self._probe
 
     def forget(self, ticket: Ticket) -> None:
-        """Nobody will know how this one ended."""
+        """The ticket's outcome will not be known."""
         if ticket is self._probe:
             self._probe = None
             self.breaker.note_probe_abandoned()
@@ -71,7 +70,8 @@ class RequestGuard:
 
 
 def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:
-    """A breaker tells the link: if it knew its compute, neither would end without the collector."""
+    """Report to the link. A function, since a breaker that referred to its compute would make a
+    cycle."""
     level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
     # docs: `open` is a warning: its requests keep failing, so that it is not asked for a while.
     # `half-open`, `closed`: one request is let through; it is used again

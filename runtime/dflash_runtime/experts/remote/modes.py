@@ -1,8 +1,8 @@
-"""Execution modes: how a batch is cut into requests, and which way is the faster one.
+"""Execution modes: how a batch is cut into requests, and which way is faster.
 
 ``batched`` sends a batch in as few requests as the link's capacity allows, ``stream`` in slices of
-a few tokens, so that the daemon computes while more is on its way. Bits are the same. Knows nothing
-of links: it is told what things took.
+a few tokens, so that the daemon computes while more is being sent. Bits are the same. Times are
+passed in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLACK = 1.5
 
 
 class ExecutionMode(StrEnum):
-    """As in the settings."""
+    """Values of the setting."""
 
     AUTO = "auto"
     BATCHED = "batched"
@@ -33,11 +33,11 @@ class ExecutionMode(StrEnum):
 
 
 class ModeChooser:
-    """Finds the faster mode for batches of one kind, by trying both on real ones, in turn.
+    """Finds the faster mode for batches of one kind by trying both on real ones.
 
-    First both are tried twice; then the faster one is kept, and the other tried again every now
-    and then, the more seldom the more that costs. When it seems to have become the faster one, both
-    are tried twice again.
+    First both are tried twice; then the faster one is kept, and the other is probed from time to
+    time, less often the more that costs. If it appears to have become faster, both are tried twice
+    again.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,12 @@ class ModeChooser:
         return self.favourite
 
     def stream_limit_s(self) -> float | None:
-        """Seconds a pair beyond which streaming is not worth going on with; None = unknown."""
+        """Seconds a pair beyond which streaming should be cut short; None if unknown."""
         samples = self._samples[ExecutionMode.BATCHED]
         return _SLACK * median(samples) if samples else None
 
     def note(self, mode: ExecutionMode, *, elapsed_s: float, num_pairs: int) -> None:
-        """A batch, or the part of it that was sent in this mode, took so long."""
+        """Record the time of a batch, or of the part of it that was sent in this mode."""
         s_per_pair = elapsed_s / num_pairs
         if self._trial:
             self._samples[mode].append(s_per_pair)
@@ -94,7 +94,7 @@ class ModeChooser:
 
     def _decide(self) -> None:
         costs = {mode: median(samples) for mode, samples in self._samples.items()}
-        self.favourite = min(costs, key=lambda mode: costs[mode])  # batched, if they are equal
+        self.favourite = min(costs, key=lambda mode: costs[mode])  # batched if equal
         self._note_probe(0.0)
 
     def _note_probe(self, excess_s: float) -> None:

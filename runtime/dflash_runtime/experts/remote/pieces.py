@@ -1,7 +1,4 @@
-"""Cutting a batch into the requests that carry it, each with the rows of the step that it answers.
-
-Pure; knows nothing of links.
-"""
+"""Cuts a batch into requests, each with the rows of the step that it answers. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,9 +21,10 @@ def pieces(
     version: int,
     first_row: int = 0,
 ) -> Iterator[tuple[Rows, RoutedBatch]]:
-    """Requests to be, of at most `max_tokens`, in the form that the protocol's `version` asks for.
+    """Cut a batch into requests of at most `max_tokens`, in the form that the protocol's `version`
+    needs.
 
-    They answer `rows`, or if that is None, all from `first_row` on. Shapes: rows [T].
+    They answer `rows` or, if None, all rows from `first_row` on. Shapes: rows [T].
     """
     if version == 1:
         return (

@@ -1,8 +1,7 @@
 """Experts in a daemon: requests over a link's transport, with deadlines from measured rates.
 
-A batch goes as several requests, if it must or the execution mode says so; a few of them are in
-flight at a time. Knows nothing of how the daemon is started or watched; that is the supervisor's
-work.
+A batch is sent as several requests if its size or the execution mode requires; a few of them are in
+flight at a time. The supervisor starts and watches daemons.
 """
 
 from __future__ import annotations
@@ -59,18 +58,18 @@ from dflash_runtime.experts.telemetry import PhaseStats
 _DEADLINE_FACTOR = 4.0
 _LONGEST_DEADLINE_S = 600.0
 _MOST_DOUBLINGS = 4
-"""Of what a request is thought to take, while none is answered."""
+"""Limit on how often the expected time of a request is doubled while none is answered."""
 _RATE_WEIGHT = 0.2
 _WINDOW = 16
-"""Requests of one batch that are in flight at a time: as many as the daemon's end holds."""
+"""Requests of one batch in flight at a time: as many as the daemon's end holds."""
 _NO_PIECES: Iterator[tuple[Rows, RoutedBatch]] = iter(())
 _PROBE_WINDOW = 4
-"""The same while streaming is only tried: what has been sent cannot be called back."""
+"""The window while streaming is probed: requests that were sent cannot be recalled."""
 
 
 class RemoteExpertCompute:
     """Implements compute.ExpertCompute over a DaemonLink. Used by the data thread, or by several
-    that take turns."""
+    threads in turn."""
 
     def __init__(
         self,
@@ -87,9 +86,9 @@ class RemoteExpertCompute:
         mover: DeviceMover | None = None,
         checker: ReplyChecker | None = None,
     ) -> None:
-        """`before_sleep` is called before this thread sleeps until a daemon has answered; `mover`
-        is the device on which rows lie, if it can move them; `checker` computes what some replies
-        are compared with."""
+        """`before_sleep` is called before this thread sleeps for a daemon's answer; `mover` copies
+        rows from the device they are on, if it can; `checker` computes what some replies are
+        compared with."""
         self._link = link
         self._mover = mover
         self._checker = checker
@@ -139,14 +138,13 @@ class RemoteExpertCompute:
 
     @property
     def pairs_per_s(self) -> float:
-        """As ExpertCompute.pairs_per_s."""
         session = self._link.session
         return 0.0 if session is None else session.welcome.pairs_per_second
 
     def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
         session = self._link.session
         if session is None:
-            self._drop_client()  # its memory is shared with nobody any more
+            self._drop_client()  # no daemon shares its memory any more
             raise DaemonUnavailable(self._link.lost_reason())
         is_probe = self._guard.is_troubled and self._guard.admit()
         started_s = time.perf_counter()
@@ -207,7 +205,7 @@ class RemoteExpertCompute:
         if self._guard.is_troubled:
             self._num_doublings = 0
             self._guard.note_success(ticket)
-        # Only now, with every piece at hand, so that a failure leaves `out` as it was.
+        # Only when every piece has arrived, so that a failure leaves `out` unchanged.
         started_s = time.perf_counter()
         for sent, reply in replies:
             add_sums(out, reply.placed, sent.rows)
@@ -257,11 +255,11 @@ class RemoteExpertCompute:
 
     def close(self) -> None:
         self._drop_client()
-        self._mover = None  # it holds memory of a device, which is given back
-        self._checker = None  # and this the file
+        self._mover = None  # holds device memory
+        self._checker = None  # holds the file
 
     def _forget(self, ticket: RemoteTicket) -> None:
-        """What is in flight of a ticket is not waited for."""
+        """Stop waiting for a ticket's requests in flight."""
         if self._client is not None and self._client_generation == ticket.generation:
             for sent in ticket.in_flight:
                 self._client.forget(sent.sequence)
@@ -275,17 +273,17 @@ class RemoteExpertCompute:
         rows: I32Array | None,
         started_s: float,
     ) -> RemoteTicket:
-        """A ticket of which nothing is sent yet."""
+        """A ticket of which nothing has been sent."""
         mode, chooser = self._mode, None
         if batch.phase is Phase.VERIFY:  # few tokens, for which the parent waits layer by layer
             mode = ExecutionMode.BATCHED
         is_moved = self._moved_window > 0 and isinstance(compacted, DeviceBatch)
-        # What has no slot yet is sent while replies are awaited.
+        # Pieces without a slot are sent while waiting for replies.
         window = self._moved_window if is_moved else _WINDOW
         if mode is ExecutionMode.AUTO:
             mode = ExecutionMode.BATCHED
             is_small = compacted.num_tokens <= self._stream_tokens
-            # What devices move and compute is the faster the more there is of it.
+            # Devices copy and compute large requests at a higher rate.
             if not is_moved and not is_small and self._version > 1:
                 kind = (batch.phase, compacted.num_tokens.bit_length())
                 chooser = self._choosers.setdefault(kind, ModeChooser())
@@ -313,7 +311,7 @@ class RemoteExpertCompute:
         )
 
     def _cut_short(self, ticket: RemoteTicket, elapsed_s: float, num_pairs: int) -> None:
-        """Send the rest of a batch at once if streaming it turns out to be much slower."""
+        """Send the rest of a batch at once if streaming it turns out much slower."""
         chooser = ticket.chooser
         if chooser is None or ticket.mode is not ExecutionMode.STREAM:
             return
@@ -352,7 +350,7 @@ class RemoteExpertCompute:
         deadline_s = max(self._min_deadline_s, _DEADLINE_FACTOR * predicted_s)
         deadline_s = min(deadline_s, _LONGEST_DEADLINE_S)
         counters, counted = self._counters, ticket.counted
-        # Who sends may have to take replies in, to make room.
+        # Sending may have to receive replies first, to free slots.
         received_before = client.bytes_received
         send_before_s, receive_before_s = counters.send_s, counters.receive_s
         sent_s = time.monotonic()
@@ -377,8 +375,8 @@ class RemoteExpertCompute:
         try:
             reply = client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
         except DeadlineExceeded:
-            # Slower than was thought: the next session begins with twice the timeouts. One that
-            # never answers at all is not given ever more of it.
+            # Slower than expected: the next session starts with doubled timeouts, up to a limit for
+            # a daemon that never answers.
             if self._num_doublings < _MOST_DOUBLINGS:
                 self._num_doublings += 1
                 self._measured_s_per_pair[phase] = 2.0 * self._s_per_pair(phase)
@@ -387,13 +385,13 @@ class RemoteExpertCompute:
         finally:
             ended_s = time.monotonic()
             receive_s = self._counters.receive_s - receive_before_s
-            self._count_sent(client, counted)  # what was sent when its rows were there
+            self._count_sent(client, counted)  # requests that were sent once their rows were ready
             counted.bytes_received += client.bytes_received - bytes_before
             counted.receive_s += receive_s
             counted.wait_s += max(0.0, ended_s - started_s - receive_s)
         self._pairs_in_flight -= sent.num_pairs
         counted.round_trips.add(ended_s - sent.sent_s)
-        # What came in time was computed in time, whatever the daemon claims.
+        # A reply that arrived in time was computed in time, whatever the daemon reports.
         compute_s = ended_s - sent.sent_s if math.isnan(reply.compute_s) else reply.compute_s
         compute_s = min(max(compute_s, 0.0), sent.deadline_s)
         counted.compute_s += compute_s
@@ -405,9 +403,9 @@ class RemoteExpertCompute:
         return reply
 
     def _check(self, ticket: RemoteTicket, replies: list[tuple[Sent, Reply]]) -> None:
-        """Compare what has come with what is computed here, before any of it is used.
+        """Compare replies with the parent's own results before they are used.
 
-        Raises: DaemonUnavailable if it is wrong, for which the daemon is given up.
+        Raises: DaemonUnavailable if they are wrong; the daemon is then dropped.
         """
         checker, session, link = self._checker, self._link.session, self._link
         if checker is None or session is None or session.generation != ticket.generation:
@@ -437,7 +435,7 @@ class RemoteExpertCompute:
     def _failed(
         self, ticket: RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
     ) -> None:
-        """Count a failure, and give the session up unless only this request is concerned."""
+        """Count a failure, and end the session unless only this request is affected."""
         code = error.code if isinstance(error, ProtocolError) else ""
         self._stats.checksum_failures += code == "checksum"
         self._stats.not_finite += code == "not_finite"
@@ -446,20 +444,20 @@ class RemoteExpertCompute:
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
             if code == "not_finite":
-                self._mail = self._route = None  # devices must not go on asking each other
+                self._mail = self._route = None  # devices must stop asking each other
                 self._link.note(EventKind.NOT_FINITE, str(error))
             else:
                 self._link.note(EventKind.REQUEST_FAILED, str(error))
         else:
-            # Whose requests go on failing may do better with new memory and a new generation.
+            # If requests keep failing, new memory and a new generation may help.
             self._link.mark_lost(ticket.generation, str(error))
             self._drop_client()
         self._guard.note_failure(error, cost_s=cost_s, is_probe=is_probe)
 
     def _client_of(self, session: Session) -> ClientTransport:
-        """The end of the session's data path; a new session gets a new one, made by this thread.
+        """The client of the session's data path; a new session gets a new one, made on this thread.
 
-        Raises: DaemonUnavailable if there is none to be had.
+        Raises: DaemonUnavailable if none can be made.
         """
         if self._client is None or self._client_generation != session.generation:
             self._drop_client()
@@ -485,7 +483,7 @@ class RemoteExpertCompute:
         return self._client
 
     def _s_per_pair(self, phase: Phase) -> float:
-        """What was measured, in whichever session, is worth more than a daemon's warm-up."""
+        """The measured rate, of any session, rather than the one from a daemon's warm-up."""
         return self._measured_s_per_pair.get(phase, self._warm_up_s_per_pair)
 
     def _drop_client(self) -> None:

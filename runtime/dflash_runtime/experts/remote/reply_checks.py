@@ -1,15 +1,14 @@
-"""Replies of daemons that the parent computes itself too, before it uses them, and compares.
+"""Checks of daemons' replies: the parent computes some of them too, and compares before use.
 
 ::
 
-    every request ──► schedule: is it its turn? ──► no: used as it comes
-                                                └─► a few of its rows are computed here
-                                                      the same bits, or within the bound: used
-                                                      else: the daemon is given up
+    every request ──► schedule: is it checked? ──► no: used as it is
+                                               └─► a few of its rows are computed by the parent
+                                                     same bits, or within the bound: used
+                                                     else: the daemon is dropped
 
-Which requests these are cannot be foreseen, and how many is bounded by the time that they take: a
-sample finds bad memory and other models sooner or later, and guarantees nothing.
-Knows nothing of links.
+Which requests are checked is unpredictable, and their number is bounded by the time that checks
+take: a sample finds bad memory and wrong models sooner or later, and guarantees nothing.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from dflash_protocol.payloads import PayloadType, as_received
 from dflash_runtime.compute import ExpertBank
 
 EVERY = 4096
-"""One request of so many is checked where nothing else is asked for."""
+"""One request of this many is checked by default."""
 MOST_SHARE = 1e-3
-"""Of the time, likewise."""
+"""Most of the time, as a fraction, that checks may take by default."""
 
 CLASS_BOUND = 0.1
-"""The bound of *Exactness* for one layer's sums of a token that two numeric classes compute from
-the same row: how long their difference may be, by the length of its experts' outputs together.
+"""Largest allowed difference (*Exactness*) between one layer's sums of a token that two numeric
+classes compute from the same row, as a fraction of the length of its experts' outputs.
 
-Each class keeps within 0.02 of float32 in the mean of many rows (test_cpu_expert_ffn), two of them
-within 0.04 of each other, and single rows are further off: see test_reply_checks, where honest
-daemons of every class and payload type stay below half of the bound. Outputs of another expert are
-about 1.4 away.
+Each class keeps within 0.02 of float32 in the mean of many rows (tests of compute/cpu/experts), two
+of them within 0.04 of each other, and single rows are further off: see test_reply_checks, where
+honest daemons of every class and payload type stay below half of the bound. Outputs of another
+expert are about 1.4 away.
 """
 
 _MOST_ROWS = 4
-"""Of one request: the bits of a row do not depend on how many there are."""
+"""Rows checked of one request: the bits of a row do not depend on how many there are."""
 _REPLY, _STEP = "reply", "step"
 _EXPECTED_S = {_REPLY: 5e-3, _STEP: 0.1}
-"""What checking is thought to cost before it was done."""
+"""Assumed cost of a check before the first one."""
 
 
 class CheckSchedule:
-    """Whose turn it is. `every`: one request of so many, whatever it costs; None: one of EVERY, as
-    long as all checks together take no more than MOST_SHARE of the time.
+    """Decides which requests are checked. `every`: one request of this many, whatever it costs;
+    None: one of EVERY, as long as all checks together take no more than MOST_SHARE of the time.
 
     Used by one thread.
     """
@@ -68,7 +67,7 @@ class CheckSchedule:
         self._num_left = self._gap()
 
     def takes_reply(self) -> bool:
-        """Whether the next request is checked; `note_reply` is then told what that has cost."""
+        """Whether the next request is checked; report the check's cost to `note_reply`."""
         self._num_left -= 1
         if self._num_left > 0:
             return False
@@ -77,8 +76,9 @@ class CheckSchedule:
         return is_owed or self._can_afford(_REPLY)
 
     def takes_step(self, num_requests: int) -> bool:
-        """Whether a step in which devices have made so many requests is to be made by hosts, one of
-        whose requests is then checked; `note_step` is told what all of it has cost."""
+        """Whether a step in which devices would make `num_requests` is run through the host
+        instead, so that one of its requests is checked; report the cost of all of it to
+        `note_step`."""
         self._num_left -= num_requests
         if self._num_left > 0:
             return False
@@ -104,7 +104,7 @@ class CheckSchedule:
         return self._spent_s + self._cost_s[kind] <= self._share * elapsed_s
 
     def _gap(self) -> int:
-        """Requests up to the next one that is checked, if each is with the same probability."""
+        """Requests until the next one that is checked; each has the same probability."""
         if self._every == 1:
             return 1
         chance = (1 + secrets.randbelow(1 << 53)) * 2.0**-53
@@ -114,7 +114,7 @@ class CheckSchedule:
 class ReplyChecker:
     """Computes rows of replies with the parent's own experts. Used by one thread.
 
-    `banks` hold every expert of every layer under its global id, and are not owned.
+    `banks`, not owned, have every expert of every layer under its global id.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class ReplyChecker:
         payload: PayloadType,
         is_same_class: bool,
     ) -> str:
-        """What is wrong with the sums of a batch, in words; empty if nothing is known to be.
+        """What is wrong with the sums of a batch, in words; empty if nothing is.
 
-        Of sums of the same numeric class the bits are compared, as the payload type leaves them; of
-        another one how far they are from ours. Rows that are not finite are not compared.
-        Shapes: sums [T, H]; global_ids [E], of the batch's ids.
+        Sums of the same numeric class must have the same bits, after the payload type's rounding;
+        those of another class must lie within CLASS_BOUND. Rows that are not finite are not
+        compared. Shapes: sums [T, H]; global_ids [E], of the batch's ids.
         """
         rows = _some(np.unique(batch.token_indices))
         part = _rows_of(batch, rows, global_ids, payload)
@@ -149,7 +149,7 @@ class ReplyChecker:
 
 
 def _some(rows: I32Array) -> I32Array:
-    """A few of them, which cannot be foreseen, in order."""
+    """A random few of the rows, in order."""
     if rows.size <= _MOST_ROWS:
         return rows
     places = secrets.SystemRandom().sample(range(rows.size), _MOST_ROWS)
@@ -159,7 +159,7 @@ def _some(rows: I32Array) -> I32Array:
 def _rows_of(
     batch: RoutedBatch, rows: I32Array, global_ids: I32Array, payload: PayloadType
 ) -> RoutedBatch:
-    """These rows with their pairs, in the batch's order, which is that of adding them."""
+    """These rows with their pairs, in the batch's order, in which terms are added."""
     is_kept = np.isin(batch.token_indices, rows)
     ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[is_kept]
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
@@ -187,7 +187,7 @@ def _different_bits(
     largest = np.abs(found - own)[is_wrong].max()
     return (
         f"{np.count_nonzero(is_wrong)} of {own.size} sums have other bits than those computed "
-        f"here, by up to {largest:.3g}"
+        f"by the parent, by up to {largest:.3g}"
     )
 
 
@@ -215,5 +215,5 @@ def _too_far_apart(bank: ExpertBank, part: RoutedBatch, found: F64Array) -> str:
     furthest = (distances[is_wrong] / np.maximum(lengths[is_wrong], 1e-300)).max()
     return (
         f"sums of {np.count_nonzero(is_wrong)} of {part.num_tokens} rows are {furthest:.3g} of "
-        f"their length from those computed here, {CLASS_BOUND} is allowed"
+        f"their length from those of the parent, {CLASS_BOUND} is allowed"
     )

@@ -1,4 +1,4 @@
-"""A batch at a daemon: what of it was sent, what is still to be, and whether what comes is sound"""
+"""A batch at a daemon: what was sent, what is still to be sent, and checks of its replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sent:
     sequence: int
     num_pairs: int
     rows: Rows | None
-    """None = all."""
+    """None: all."""
     sent_s: float
     deadline_s: float
 
@@ -41,26 +41,27 @@ class RemoteTicket(Ticket):
     rows: I32Array | None
     compacted: RoutedBatch
     pieces: Iterator[tuple[Rows, RoutedBatch]]
-    """What is still to be sent."""
+    """Requests still to be sent."""
     window: int
     chooser: ModeChooser | None
-    """To be told what this batch took; None if nobody needs to know."""
+    """Told how long this batch took; None if the mode is fixed."""
     mode: ExecutionMode
     started_s: float
     counted: PhaseStats
     in_flight: deque[Sent] = field(default_factory=deque)
     num_rows_sent: int = 0
-    """Rows of `compacted` that need not be sent any more, while these are sent in order."""
+    """Rows of `compacted` already sent, while they are sent in order."""
     is_whole: bool = False
-    """It is one request, and there are no pieces."""
+    """Whether the batch is one request, without pieces."""
     is_checked: bool = False
-    """What comes is compared with what is computed here."""
+    """Whether replies are compared with the parent's own results."""
 
 
 def require_finite(ticket: RemoteTicket, sent: Sent, reply: Reply) -> None:
-    """Of rows that are NaN or infinite themselves nothing better can come: the model is at fault.
+    """Check that a reply is finite wherever its input rows are; NaN in the rows is the model's
+    fault.
 
-    Raises: ProtocolError if others are so in the reply.
+    Raises: ProtocolError if other rows are NaN or infinite.
     """
     hidden = ticket.batch.hidden if sent.rows is None else ticket.batch.hidden[sent.rows]
     is_good = np.isfinite(hidden).all(axis=1)
@@ -79,8 +80,8 @@ def what_is_wrong(
     payload: PayloadType,
     is_same_class: bool,
 ) -> str:
-    """Of all that has come of a batch, compared with what is computed here; empty if nothing is
-    known to be. Shapes: global_ids [E], of the daemon's experts in this layer."""
+    """What is wrong with a batch's replies, compared with the parent's own results; empty if
+    nothing is. Shapes: global_ids [E], of the daemon's experts in this layer."""
     started_s, batch = time.perf_counter(), ticket.batch
     sums = np.zeros(batch.hidden_shape)
     for sent, reply in replies:

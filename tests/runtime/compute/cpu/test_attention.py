@@ -52,7 +52,7 @@ def normal(*shape: int, seed: int = 0) -> F32Array:
 
 
 def as_stored(values: F32Array, kv_type: KvType) -> F32Array:
-    """What a cache gives back. Shapes: values, result [N, heads, D]."""
+    """Values as a cache returns them. Shapes: values, result [N, heads, D]."""
     num_positions, num_heads, dim = values.shape
     rows = cached_rows(kv_type, num_positions, num_heads=num_heads, dim=dim)
     positions = np.arange(num_positions, dtype=np.int32)
@@ -93,7 +93,7 @@ def run(
     mask: Mask = CAUSAL,
     sinks: F32Array | None = None,
 ) -> F32Array:
-    """In chunks that end there, in the second layer of a cache."""
+    """Compute chunks that end at `ends`, in the second layer of a cache."""
     layers = (KvLayer(1, 1, 1), KvLayer(k.shape[1], k.shape[2], v.shape[2], mask))
     cache = CpuKvCache(layers, capacity or q.shape[0], kv_type)
     parts, first = [], 0
@@ -186,7 +186,8 @@ def test_masks_in_chunks(
     mask: Mask,
     kv_type: KvType,
 ) -> None:
-    """In a ring that goes round more than once, with the bits of one that has room for all."""
+    """In a sliding window that wraps more than once, with the bits of a cache that has room for
+    all."""
     num_tokens = 700
     q, k = normal(num_tokens, heads, dim), normal(num_tokens, 2, dim, seed=1)
     v, sinks = normal(num_tokens, 2, 33, seed=2), normal(heads, seed=3)
@@ -214,12 +215,12 @@ def test_sinks(alone: Attention, size: float) -> None:
 def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
     mask = Mask(window=100)
     cache = CpuKvCache((KvLayer(2, 16, 16, mask), KvLayer(2, 16, 16)), 10_000, KvType.F32)
-    ring, plain = cache.layers
+    window, plain = cache.layers
     kept = 99 + sliding_window.WINDOW_CHUNK
     assert kept <= sliding_window.num_rows(mask, 10_000) < kept + 64
-    assert ring.values.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 32 * 4
-    assert ring.keys.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 16 * 4
-    assert cache.nbytes == sum(e.keys.nbytes + e.values.nbytes for e in (ring, plain))
+    assert window.values.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 32 * 4
+    assert window.keys.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 16 * 4
+    assert cache.nbytes == sum(e.keys.nbytes + e.values.nbytes for e in (window, plain))
     assert sliding_window.num_rows(mask, 200) == 200
 
     def go_on(first: int, num_tokens: int) -> F32Array:
@@ -237,7 +238,8 @@ def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
 
 @pytest.mark.parametrize("kv_type", KvType)
 def test_what_lies_after_a_token_does_not_reach_it(shared: Attention, kv_type: KvType) -> None:
-    """Not even as infinity times zero: neither of its own chunk nor of a draft that was dropped."""
+    """Not even as infinity times zero: neither later tokens of the chunk nor those of a dropped
+    draft."""
     q, k, v = (normal(100, 2, 16, seed=seed) for seed in range(3))
     whole = run(shared, kv_type, q, k, v, [100], 0.25)
     bad_k, bad_v = k.copy(), v.copy()

@@ -52,7 +52,7 @@ def file(tmp_path: Path) -> Iterator[GgufFile]:
         writer.add_tensor(f"{name}_vector", gguf.quants.quantize(values[0], qtype), raw_dtype=qtype)
     writer.add_tensor("f32_vector", values[0])
     for tensor_type in MATRIX_TYPES:
-        # No byte above 0x2B: no number and no scale is then large, nor anything but a number.
+        # No byte above 0x2B: no number or scale is large, infinite or NaN.
         row_bytes = tensor_type.row_bytes(COLUMNS)
         stored = np.random.default_rng(1).integers(0, 0x2C, (ROWS, row_bytes), dtype=np.uint8)
         qtype = gguf.GGMLQuantizationType(int(tensor_type))
@@ -87,7 +87,7 @@ def test_matrices_of_every_type_are_used_where_the_file_is_mapped(
     assert matrix.address == stored.ctypes.data
     before = ops.linear(x, matrix)
     weights = dequantise(stored, tensor_type, (ROWS, COLUMNS)).astype(np.float64)
-    # Ones are exact in int8 but for the rounding of their scale, which is 1/127.
+    # Ones are exact in int8 except for the rounding of their scale, 1/127.
     tolerance = 2e-6 * np.abs(weights).sum(axis=1)
     assert (np.abs(before - weights.sum(axis=1)) <= tolerance).all()
     file.close()
@@ -168,7 +168,7 @@ def test_a_cpu_that_cannot_run_the_kernels_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
-    """And a package that only offers the backend by name does not pay for numba."""
+    """A package that only offers the backend by name does not import numba."""
     code = (
         "import sys, dflash_runtime.compute.backend; assert 'numba' not in sys.modules\n"
         "import dflash_runtime.compute.cpu\n"

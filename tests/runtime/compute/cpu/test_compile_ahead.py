@@ -1,4 +1,4 @@
-"""Kernels that other processes compile: all of them once, and never a reason to fail or to wait."""
+"""Kernels compiled by other processes: each of them once; failures and delays are harmless."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_float_rows_are_compiled_for_the_kinds_they_have() -> None:
 
 
 def kept_code(kind: int) -> bytes:
-    """What is on disk after rows of a kind have been compiled and was not there before."""
+    """What compiling rows of a kind has added to the cache on disk."""
     before = {*the_folder().glob("*.nbc")}
     float_tile.float_rows(kind)
     (path,) = {*the_folder().glob("*.nbc")} - before
@@ -160,7 +160,7 @@ def test_trouble_costs_nothing_but_time(
 def test_a_child_that_does_not_answer_is_not_waited_for(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "_CHILD", "asyncio")  # reads its input and says nothing of ours
+    monkeypatch.setattr(ahead, "_CHILD", "asyncio")  # reads its input and does not answer
     monkeypatch.setattr(ahead, "_JOB_TIMEOUT_S", 0.5)
     begin_s = time.monotonic()
     ahead.compile_ahead(JOBS, no_progress)
@@ -252,7 +252,7 @@ def test_a_backend_reports_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 def test_each_backend_keeps_its_kernels_in_its_own_folder(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever was made last, and whoever asks."""
+    """Whichever was made last, and whichever thread compiles."""
     monkeypatch.setattr(
         backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS[:1]
     )

@@ -1,4 +1,4 @@
-"""Expert FFNs on the CPU: right, and with bits that depend on nothing but the pair."""
+"""Expert FFNs on the CPU: correct, with bits that depend only on the pair."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ KINDS = {
     "quantised down": (TensorType.F16, TensorType.F16, TensorType.Q8_0),
 }
 DOUBT = 5e-4
-"""Steps of int8 within which activations are known: errors of float32 are about 1e-6 of a block's
-largest value, which is 127 steps."""
+"""Tolerance of activations, in steps of int8: errors of float32 are about 1e-6 of a block's largest
+value, which is 127 steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def pair_expert_ids(batch: RoutedBatch) -> I32Array:
 
 
 def sum_of_terms(bank: ExpertBank, batch: RoutedBatch, held: I32Array) -> F64Array:
-    """A batch of places in `held`, pair by pair, by a bank of all experts."""
+    """A batch whose ids index `held`, computed pair by pair with a bank of all experts."""
     sums = np.zeros(batch.hidden.shape, np.float64)
     for pair, local_expert_id in enumerate(pair_expert_ids(batch)):
         term = result_of(bank, one_pair(batch, pair, int(held[local_expert_id])))[0]
@@ -142,14 +142,14 @@ def sum_of_terms(bank: ExpertBank, batch: RoutedBatch, held: I32Array) -> F64Arr
 
 
 def seen_by(projection: ExpertProjection, x: F32Array) -> F64Array:
-    """Activations as a projection's products see them."""
+    """Activations as rounded for a projection's products."""
     return as_int8(x) if has_repacked(projection.tensor_type) else x.astype(np.float64)
 
 
 def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
-    """What a batch of global ids gives with rounded activations, and how far off that may be.
+    """The expected sums of a batch of global ids with rounded activations, and their tolerance.
 
-    A difference in float32 can turn the rounding of an activation; mostly there is none to turn.
+    A difference in float32 can change the rounding of an activation; mostly none is that close.
     Shapes: both [T, H].
     """
     layer, values = made.layer, made.values
@@ -175,11 +175,11 @@ def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
 
 
 def assert_right(made: Experts, batch: RoutedBatch, got: F64Array) -> None:
-    """As close as float32 is with the activations that int8 keeps, and never far off."""
+    """As close as float32 is, given int8 activations, and never far off."""
     sums, doubt = int8_sums(made, batch)
     largest = np.abs(sums).max(initial=0)
     assert (np.abs(got - sums) <= 2e-6 * largest + doubt).all()
-    # A block of which either grid may be chosen makes all outputs of its token doubtful.
+    # A block for which either grid may be chosen makes all outputs of its token uncertain.
     assert doubt.sum() <= 0.02 * largest * doubt.size
     exact = expert_sums(made.values, made.layer, batch)
     assert np.linalg.norm(got - exact) <= 0.02 * np.linalg.norm(exact)
@@ -279,7 +279,7 @@ def test_a_terms_bits_depend_on_nothing_else(
 def test_a_terms_bits_do_not_depend_on_a_large_batch(
     all_experts: dict[str, Experts], backends: dict[int, CpuBackend], kind: str
 ) -> None:
-    """More pairs of an expert than what is kept of totals, not all of them a multiple of 8."""
+    """More pairs of an expert than totals are kept for, not all of them a multiple of 8."""
     made = all_experts[kind]
     batch = random_batch(made.layer.hidden_size, 520, seed=7)
     num_pairs = np.diff(batch.group_starts)
@@ -374,7 +374,7 @@ def test_batches_that_name_what_is_not_there_are_refused(
         changed(hidden=np.ones((1, 7), np.float32)),
     ]
     for batch in wrong:
-        with pytest.raises(ValueError, match=r"batch names|group_starts|weight for|expected \[T"):
+        with pytest.raises(ValueError, match=r"batch has|group_starts|weight for|expected \[T"):
             bank.accumulate(batch, np.zeros(batch.hidden.shape))
     with pytest.raises(ValueError, match="out"):
         bank.accumulate(good, np.zeros((2, made.layer.hidden_size)))
@@ -390,9 +390,9 @@ def test_experts_outside_the_layer_are_refused(
     for bad in (-1, E):
         with pytest.raises(ValueError, match=r"expert ids\b.* 0\.\.5"):
             backends[1].load_experts(made.file, made.layer, np.array([0, bad], np.int32))
-    nobody = backends[1].load_experts(made.file, made.layer, all_ids()[:0])
-    assert nobody.num_experts == 0
-    assert not result_of(nobody, random_batch(made.layer.hidden_size, 0, seed=0)).any()
+    empty = backends[1].load_experts(made.file, made.layer, all_ids()[:0])
+    assert empty.num_experts == 0
+    assert not result_of(empty, random_batch(made.layer.hidden_size, 0, seed=0)).any()
 
 
 def test_weights_are_read_in_place_and_outlive_the_file(

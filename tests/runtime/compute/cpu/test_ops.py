@@ -1,4 +1,4 @@
-"""The dense operations as adapters call them; their mathematics has tests of its own."""
+"""The dense operations as adapters call them; their mathematics is tested separately."""
 
 from __future__ import annotations
 

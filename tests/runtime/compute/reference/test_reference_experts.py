@@ -118,7 +118,7 @@ def test_merging_and_splitting_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_each_form_gives_another_result(tmp_path: Path) -> None:
-    """So that the comparisons above cannot pass by leaving something out."""
+    """Otherwise the comparisons above could pass by leaving something out."""
     batch = random_batch(52)
     results = set()
     for number, (activation, biases, scales) in enumerate(

@@ -1,4 +1,4 @@
-"""What the reference backend's caches give back."""
+"""What the reference backend's caches return."""
 
 from __future__ import annotations
 

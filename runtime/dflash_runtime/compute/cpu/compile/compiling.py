@@ -1,7 +1,6 @@
-"""Compiles kernels for this CPU, once per machine: results are kept on disk where that is possible.
+"""Compiles kernels for this CPU, once for each machine: results are kept on disk if possible.
 
-Kernels are plain functions of this package that are compiled when somebody first needs them, each
-for one signature. Knows nothing of what they compute.
+Kernels are plain functions of this package, compiled on first use, each for one signature.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _OPTIONS = {"error_model": "numpy", "nogil": True}
 
 
 def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
-    """A function to be called from Python; it releases the GIL and refuses other argument types."""
+    """Compile a function for Python; it releases the GIL and refuses other argument types."""
     kernel = njit(**_OPTIONS, pipeline_class=KernelCompiler)(function)
     kernel._cache = cache_for(function)
-    # LLVM calls Python while it links: what is raised there is lost.
+    # LLVM calls Python while it links; exceptions raised there, KeyboardInterrupt too, are lost.
     with uninterrupted():
         try:
             kernel.compile(argument_types)
@@ -44,7 +43,7 @@ def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
 
 
 def compile_row_function(function: Kernel, result: Any, *argument_types: Any) -> RowFunction:
-    """A function to be called by other kernels through its address."""
+    """Compile a function that other kernels call through its address."""
     return RowFunction(function, result, argument_types)
 
 
@@ -66,7 +65,7 @@ class RowFunction:
 
 
 def variant(function: Kernel, name: str, **others: object) -> Kernel:
-    """The same function with other things behind these global names, cached under this name."""
+    """The same function with some globals replaced, cached under `name`."""
     assert isinstance(function, FunctionType)
     varied = FunctionType(function.__code__, function.__globals__ | others, name)
     varied.__qualname__ = name
@@ -80,8 +79,8 @@ def helper(function: Kernel) -> Kernel:
 
 
 def numeric_class() -> str:
-    """Names what decides the bits of a result: the kernels, their compiler and the CPU."""
-    tier = current_tier()  # decides about the features
+    """Names what decides a result's bits: the kernels, their compiler and the CPU."""
+    tier = current_tier()  # restricts the features
     _, cpu_name, features = cpu_target.target_context.codegen().magic_tuple()
     features_digest = digest("cpu-features-v1", [str(features).encode()])[:8]
     return (
@@ -91,7 +90,8 @@ def numeric_class() -> str:
 
 
 def is_supported_cpu() -> bool:
-    """Whether kernels can run here: LLVM would call functions that do not exist to read halves."""
+    """Whether kernels run on this CPU: without F16C LLVM calls functions that do not exist to read
+    halves."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         return bool(llvm.get_host_cpu_features().get("f16c"))

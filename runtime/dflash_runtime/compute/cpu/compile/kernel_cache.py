@@ -1,7 +1,7 @@
 """Compiled kernels on disk, one folder for each combination of sources, compiler and CPU.
 
-Trouble with the folder costs time and never more. Of several processes that need a kernel at once
-one compiles it, under a lock of the kernel's, and the others load what it wrote.
+Failures of the folder cost time, nothing else. Of several processes that need a kernel at once one
+compiles it, under the kernel's lock, and the others load the result.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _LOG = logging.getLogger(__name__)
 _PREFIX = "kernels-"
 _NUM_FOLDERS_KEPT = 8
 _LOCK_TIMEOUT_S = 60.0
-"""How long a process waits for another's compiling before it compiles for itself."""
+"""How long a process waits for another to compile a kernel before it does so itself."""
 _LOCK_POLL_S = 0.02
 _PROBE_BYTES = 64 << 10
-"""A full disk still has room for empty files."""
+"""A full disk still accepts empty files."""
 
 _cache_dir: ContextVar[str | None] = ContextVar("cache_dir", default=None)
 
 
 def code_identity() -> str:
-    """Digest of what decides the machine code of a kernel: sources, compilers, CPU, tier."""
-    tier = current_tier()  # which decides what the compiler believes the CPU to be
+    """Digest of what decides a kernel's machine code: sources, compilers, CPU, tier."""
+    tier = current_tier()  # sets the CPU features in the compiler
     state = hashlib.sha256(_sources_digest().encode())
     state.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     versions = numba.__version__, llvmlite.__version__, platform.python_version()
@@ -60,20 +60,20 @@ def code_identity() -> str:
 
 
 def cache_for(function: Any) -> Any:
-    """A cache in the manner of numba's, or one that keeps nothing if there is no place for it."""
+    """A cache as numba uses them, or one that keeps nothing if there is no folder."""
     folder = kernel_folder()
     return NullCache() if folder is None else _KernelCache(function)
 
 
 def release(kernel_cache: Any) -> None:
-    """Whatever became of compiling, let others compile."""
+    """Let other processes compile, whether or not compiling succeeded."""
     if isinstance(kernel_cache, _KernelCache):
         kernel_cache.release()
 
 
 @cache
 def _sources_digest() -> str:
-    """Of every module here: a kernel's code also depends on the helpers it was built from."""
+    """Digest of all modules of this package: a kernel's code depends on its helpers, too."""
     state = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         state.update(path.read_bytes())
@@ -81,14 +81,14 @@ def _sources_digest() -> str:
 
 
 def kernel_folder() -> Path | None:
-    """Made and writable, or None after a warning."""
+    """The folder, created and writable, or None after a warning."""
     return prepared_folder(_cache_dir.get())
 
 
 @contextmanager
 def keeping_in(cache_dir: str | None) -> Iterator[None]:
-    """Kernels that are compiled within it, by this thread, are kept in this `cache_dir`, as
-    `cache_folder` has it. Those that another backend has compiled are there already."""
+    """Kernels that this thread compiles within the context are kept in this `cache_dir` (see
+    `cache_folder`). Kernels that another backend of the process compiled stay where they are."""
     token = _cache_dir.set(cache_dir)
     try:
         yield
@@ -98,7 +98,7 @@ def keeping_in(cache_dir: str | None) -> Iterator[None]:
 
 @cache
 def prepared_folder(cache_dir: str | None) -> Path | None:
-    """The same, made once for each `cache_dir`."""
+    """The folder for this `cache_dir`, created and writable, or None after a warning; cached."""
     try:
         parent = cache_folder(cache_dir)
         folder = parent / f"{_PREFIX}{code_identity()[:16]}"
@@ -107,8 +107,8 @@ def prepared_folder(cache_dir: str | None) -> Path | None:
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
         finally:
-            probe.unlink(missing_ok=True)  # another thread may look at the same time
-        os.utime(folder)  # the last use, by which old ones are told
+            probe.unlink(missing_ok=True)  # another thread may probe at the same time
+        os.utime(folder)  # time of last use, by which old folders are removed
     except (SettingsError, OSError) as error:
         # docs: the cache folder cannot be used: `CACHE_DIR`
         _LOG.warning("kernels will be compiled at every start: %s", error)
@@ -118,7 +118,7 @@ def prepared_folder(cache_dir: str | None) -> Path | None:
 
 
 def _remove_old(parent: Path, used: Path) -> None:
-    """Keep the folders that were used last, ours among them whatever the clock says."""
+    """Keep the most recently used folders, and `used` whatever the clock says."""
     with suppress(OSError):
         others = [each for each in parent.glob(f"{_PREFIX}*") if each != used]
         others.sort(key=lambda each: each.stat().st_mtime)
@@ -130,12 +130,12 @@ _cannot_keep = threading.Event()
 
 
 def can_keep() -> bool:
-    """Whether every kernel that this process has compiled is on disk."""
+    """Whether every kernel that this process has compiled was saved."""
     return not _cannot_keep.is_set()
 
 
 def _note_lost(error: Exception) -> None:
-    """Say once that compiling was for this process alone."""
+    """Warn once that compiled kernels could not be saved."""
     if not _cannot_keep.is_set():
         _cannot_keep.set()
         # docs: once; the cache folder is full, or was removed: `CACHE_DIR`
@@ -143,14 +143,14 @@ def _note_lost(error: Exception) -> None:
 
 
 class _Locator(CacheLocator):  # type: ignore[misc]
-    """Everything into our folder, whose name says what the files are good for."""
+    """Locates all files in our folder, whose name identifies what they are valid for."""
 
     def __init__(self, stamp: str) -> None:
         self._stamp = stamp
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> _Locator:
-        """A kernel of elsewhere also depends on the file it comes from."""
+        """Kernels from outside this package also depend on their own file."""
         del py_func
         path = Path(py_file)
         is_ours = Path(__file__).parents[1] in path.parents or not path.is_file()
@@ -171,7 +171,7 @@ class _Impl(CacheImpl):  # type: ignore[misc]
 
 
 class _KernelCache(FunctionCache):  # type: ignore[misc]
-    """Of one function. Owns the lock between a load that found nothing and `release`."""
+    """The cache of one function. Holds its lock between a load that found nothing and `release`."""
 
     _impl_class = _Impl
 
@@ -191,19 +191,19 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
-        except Exception as error:  # no space, no longer ours to write, damaged meanwhile
+        except Exception as error:  # no space, no permission, damaged meanwhile
             _note_lost(error)
         self.release()
 
     def release(self) -> None:
-        """Let others compile."""
+        """Let other processes compile."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:
-            # Not numba's load_overload, which imports all that its compiler may need first.
+            # Not numba's load_overload, which first imports everything its compiler may need.
             rtsys.initialize(target_context)
             return self._load_overload(sig, target_context)
         except Exception:  # a damaged file can raise whatever unpickling can
@@ -213,7 +213,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
 
 def _acquire_lock(name: str) -> int | None:
-    """An open file that holds the lock of a kernel, or None if somebody kept it for too long."""
+    """An open file that holds a kernel's lock, or None if another process held it for too long."""
     folder, end_s = kernel_folder(), time.monotonic() + _LOCK_TIMEOUT_S
     try:
         lock = os.open(f"{folder}/{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

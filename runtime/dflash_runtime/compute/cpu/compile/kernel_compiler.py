@@ -1,9 +1,9 @@
-"""How numba compiles our kernels and what they call: its own way, without what nothing here uses.
+"""Numba's compiler pipeline without the parts that kernels do not use.
 
-A first start waits for this. Helpers become code that kernels are linked from, not optimised by
-themselves, never made executable and not wrapped for Python or C; a kernel is optimised once, when
-all of it has been linked; and passes over features that kernels do not have are left out. That is
-half the time, and the same bits.
+A first start waits for this. Helpers become code that kernels are linked from: not optimised by
+themselves, never made executable and not wrapped for Python or C. A kernel is optimised once, when
+it has been linked; passes for features that kernels do not use are left out. That takes half the
+time and gives the same bits.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _UNUSED_PASSES = frozenset(
         "DumpParforDiagnostics",
     )
 )
-"""Closures, contexts, raising, literals, overloads written in Python, array expressions."""
+"""Passes for closures, contexts, raising, literals, overloads in Python, array expressions."""
 
 
 class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     def _optimize_functions(self, module: Any) -> None:
-        """Nothing: what is linked from these functions is optimised as a whole."""
+        """Do nothing: code linked from these functions is optimised as a whole."""
         module.data_layout = self._codegen._data_layout
 
 
 class _HelperLibrary(_KernelLibrary):
-    """Code of a helper and of those it calls."""
+    """The code of a helper and of the helpers it calls."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -60,7 +60,7 @@ class _HelperLibrary(_KernelLibrary):
 
 
 class KernelCompiler(Compiler):  # type: ignore[misc]
-    """Of functions that are called from Python, or by their address."""
+    """Compiles functions that are called from Python, or by address."""
 
     _library: type[_KernelLibrary] = _KernelLibrary
     _lowering: Any = NativeLowering
@@ -87,7 +87,7 @@ class _HelperLowering(NativeLowering):  # type: ignore[misc]
         state.flags.no_compile = True
         super().run_pass(state)
         lowered = state["cr"]
-        key = object()  # by which callers find it, as they find others by what can be called
+        key = object()  # stands for the function pointer by which numba finds other functions
         state.targetctx.insert_user_function(key, lowered.fndesc, [state.library])
         state["cr"] = lowered._replace(cfunc=key)
         return True
@@ -106,9 +106,9 @@ class Helper(CPUDispatcher):  # type: ignore[misc]
         super().__init__(function, {}, every, _HelperCompiler)
 
     def add_overload(self, compiled: Any) -> None:
-        """Not where calls from Python would find it."""
+        """Not registered where calls from Python would find it."""
         self.overloads[tuple(compiled.signature.args)] = compiled
 
     def _compile_for_args(self, *args: Any, **kws: Any) -> NoReturn:
         del args, kws
-        raise TypeError(f"{self.py_func.__name__} is for kernels to call")
+        raise TypeError(f"{self.py_func.__name__} can only be called by kernels")

@@ -1,8 +1,8 @@
-"""Whether a tier's instructions work here: compiled and run once, in a process of its own.
+"""Tests whether a tier's instructions work on this machine, in a child process.
 
-LLVM ends the process when it meets an intrinsic that it cannot translate, and a CPU may lack what
-it claims to have, so that the test must not run in ours. Its verdict is kept beside the compiled
-kernels until LLVM, the CPU or the test changes. Knows nothing of which tier is wanted.
+LLVM aborts the process on an intrinsic that it cannot translate, and a CPU may lack what it claims
+to have, so the test cannot run in this process. The verdict is kept with the compiled kernels until
+LLVM, the CPU or the test changes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _STEP = lanes_of(I8, 64)
 
 
 def why_not(tier: Tier, features: str, cache_dir: str | None = None) -> str | None:
-    """Why the tier cannot be used with these features, in a few words; None if it can. The verdict
-    is kept in `cache_dir`, as `cache_folder` has it."""
+    """Why the tier cannot be used with these features, briefly; None if it can. The verdict is kept
+    in `cache_dir` (see `cache_folder`)."""
     if tier is Tier.AMX and not tiles.request_permission():
         return "the operating system does not permit tiles"
     try:
         job = json.dumps(_job(tier, features))
-    except (TypeError, ValueError) as error:  # llvmlite no longer builds what we build
+    except (TypeError, ValueError) as error:  # llvmlite no longer builds this IR
         return f"its test cannot be built: {error}"
     place = _place(tier, job, cache_dir)
     if place is not None:
@@ -61,7 +61,7 @@ def why_not(tier: Tier, features: str, cache_dir: str | None = None) -> str | No
 
 
 def _place(tier: Tier, job: str, cache_dir: str | None) -> Path | None:
-    """The file for the verdict; None if there is no place, which is reported with the kernels."""
+    """The verdict's file; None if there is no folder, which is reported with the kernels."""
     of = job, llvmlite.__version__, llvm.llvm_version_info, platform.release(), sys.executable
     digest = hashlib.sha256(repr(of).encode()).hexdigest()
     try:
@@ -90,7 +90,7 @@ def _run(job: str) -> str | None:
 
 
 def _job(tier: Tier, features: str) -> dict[str, Any]:
-    """A program, its input and what it should give, as the child reads them."""
+    """A program, its input and expected output, as the child reads them."""
     generator = np.random.default_rng(0)
     weights = generator.integers(0, 256, (16, 4 * _NUM_STEPS), np.uint8)
     x = generator.integers(-127, 128, (16, 32), np.int8)
@@ -98,7 +98,7 @@ def _job(tier: Tier, features: str) -> dict[str, Any]:
     stored_x = _repacked(x)
     expected = _expected_dots(tier, weights, x[:, : 4 * _NUM_STEPS])
     if tier is Tier.AMX:
-        tokens = stored_x.reshape(16, 32)[:, : 4 * _NUM_STEPS]  # the same bytes, as tiles see them
+        tokens = stored_x.reshape(16, 32)[:, : 4 * _NUM_STEPS]  # the same bytes in tile order
         products = tokens.astype(np.int64) @ weights.T.astype(np.int64)
         expected = np.concatenate([expected, products.reshape(-1)])
     return {
@@ -128,7 +128,7 @@ def _expected_dots(tier: Tier, weights: AnyArray, x: AnyArray) -> AnyArray:
 
 
 def program_of(tier: Tier) -> str:
-    """``program(weights, x, out)`` in LLVM's language, with the intrinsics of a tier."""
+    """``program(weights, x, out)`` as LLVM IR, with a tier's intrinsics."""
     module = ir.Module("tier_test")
     module.triple = llvm.get_process_triple()
     kind = ir.FunctionType(ir.VoidType(), [I64] * 3)

@@ -1,6 +1,6 @@
-"""Compiles and runs the program that tier_test sends to its standard input, and leaves.
+"""Compiles and runs the program that tier_test sends to its standard input, then exits.
 
-A file on its own, so that it starts quickly: it needs llvmlite and knows nothing of our packages.
+A separate file that starts quickly: it needs llvmlite and none of our packages.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ROOM_BYTES = 4096
 
 
 def main() -> None:
-    """Exits with 0 if the program gives what is expected; else the last line says why."""
+    """Exits with 0 if the program's output is as expected; else the last line says why."""
     job = json.load(sys.stdin)
-    with suppress(RuntimeError):  # newer llvmlite does this by itself, and says so
+    with suppress(RuntimeError):  # newer llvmlite does this by itself, and raises
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit(" ".join(str(error).split()))
     target = llvm.Target.from_triple(module.triple)
     machine = target.create_target_machine(cpu=job["cpu"], features=job["features"], opt=2)
-    # LLVM takes an intrinsic that it does not know for a function of somebody else's.
+    # LLVM takes an unknown intrinsic for an external function.
     missing = _MISSING.search(machine.emit_assembly(module))
     if missing:
         sys.exit(f"no intrinsic {missing[0]}")
@@ -47,7 +47,7 @@ def main() -> None:
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)(*numbers)
     expected = bytes.fromhex(job["expected"])
     if out.raw[: len(expected)] != expected:
-        sys.exit("it gives wrong numbers")
+        sys.exit("wrong results")
 
 
 if __name__ == "__main__":

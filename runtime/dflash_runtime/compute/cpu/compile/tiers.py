@@ -25,25 +25,22 @@ _chosen: Tier | None = None
 
 
 def current_tier() -> Tier:
-    """The tier of this process; chosen automatically if nobody did before."""
+    """The tier of this process; chosen automatically unless it has been."""
     return _chosen or choose_tier(AUTO_TIER)
 
 
 def choose_tier(name: str, cache_dir: str | None = None) -> Tier:
-    """Fix the tier of this process. ``auto`` agrees with whatever was chosen before.
+    """Set the tier of this process. ``auto`` accepts one that was chosen before.
 
-    What is found out of a tier is kept in `cache_dir`, as `cache_folder` has it.
-
-    A tier that the CPU offers but that fails its test is replaced by the next one, with a warning.
+    Test verdicts are kept in `cache_dir` (see `cache_folder`). A tier that the CPU offers but that
+    fails its test is replaced by the next one, with a warning.
     Raises: SettingsError if the CPU lacks the tier, or another was chosen before.
     """
     global _chosen
     with _lock:
         if _chosen is not None:
             if name not in (AUTO_TIER, _chosen.value):
-                raise SettingsError(
-                    f"CPU tier {name}: kernels of this process are made for {_chosen} already"
-                )
+                raise SettingsError(f"CPU tier {name}: this process already uses {_chosen}")
             return _chosen
         features = host_features()
         offered = offered_tiers(features)
@@ -66,14 +63,14 @@ def _first_that_works(
             return tier
         # docs: a slower instruction set is used; results stay right. Often an old LLVM
         _LOG.warning("CPU tier %s does not work here (%s); using %s", tier, reason, following)
-    return offered[-1]  # generic: what it needs, every kernel needs
+    return offered[-1]  # generic: it needs no more than any kernel
 
 
 def _restrict_llvm(features: str) -> None:
-    """Have numba generate code for these features, of kernels that are compiled from now on.
+    """Make numba generate code for these features in kernels compiled from now on.
 
-    Declaring a function is enough for numba to make its code generator, so that there is one
-    already; it is replaced before it was used.
+    Numba creates its code generator when a function is declared, so that one exists already; it is
+    replaced before it is used.
     """
     context = cpu_target.target_context
     if _enabled(context.codegen().magic_tuple()[2]) == _enabled(features):

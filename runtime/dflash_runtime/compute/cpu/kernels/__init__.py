@@ -1,1 +1,1 @@
-"""The kernels: what threads do with tokens, rows and experts, item by item."""
+"""Kernels, and the tasks that threads take items of work from: tokens, rows, experts."""

@@ -1,12 +1,12 @@
-"""What one call of attention is about, as words that the launcher writes and the tasks read.
+"""Arguments of one attention call, as words that the kernel writes and the tasks read.
 
-Addresses, except where the unit or letter says otherwise. Knows nothing of what is done with them.
+Addresses, except where the unit or the comment says otherwise.
 """
 
 from __future__ import annotations
 
 (
-    # Of a layer's cache.
+    # A layer's cache.
     KEYS,
     VALUES,
     KV_HEADS,
@@ -19,7 +19,7 @@ from __future__ import annotations
     WINDOW_ROWS,  # position j is row j % WINDOW_ROWS
     WINDOW,  # 0: none
     CHUNK,  # 0: none
-    # Of a call and the memory it works in.
+    # A call and its scratch memory.
     SCRATCH,
     SCRATCH_BYTES,
     PARTIALS,
@@ -36,7 +36,7 @@ from __future__ import annotations
     TILE_TOKENS,
     PARTIAL_BYTES,
     ITEMS_A_PAIR,
-    # Functions, by the cache's type.
+    # Functions for the cache's element type.
     FETCH_SCORE,
     MIX,
     EXPAND_KEYS,
@@ -50,5 +50,5 @@ from __future__ import annotations
 ) = range(38)
 
 NUM_ARGUMENTS = 38
-NUM_OF_LAYER = SCRATCH
+NUM_LAYER_WORDS = SCRATCH
 NUM_OF_FUNCTIONS = NUM_ARGUMENTS - FETCH_SCORE

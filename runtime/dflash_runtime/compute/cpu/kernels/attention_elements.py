@@ -1,7 +1,7 @@
-"""The functions of attention that depend on how a cache stores its elements, each for any rows.
+"""The functions of attention that depend on how a cache stores its elements, for any rows.
 
-Compiled for one element type each and called by address, so that what calls them is compiled once.
-Knows nothing of softmax.
+Each is compiled once for each element type and called by address, so that its callers are compiled
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflash_runtime.compute.cpu.simd.untyped import ir
 def _scores(
     element: Any, queries: int, num_rows: int, keys: int, dim: int, scores: int, ahead: int
 ) -> None:
-    """`num_rows` queries times 32 keys; see attention_tiles, also for `ahead`."""
+    """`num_rows` queries times 32 keys; for `ahead` see attention_tiles."""
     row = 0
     while row < num_rows:
         query, place, left = queries + 4 * dim * row, scores + 4 * BLOCK * row, num_rows - row
@@ -48,7 +48,7 @@ _tile_8, _tile_4, _tile_2, _tile_1 = tiles.score_8, tiles.score_4, tiles.score_2
 
 _FETCHING = {f"_tile_{size}": getattr(tiles, f"fetch_score_{size}") for size in (8, 4, 2, 1)}
 _fetch_scores = variant(_scores, "_fetch_scores", **_FETCHING)
-"""The same with tiles that prefetch."""
+"""`_scores` with tiles that prefetch."""
 
 
 def _mix(
@@ -63,7 +63,8 @@ def _mix(
     sums: int,
     stride: int,
 ) -> None:
-    """32 lanes of ``sums * factor + terms @ values``, where row r takes ``counts[r]`` positions."""
+    """32 lanes of ``sums * factor + terms @ values``; row r uses its first ``counts[r]``
+    positions."""
     row = 0
     while row < num_rows:
         term, factor, target = terms + 4 * BLOCK * row, factors + 4 * row, sums + stride * row
@@ -80,7 +81,7 @@ def _mix(
         else:
             tiles.mix_1(element, term, values, row_bytes, count, factor, target, stride)
             width = 1
-        # Rows of later tokens see more: what is left, one by one.
+        # Rows of later tokens see more positions: the remaining ones, row by row.
         for later in range(row + 1, row + width):
             rest = relaxed_load(counts + 8 * later) - count
             if rest > 0:
@@ -95,7 +96,7 @@ def _expand_keys(element: Any, keys: int, dim: int, out: int) -> None:
 
 
 def _expand_values(element: Any, values: int, row_bytes: int, num_positions: int, out: int) -> None:
-    """One block of 32 lanes of each row. Shapes: out [num_positions][32]."""
+    """One block of 32 lanes of each row as float32. Shapes: out [num_positions][32]."""
     for _ in range(num_positions):
         v.store_floats(out, tiles.value_lanes(element, values))
         values += row_bytes
@@ -103,7 +104,7 @@ def _expand_values(element: Any, values: int, row_bytes: int, num_positions: int
 
 
 def _caller(num_arguments: int) -> Any:
-    """``call(function, element, …)``: by address; the element's value does not matter."""
+    """Make ``call(function, element, …)``, a call by address; the element's value is ignored."""
 
     @primitive(void, *[i64] * (2 + num_arguments))
     def call(builder: Any, function: Any, *arguments: Any) -> None:
@@ -119,7 +120,7 @@ call_score, call_mix, call_expand_keys, call_expand_values, call_store = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementFunctions:
-    """Compiled for one type of cache."""
+    """The functions compiled for one cache type."""
 
     score: RowFunction
     fetch_score: RowFunction

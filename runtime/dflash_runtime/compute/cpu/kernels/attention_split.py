@@ -1,22 +1,22 @@
-"""Attention over a key/value cache, one item of work at a time: causal, or masked besides.
+"""Attention over a K/V cache, one work item at a time: causal, with optional windows and chunks.
 
-The order of additions for a query depends on positions alone, so a token has the same bits alone
-or in any chunk, with any number of threads:
+The order of additions for a query depends on positions alone, so a token has the same bits alone or
+in any chunk, with any number of threads:
 
     position 0        64       128      192      256 …
-             | block  | block  | block  | block  | …      streaming softmax from block to block,
-             | split                             | split  from nothing in each split;
+             | block  | block  | block  | block  | …      online softmax from block to block,
+             | split                             | split  restarted in each split;
                                                           splits are then merged in ascending order
 
-A *tile* is some tokens, all within a block, times the query heads of one key/value head; its rows
-share each reading of keys and values. An item is a tile with all its splits ("streaming"), or, when
-there are too few of those for all threads, one split of a tile, and whoever ends a tile's last
-split merges them. A row sees no key or value after its own position, not even times 0. Blocks and
-splits before the first position that a layer's mask lets a tile see are left out; what a row does
-not see in the others has a score of minus infinity, which adds zeros: the same bits.
+A *tile* is some tokens of one block times the query heads of one K/V head; its rows share each read
+of keys and values. An item is a tile with all its splits or, if those are too few for all threads,
+one split of a tile; the thread that finishes a tile's last split merges them. A row reads no key or
+value after its own position, not even times 0. Blocks and splits before the first position that the
+layer's mask shows to a tile are skipped; other hidden positions get a score of minus infinity,
+which adds zeros, so the bits are the same.
 
 Source: Milakov & Gimelshein 2018 (arXiv 1805.02867) for the softmax, Dao et al. 2022
-(arXiv 2205.14135) for blocks. Knows nothing of how elements are stored.
+(arXiv 2205.14135) for blocks.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ from dflash_runtime.compute.cpu.kernels.words import word
 from dflash_runtime.compute.cpu.simd import atomics
 
 SPLIT = 256
-"""Positions that are one item when few tokens see many."""
+"""Positions in one split, an item of its own when few tokens attend to many positions."""
 
 _LOWEST = np.float32(-3.0e38)
-"""The highest score of nothing: finite, so that nothing can be compared with nothing."""
+"""Maximum score before any: finite, so that the difference of two such maxima is 0, not NaN."""
 
 _FEW_ROWS = 16
-"""Rows for which elements are converted as they are multiplied, not once before."""
+"""Up to this many rows, elements are converted while multiplied rather than once before."""
 
 
 def _vectors_bytes(num_floats: int) -> int:
-    """Of a row of numbers that is read 32 at a time."""
+    """Bytes of a row of floats that is read 32 at a time."""
     return (num_floats + 31) // 32 * 128
 
 
@@ -78,12 +78,12 @@ in_vectors = helper(_vectors_bytes)
 
 
 def partial_bytes(num_rows: int, value_dim: int) -> int:
-    """What a split leaves behind: sums [rows][V padded], their totals and highest scores."""
+    """Bytes of a split's result: sums [rows][V padded], their totals and maximum scores."""
     return _vectors_bytes(num_rows) * 2 + 4 * num_rows * ((value_dim + 31) // 32 * 32)
 
 
 def scratch_bytes(num_rows: int, key_dim: int, value_dim: int) -> int:
-    """What one thread needs for a tile of so many rows; see attention_tasks."""
+    """Scratch bytes of one thread for a tile of `num_rows` rows; see attention_tasks."""
     value_padded = (value_dim + 31) // 32 * 32
     rows = _vectors_bytes(num_rows * key_dim) + 4 * num_rows * (BLOCK + 32)
     cached = 4 * 32 * key_dim + 4 * BLOCK * value_padded
@@ -98,7 +98,7 @@ def blocks_of(dim: int) -> int:
 
 @helper
 def first_visible(args: int, position: int) -> int:
-    """The first position that a token at this one sees."""
+    """The first position that a token at `position` sees."""
     first, window, chunk = 0, word(args, WINDOW), word(args, CHUNK)
     if window > 0:
         first = max(first, position - window + 1)
@@ -117,11 +117,10 @@ def _soften(
     factors: int,
     lane_sums: int,
 ) -> None:
-    """Scores become ``exp(score - highest)``; `factors` say what earlier sums are to be scaled by.
+    """Turn scores into ``exp(score - maximum)``; `factors` receive the scales of earlier sums.
 
-    Row r sees the block's first ``counts[r]`` positions without the first ``hidden[r]``, of which
-    there are none if `hidden` is 0. In three passes, so that rows do not wait for their own
-    maximum.
+    Row r sees the block's first ``counts[r]`` positions except the first ``hidden[r]`` (none are
+    hidden if `hidden` is 0). Three passes, so that no row waits for its own maximum.
     """
     for row in range(num_rows):
         place, count = scores + 4 * BLOCK * row, atomics.relaxed_load(counts + 8 * row)
@@ -173,7 +172,8 @@ def attend_split(
     partial: int,
     tile_rows: int,
 ) -> None:
-    """One split for the tokens at these positions, from nothing. Scratch: see attention_tasks."""
+    """One split for the tokens at these positions, starting from zero. Scratch: see
+    attention_tasks."""
     dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
     value_blocks = (value_dim + 31) // 32
     stride = 128 * value_blocks
@@ -243,7 +243,7 @@ def attend_split(
 def merge(
     result: int, partial: int, num_rows: int, tile_rows: int, value_padded: int, is_first: bool
 ) -> None:
-    """Add one more split to a result; both have the layout of a partial."""
+    """Add one more split to a result; both are laid out as a partial."""
     totals_offset = 4 * tile_rows * value_padded
     maxima_offset = totals_offset + in_vectors(tile_rows)
     if is_first:

@@ -1,7 +1,4 @@
-"""Writing new keys and values into a cache, in the layout that attention_tiles reads.
-
-Knows nothing of queries.
-"""
+"""Writes new keys and values into a cache, in the layout that attention_tiles reads."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ _HALVES, _BYTES = ELEMENTS[KvType.F16], ELEMENTS[KvType.Q8_0]
 
 
 def _as_half_bits(builder: Any, value: Any) -> Any:
-    """Rounds to nearest even. One number or many."""
+    """Round float32, one number or a vector, to half precision, nearest even; returns the bits."""
     many = isinstance(value.type, ir.VectorType)
     halves = builder.fptrunc(value, lanes_of(HALF) if many else HALF)
     return builder.bitcast(halves, lanes_of(I16) if many else I16)
 
 
 def _quantise(builder: Any, lanes: Any) -> tuple[Any, Any]:
-    """Bits of the scale as a half, and signed bytes: nearest to lanes / scale, ties to even.
+    """The scale as bits of a half, and signed bytes: lanes / scale rounded to nearest even.
 
     Source: ggml, block_q8_0: scale = largest magnitude / 127, rounded after it has been used.
     """
@@ -56,7 +53,7 @@ def _quantise(builder: Any, lanes: Any) -> tuple[Any, Any]:
     largest = builder.extract_element(size, I64(0))
     scale = builder.fdiv(largest, ir.Constant(FLOAT, 127.0))
     bits = _as_half_bits(builder, scale)
-    # What multiplies bytes by 0 need not divide by it, nor by what is too small for a quotient.
+    # With a stored scale of 0 the bytes do not matter, and dividing by the scale might overflow.
     is_zero = builder.icmp_unsigned("==", bits, I16(0))
     inverse = builder.fdiv(ir.Constant(FLOAT, 1.0), scale)
     inverse = builder.select(is_zero, ir.Constant(FLOAT, 0.0), inverse)
@@ -96,7 +93,7 @@ def _store_key_block(
     lanes: Any,
     count: Any,
 ) -> Any:
-    """`count` elements of one of a block's 32 keys, from a `first_d` on that 32 divides."""
+    """`count` elements, from `first_d` (a multiple of 32) on, of one of a block's 32 keys."""
     del typing_context, keys, dim, position, first_d, lanes, count
 
     def emit(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
@@ -134,14 +131,14 @@ def _load(address: int, count: int) -> Any:
 
 
 def store_key(element: Any, source: int, dim: int, block: int, position: int) -> None:
-    """One key, float32, as one of the 32 of a block."""
+    """Store a float32 key as one of a block's 32."""
     for d in range(0, dim, 32):
         count = min(32, dim - d)
         _store_key_block(element, block, dim, position, d, _load(source + 4 * d, count), count)
 
 
 def store_values(element: Any, source: int, dim: int, row: int, block_bytes: int) -> None:
-    """A row of values from float32."""
+    """Store a float32 row of values."""
     for d in range(0, dim, 32):
         _store_value_block(element, row, _load(source + 4 * d, min(32, dim - d)))
         row += block_bytes

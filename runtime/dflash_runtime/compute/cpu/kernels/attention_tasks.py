@@ -1,8 +1,8 @@
-"""Attention's tasks: storing new keys and values, and attending, each for item after item.
+"""Attention's tasks: storing new keys and values, and attending.
 
-An item is a tile with all its splits (see attention_split), or, when there are too few of those for
-all threads, one split of a tile; whoever ends a tile's last split merges them, in ascending order.
-Knows nothing of how elements are stored.
+An item of attending is a tile with all its splits (see attention_split) or, if those are too few
+for all threads, one split of a tile; the thread that finishes a tile's last split merges them, in
+ascending order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     NEW_KEYS,
     NEW_VALUES,
     NUM_HEADS,
+    NUM_LAYER_WORDS,
     NUM_OF_FUNCTIONS,
-    NUM_OF_LAYER,
     NUM_TOKENS,
     OUT,
     PARTIAL_BYTES,
@@ -73,7 +73,7 @@ from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
 
 def _store(args: int, counter: int, worker_idx: int) -> None:
-    """Each item is up to 32 positions, those of one block of keys, of one head."""
+    """Store new keys and values. An item is up to 32 positions in one block of keys of one head."""
     first_position, kv_heads = word(args, FIRST_POSITION), word(args, KV_HEADS)
     end_position = first_position + word(args, NUM_TOKENS)
     key_dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
@@ -101,7 +101,7 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
 
 @helper
 def _copy_queries(args: int, first_token: int, num_tokens: int, kv_head: int, target: int) -> None:
-    """A tile's rows one after another, scaled."""
+    """Copy a tile's rows, scaled, one after another."""
     dim, num_heads = word(args, KEY_DIM), word(args, NUM_HEADS)
     group = num_heads // word(args, KV_HEADS)
     scale = v.float_from_bits(word(args, SCALE_BITS))
@@ -121,7 +121,7 @@ def _copy_queries(args: int, first_token: int, num_tokens: int, kv_head: int, ta
 def _finish(
     args: int, result: int, first_token: int, num_tokens: int, kv_head: int, tile_rows: int
 ) -> None:
-    """Divide by the totals, of which sinks have their share, into the rows of OUT."""
+    """Divide by the totals, sinks included, into the rows of OUT."""
     value_dim, num_heads = word(args, VALUE_DIM), word(args, NUM_HEADS)
     value_padded = (value_dim + 31) // 32 * 32
     group = num_heads // word(args, KV_HEADS)
@@ -176,7 +176,7 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
         item = claim(counter)
         if item >= num_tiles * kv_heads * items_a_pair:
             return
-        # The last tiles see most: they come first.
+        # The last tiles have most work: they come first.
         pair = item // items_a_pair
         tile, kv_head = first_tile + num_tiles - 1 - pair // kv_heads, pair % kv_heads
         start = max(chunk_start, tile * tile_tokens)
@@ -230,14 +230,14 @@ def _attention(
     store_pool: int,
     attend_pool: int,
 ) -> None:
-    """Every new row is stored before any is read: a token sees those of the same chunk. Without
-    pairs nothing is read.
+    """Store every new row, then attend: a token sees earlier tokens of its chunk. Nothing is read
+    if there are no pairs.
 
-    Sinks are [heads], or [0] for none.
-    A pair is a tile and a key/value head. `layer` and `functions` are copied to `args`, which has
-    room for NUM_ARGUMENTS words; the names of the others are those of words.
+    Sinks are [heads], or [0] for none. A pair is a tile and a K/V head. `layer` and `functions` are
+    copied to `args`, which has room for NUM_ARGUMENTS words; the other arguments are named like
+    words.
     """
-    for index in range(NUM_OF_LAYER):
+    for index in range(NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
     for index in range(NUM_OF_FUNCTIONS):
         set_word(args, FETCH_SCORE + index, functions[index])

@@ -1,15 +1,14 @@
-"""The inner products of attention: queries with 32 cached keys, probabilities with cached values.
+"""Inner products of attention: queries with 32 cached keys, probabilities with cached values.
 
 A tile keeps 8, 4, 2 or 1 rows (queries) of 32 sums in registers. Each sum is one chain of fused
-multiply-adds in ascending order, so its bits depend on neither the tile nor the rows beside it.
-Knows nothing of softmax, nor of where in a cache a block lies.
+multiply-adds in ascending order, so its bits depend on neither the tile nor its other rows.
 
-How a cache stores its elements is told by the type of an argument, whose value does not matter: a
+The type of the argument `element`, whose value is ignored, says how a cache stores its elements: a
 pointer to float32, uint16 (halves) or uint8 (Q8_0: signed bytes, and a half for 32 along a row).
 
-    keys     32 positions a block, one lane each: [D][32 positions]; for Q8_0 the bytes like that,
-             with D padded to whole 32, then their scales [D / 32][32 positions]
-    values   a row a position: [V padded to 32]; for Q8_0 in blocks of a scale and 32 bytes
+    keys     blocks of 32 positions, one lane each: [D][32 positions]; Q8_0: bytes in that order,
+             D padded to a multiple of 32, then their scales [D / 32][32 positions]
+    values   a row for each position: [V padded to 32]; Q8_0: blocks of a scale and 32 bytes
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from dflash_runtime.compute.cpu.simd.types import (
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, intrinsic, ir, types
 
 BLOCK = 64
-"""Positions between two looks at the highest score so far; scores are stored by rows of these."""
+"""Positions between updates of the running maximum; the stride of rows of scores."""
 
 _FLOAT32, _HALVES, _BYTES = (
     types.CPointer(element) for element in (types.float32, types.uint16, types.uint8)
@@ -53,7 +52,7 @@ _LINE = 64
 
 
 def _registers() -> tuple[int, int]:
-    """How many rows by how many lanes of sums the CPU's registers hold, factors included."""
+    """Rows and lanes of sums that fit the CPU's registers together with the factors."""
     return (8, 32) if current_tier().has_wide_registers else (4, 16)
 
 
@@ -67,7 +66,7 @@ def _scaled_index(builder: Any, base: Any, index: Any, stride: Any) -> Any:
 
 
 def _lanes(builder: Any, element: Any, address: Any, count: int) -> Any:
-    """Elements as float32, which is exact; those of Q8_0 without their scale."""
+    """Elements as float32, exactly; those of Q8_0 without their scale."""
     if element == _FLOAT32:
         return emit_load(builder, address, lanes_of(FLOAT, count))
     if element == _HALVES:
@@ -100,7 +99,7 @@ def _for_each_key_line(
     count: int,
     body: Callable[[Any, Any], None],
 ) -> None:
-    """``body(d, lanes)`` for each d < dim: element d of the keys of `count` positions."""
+    """Emit ``body(d, lanes)`` for each d < dim: element d of the keys of `count` positions."""
     size = _ELEMENT_BYTES[element]
     steps = builder.lshr(builder.add(dim, I64(LANES - 1)), I64(5))
     scales = _at(builder, _scaled_index(builder, keys, steps, LANES * LANES), 2 * first)
@@ -137,9 +136,9 @@ def _zero_sums(builder: Any, rows: int, count: int) -> list[Any]:
 
 
 def _score_tile(num_rows: int, *, from_memory: bool) -> Callable[..., Any]:
-    """``tile(element, queries, keys, dim, scores, ahead)``: `num_rows` queries times 32 keys.
+    """Make ``tile(element, queries, keys, dim, scores, ahead)``: `num_rows` queries times 32 keys.
 
-    `from_memory`: fetch the keys that follow, and as much from `ahead`, for what comes next.
+    `from_memory`: prefetch the following keys, and as many bytes from `ahead`, for the next call.
     Shapes: queries [num_rows][dim] float32; scores [num_rows][BLOCK], of which 32 are written.
     """
 
@@ -199,9 +198,10 @@ def _score_tile(num_rows: int, *, from_memory: bool) -> Callable[..., Any]:
 
 
 def _mix_tile(num_rows: int) -> Callable[..., Any]:
-    """``tile(element, terms, values, row_bytes, num_positions, factors, sums, stride)``.
+    """Make ``tile(element, terms, values, row_bytes, num_positions, factors, sums, stride)``.
 
-    32 lanes of ``sums * factor + terms @ values``, for `num_rows` rows with a factor each.
+    It computes 32 lanes of ``sums * factor + terms @ values`` for `num_rows` rows, each with its
+    factor.
     Shapes: terms [num_rows][BLOCK]; factors [num_rows]; sums [num_rows] rows of `stride` bytes.
     """
 
@@ -292,7 +292,7 @@ def value_lanes(typing_context: Any, element: Any, block: Any) -> Any:
 
 @primitive(floats, floats, i64)
 def keep_first(builder: Any, lanes: Any, count: Any) -> Any:
-    """The first `count` lanes; -inf in the others, which may be all or none."""
+    """Keep the first `count` lanes, 0 to all; -inf in the others."""
     numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
     is_kept = builder.icmp_signed("<", numbers, emit_splat(builder, count))
     return builder.select(is_kept, lanes, emit_constant(lanes_of(FLOAT), float("-inf")))
@@ -300,7 +300,7 @@ def keep_first(builder: Any, lanes: Any, count: Any) -> Any:
 
 @primitive(floats, floats, i64)
 def drop_first(builder: Any, lanes: Any, count: Any) -> Any:
-    """-inf in the first `count` lanes, which may be all or none; the others."""
+    """Put -inf in the first `count` lanes, 0 to all; keep the others."""
     numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
     is_kept = builder.icmp_signed(">=", numbers, emit_splat(builder, count))
     return builder.select(is_kept, lanes, emit_constant(lanes_of(FLOAT), float("-inf")))

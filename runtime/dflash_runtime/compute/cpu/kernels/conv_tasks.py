@@ -1,7 +1,7 @@
-"""Causal convolution of each channel with silu: what threads do with tokens, item by item.
+"""Causal convolution of each channel with SiLU.
 
-A value's result depends on its channel's last inputs alone. Knows nothing of arrays: a call is
-described in words that its kernel, the function Python calls, fills in.
+A value depends only on its channel's last inputs. The kernel, which Python calls, writes a call's
+arguments as words; threads run the task on its items.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _conv_row(rows: int, taps: int, num_taps: int, channels: int, out: int) -> N
 
 
 def _conv_task(args: int, counter: int, worker_idx: int) -> None:
-    """Words: x, inputs kept, taps, out, tokens, channels, taps of a channel, first position,
-    scratch: words for each thread's rows; addresses of all tokens' rows, or 0."""
+    """Words: x, kept inputs, taps, out, tokens, channels, taps of a channel, first position,
+    scratch (words for each thread's rows), and addresses of all tokens' rows, or 0."""
     x, kept, taps, out = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
     num_tokens, channels, num_taps = word(args, 4), word(args, 5), word(args, 6)
     first_position, rows = word(args, 7), word(args, 8) + 8 * worker_idx * num_taps
@@ -71,7 +71,7 @@ def _conv_task(args: int, counter: int, worker_idx: int) -> None:
                 before = token - num_taps + 1 + tap
                 row = x + stride * before
                 if before < 0:
-                    # Of position 0 there are none before, and what is kept is zeros.
+                    # Before position 0 there are no inputs: the kept ones are zeros.
                     position = first_position + before + num_taps - 1
                     row = kept + stride * (position % (num_taps - 1))
                 set_word(rows, tap, row)
@@ -91,8 +91,8 @@ def _conv(
     pool: int,
     task: int,
 ) -> None:
-    """`rows`: K words for each thread; `table`: of every token the addresses of K inputs, where
-    those before it do not stand before it in `x`, else 0.
+    """`rows`: K words for each thread; `table`: for every token the addresses of its K inputs, if
+    it does not simply follow the token before it in `x`, else 0.
 
     Shapes: x, out [T, C]; kept [K - 1, C], position p's input in row ``p % (K - 1)``; taps [K, C].
     """
@@ -111,7 +111,7 @@ def _conv(
 
 @cache
 def conv_kernel() -> tuple[Kernel, RowFunction]:
-    """A function to call, and the task that it takes the address of."""
+    """The kernel, and the task whose address it is passed."""
     rows = types.Array(v.f32, 2, "C", readonly=True)
     arguments = [rows, rows, rows, v.f32[:, ::1], *[v.i64] * 7]
     task = compile_row_function(_conv_task, v.void, *[v.i64] * 3)

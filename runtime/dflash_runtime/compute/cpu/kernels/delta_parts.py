@@ -1,18 +1,17 @@
-"""What the gated delta rule is made of: pieces of its tasks, each for some tokens of a block.
+"""Parts of the gated delta rule's tasks, each for some tokens of a block.
 
-Positions are cut into blocks of 32. Within a block the matrix M of a value head stays what it was
-at the block's begin; what tokens add to it is kept as rows beside it, one for each token:
+Positions are cut into blocks of 32. Within a block the matrix M of a value head stays as it was at
+the block's start; each token's update is kept beside it as a row:
 
     M(t) = P(t) M + sum over j <= t of D(t, j) row_j k_jᵀ           P, D: products of exp(g)
     row_t = b (v_t - P(t) M k_t - sum over j < t of D(t, j) (k_j · k_t) row_j)
     out_t =         P(t) M q_t + sum over j <= t of D(t, j) (k_j · q_t) row_j
 
 At the end of a block the rows are added to the matrix. So a step reads the matrix once and seldom
-writes it, many tokens are products of matrices, and all sums are chains whose order depends on
+writes it, many tokens become matrix products, and all sums are chains whose order depends on
 positions alone: a token has the same bits alone or in any chunk, with any number of threads.
 
 Source: Yang et al. 2024 (arXiv 2406.06484, the delta rule by chunks; arXiv 2412.06464, its decay).
-A call is described in words. Knows nothing of which tokens there are.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd.untyped import types
 
 DELTA_BLOCK = 32
-"""Positions between two states of a matrix: as many as a vector has lanes."""
+"""Positions between updates of a matrix: as many as a vector has lanes."""
 
 (
-    # Of a layer and its state, addresses first; see recurrent.RecurrentState.
+    # A layer and its state, addresses first; see recurrent_state.RecurrentState.
     MATRICES,
     KEYS,
     ROWS,
@@ -45,7 +44,7 @@ DELTA_BLOCK = 32
     KEY_DIM,
     VALUE_DIM,
     IS_TILED,
-    # Of a call.
+    # A call.
     MIXED,
     ALPHA,
     BETA,
@@ -61,12 +60,12 @@ DELTA_BLOCK = 32
 ) = range(22)
 
 NUM_WORDS = 22
-NUM_OF_LAYER = MIXED
+NUM_LAYER_WORDS = MIXED
 
 _ROWS_AT_ONCE = 8
 
-_TRACE = np.float32(2.0**-80)
-"""What has decayed to less is nothing: CPUs take long for products of numbers that are almost 0."""
+_TINY = np.float32(2.0**-80)
+"""Smaller values become 0 when they decay: products of denormal numbers are slow on CPUs."""
 
 
 @helper
@@ -92,7 +91,7 @@ def _unit_row(x: int, dim: int, eps: float, factor: float, out: int) -> None:
 
 @helper
 def unit_pair(args: int, query: int, out: int) -> None:
-    """A token's key and query of one head, of length 1. Shapes: out [2][Dk]."""
+    """A token's key and query of one head, normalised to length 1. Shapes: out [2][Dk]."""
     dim, eps = word(args, KEY_DIM), lanes.double_from_bits(word(args, EPS_BITS))
     _unit_row(query + 4 * word(args, KEY_HEADS) * dim, dim, eps, 1.0, out)
     _unit_row(query, dim, eps, 1.0 / math.sqrt(dim), out + 4 * dim)
@@ -111,16 +110,16 @@ def _scale(place: int, num_floats: int, factor: Any) -> None:
 
 
 @helper
-def _fade(place: int, num_floats: int, factor: Any) -> None:
-    """What is left of numbers after they have decayed."""
+def _decay(place: int, num_floats: int, factor: Any) -> None:
+    """Multiply numbers by their decay; tiny results become 0."""
     for offset in range(0, 4 * num_floats, 128):
-        faded = v.load_floats(place + offset) * v.splat(factor)
-        v.store_floats(place + offset, lanes.without_traces(faded, _TRACE))
+        decayed = v.load_floats(place + offset) * v.splat(factor)
+        v.store_floats(place + offset, lanes.flush_tiny(decayed, _TINY))
 
 
 @helper
-def head_of(args: int, key_head: int, member: int) -> int:
-    """The value head that is so many after the first of a key head's."""
+def value_head(args: int, key_head: int, member: int) -> int:
+    """The `member`-th value head of a key head."""
     key_heads = word(args, KEY_HEADS)
     if word(args, IS_TILED) == 0:
         return key_head * (word(args, VALUE_HEADS) // key_heads) + member  # type: ignore[no-any-return]
@@ -131,10 +130,10 @@ def head_of(args: int, key_head: int, member: int) -> int:
 def prepare_key_head(
     args: int, key_head: int, token: int, num_tokens: int, first: int, units: int, dots: int
 ) -> None:
-    """Keys and queries of length 1, in turn, and their products with all keys of the block.
+    """Normalised keys and queries, alternating, and their products with all keys of the block.
 
-    `first`: where in the block the tokens begin. Shapes: units [2 num_tokens][Dk]; dots
-    [2 num_tokens][32].
+    `first`: index in the block of the first token.
+    Shapes: units [2 num_tokens][Dk]; dots [2 num_tokens][32].
     """
     dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
     channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
@@ -152,7 +151,7 @@ def prepare_key_head(
 
 @helper
 def gates(args: int, head: int, token: int, num_tokens: int, decays: int, shares: int) -> None:
-    """exp(g) and b of each token, as 32 lanes each."""
+    """exp(g) and b of each token, in 32 lanes each."""
     heads = word(args, VALUE_HEADS)
     for t in range(num_tokens):
         place = 4 * ((token + t) * heads + head)
@@ -171,10 +170,10 @@ def gates(args: int, head: int, token: int, num_tokens: int, decays: int, shares
 def terms(
     args: int, head: int, num_tokens: int, first: int, decays: int, dots: int, terms: int
 ) -> None:
-    """Factors of earlier rows: those of row_t with their sign, then those of out_t, in turn.
+    """Factors of earlier rows: negated those of row_t, then those of out_t, alternating.
 
-    `decays`, exp(g) of each token, become what is left of the matrix after it. Only the first
-    ``first + t`` of the 32 factors of a row, and one more of an out, mean anything.
+    `decays`, exp(g) of each token on entry, become the matrix's remaining factor after it. Only the
+    first ``first + t`` of a row's 32 factors, and one more of an out's, are meaningful.
     """
     since, total = word(args, DECAYS) + 128 * head, word(args, TOTALS) + 4 * head
     left, product = v.load_floats(since), v.load_float(total)
@@ -182,10 +181,10 @@ def terms(
         left, product = v.zeros(), np.float32(1)
     for t in range(num_tokens):
         decay = v.load_float(decays + 4 * t)
-        left = lanes.without_traces(left * v.splat(decay), _TRACE)
+        left = lanes.flush_tiny(left * v.splat(decay), _TINY)
         left = lanes.with_one(left, first + t)
         product = product * decay
-        if product < _TRACE:
+        if product < _TINY:
             product = np.float32(0)
         v.store_float(decays + 4 * t, product)
         pair = 256 * t
@@ -206,10 +205,10 @@ def begin_rows(
     products: int,
     row: int,
 ) -> None:
-    """What rows and outs are without earlier rows: ``v - P M k`` and ``P M q``.
+    """Start rows and outs without earlier rows: ``v - P M k`` and ``P M q``.
 
-    Shapes: products [2 num_tokens][V padded], M k and M q in turn, if there is a matrix; the latter
-    become outs.
+    Shapes: products [2 num_tokens][V padded], M k and M q alternating, if there is a matrix; the
+    latter become outs.
     """
     dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
     width = padded(value_dim)
@@ -245,7 +244,7 @@ def finish_rows(
     rows: int,
     products: int,
 ) -> None:
-    """Add earlier rows to rows and outs: those of before some tokens at once, then one by one."""
+    """Add earlier rows to rows and outs: those before these tokens at once, then one by one."""
     stride = 4 * width
     start = 0
     while start < num_tokens:
@@ -278,7 +277,7 @@ def end_block(args: int, key_head: int, head: int, has_matrix: bool, factors: in
     for offset in range(0, 128 * dim, 128):
         v.store_floats(factors + offset, v.load_floats(keys + offset) * left)
     if has_matrix:
-        _fade(matrix, dim * width, v.load_float(word(args, TOTALS) + 4 * head))
+        _decay(matrix, dim * width, v.load_float(word(args, TOTALS) + 4 * head))
     else:
         clear(matrix, dim * width)
     products, stride = word(args, PRODUCTS), 4 * width
@@ -315,8 +314,8 @@ def describe(
     one_scratch: int,
     products: int,
 ) -> None:
-    """Write the words of a call: `layer` first, which are those of a state."""
-    for index in range(NUM_OF_LAYER):
+    """Write the words of a call: first `layer`, the words of a state."""
+    for index in range(NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
     set_word(args, MIXED, v.address_of(mixed))
     set_word(args, ALPHA, v.address_of(alpha))
@@ -333,6 +332,6 @@ def describe(
 
 
 def inputs_types() -> list[Any]:
-    """Of the arrays that `describe` is given."""
+    """Types of the arrays passed to `describe`."""
     row, rows = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (1, 2))
     return [v.i64[::1], rows, rows, rows, row, row, v.f32[:, :, ::1]]

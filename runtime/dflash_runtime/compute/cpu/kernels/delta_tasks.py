@@ -1,7 +1,7 @@
-"""The gated delta rule of tokens that follow each other: a task and its kernel.
+"""The gated delta rule of consecutive tokens: a task and its kernel.
 
-An item is a key head with its value heads, block of positions after block; see delta_parts. Knows
-nothing of arrays: a call is described in words that its kernel fills in.
+An item is a key head with its value heads, block after block; see delta_parts. The kernel, which
+Python calls, writes a call's arguments as words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
 
 def scratch_bytes(key_dim: int, value_dim: int) -> int:
-    """What one thread needs; see `_delta_task`."""
+    """Scratch bytes of one thread; see `_delta_task`."""
     padded = -(-value_dim // 32) * 32
     pairs = 2 * d.DELTA_BLOCK
     return 4 * (pairs * (key_dim + 32) + pairs * (32 + 32 + padded) + 32 * key_dim + 3 * 32)
@@ -59,7 +59,7 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
             has_matrix = position >= 32
             d.prepare_key_head(args, key_head, token, size, first, units, dots)
             for member in range(group):
-                head = d.head_of(args, key_head, member)
+                head = d.value_head(args, key_head, member)
                 rows = word(args, d.ROWS) + 128 * width * head
                 d.gates(args, head, token, size, decays, shares)
                 d.terms(args, head, size, first, decays, dots, terms)
@@ -106,7 +106,7 @@ def _delta_rule(
     pool: int,
     task: int,
 ) -> None:
-    """`args` has room for NUM_WORDS words; the others are those of delta_parts.describe."""
+    """`args` has room for NUM_WORDS words; other arguments as in delta_parts.describe."""
     d.describe(
         args,
         layer,
@@ -127,6 +127,6 @@ def _delta_rule(
 
 @cache
 def delta_kernel() -> tuple[Kernel, RowFunction]:
-    """A function to call, and a task whose address it takes, as it does products_function's."""
+    """The kernel, and the task whose address it is passed, along with that of products_function."""
     task = compile_row_function(_delta_task, v.void, *[v.i64] * 3)
     return compile_kernel(_delta_rule, *d.inputs_types(), v.i64, v.f64, *[v.i64] * 7), task

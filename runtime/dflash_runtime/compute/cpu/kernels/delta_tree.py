@@ -1,12 +1,11 @@
 """The gated delta rule of a tree's tokens: each is a step from its parent's state, which is kept.
 
-Tokens are taken in the order of a walk, depth first, so that the rows and keys of a token's
-ancestors are found at their places in the block, as in a sequence; what is beside them there is
-overwritten. The sequence's own block is copied before, and a walk that goes on into the next block
-has a copy of the matrices there. Every token is computed by the functions of delta_parts, with the
-same bits as a step; only the products with the sequence's matrices are those of all tokens at once.
-
-Knows nothing of arrays: a call is described in words that its kernel fills in.
+Tokens are visited in a depth-first walk, so that a token finds its ancestors' rows and keys at
+their places in the block, as in a sequence; those of other branches are overwritten. The sequence's
+own block is copied first, and a walk that enters the next block has a copy of the matrices there.
+Tokens are computed by the functions of delta_parts, with the same bits as a step; only products
+with the sequence's matrices are computed for all tokens at once. The kernel, which Python calls,
+writes a call's arguments as words.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
 WALK, PARENTS, NUM_BLOCKS = range(d.NUM_WORDS, d.NUM_WORDS + 3)
-"""Words besides those of delta_parts: tokens in order, parents by token, blocks that are walked."""
+"""Words besides those of delta_parts: tokens in walk order, parents by token, number of blocks."""
 
 NUM_WORDS = d.NUM_WORDS + 3
 
@@ -56,7 +55,7 @@ _WORDS_BYTES = 8 * (d.NUM_WORDS + 10)
 def scratch_bytes(
     num_tokens: int, num_blocks: int, group: int, *, key_dim: int, value_dim: int
 ) -> int:
-    """What one thread needs; see `_tree_task`."""
+    """Scratch bytes of one thread; see `_tree_task`."""
     padded = -(-value_dim // 32) * 32
     units = num_tokens * 2 * -(-key_dim // 32) * 32
     products = group * num_tokens * 2 * padded
@@ -76,7 +75,10 @@ def _copy(source: int, target: int, num_floats: int) -> None:
 
 @helper
 def _units(args: int, key_head: int, num_tokens: int, units: int) -> None:
-    """Keys and queries of all tokens, as in delta_parts. Shapes: units [2 num_tokens][Dk]."""
+    """Normalised keys and queries of all tokens, as in delta_parts.
+
+    Shapes: units [2 num_tokens][Dk].
+    """
     dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
     channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
     for token in range(num_tokens):
@@ -88,10 +90,10 @@ def _units(args: int, key_head: int, num_tokens: int, units: int) -> None:
 def _enter_block(
     local: int, key_head: int, head: int, source: int, matrix: int, has_matrix: bool, factors: int
 ) -> None:
-    """What the matrix is when the next block begins, in a place of its own.
+    """Compute the matrix at the start of the next block, in separate memory.
 
-    `local`: words by which the block before it is found. Shapes: source, the block's own matrix,
-    and matrix [Dk][V padded].
+    `local`: words that describe the block before it. Shapes: source, that block's matrix, and
+    matrix [Dk][V padded].
     """
     dim, width = word(local, KEY_DIM), d.padded(word(local, VALUE_DIM))
     if has_matrix:
@@ -103,11 +105,11 @@ def _enter_block(
 def _tree_task(args: int, counter: int, worker_idx: int) -> None:
     """Take items until none is left: a key head with its value heads.
 
-    Scratch, each part at the begin of a line: words of the token at hand; units [W][2][Dk];
-    for each of the group's value heads products [W][2][V padded], and after every token decays [32]
-    and total [1 of 32]; for each block keys [Dk][32], for each value head rows [32][V padded] and
-    matrices [Dk][V padded], and whose these are [32 words of 32 bits]; dots [2][32], terms [2][32],
-    factors [Dk][32], decays and shares [32].
+    Scratch, each part starting on a cache line: words of the current token; units [W][2][Dk]; for
+    each of the group's value heads products [W][2][V padded], and after every token decays [32] and
+    total [1 of 32]; for each block keys [Dk][32], for each value head rows [32][V padded] and
+    matrices [Dk][V padded], and the token that these belong to [32 words of 32 bits]; dots [2][32],
+    terms [2][32], factors [Dk][32], decays and shares [32].
     """
     key_heads, num_tokens = word(args, KEY_HEADS), word(args, NUM_TOKENS)
     group = word(args, VALUE_HEADS) // key_heads
@@ -139,7 +141,7 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
         _copy(word(args, KEYS) + 128 * dim * key_head, block_keys, 32 * dim)
         _units(args, key_head, num_tokens, units)
         for member in range(group):
-            head = d.head_of(args, key_head, member)
+            head = d.value_head(args, key_head, member)
             rows = word(args, ROWS) + 32 * stride * head
             _copy(rows, block_rows + member * 32 * stride, 32 * width)
             if begin >= 32:
@@ -161,7 +163,7 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
         for step in range(num_tokens):
             token = v.load_i32(word(args, WALK) + 4 * step)
             parent = v.load_i32(word(args, PARENTS) + 4 * token)
-            # The depth is found by going up: trees are small.
+            # The depth is found by following parents: trees are small.
             position, above = begin, parent
             while above >= 0:
                 position += 1
@@ -173,7 +175,7 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
             d.prepare_key_head(local, key_head, token, 1, first, unit, dots)
             enters = first == 0 and block > 0 and word(owners, 16 * block) != parent
             for member in range(group):
-                head = d.head_of(args, key_head, member)
+                head = d.value_head(args, key_head, member)
                 state = states + 256 * (member * num_tokens + token)
                 before, before_total = word(args, DECAYS) + 128 * head, word(args, TOTALS)
                 before_total += 4 * head
@@ -236,7 +238,7 @@ def _tree_rule(
     pool: int,
     task: int,
 ) -> None:
-    """As delta_tasks' kernel; the state is only read. Shapes: walk, parents [W]."""
+    """Like delta_tasks' kernel; the state is only read. Shapes: walk, parents [W]."""
     d.describe(
         args,
         layer,
@@ -260,7 +262,7 @@ def _tree_rule(
 
 @cache
 def tree_kernel() -> tuple[Kernel, RowFunction]:
-    """A function to call, and a task whose address it takes, as it does products_function's."""
+    """The kernel, and the task whose address it is passed, along with that of products_function."""
     numbers = types.Array(types.int32, 1, "C", readonly=True)
     arguments = [*d.inputs_types(), numbers, numbers, v.i64, v.f64, *[v.i64] * 8]
     task = compile_row_function(_tree_task, v.void, *[v.i64] * 3)

@@ -1,7 +1,4 @@
-"""Vector primitives of rotary embedding and of choosing experts.
-
-Knows nothing of where the lanes come from.
-"""
+"""Vector primitives of rotary embedding and of routing."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ zip_high = _shuffled([lane + part for lane in range(LANES // 2, LANES) for part 
 
 @primitive(floats, floats, i64, f32)
 def pad(builder: Any, lanes: Any, count: Any, padding: Any) -> Any:
-    """The first `count` lanes, which may be more than there are; `padding` in the others."""
+    """Keep the first `count` lanes, all if `count` is larger; `padding` in the others."""
     numbers = ir.Constant(lanes_of(I64), list(range(LANES)))
     is_kept = builder.icmp_signed("<", numbers, emit_splat(builder, count))
     return builder.select(is_kept, lanes, emit_splat(builder, padding))
@@ -51,15 +48,15 @@ def pad(builder: Any, lanes: Any, count: Any, padding: Any) -> Any:
 
 @primitive(floats, floats, i64)
 def with_one(builder: Any, lanes: Any, index: Any) -> Any:
-    """The same lanes, but 1 in the one of that index."""
+    """Set the lane `index` to 1."""
     numbers = ir.Constant(lanes_of(I32), list(range(LANES)))
     is_it = builder.icmp_signed("==", numbers, emit_splat(builder, builder.trunc(index, I32)))
     return builder.select(is_it, emit_constant(lanes.type, 1.0), lanes)
 
 
 @primitive(floats, floats, f32)
-def without_traces(builder: Any, lanes: Any, smallest: Any) -> Any:
-    """0 for what is nearer to it than `smallest`. A NaN stays."""
+def flush_tiny(builder: Any, lanes: Any, smallest: Any) -> Any:
+    """Replace values closer to 0 than `smallest` by 0. NaNs stay."""
     limit = emit_splat(builder, smallest)
     is_below = builder.fcmp_ordered("<", lanes, limit)
     is_above = builder.fcmp_ordered(">", lanes, builder.fneg(limit))
@@ -68,10 +65,10 @@ def without_traces(builder: Any, lanes: Any, smallest: Any) -> Any:
 
 @primitive(i64, floats, f32)
 def first_equal(builder: Any, lanes: Any, value: Any) -> Any:
-    """The first lane that holds `value`, or LANES."""
+    """Index of the first lane equal to `value`, or LANES."""
     is_equal = builder.fcmp_ordered("==", lanes, emit_splat(builder, value))
     bits = builder.zext(builder.bitcast(is_equal, ir.IntType(LANES)), I64)
-    # A bit above the lanes is found when no lane is.
+    # The bit above the lanes is found if no lane matches.
     found = builder.or_(bits, I64(1 << LANES))
     return builder.cttz(found, ir.IntType(1)(1))
 

@@ -1,7 +1,7 @@
-"""RMS norm and rotary embedding: what threads do with rows of them, item by item.
+"""RMS norm and rotary embedding.
 
-A row's result depends on that row alone. Knows nothing of arrays: a call is described in words
-that its kernel, the function Python calls, fills in.
+A row's result depends on that row alone. Each kernel, which Python calls, writes a call's arguments
+as words; threads run its task on rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_WORDS = 14
 
 @helper
 def _norm_factor(x: int, columns: int, eps: float) -> float:
-    """What a row is multiplied by. Squares are summed in float64."""
+    """The factor of a row. Squares are summed in float64."""
     whole, rest = columns // 32 * 32, columns % 32
     total = v.double_zeros()
     for column in range(0, whole, 32):
@@ -63,7 +63,7 @@ def _norm_row(x: int, weight: int, columns: int, eps: float, out: int) -> None:
 
 @helper
 def _norm_in_place(x: int, columns: int, eps: float) -> None:
-    """Without weights."""
+    """RMS norm without weights."""
     scale = _norm_factor(x, columns, eps)
     for column in range(0, columns - 31, 32):
         v.store_floats(x + 4 * column, v.load_floats(x + 4 * column) * v.splat(scale))
@@ -135,8 +135,8 @@ def _rotate(x: int, cos: int, sin: int, half: int, is_interleaved: bool) -> None
 
 
 def _rope_task(args: int, counter: int, worker_idx: int) -> None:
-    """Words: tokens, D, eps, cos, sin, pairs, interleaved; then x, weight or 0, heads, twice;
-    whether heads are divided by their root mean square after that."""
+    """Words: tokens, D, eps, cos, sin, pairs, interleaved; then twice: x, weight or 0, heads; then
+    whether heads are divided by their root mean square afterwards."""
     num_tokens, dim = word(args, 0), word(args, 1)
     eps = lanes.double_from_bits(word(args, 2))
     half, is_interleaved = word(args, 5), word(args, 6) != 0
@@ -207,7 +207,7 @@ def _task(function: Kernel) -> RowFunction:
 
 @cache
 def norm_kernel() -> tuple[Kernel, RowFunction]:
-    """Like the others a function to call, and the task that it takes the address of."""
+    """The kernel, and the task whose address it is passed."""
     arguments = [_input(2), _input(1), v.f64, v.f32[:, ::1], *_CALL]
     return compile_kernel(_norm, *arguments), _task(_norm_task)
 

@@ -1,4 +1,4 @@
-"""What the phases of the expert FFN are told, and how they find a group's pairs and matrices."""
+"""Arguments of the expert FFN's phases, and how they find a group's pairs and matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, ROW_BYTES
 
-# What a call is about: one int64 each.
+# Arguments of a call, one int64 each.
 (
     HIDDEN,  # [T, H] float32
     NUM_TOKENS,
@@ -24,10 +24,10 @@ from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, ROW_BYTES
     SCALES,  # [E, 3] float32
     BIASES,  # [E, 3] int64: addresses, or 0
     ACTIVATION,  # [3] float32: limit, alpha, offset of up
-    TOKEN_Q8,  # [T] q8_blocks of hidden, or 0
-    PAIR_Q8,  # [P] the same by expert; unused if there is one token
+    TOKEN_Q8,  # [T] rows of hidden as q8 blocks, or 0
+    PAIR_Q8,  # [P] the same grouped by expert; unused for a single token
     ACTIVATIONS,  # [P, F] float32
-    ACTIVATION_Q8,  # [P] q8_blocks of the activations, or 0
+    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0
     SCRATCH,  # [threads, SCRATCH_BYTES]
     SCRATCH_BYTES,
     QUANTISE,  # address of the function
@@ -45,7 +45,7 @@ def pair_range(args: int, group: int) -> tuple[int, int]:
 
 @helper
 def matrix_of(args: int, group: int, projection: int) -> tuple[int, int, int]:
-    """Address of an expert's matrix, its layout, its row bytes."""
+    """Address, layout and bytes per row of an expert's matrix."""
     expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
     layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * projection
     address = v.load_i64(get(args, ADDRESSES) + 8 * (3 * expert + projection))

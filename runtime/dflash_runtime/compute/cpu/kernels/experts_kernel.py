@@ -1,7 +1,7 @@
-"""The routed experts' FFN: gate and up, activation, down, in phases without Python between.
+"""The routed experts' FFN: gate and up, activation, down, in phases without Python in between.
 
-Phases: q8 blocks of the hidden rows, then by expert; gate, up and activation by runs of rows; q8
-blocks of the activations; down by runs of rows over all experts.
+Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by runs
+of rows; quantise the activations; down by runs of rows over all experts.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import run_on, run_region
 
 FEW_TOKENS = 4
-"""Tokens that the caller quantises alone: waking others would take longer."""
+"""The caller quantises up to this many tokens alone: waking workers would take longer."""
 
 FEW_PAIRS = 8
-"""Pairs whose activations the caller quantises alone: waking others would take longer."""
+"""The caller quantises up to this many pairs' activations alone: waking workers would take
+longer."""
 
 
 def _expert_ffn(
@@ -82,14 +83,14 @@ def _expert_ffn(
     pool: int,
     functions: I64Array,
 ) -> bool:
-    """All phases. False: the batch names experts, tokens or pairs that do not exist.
+    """Run all phases. False: the batch has expert ids, tokens or pairs out of range.
 
-    Addresses from `args` on; `scales` and `biases` may be empty, `token_q8` and
-    `activation_q8` 0. Shapes: as the fields above; functions [6]: the phases' addresses and
-    that of quantising.
+    Arguments from `args` on are addresses, except `functions`; `scales` and `biases` may be empty,
+    `token_q8` and `activation_q8` 0. Shapes: as the fields of experts_arguments; functions [6]:
+    addresses of the phases and of the quantising function.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
-    # Cheap beside the products, and a bug elsewhere cannot make us read outside the mapping.
+    # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
     if group_starts.shape[0] != num_groups + 1 or weights.shape[0] != num_pairs:
         return False
     if group_starts[0] != 0 or group_starts[num_groups] != num_pairs:
@@ -137,7 +138,7 @@ def _expert_ffn(
 
 @cache
 def expert_ffn_tasks() -> tuple[RowFunction, ...]:
-    """The phases, to be passed to the kernel by address."""
+    """The phases, passed to the kernel by address."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
     return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
 

@@ -1,6 +1,6 @@
 """Phases of the expert FFN that multiply: gate and up with the activation, then down.
 
-No two threads write the same element, so nothing depends on who computes what.
+No two threads write the same element, so results do not depend on how work is shared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
     TOTALS_BYTES,
     VECTORS_AT_ONCE,
-    multiply_repacked,
+    multiply_rows,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
@@ -56,9 +56,9 @@ from dflash_runtime.compute.cpu.threads.parallel import claim
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 
 GATE_UP_ROWS = 32
-"""Rows of gate and of up that a thread takes at once."""
+"""Rows of gate, and of up, in one item."""
 DOWN_ROWS = 32
-"""Rows of down, of all experts, that a thread takes at once."""
+"""Rows of down, of all experts, in one item."""
 
 
 def gate_up(args: int, counter: int, worker_idx: int) -> None:
@@ -75,7 +75,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
         group, first_row = item // num_runs, item % num_runs * GATE_UP_ROWS
         first_pair, end_pair = pair_range(args, group)
         num_items = end_pair - first_pair
-        # One token needs no copies of its q8_blocks: every group has the same.
+        # A single token's q8 blocks need no regrouping: all groups share them.
         q8_blocks = get(args, TOKEN_Q8)
         if get(args, NUM_TOKENS) > 1:
             q8_blocks = get(args, PAIR_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
@@ -91,7 +91,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
             after = row + REPACKED_ROWS
             for first in range(0, num_items, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_items)
-                multiply_repacked(
+                multiply_rows(
                     gate_layout,
                     gate + row * gate_bytes,
                     num_rows,
@@ -106,7 +106,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     gates,
                     scratch,
                 )
-                multiply_repacked(
+                multiply_rows(
                     up_layout,
                     up + row * up_bytes,
                     num_rows,
@@ -134,7 +134,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
 def _finish(
     args: int, group: int, projection: int, row: int, num_rows: int, num_items: int, totals: int
 ) -> None:
-    """The expert's scale and bias, where it has them."""
+    """Apply the expert's scale and bias, if any."""
     expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
     if get(args, SCALES):
         scale = v.splat(v.load_float(get(args, SCALES) + 4 * (3 * expert + projection)))
@@ -151,7 +151,7 @@ def _finish(
 
 @helper
 def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
-    """See moe_spec.Activation; the result takes the place of the gates."""
+    """Apply the activation (see spec.Activation); the result replaces the gates."""
     limit, alpha = v.splat(v.load_float(activation)), v.splat(v.load_float(activation + 4))
     up_offset, one = v.splat(v.load_float(activation + 8)), v.splat(v.as_float(1))
     for byte in range(0, 64 * num_items, 128):
@@ -163,7 +163,7 @@ def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
 
 @primitive(void, i64, i64, f32)
 def _add_term(builder: Any, out: Any, totals: Any, weight: Any) -> None:
-    """16 terms, rounded to float32 as a remote owner's would be, added in float64."""
+    """Add 16 terms in float64, each rounded to float32 first, as a remote owner's would be."""
     values = emit_load(builder, totals, lanes_of(FLOAT, 16))
     term = builder.fmul(values, emit_splat(builder, weight, 16))
     wide = builder.fpext(term, lanes_of(DOUBLE, 16))
@@ -171,7 +171,7 @@ def _add_term(builder: Any, out: Any, totals: Any, weight: Any) -> None:
 
 
 def down_phase(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of DOWN_ROWS rows, of all experts: each adds to columns of its own."""
+    """Items are runs of DOWN_ROWS rows of all experts: each adds to its own columns."""
     hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
     num_groups = get(args, NUM_GROUPS)
     num_runs = (hidden_size + DOWN_ROWS - 1) // DOWN_ROWS
@@ -200,7 +200,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                 after = row + REPACKED_ROWS
                 for first in range(0, num_items, VECTORS_AT_ONCE):
                     end = min(first + VECTORS_AT_ONCE, num_items)
-                    multiply_repacked(
+                    multiply_rows(
                         layout,
                         down + row * row_bytes,
                         num_rows,

@@ -1,4 +1,4 @@
-"""Phases of the expert FFN that write int8 q8_blocks: of hidden rows, by expert, of activations."""
+"""Phases of the expert FFN that write q8 blocks: hidden rows, the same by expert, activations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def quantise_hidden(args: int, counter: int, worker_idx: int) -> None:
 
 
 def regroup_hidden(args: int, counter: int, worker_idx: int) -> None:
-    """Items are groups of pairs: each gets its tokens' q8_blocks, as sets have them (products)."""
+    """Items are groups of pairs: each copies its tokens' q8 blocks, interleaved as products reads
+    them."""
     num_blocks, num_groups = get(args, HIDDEN_SIZE) // 32, get(args, NUM_GROUPS)
     token_bytes = Q8_BLOCK_BYTES * num_blocks
     group = claim(counter)

@@ -1,7 +1,7 @@
-"""Rows times functions of gates: what threads do with them, item by item.
+"""Rows times functions of gates.
 
-A value's result depends on that value and its gate alone. Knows nothing of arrays: a call is
-described in words that its kernel, the function Python calls, fills in.
+A value's result depends on that value and its gate alone. The kernel, which Python calls, writes a
+call's arguments as words; threads run the task on rows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _gate(
 
 @cache
 def gate_kernel() -> tuple[Kernel, RowFunction]:
-    """A function to call, and the task that it takes the address of."""
+    """The kernel, and the task whose address it is passed."""
     rows = types.Array(v.f32, 2, "C", readonly=True)
     arguments = [rows, rows, v.i64, v.f32[:, ::1], *[v.i64] * 4]
     task = compile_row_function(_gate_task, v.void, *[v.i64] * 3)

@@ -1,4 +1,4 @@
-"""Dense products: a set of vectors times one or several matrices; rows of embedding tables."""
+"""Dense products, a set of vectors times one or several matrices; and embedding lookup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     VECTORS_AT_ONCE,
     group_size,
     largest_group,
-    multiply_repacked,
+    multiply_rows,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.types import i64, void
@@ -30,14 +30,14 @@ from dflash_runtime.compute.cpu.weights.matrix import ROW_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
 
-# What a call is about: one int64 each.
+# Arguments of a call, one int64 each.
 (
     X,  # [T, columns] float32
-    OUT,  # [T, rows] float32 of each matrix, one after another
-    ADDEND,  # as OUT, to be added; or 0
+    OUT,  # [T, rows] float32 for each matrix, one after another
+    ADDEND,  # added to OUT, same layout; or 0
     NUM_TOKENS,
     COLUMNS,
-    Q8_BLOCKS,  # [T] q8_blocks of x, or 0
+    Q8_BLOCKS,  # [T] rows of x as q8 blocks, or 0
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
     NUM_MATRICES,
     NUM_RUNS,  # of all matrices
@@ -47,7 +47,7 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
     NUM_ARGS,
 ) = range(13)
 
-# Of one matrix.
+# Fields of one matrix.
 (
     LAYOUT,
     WEIGHTS,
@@ -58,14 +58,14 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
 ) = range(6)
 
 RUN_ROWS = 32
-"""Rows that a thread takes at once."""
+"""Rows in one item."""
 
 FEW_TOKENS = 4
-"""Tokens that the caller quantises alone: waking others would take longer."""
+"""The caller quantises up to this many tokens alone: waking workers would take longer."""
 
 
 def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
-    """Items are the largest groups of tokens, the last one perhaps several smaller ones."""
+    """Items are groups of tokens of the largest size; the last may be several smaller groups."""
     num_tokens, columns = get(args, NUM_TOKENS), get(args, COLUMNS)
     num_blocks = columns // 32
     first = largest_group() * claim(counter)
@@ -83,7 +83,7 @@ def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
 
 @helper
 def _find_matrix(args: int, run: int) -> int:
-    """Address of the fields of the matrix that a run belongs to."""
+    """Address of the fields of a run's matrix."""
     matrix: int = get(args, MATRICES)
     for _ in range(1, get(args, NUM_MATRICES)):
         following = matrix + 8 * NUM_MATRIX_FIELDS
@@ -95,7 +95,7 @@ def _find_matrix(args: int, run: int) -> int:
 
 @helper
 def _first_row(matrix: int, run: int) -> int:
-    """Address of the first row of a run."""
+    """Address of a run's first row."""
     row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
     address: int = get(matrix, WEIGHTS) + row * get(get(matrix, LAYOUT), ROW_BYTES)
     return address
@@ -123,7 +123,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
             ahead = here + REPACKED_ROWS * row_bytes if row + REPACKED_ROWS < end_row else following
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_tokens)
-                multiply_repacked(
+                multiply_rows(
                     layout,
                     here,
                     num_rows,
@@ -169,9 +169,10 @@ def _linear(
     multiply_task: int,
     quantise_address: int,
 ) -> None:
-    """All phases. Addresses from `args` on; `q8_blocks` and `pool` may be 0, `addend` empty.
+    """Run all phases. Arguments from `args` on are addresses; `q8_blocks` and `pool` may be 0,
+    `addend` empty.
 
-    Shapes: x [T, columns]; out, addend [T * rows of all]; matrices [M, NUM_MATRIX_FIELDS].
+    Shapes: x [T, columns]; out, addend [T * sum of rows]; matrices [M, NUM_MATRIX_FIELDS].
     """
     num_tokens = x.shape[0]
     v.store_i64(args + 8 * X, v.address_of(x))
@@ -194,7 +195,10 @@ def _linear(
 def _embed(
     token_ids: I32Array, weights: int, expand: int, row_bytes: int, rows: int, out: F32Array
 ) -> int:
-    """The first place whose id is no row, or -1. Shapes: token_ids [T]; out [T, columns]."""
+    """Look up rows; returns the index of the first invalid id, or -1.
+
+    Shapes: token_ids [T]; out [T, columns].
+    """
     columns = out.shape[1]
     for token in range(token_ids.shape[0]):
         row = token_ids[token]
@@ -207,7 +211,7 @@ def _embed(
 
 @cache
 def linear_tasks() -> tuple[RowFunction, ...]:
-    """The phases, to be passed to the kernel by address."""
+    """The phases, passed to the kernel by address."""
     phases = (_quantise_x, _multiply)
     return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
 

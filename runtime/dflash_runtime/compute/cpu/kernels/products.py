@@ -1,8 +1,9 @@
-"""Sixteen rows of any type times a set of vectors: the step that all kernels with weights share.
+"""Sixteen rows of any type times a set of vectors: the inner step of all kernels with weights.
 
-The vectors of a set come in both forms that types may want: float32 rows, and q8 blocks in groups
-(see repacked/kernels): as many as there can be of the tier's largest, 8 or 16 vectors, and then one
-of each power of two in the rest. Addresses and strides are bytes.
+A set's vectors are given both as float32 rows and as q8 blocks, and each type uses one of them. Q8
+blocks come in interleaved groups (see repacked/kernels): as many groups of the tier's largest size,
+8 or 16 vectors, as fit, then one of each power of two in the rest. Addresses and strides are in
+bytes.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from dflash_runtime.compute.cpu.weights.repacked.kernels import (
 REPACKED_ROWS = 16
 
 VECTORS_AT_ONCE = 256
-"""Vectors that an unpacked tile meets before it is unpacked again: their results stay cached."""
+"""Vectors multiplied by an unpacked tile before the next is unpacked: their results stay cached."""
 
 TOTALS_BYTES = 4 * REPACKED_ROWS * VECTORS_AT_ONCE
 
 
 def product_scratch_bytes(layouts: Iterable[I64Array]) -> int:
-    """Scratch that `multiply_repacked` needs for rows of these layouts."""
+    """Scratch bytes that `multiply_rows` needs for rows of these layouts."""
     num_bytes = 64 + REPACKED_BYTES
     for layout in layouts:
         if layout[UNPACK]:
@@ -70,14 +71,14 @@ def _call_13(builder: Any, function: Any, *numbers: Any) -> None:
 
 @primitive(i64)
 def largest_group(builder: Any) -> Any:
-    """Vectors in the largest groups."""
+    """Size of the largest groups, in vectors."""
     del builder
     return I64(group_sizes()[0])
 
 
 @helper
 def group_size(item: int, num_items: int) -> int:
-    """Of the group that begins with `item` in a set of `num_items`."""
+    """Size of the group that starts at `item` in a set of `num_items`."""
     size: int = largest_group()
     while size > num_items - item:
         size >>= 1
@@ -93,7 +94,7 @@ def _prefetch(line: int, end: int) -> int:
 
 
 @helper
-def multiply_repacked(
+def multiply_rows(
     layout: int,
     rows: int,
     num_rows: int,
@@ -108,11 +109,12 @@ def multiply_repacked(
     totals: int,
     scratch: int,
 ) -> None:
-    """``totals[item - first][row] = rows[row] · x[item]`` for a part of a set of vectors.
+    """``totals[item - first][row] = rows[row] · x[item]`` for part of a set of vectors.
 
-    `first` and `end` begin groups; float32 vectors are at ``x + x_stride * indices[item]``, or
-    ``* item`` if `indices` is 0. Bytes from `ahead` on may be prefetched, as many as these rows
-    have. Shapes: rows [num_rows <= 16]; totals [end - first, 16] float32, an even number of rows.
+    `first` and `end` are group boundaries; float32 vectors are at ``x + x_stride * indices[item]``,
+    or ``* item`` if `indices` is 0. Bytes from `ahead` on, as many as these rows have, may be
+    prefetched. Shapes: rows [num_rows <= 16]; totals [end - first, 16] float32, with memory for an
+    even number of rows.
     """
     row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
     columns = v.load_i64(layout + 8 * COLUMNS)
@@ -139,7 +141,7 @@ def multiply_repacked(
     for place in range(totals, totals + 4 * REPACKED_ROWS * num_used, 128):
         v.store_floats(place, v.zeros())
     if num_rows < REPACKED_ROWS:
-        # Kernels read 16 rows: what the rest of the copy holds is computed and ignored.
+        # Kernels read 16 rows: results of the rows beyond the copied ones are ignored.
         copied = scratch + REPACKED_BYTES
         v.copy_bytes(copied, rows, num_rows * row_bytes)
         rows = copied
@@ -149,7 +151,7 @@ def multiply_repacked(
         _call_6(multiply_one, rows, row_bytes, num_blocks, q8_blocks, ahead, totals)
         return
     chunk_bytes = row_bytes * BLOCKS_AT_ONCE // num_blocks
-    # Lines to come are asked for a few at a time: all at once they would wait for each other.
+    # Prefetch a few lines at a time: all at once they would wait for each other.
     num_parts, item = 1, first
     while item < end:
         num_parts += 1

@@ -1,8 +1,7 @@
-"""Sums of products with sums kept in registers: what the gated delta rule is made of.
+"""Small matrix products with sums kept in registers, for the gated delta rule.
 
 A tile is some rows of a few vectors of sums. Each sum is one chain of fused multiply-adds in
-ascending order, so its bits depend on neither the tile nor the rows beside it.
-Knows nothing of what is multiplied.
+ascending order, so its bits depend on neither the tile nor its other rows.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from dflash_runtime.compute.cpu.simd.types import (
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
 
 _WIDE = 128
-"""Lanes of a tile of few rows: as many sums as hide how long one takes."""
+"""Lanes of a tile of few rows: enough sums to hide the latency of a multiply-add."""
 
 
 def _lanes_at_once(num_rows: int, lanes: int) -> int:
-    """Of a tile, so that the CPU's registers hold its sums."""
+    """Lanes of a tile whose sums fit the CPU's registers."""
     sums = 256 if current_tier().has_wide_registers else 64
     return min(lanes, max(sums // num_rows, 16))
 
@@ -42,9 +41,10 @@ def _at(builder: Any, base: Any, index: Any, stride: Any) -> Any:
 
 
 def _tile(num_rows: int, lanes: int) -> Callable[..., Any]:
-    """``tile(a, a_stride, b, b_stride, count, sums, sums_stride)``: ``sums += a[:, :count] @ b``.
+    """Make ``tile(a, a_stride, b, b_stride, count, sums, sums_stride)``.
 
-    Strides are in bytes. Shapes: a [num_rows][count]; b [count][lanes]; sums [num_rows][lanes].
+    It computes ``sums += a[:, :count] @ b``. Strides are in bytes.
+    Shapes: a [num_rows][count]; b [count][lanes]; sums [num_rows][lanes].
     """
 
     @primitive(void, *[i64] * 7)
@@ -96,7 +96,7 @@ def _add_products(
     sums: int,
     sums_stride: int,
 ) -> None:
-    """``sums += a[:, :count] @ b``, where 32 divides `width`; see `_tile`.
+    """``sums += a[:, :count] @ b``, where `width` is a multiple of 32; see `_tile`.
 
     Shapes: a [num_rows][count]; b [count][width]; sums [num_rows][width]; strides are in bytes.
     """
@@ -144,11 +144,11 @@ def _add_products(
 
 @cache
 def products_function() -> RowFunction:
-    """``sums += a[:, :count] @ b``; see `_add_products`. Compiled once, and called by address."""
+    """`_add_products`, compiled once and called by address."""
     return compile_row_function(_add_products, void, *[i64] * 9)
 
 
 @primitive(void, *[i64] * 10)
 def add_products(builder: Any, function: Any, *arguments: Any) -> None:
-    """``add_products(address of products_function, num_rows, width, a, …)``."""
+    """Call ``(address of products_function, num_rows, width, a, …)``."""
     emit_call(builder, ir.VoidType(), function, list(arguments))

@@ -1,7 +1,7 @@
-"""Choosing experts: what threads do with tokens, item by item.
+"""Routing: choosing each token's experts.
 
-A token's experts depend on its logits alone. Knows nothing of arrays: a call is described in words
-that its kernel, the function Python calls, fills in.
+A token's experts depend on its logits alone. The kernel, which Python calls, writes a call's
+arguments as words; threads run the task on tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _SOFTMAX_WEIGHT, _SQRT_SOFTPLUS = GATINGS[Gating.SOFTMAX_WEIGHT], GATINGS[Gating
 ) = range(14)
 NUM_WORDS = 14
 
-# What stands for no choice is below whatever can be chosen, one below the other: even of NaNs and
-# infinities some expert is chosen, since ids are indices, whatever the logits were.
+# Markers, in descending order, all below any score that can be chosen: even for logits that are NaN
+# or infinite valid expert ids are chosen, since they are used as indices.
 _LOWEST, _UNUSED = np.float32(-3.1e38), np.float32(-3.2e38)
 _TAKEN, _PADDING = np.float32(-3.3e38), np.float32(-3.4e38)
 _SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
@@ -58,13 +58,13 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 def scratch_bytes(num_experts: int) -> int:
-    """Of one thread."""
+    """Scratch bytes of one thread."""
     return 12 * ((num_experts + 31) // 32 * 32)
 
 
 @helper
 def _softmax(values: int, padded: int) -> None:
-    """In place, also of padding, whose values are minus infinity."""
+    """In place; also over the padding, whose values are minus infinity."""
     highest = v.splat(_MINUS_INFINITY)
     for place in range(values, values + 4 * padded, 128):
         highest = v.maximum(v.load_floats(place), highest)
@@ -80,7 +80,7 @@ def _softmax(values: int, padded: int) -> None:
 
 @helper
 def _score(args: int, logits: int, scores: int, selection: int) -> None:
-    """Of one token. Shapes: logits [E]; scores, selection [E padded]."""
+    """Scores of one token. Shapes: logits [E]; scores, selection [E padded]."""
     num_experts, gating, bias = word(args, _NUM_EXPERTS), word(args, _GATING), word(args, _BIAS)
     padded = (num_experts + 31) // 32 * 32
     for expert in range(0, padded, 32):
@@ -100,16 +100,16 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
     for expert in range(0, padded, 32):
         rest = num_experts - expert
         source = selection if word(args, _SELECTS_BY_LOGITS) != 0 else scores
-        worth = v.load_floats(source + 4 * expert)
+        score = v.load_floats(source + 4 * expert)
         if bias != 0:
-            worth = worth + v.load_padded(bias + 4 * expert, min(rest, 32))
-        worth = v.maximum(worth, v.splat(_LOWEST))  # also instead of a NaN
-        v.store_floats(selection + 4 * expert, lanes.pad(worth, rest, _PADDING))
+            score = score + v.load_padded(bias + 4 * expert, min(rest, 32))
+        score = v.maximum(score, v.splat(_LOWEST))  # also instead of a NaN
+        v.store_floats(selection + 4 * expert, lanes.pad(score, rest, _PADDING))
 
 
 @helper
 def _highest(values: int, padded: int) -> int:
-    """The index of the highest value, of equal ones the first."""
+    """Index of the highest value, the first of equal ones."""
     best = v.load_floats(values)
     for place in range(values + 128, values + 4 * padded, 128):
         best = v.maximum(best, v.load_floats(place))
@@ -122,8 +122,11 @@ def _highest(values: int, padded: int) -> int:
 
 
 @helper
-def _drop_groups(args: int, selection: int, worths: int) -> None:
-    """Mark the experts of all but the best groups as unused. Shapes: worths [groups padded]."""
+def _drop_groups(args: int, selection: int, group_scores: int) -> None:
+    """Mark the experts of all but the best groups as unused.
+
+    Shapes: group_scores [groups padded].
+    """
     num_groups, num_used = word(args, _NUM_GROUPS), word(args, _NUM_GROUPS_USED)
     size, padded = word(args, _NUM_EXPERTS) // num_groups, (num_groups + 31) // 32 * 32
     for group in range(padded):
@@ -137,21 +140,21 @@ def _drop_groups(args: int, selection: int, worths: int) -> None:
                     first, second = value, first
                 elif value > second:
                     second = value
-        # A pair of lowest values is too low for a float32.
-        v.store_float(worths + 4 * group, max(first + second, _PADDING))
+        # The sum of two lowest values overflows.
+        v.store_float(group_scores + 4 * group, max(first + second, _PADDING))
     for _ in range(num_used):
-        v.store_float(worths + 4 * _highest(worths, padded), _MINUS_INFINITY)
+        v.store_float(group_scores + 4 * _highest(group_scores, padded), _MINUS_INFINITY)
     for group in range(num_groups):
-        if v.load_float(worths + 4 * group) != _MINUS_INFINITY:
+        if v.load_float(group_scores + 4 * group) != _MINUS_INFINITY:
             for index in range(size * group, size * (group + 1)):
                 v.store_float(selection + 4 * index, _UNUSED)
 
 
 @helper
 def _route_token(args: int, logits: int, scratch: int, ids: int, out: int) -> None:
-    """K times the best expert left.
+    """Choose the best remaining expert K times.
 
-    Scratch: scores, what they are chosen by, the worth of groups, each [E padded].
+    Scratch: scores, selection scores, group scores, each [E padded].
     """
     num_experts, num_used = word(args, _NUM_EXPERTS), word(args, _NUM_USED)
     padded = (num_experts + 31) // 32 * 32
@@ -226,8 +229,8 @@ def _route(
     pool: int,
     task: int,
 ) -> None:
-    """Shapes: logits [T, E]; bias [E], or [0] for none; ids, weights [T, K]; scratch: for every
-    thread as much as `scratch_bytes` says."""
+    """Shapes: logits [T, E]; bias [E], or [0] for none; ids, weights [T, K]; scratch:
+    `scratch_bytes` for every thread."""
     set_word(args, _LOGITS, v.address_of(logits))
     set_word(args, _BIAS, v.address_of(bias) if bias.size else 0)
     set_word(args, _IDS, v.address_of(ids))
@@ -247,7 +250,7 @@ def _route(
 
 @cache
 def route_kernel() -> tuple[Kernel, RowFunction]:
-    """A function to call, and the task that it takes the address of."""
+    """The kernel, and the task whose address it is passed."""
     logits, bias = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (2, 1))
     arrays = [logits, bias, types.int32[:, ::1], v.f32[:, ::1]]
     rule = [v.i64, types.boolean, v.i64, v.i64, types.boolean, v.f32]

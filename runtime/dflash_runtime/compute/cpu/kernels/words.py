@@ -1,7 +1,4 @@
-"""Words of 64 bits in which tasks find their arguments, one field each.
-
-Knows nothing of what they mean.
-"""
+"""Arguments of tasks: arrays of 64-bit words, one field each."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
 
 @helper
 def get(args: int, field: int) -> int:
-    """Of a description that was written before the call, and stays as it is."""
+    """A field that was written before the task started and does not change."""
     return v.load_i64(args + 8 * field)  # type: ignore[no-any-return]
 
 
 @helper
 def word(args: int, index: int) -> int:
-    """Of what the call is about: its kernel writes it, all threads of it read it."""
+    """A field that the call's kernel writes and all its threads read."""
     return relaxed_load(args + 8 * index)  # type: ignore[no-any-return]
 
 
 @helper
 def set_word(args: int, index: int, value: int) -> None:
-    """The kernel's side of `word`."""
+    """Write a field for `word` to read."""
     relaxed_store(args + 8 * index, value)

@@ -1,8 +1,8 @@
-"""Vectors of 32 lanes inside kernels: numba types over LLVM vectors, and what can be done to them.
+"""Vectors of 32 lanes inside kernels: numba types over LLVM vectors, and operations on them.
 
 Everything is generic vector IR that LLVM lowers to whatever the CPU has. Only exactly rounded IEEE
-operations, never reassociated or contracted: the bits of a result do not depend on how wide the
-CPU's registers are. Knows nothing of block formats.
+operations, never reassociated or contracted: results have the same bits whatever the width of the
+CPU's registers.
 """
 
 from dflash_runtime.compute.cpu.simd.arithmetic import (

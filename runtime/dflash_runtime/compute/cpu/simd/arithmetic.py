@@ -1,4 +1,4 @@
-"""Making vectors, folding them, and the functions of them that kernels need."""
+"""Makes and folds vectors; functions of vectors that kernels need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def splat(builder: Any, value: Any) -> Any:
 
 @primitive(f32, i64)
 def as_float(builder: Any, value: Any) -> Any:
-    """An integer of few bits as a float32; numba's own conversion would go through float64."""
+    """A small integer as float32; numba's own conversion would go through float64."""
     return builder.sitofp(value, FLOAT)
 
 
@@ -91,12 +91,13 @@ def bit_lanes(builder: Any, bits: Any) -> Any:
 
 
 def table_lookup(table: tuple[int, ...]) -> Callable[..., Any]:
-    """A primitive that replaces each lane, 0 … 15, by that entry of a table of signed bytes."""
+    """Make a primitive that replaces each lane, 0 … 15, by that entry of a table of signed
+    bytes."""
     half = LANES // 2
 
     @primitive(unsigned, unsigned)
     def look_up(builder: Any, indices: Any) -> Any:
-        # LLVM knows this pattern as a byte shuffle, where the CPU has one for 16 lanes.
+        # LLVM lowers this pattern to a byte shuffle where the CPU has one for 16 lanes.
         entries = ir.Constant(lanes_of(I8, half), list(table))
         found = []
         for first in (0, half):
@@ -139,13 +140,13 @@ def add_squares(builder: Any, values: Any, total: Any) -> Any:
 
 @primitive(floats, floats, floats)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
-    """A NaN in `b` stays."""
+    """Lane by lane; a NaN in `b` stays."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 @primitive(floats, floats, floats)
 def minimum(builder: Any, a: Any, b: Any) -> Any:
-    """A NaN in `a` stays."""
+    """Lane by lane; a NaN in `a` stays."""
     return builder.select(builder.fcmp_ordered(">", a, b), b, a)
 
 
@@ -201,7 +202,8 @@ _ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000  # 1.5 * 2^23: adding it rounds
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """e^x within 2 ulp: 2^n times a polynomial of the rest. The same formula for 1 and 32 lanes.
+    """e^x within 2 ulp: 2^n times a polynomial of the remainder. The same formula for 1 and 32
+    lanes.
 
     Source: Moshier's Cephes library, expf.
     """
@@ -225,7 +227,7 @@ def _exp(builder: Any, x: Any) -> Any:
         series = emit_fma(builder, series, rest, constant(coefficient))
     value = emit_fma(builder, series, builder.fmul(rest, rest), rest)
     value = builder.fadd(value, constant(1.0))
-    # In two halves, because 2^n itself need not be a normal float32.
+    # 2^n in two factors, since it need not be a normal float32.
     half = builder.ashr(exponent, emit_constant(integer, 1))
     for part in (half, builder.sub(exponent, half)):
         bits = builder.shl(

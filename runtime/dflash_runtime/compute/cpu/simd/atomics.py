@@ -1,7 +1,7 @@
-"""Words that threads share: aligned int64, whose operations no other thread sees half done.
+"""Atomic operations on words that threads share: aligned int64.
 
-Everything is sequentially consistent unless its name says relaxed: that costs the same where it
-matters, and leaves less to argue. Knows nothing of what the words mean.
+Everything is sequentially consistent unless its name says relaxed: where it matters the cost is the
+same, and it is easier to reason about.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def atomic_store(builder: Any, address: Any, value: Any) -> None:
 
 @primitive(i64, i64, i64)
 def atomic_add(builder: Any, address: Any, value: Any) -> Any:
-    """What the word was before."""
+    """Returns the previous value."""
     return builder.atomic_rmw("add", _word(builder, address), value, _ORDERED)
 
 
 @primitive(i64, i64, i64)
 def atomic_and(builder: Any, address: Any, mask: Any) -> Any:
-    """What the word was before."""
+    """Returns the previous value."""
     return builder.atomic_rmw("and", _word(builder, address), mask, _ORDERED)
 
 
 @primitive(i64, i64, i64)
 def atomic_or(builder: Any, address: Any, mask: Any) -> Any:
-    """What the word was before."""
+    """Returns the previous value."""
     return builder.atomic_rmw("or", _word(builder, address), mask, _ORDERED)
 
 
 @primitive(types.boolean, i64, i64, i64)
 def atomic_replace(builder: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Store `value` if the word is `expected`; whether it was."""
+    """Compare and swap: store `value` if the word is `expected`; returns whether it was."""
     result = builder.cmpxchg(_word(builder, address), expected, value, _ORDERED, _ORDERED)
     return builder.extract_value(result, 1)
 
@@ -66,5 +66,5 @@ def relaxed_store(builder: Any, address: Any, value: Any) -> None:
 
 @primitive(i64, i64, i64)
 def relaxed_add(builder: Any, address: Any, value: Any) -> Any:
-    """What the word was before."""
+    """Returns the previous value."""
     return builder.atomic_rmw("add", _word(builder, address), value, _RELAXED)

@@ -1,6 +1,6 @@
-"""Sums of products of bytes for some rows side by side, with the instructions of a tier.
+"""Dot products of bytes for several rows side by side, with the instructions of a tier.
 
-All are exact integers, so every tier has the same sums. Knows nothing of formats and records.
+All sums are exact integers, so every tier has the same results.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from dflash_runtime.compute.cpu.simd.types import lanes_of
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
 
 LARGEST_X = 127
-"""Of the signed bytes that quants are multiplied by: -128 does not occur."""
+"""Largest magnitude of the signed bytes that quants are multiplied by: -128 does not occur."""
 
 VPDPBUSD_512 = "llvm.x86.avx512.vpdpbusd.512"
 VPDPBUSD_256 = "llvm.x86.avx512.vpdpbusd.256"
 SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
 
-_VPDPBUSD_TAKES_BYTES_SINCE = 21  # of LLVM's major versions; before, the same bits as words
+_VPDPBUSD_TAKES_BYTES_SINCE = 21  # LLVM's major version; earlier ones take the same bits as words
 
 _FULL_BYTE_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Quants:
-    """What a sum must know of the bytes on the left, to be neither wrong nor slow."""
+    """The range of the bytes on the left, which decides how they can be multiplied."""
 
     bits: int
-    """Unsigned and below 2 ** bits."""
+    """Unsigned and below ``2 ** bits``."""
 
     def is_signed(self, tier: Tier) -> bool:
-        """Whether full bytes are kept signed, as ``quant - 128``: the tier multiplies no others."""
+        """Whether full bytes are stored signed, as ``quant - 128``: the tier multiplies only
+        those."""
         return self.bits == _FULL_BYTE_BITS and not tier.has_vpdpbusd
 
-    def treated_alike(self, tier: Tier) -> Quants:
-        """The same for all quants that a tier has one way of multiplying for."""
+    def representative(self, tier: Tier) -> Quants:
+        """One representative of all quants that a tier multiplies in the same way."""
         if tier.has_vpdpbusd:
             return Quants(_FULL_BYTE_BITS)
         if tier is Tier.NEON_DOT:
@@ -56,7 +57,7 @@ class Quants:
 
     @property
     def pairs_in_a_short(self) -> int:
-        """So many sums of two products fit 16 signed bits."""
+        """How many sums of two products fit a signed 16-bit integer."""
         largest = 128 if self.bits == _FULL_BYTE_BITS else (1 << self.bits) - 1
         return (1 << 15) // (2 * LARGEST_X * largest)
 
@@ -73,7 +74,7 @@ class Dots:
         self._most_in_shorts = quants.pairs_in_a_short
 
     def add(self, weights: Vec, x: Vec) -> None:
-        """One step of k. Shapes: weights, x: four bytes of each row."""
+        """Add one step of k. Shapes: weights, x: four bytes of each row."""
         if self._tier.has_wide_registers:
             self._sums = _by_parts(16, _vpdpbusd_512, self._sums, weights, x)
         elif self._tier is Tier.AVX_VNNI:
@@ -84,12 +85,12 @@ class Dots:
             self._add_pairs(weights, x)
 
     def total(self) -> Vec:
-        """A word for each row."""
+        """The sums, one word a row."""
         self._empty_shorts()
         return self._sums
 
     def _add_pairs(self, weights: Vec, x: Vec) -> None:
-        """Sums of two products are 16 bits wide: as many are added as are sure to fit."""
+        """Sums of two products have 16 bits: as many are added as are sure not to overflow."""
         if self._tier is Tier.AVX2:
             multiply = _signed_pairs_avx2 if self._signed else _pairs_avx2
             pairs = _by_parts(8, multiply, weights, x)
@@ -109,7 +110,7 @@ class Dots:
 
 
 def _by_parts(num_rows: int, function: Callable[..., Vec], *vectors: Vec) -> Vec:
-    """The function of so many rows at a time: as many as the CPU's vectors hold."""
+    """Apply the function to `num_rows` rows at a time: as many as the CPU's vectors hold."""
     num_parts = _bits(vectors[0]) // (32 * num_rows)
     results = [
         function(*(_part(each, at, num_parts) for each in vectors)) for at in range(num_parts)
@@ -153,12 +154,12 @@ def _call(name: str, result: Any, *arguments: Vec) -> Vec:
 
 
 def _pairs_avx2(weights: Vec, x: Vec) -> Vec:
-    """Sums of neighbours' products."""
+    """Sums of neighbouring products."""
     return _call("llvm.x86.avx2.pmadd.ub.sw", lanes_of(I16, 16), weights, x)
 
 
 def _signed_pairs_avx2(weights: Vec, x: Vec) -> Vec:
-    """The instruction wants unsigned times signed: a sign may be on either side."""
+    """The instruction multiplies unsigned by signed bytes: the sign is moved to one side."""
     builder, bytes_ = weights.builder, lanes_of(I8, 32)
     magnitudes = call(builder, "llvm.abs.v32i8", bytes_, weights.value, ir.IntType(1)(0))
     signed_x = _call("llvm.x86.avx2.psign.b", bytes_, x, weights)
@@ -166,7 +167,7 @@ def _signed_pairs_avx2(weights: Vec, x: Vec) -> Vec:
 
 
 def _widened_avx2(shorts: Vec) -> Vec:
-    """Sums of neighbours."""
+    """Sums of neighbours, widened to 32 bits."""
     ones = constant(shorts.builder, lanes_of(I16, 16), 1)
     return _call("llvm.x86.avx2.pmadd.wd", lanes_of(I32, 8), shorts, ones)
 

@@ -1,7 +1,7 @@
-"""LLVM vectors with Python's operators, for code that is written once and unrolled while compiling.
+"""LLVM vectors with Python's operators, for code that is unrolled while compiling.
 
-A `Vec` wraps an LLVM value inside one builder: ``(packed >> 4) & 15`` emits the two instructions.
-Numbers are spread over all lanes. Knows nothing of formats.
+A `Vec` wraps an LLVM value of one builder: ``(packed >> 4) & 15`` emits the two instructions.
+Numbers are broadcast to all lanes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflash_runtime.compute.cpu.simd.types import (
 from dflash_runtime.compute.cpu.simd.untyped import ir
 
 NUM_ROWS = 16
-"""Rows that are multiplied side by side: those of a repacked tile."""
+"""Rows multiplied side by side: those of a repacked tile."""
 
 
 class Vec:
@@ -72,18 +72,18 @@ class Vec:
         return self._apply("xor", other)
 
     def __rshift__(self, other: Vec | int) -> Vec:
-        """Logical, for every element is unsigned here."""
+        """Logical: elements are unsigned."""
         return self._apply("lshr", other)
 
     def __lshift__(self, other: Vec | int) -> Vec:
         return self._apply("shl", other)
 
     def arithmetic_shift(self, bits: int) -> Vec:
-        """To the right, keeping the sign."""
+        """Shift right, keeping the sign."""
         return self._apply("ashr", bits)
 
     def maximum(self, other: Vec) -> Vec:
-        """Of signed integers."""
+        """Maximum of signed integers."""
         is_greater = self.builder.icmp_signed(">", self.value, other.value)
         return Vec(self.builder, self.builder.select(is_greater, self.value, other.value))
 
@@ -92,11 +92,11 @@ class Vec:
         return Vec(self.builder, emit_fma(self.builder, self.value, factor.value, summand.value))
 
     def to_float(self) -> Vec:
-        """Signed integers as float32; for unsigned ones below 2^31 too."""
+        """Signed integers as float32; also right for unsigned ones below 2^31."""
         return Vec(self.builder, self.builder.sitofp(self.value, self._like(FLOAT)))
 
     def half_to_float(self) -> Vec:
-        """The low 16 bits of each element as a half."""
+        """The low 16 bits of each element, read as a half."""
         bits = self.value
         if bits.type != self._like(I16):
             bits = self.builder.trunc(bits, self._like(I16))
@@ -104,23 +104,23 @@ class Vec:
         return Vec(self.builder, self.builder.fpext(halves, self._like(FLOAT)))
 
     def bits_to_float(self) -> Vec:
-        """32 bits as the float32 they are."""
+        """Reinterpret 32 bits as float32."""
         return Vec(self.builder, self.builder.bitcast(self.value, self._like(FLOAT)))
 
     def splat(self, count: int) -> Vec:
-        """A scalar in `count` lanes."""
+        """Broadcast a scalar to `count` lanes."""
         return Vec(self.builder, emit_splat(self.builder, self.value, count))
 
     def take(self, order: list[int]) -> Vec:
-        """Lanes by number."""
+        """Shuffle: lanes by index."""
         return Vec(self.builder, emit_shuffle(self.builder, self.value, self.value, order))
 
     def as_type(self, kind: Any) -> Vec:
-        """The same bits."""
+        """Bitcast."""
         return Vec(self.builder, self.builder.bitcast(self.value, kind))
 
     def store(self, address: Vec) -> None:
-        """To memory of any alignment."""
+        """Store to memory of any alignment."""
         emit_store(self.builder, address.value, self.value)
 
     def _like(self, element: Any) -> Any:
@@ -129,37 +129,37 @@ class Vec:
 
 
 def load(address: Vec, kind: Any) -> Vec:
-    """From memory of any alignment."""
+    """Load from memory of any alignment."""
     return Vec(address.builder, emit_load(address.builder, address.value, kind))
 
 
 def constant(builder: Any, kind: Any, value: float) -> Vec:
-    """One number in all lanes."""
+    """The same number in all lanes."""
     if isinstance(kind, ir.VectorType):
         return Vec(builder, ir.Constant(kind, [value] * kind.count))
     return Vec(builder, ir.Constant(kind, value))
 
 
 def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call an intrinsic of LLVM by name; plain LLVM values."""
+    """Call an LLVM intrinsic by name, with plain LLVM values."""
     declared = builder.module.globals.get(name)
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(declared or ir.Function(builder.module, kind, name), arguments)
 
 
 def join(a: Vec, b: Vec) -> Vec:
-    """Two vectors after one another."""
+    """Concatenate two vectors."""
     order = list(range(2 * a.value.type.count))
     return Vec(a.builder, emit_shuffle(a.builder, a.value, b.value, order))
 
 
 def shuffle(a: Vec, b: Vec, order: list[int]) -> Vec:
-    """Lanes of `a` and, numbered after them, of `b`."""
+    """Lanes by index into `a` followed by `b`."""
     return Vec(a.builder, emit_shuffle(a.builder, a.value, b.value, order))
 
 
 def where(test: Vec, then: Vec, otherwise: Vec) -> Vec:
-    """Lanes of `then` where those of `test` are not 0."""
+    """Lanes of `then` where those of `test` are nonzero, else of `otherwise`."""
     builder = test.builder
     zero = ir.Constant(test.value.type, None)
     is_set = builder.icmp_unsigned("!=", test.value, zero)
@@ -167,7 +167,7 @@ def where(test: Vec, then: Vec, otherwise: Vec) -> Vec:
 
 
 def look_up(indices: Vec, table: list[int], tier: Tier) -> Vec:
-    """Each byte, 0 … 15, replaced by that entry of a table of bytes."""
+    """Replace each byte, 0 … 15, by that entry of a table of bytes."""
     name, width = _byte_shuffle(tier)
     if not name:
         return _look_up_one_by_one(indices, table)
@@ -183,7 +183,7 @@ def look_up(indices: Vec, table: list[int], tier: Tier) -> Vec:
 
 
 def _byte_shuffle(tier: Tier) -> tuple[str, int]:
-    """The intrinsic that shuffles bytes inside 16, and how many bytes it takes."""
+    """The intrinsic that shuffles bytes within 16, and how many bytes it takes."""
     if tier.has_wide_registers:
         return "llvm.x86.avx512.pshuf.b.512", 64
     if tier in (Tier.AVX_VNNI, Tier.AVX2):
@@ -192,7 +192,7 @@ def _byte_shuffle(tier: Tier) -> tuple[str, int]:
 
 
 def _look_up_one_by_one(indices: Vec, table: list[int]) -> Vec:
-    """For any CPU; LLVM makes a byte shuffle of it where it knows one."""
+    """Works on any CPU; LLVM makes a byte shuffle of it where it can."""
     builder, count = indices.builder, indices.value.type.count
     entries = ir.Constant(lanes_of(I8, 16), table)
     found = ir.Constant(indices.value.type, ir.Undefined)
@@ -204,14 +204,14 @@ def _look_up_one_by_one(indices: Vec, table: list[int]) -> Vec:
 
 
 def prefetch(address: Vec) -> None:
-    """Ask for one cache line; any address is allowed."""
+    """Prefetch one cache line; any address is allowed."""
     builder = address.builder
     pointer = builder.inttoptr(address.value, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
 
 
 def keep_order(builder: Any) -> None:
-    """Reads and prefetches that are emitted before this stay before those emitted after it."""
+    """A compiler barrier: reads and prefetches are not moved across it."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
 

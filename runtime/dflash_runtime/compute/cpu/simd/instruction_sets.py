@@ -1,8 +1,8 @@
 """Instruction-set tiers: which instructions the kernels' few special steps are built from.
 
 A tier decides how bytes are multiplied, how many tokens share a repacked tile and which
-instructions LLVM may use; everything else is generic vector IR. Here is what each tier needs of a
-CPU; which one a process uses is chosen in tiers.
+instructions LLVM may use; everything else is generic vector IR. This module says what each tier
+needs of a CPU; compile.tiers chooses the one that a process uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dflash_runtime.compute.cpu.simd.untyped import llvm
 
 
 class Tier(StrEnum):
-    """Best first, of each machine."""
+    """Best first, for each machine."""
 
     AMX = "amx"
     """AVX512_VNNI, and tiles for 16 tokens at once: the same bits."""
@@ -25,22 +25,22 @@ class Tier(StrEnum):
 
     @property
     def has_wide_registers(self) -> bool:
-        """32 registers of 512 bits."""
+        """Whether there are 32 registers of 512 bits."""
         return self in (Tier.AMX, Tier.AVX512_VNNI)
 
     @property
     def has_vpdpbusd(self) -> bool:
-        """Unsigned times signed bytes, any of them, straight into 32 bits."""
+        """Whether any unsigned bytes can be multiplied by signed ones straight into 32-bit sums."""
         return self.has_wide_registers or self is Tier.AVX_VNNI
 
     @property
     def numerics(self) -> str:
-        """Names what this tier decides about the bits of a result."""
+        """Names the tier's part in a result's bits."""
         return (Tier.AVX512_VNNI if self is Tier.AMX else self).value
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
-_NEEDED = {  # features of the CPU: all names of one of the sets
+_NEEDED = {  # CPU features: all of one of the sets
     Tier.AMX: ((*_AVX512, "amx-tile", "amx-int8"),),
     Tier.AVX512_VNNI: (_AVX512,),
     Tier.AVX_VNNI: (("avx2", "fma", "avxvnni"), ("fma", *_AVX512)),
@@ -49,8 +49,8 @@ _NEEDED = {  # features of the CPU: all names of one of the sets
     Tier.GENERIC: ((),),
 }
 
-# What LLVM must not use: names, or beginnings of them with a star, and the exceptions. Features
-# that would switch a forbidden one on again are forbidden too.
+# Features that LLVM must not use: names, or prefixes with a star; and exceptions. Features that
+# would imply a forbidden one are forbidden too.
 _FORBIDDEN: dict[Tier, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Tier.AVX_VNNI: (("avx512*", "avx10*", "amx*", "evex512"), ()),
     Tier.AVX2: (("avx*", "amx*", "evex512"), ("avx", "avx2")),
@@ -62,7 +62,7 @@ _FORBIDDEN: dict[Tier, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def offered_tiers(features: dict[str, bool]) -> list[Tier]:
-    """What a CPU with these features has the instructions for, best first."""
+    """Tiers that a CPU with these features has the instructions for, best first."""
     return [
         tier
         for tier, sets in _NEEDED.items()
@@ -71,10 +71,10 @@ def offered_tiers(features: dict[str, bool]) -> list[Tier]:
 
 
 def target_features(tier: Tier, features: dict[str, bool]) -> str:
-    """The features LLVM may use for a tier on a CPU, in LLVM's notation."""
+    """Features that LLVM may use for a tier on a CPU, in LLVM's notation."""
     forbidden, allowed = _FORBIDDEN.get(tier, ((), ()))
     if tier is Tier.AVX_VNNI and not features.get("avxvnni"):
-        forbidden = ()  # here these very instructions are a part of AVX-512
+        forbidden = ()  # on this CPU these instructions are part of AVX-512
 
     def is_forbidden(name: str) -> bool:
         return name not in allowed and any(
@@ -88,7 +88,7 @@ def target_features(tier: Tier, features: dict[str, bool]) -> str:
 
 
 def host_features() -> dict[str, bool]:
-    """Of this CPU; empty where LLVM cannot tell."""
+    """Features of this CPU; empty where LLVM cannot tell."""
     try:
         return dict(llvm.get_host_cpu_features())
     except RuntimeError:

@@ -46,7 +46,7 @@ def _bfloat_to_float(builder: Any, bits: Any, element: Any, result: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def address_of(typing_context: Any, array: Any) -> Any:
-    """Where an array's first element lies; the caller of the kernel keeps the array alive."""
+    """Address of an array's first element; the kernel's caller keeps the array alive."""
     del typing_context
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -105,7 +105,7 @@ def store_floats(builder: Any, address: Any, values: Any) -> None:
 
 @primitive(void, i64, floats, i64)
 def store_partial(builder: Any, address: Any, values: Any, count: Any) -> None:
-    """Only the first `count` lanes."""
+    """Store only the first `count` lanes."""
     buffer = cgutils.alloca_once(builder, lanes_of(FLOAT))
     builder.store(values, buffer)
     cgutils.raw_memcpy(builder, builder.inttoptr(address, buffer.type), buffer, count, I64(4))
@@ -173,7 +173,7 @@ def store_double(builder: Any, address: Any, value: Any) -> None:
 
 @primitive(void, i64)
 def prefetch(builder: Any, address: Any) -> None:
-    """Ask for one cache line; any address is allowed."""
+    """Prefetch one cache line; any address is allowed."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     name, numbers = "llvm.prefetch.p0", [I32(0), I32(3), I32(1)]
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
@@ -199,5 +199,5 @@ def emit_call(builder: Any, result: Any, function: Any, arguments: list[Any]) ->
 
 @primitive(void, i64, i64, i64, i64)
 def call_expand(builder: Any, function: Any, row: Any, columns: Any, out: Any) -> None:
-    """``function(row, columns, out)``: a row as float32."""
+    """Call ``function(row, columns, out)``, which expands a row to float32."""
     emit_call(builder, ir.VoidType(), function, [row, columns, out])

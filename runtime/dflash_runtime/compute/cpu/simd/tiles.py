@@ -1,11 +1,11 @@
-"""Tiles: the matrix instructions of some x86 CPUs, a block of repacked tiles at a time.
+"""AMX tiles, the matrix instructions of some x86 CPUs.
 
-A tile is up to 16 rows of up to 64 bytes. One product takes the quants of a block of 32 values, or
-of a half of it::
+A tile is up to 16 rows of up to 64 bytes. One product multiplies the quants of a block of 32
+values, or of half a block::
 
-    A  16 tokens x 32 signed bytes      a record of 16 tokens, rows 32 bytes apart
-    B  8 steps x 16 rows x 4 unsigned   a block of an unpacked repacked
-    C  16 tokens x 16 rows, int32       the exact sums, to be scaled as those of other kernels are
+    A  16 tokens x 32 signed bytes      the q8 block of 16 tokens, rows 32 bytes apart
+    B  8 steps x 16 rows x 4 unsigned   a block of an unpacked chunk
+    C  16 tokens x 16 rows, int32       the exact sums, scaled like those of other kernels
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 """
@@ -21,23 +21,23 @@ from dflash_runtime.compute.cpu.simd.emitting import I8, I64, NUM_ROWS, Vec, cal
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
 
 NUM_TOKENS = 16
-"""Of a product."""
+"""Tokens of one product."""
 
 _C_TILES = (0, 1)
-# Tiles for A and B of the two products of a pair: whole blocks have their own, halves share.
+# Tiles for A and B of a pair's two products: whole blocks have separate tiles, halves share.
 _WHOLE_TILES, _HALF_TILES = ((2, 3), (4, 5)), ((6, 7), (6, 7))
-_A_SHAPE = {1: (NUM_TOKENS, 32), 2: (NUM_TOKENS, 16)}  # rows, bytes a row; by scales a block
+_A_SHAPE = {1: (NUM_TOKENS, 32), 2: (NUM_TOKENS, 16)}  # rows, bytes of a row; by scales of a block
 _B_SHAPE = {1: (8, 64), 2: (4, 64)}
 _C_SHAPE = (NUM_TOKENS, 4 * NUM_ROWS)
 SUMS_BYTES = NUM_TOKENS * 4 * NUM_ROWS
-"""Of what a product writes."""
+"""Bytes of a product's sums."""
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @cache
 def request_permission() -> bool:
-    """Ask the operating system, once a process, for the right to use tiles."""
+    """Ask the operating system, once for the process, for permission to use tiles."""
     if platform.system() != "Linux":
         return False
     arguments = (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
@@ -45,7 +45,7 @@ def request_permission() -> bool:
 
 
 def emit_permission(builder: Any) -> None:
-    """The same in generated code, whatever the answer."""
+    """The same request in generated code; the answer is ignored."""
     kind = ir.FunctionType(I64, [I64], var_arg=True)
     syscall = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     arguments = (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
@@ -53,7 +53,7 @@ def emit_permission(builder: Any) -> None:
 
 
 def tile_configuration() -> bytes:
-    """What the tiles are shaped like, as ldtilecfg reads it."""
+    """The shapes of the tiles, as ldtilecfg reads them."""
     shapes = dict.fromkeys(_C_TILES, _C_SHAPE)
     for tiles, scales_a_block in ((_WHOLE_TILES, 1), (_HALF_TILES, 2)):
         for a, b in tiles:
@@ -67,7 +67,7 @@ def tile_configuration() -> bytes:
 
 
 def emit_begin(builder: Any) -> None:
-    """Shape the tiles of this thread, for as long as it computes undisturbed."""
+    """Configure this thread's tiles."""
     content = tile_configuration()
     kind, name = ir.ArrayType(I8, len(content)), "dflash_tile_configuration"
     known = builder.module.globals.get(name)
@@ -80,17 +80,18 @@ def emit_begin(builder: Any) -> None:
 
 
 def emit_end(builder: Any) -> None:
-    """Leave no tile state behind: keeping it makes switching threads slower."""
+    """Release the tile state: keeping it makes thread switches slower."""
     call(builder, "llvm.x86.tilerelease", ir.VoidType())
 
 
 def emit_product(
     builder: Any, scales_a_block: int, index: int, quants: Vec, x: Vec, sums: Vec
 ) -> None:
-    """``sums[token][row] = quants · x`` of a block, or a half of one, by the tiles of `index`.
+    """``sums[token][row] = quants · x`` of a block, or half of one, in the tiles of pair member
+    `index`.
 
-    Shapes: quants [8 / scales_a_block, 16, 4]; x [16 tokens, 32], of which a half counts where
-    blocks have two scales; sums [16 tokens, 16] int32.
+    Shapes: quants [8 / scales_a_block, 16, 4]; x [16 tokens, 32], of which half is used if blocks
+    have two scales; sums [16 tokens, 16] int32.
     """
     nothing = ir.VoidType()
     c = _C_TILES[index]

@@ -1,7 +1,4 @@
-"""Types of 32 lanes, the operators on them, and the means to define more.
-
-Knows nothing of memory.
-"""
+"""Numba types of 32 lanes, their operators, and functions that define more."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Emitter = Callable[..., Any]
 
 
 def lanes_of(element: Any, lanes: int = LANES) -> Any:
-    """The LLVM type of that many elements."""
+    """The LLVM type of a vector of `lanes` elements."""
     return ir.VectorType(element, lanes)
 
 
@@ -56,7 +53,7 @@ f32, f64, i64, void = types.float32, types.float64, types.int64, types.void
 def define(
     key: Any, result: Any, arguments: tuple[Any, ...], emit: Emitter, *, extends: bool = True
 ) -> None:
-    """Teach numba one more signature of a known function (`extends`), or a new function."""
+    """Add a signature to a function that numba knows (`extends`), or define a new function."""
     name = getattr(key, "__name__", str(key))
     cases = [signature(result, *arguments)]
     template = type(name, (templates.ConcreteTemplate,), {"key": key, "cases": cases})
@@ -91,12 +88,12 @@ def primitive(result: Any, *arguments: Any) -> Callable[[Emitter], Callable[...,
 
 
 def emit_join(builder: Any, low: Any, high: Any) -> Any:
-    """Two vectors after one another."""
+    """Concatenate two vectors."""
     return emit_shuffle(builder, low, high, list(range(2 * low.type.count)))
 
 
 def emit_shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
-    """Lanes of `a` and, numbered after them, of `b`."""
+    """Lanes by index into `a` followed by `b`."""
     return builder.shuffle_vector(a, b, ir.Constant(lanes_of(I32, len(order)), order))
 
 
@@ -107,7 +104,7 @@ def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
 
 
 def emit_constant(vector: Any, value: Any) -> Any:
-    """`value` in every lane, or once if the type is a scalar."""
+    """`value` in every lane, or a scalar."""
     if isinstance(vector, ir.VectorType):
         return ir.Constant(vector, [value] * vector.count)
     return ir.Constant(vector, value)

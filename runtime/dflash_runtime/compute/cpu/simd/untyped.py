@@ -1,4 +1,4 @@
-"""Names of numba and llvmlite as ``Any``: what they annotate differs between versions we allow."""
+"""Names of numba and llvmlite as ``Any``: their annotations differ between supported versions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Threads that compute, the regions they share, and scratch memory."""
+"""Worker threads, the parallel regions they join, and scratch memory."""

@@ -1,36 +1,36 @@
-"""Work shared by threads without leaving compiled code: regions, and the workers that join them.
+"""Work shared by threads without leaving compiled code: parallel regions, and workers that join.
 
-A caller opens a region; it and whichever workers are idle each call the region's task once, and
-take items until none is left. A worker that comes late finds the region closed and is not waited
-for. One that loses its core to another process while it holds an item is given the caller's.
+A caller opens a region; it and all idle workers each call the region's task once, and take items
+until none is left. A worker that comes late finds the region closed and is not waited for. A worker
+that is preempted while it holds an item is moved to the caller's core.
 
-Knows nothing of what tasks compute, nor of Python's threads. A task must not raise: nothing carries
-exceptions out of it.
+A task must not raise: exceptions are not carried out of it.
 
-The pool is an array of int64; words that are written at different times have their own lines.
+The pool is an array of int64; words that are written at different times are on separate cache
+lines.
 
-    LOCK     1 while somebody is in a region
+    LOCK     1 while a caller is in a region
     REGION   epoch, STOP (for ever), OPEN and, in the low bits, how many workers have entered
-    TASK …   what the region is about; written by the caller while nobody can enter
+    TASK …   the region's task and its arguments; written by the caller while the region is closed
     LEFT     how many workers have left the region
     AWAITED  the LEFT for which the caller sleeps, or 0
     SLEEPY   1 if a worker sleeps or is about to
-    REST     the REGION after which workers need not look out for another, but may sleep at once
-    MOVING   1 while somebody moves a thread to another core
+    IDLE     the REGION after which workers sleep at once instead of spinning for the next
+    MOVING   1 while a thread is being moved to another core
     INSIDE … for each worker, its thread's id while it is in a region, else 0
 
-Why this is right, also where memory is weakly ordered:
+Why this is correct, also with weakly ordered memory:
 
 * TASK, ARGS and the counter are written before REGION is opened; a worker reads them after it has
-  counted itself in, by replacing exactly the word it saw. Either that word was open and is now one
-  larger, or it has changed and the worker has not entered. Epochs do not repeat.
-* Closing and reading the number of those inside is one operation. The caller gives up LOCK, and
-  with it TASK and LEFT, only when all of them have left: what they wrote comes before LEFT.
+  entered, by a compare-and-swap of the REGION that it read. Either that word was open and is now
+  one larger, or it has changed and the worker has not entered. Epochs do not repeat.
+* Closing the region and reading the number of workers inside is one operation. The caller releases
+  LOCK, and with it TASK and LEFT, only when all of them have left: their writes come before LEFT.
 * A worker reads REGION, sets SLEEPY, and has the kernel compare REGION again before it sleeps. A
   caller clears SLEEPY, opens REGION, and wakes all if SLEEPY was set before or is set after that.
-  In whichever order the two meet, either the caller sees SLEEPY or the kernel sees the new REGION.
-  AWAITED and LEFT work in the same way. All sleep is bounded besides: the kernel compares but half
-  the word, and with it the epoch's lowest 18 bits.
+  In either order, the caller sees SLEEPY or the kernel sees the new REGION. AWAITED and LEFT work
+  in the same way. Besides, every sleep has a timeout: the kernel compares only half the word, and
+  with it the epoch's lowest 18 bits.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.threads import system
 
 LINE = 16
-"""Words between those that must not disturb each other: two cache lines, as CPUs fetch pairs."""
+"""Words between those that must not share cache lines: two lines, as CPUs fetch pairs."""
 
-LOCK, REGION, TASK, LEFT, AWAITED, SLEEPY, REST = range(0, 7 * LINE, LINE)
+LOCK, REGION, TASK, LEFT, AWAITED, SLEEPY, IDLE = range(0, 7 * LINE, LINE)
 ARGS, COUNTER, CORE, SPIN_NS, NUM_WORKERS = range(TASK + 1, TASK + 6)
-MOVING = REST + 1
-INSIDE, CPU_NS = REST + LINE, REST + LINE + 1
+MOVING = IDLE + 1
+INSIDE, CPU_NS = IDLE + LINE, IDLE + LINE + 1
 
 OPEN = 1 << 12
 STOP = 2 * OPEN
@@ -61,18 +61,18 @@ EPOCH = 4 * OPEN
 
 MAX_WORKERS = OPEN - 1
 
-_NUM_LOOKS = 8
-"""Looks at a word between two looks at the clock."""
+_NUM_POLLS = 8
+"""Reads of a word between two reads of the clock."""
 
 _IDLE_TIMEOUT_US = 500_000
 _LEAVE_TIMEOUT_US = 1_000
 
 _LEAVE_SPIN_NS = 10_000
-"""How long a caller waits for those inside between two looks after them."""
+"""How long a caller spins between two checks for preempted workers."""
 
 
 def line_of_words(num_words: int) -> I64Array:
-    """Zeros that begin a line and share none with anything else."""
+    """Zeros on cache lines of their own."""
     num_words = -(-num_words // LINE) * LINE
     room = np.zeros(num_words + LINE, np.int64)
     first = -room.ctypes.data // room.itemsize % LINE
@@ -80,12 +80,12 @@ def line_of_words(num_words: int) -> I64Array:
 
 
 def new_pool(num_workers: int, spin_ns: int) -> I64Array:
-    """The state of a pool that `num_workers` threads are going to serve."""
+    """The state of a pool that `num_workers` threads will serve."""
     pool = line_of_words(INSIDE + LINE * num_workers)
     pool[NUM_WORKERS] = num_workers
     pool[REGION] = 0 if num_workers else STOP
     pool[SPIN_NS] = spin_ns
-    pool[REST] = -1
+    pool[IDLE] = -1
     return pool
 
 
@@ -100,25 +100,25 @@ def _call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any
 
 @helper
 def claim(counter: int) -> int:
-    """The next item that nobody else has: 0, 1, 2 …"""
+    """Take the next item: 0, 1, 2 …"""
     return atomics.relaxed_add(counter, 1)  # type: ignore[no-any-return]
 
 
 @helper
 def run_alone(task: int, args: int, counter: int) -> None:
-    """A region without workers, for work that is done before anybody would have come."""
+    """A region without workers, for work that takes less time than waking them."""
     atomics.relaxed_store(counter, 0)
     _call_task(task, args, counter, 0)
 
 
 @helper
 def run_region(pool: int, task: int, args: int, counter: int) -> None:
-    """Have ``task(args, counter, worker_idx)`` called once by each who takes part; then return.
+    """Have ``task(args, counter, worker_idx)`` called once by every participant; then return.
 
-    All are addresses: of a pool, of a function ``void(int64, int64, int64)``, of what that function
-    expects, and of a word that `claim` counts in, best on a line of its own. `worker_idx` is 0 for
-    the caller and each worker's own number: unique within a region but not among regions, since a
-    caller who finds the pool taken, or calls from within a task, does its work alone, as 0.
+    All are addresses: of a pool, of a function ``void(int64, int64, int64)``, of that function's
+    arguments, and of a word that `claim` counts in, best on its own cache line. `worker_idx` is 0
+    for the caller, else the worker's number: unique within a region but not among regions, since a
+    caller that finds the pool busy, or calls from within a task, does its work alone, as 0.
     """
     atomics.relaxed_store(counter, 0)
     lock, region = pool + 8 * LOCK, pool + 8 * REGION
@@ -132,24 +132,24 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     atomics.relaxed_store(pool + 8 * COUNTER, counter)
     atomics.relaxed_store(pool + 8 * CORE, system.current_core())
     atomics.relaxed_store(left, 0)
-    somebody_sleeps = atomics.relaxed_load(sleepy) != 0
-    if somebody_sleeps:
+    has_sleepers = atomics.relaxed_load(sleepy) != 0
+    if has_sleepers:
         atomics.relaxed_store(sleepy, 0)
-    # Added, so that a STOP which comes at this moment stays.
+    # An addition, so that a concurrent STOP is not overwritten.
     num_entered = atomics.relaxed_load(region) & (OPEN - 1)
     atomics.atomic_add(region, EPOCH + OPEN - num_entered)
-    if somebody_sleeps or atomics.atomic_load(sleepy) != 0:
+    if has_sleepers or atomics.atomic_load(sleepy) != 0:
         system.wake(region)
     _call_task(task, args, counter, 0)
     num_entered = atomics.atomic_and(region, ~OPEN) & (OPEN - 1)
     if atomics.atomic_load(left) != num_entered:
-        _await_leaving(pool, num_entered)
+        _await_workers(pool, num_entered)
     atomics.atomic_store(lock, 0)
 
 
 @helper
 def run_on(pool: int, task: int, args: int, counter: int) -> None:
-    """`run_region`, or `run_alone` if `pool` is 0: for work that is done before help would come."""
+    """`run_region`, or `run_alone` if `pool` is 0."""
     if pool == 0:
         run_alone(task, args, counter)
     else:
@@ -157,16 +157,15 @@ def run_on(pool: int, task: int, args: int, counter: int) -> None:
 
 
 @helper
-def _await_leaving(pool: int, num_entered: int) -> None:
-    """Spins while it is likely to end soon, then sleeps, so that somebody else can have the core.
+def _await_workers(pool: int, num_entered: int) -> None:
+    """Spin for a short time, then sleep, so that another thread can have the core.
 
-    Somebody else is best a worker that is inside but does not run: the core it has lost may be
-    taken for milliseconds.
+    Preferably a preempted worker: the core it has lost may be taken for milliseconds.
     """
     left, awaited = pool + 8 * LEFT, pool + 8 * AWAITED
-    looked_ns = system.monotonic_ns()
-    end_spinning_ns = looked_ns + atomics.relaxed_load(pool + 8 * SPIN_NS)
-    has_looked = False
+    checked_ns = system.monotonic_ns()
+    end_spinning_ns = checked_ns + atomics.relaxed_load(pool + 8 * SPIN_NS)
+    has_checked = False
     num_left = atomics.atomic_load(left)
     while num_left != num_entered:
         if system.monotonic_ns() < end_spinning_ns:
@@ -179,9 +178,9 @@ def _await_leaving(pool: int, num_entered: int) -> None:
         num_left = atomics.atomic_load(left)
         if num_left != num_entered:
             now_ns = system.monotonic_ns()
-            if _look_after_workers(pool, now_ns - looked_ns if has_looked else 0):
+            if _fetch_preempted(pool, now_ns - checked_ns if has_checked else 0):
                 end_spinning_ns = now_ns
-            looked_ns, has_looked = now_ns, True
+            checked_ns, has_checked = now_ns, True
     atomics.relaxed_store(awaited, 0)
 
 
@@ -189,15 +188,16 @@ def _await_leaving(pool: int, num_entered: int) -> None:
 def _spin(left: int, num_entered: int) -> None:
     end_ns = system.monotonic_ns() + _LEAVE_SPIN_NS
     while system.monotonic_ns() < end_ns:
-        for _ in range(_NUM_LOOKS):
+        for _ in range(_NUM_POLLS):
             if atomics.atomic_load(left) == num_entered:
                 return
             system.pause()
 
 
 @helper
-def _look_after_workers(pool: int, ns: int) -> bool:
-    """Fetch a worker that has been running for less than half of the last `ns`, if there is one."""
+def _fetch_preempted(pool: int, ns: int) -> bool:
+    """Move one worker here that ran for less than half of the last `ns`; returns whether there was
+    one."""
     has_fetched = False
     for worker in range(atomics.relaxed_load(pool + 8 * NUM_WORKERS)):
         inside = pool + 8 * (INSIDE + LINE * worker)
@@ -215,10 +215,10 @@ def _look_after_workers(pool: int, ns: int) -> bool:
 
 @helper
 def _may_move(pool: int) -> bool:
-    """Whether nobody else is moving a thread; if so, MOVING is to be cleared after it.
+    """Whether no other thread is moving one; if so, the caller must clear MOVING afterwards.
 
-    A move narrows the cores that a thread may use, then widens them again to what they were: two
-    moves at once could take what is narrow for what it was.
+    A move narrows a thread's affinity, then restores it: a concurrent move could take the narrowed
+    one for the original.
     """
     return atomics.atomic_replace(pool + 8 * MOVING, 0, 1)  # type: ignore[no-any-return]
 
@@ -227,7 +227,7 @@ def _may_move(pool: int) -> bool:
 
 
 def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
-    """A worker's life: to join one region after another until the pool stops."""
+    """A worker's loop: join one region after another until the pool stops."""
     region, left = pool + 8 * REGION, pool + 8 * LEFT
     inside = pool + 8 * (INSIDE + LINE * (worker_idx - 1))
     last_epoch = 0
@@ -250,48 +250,48 @@ def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
 
 @helper
 def _await_region(pool: int, last_epoch: int) -> int:
-    """REGION as soon as it says stop, or is open and not the one that this worker was in.
+    """Wait until REGION says stop, or is open with another epoch than `last_epoch`; return it.
 
-    The caller's core is the caller's. Whom the kernel puts there, since the others are busy or have
-    been, would take turns with the caller where it should compute beside it, or even have it wait
-    for its own spinning: it goes elsewhere before it enters, or sleeps.
+    A worker does not stay on the caller's core. One that the kernel has scheduled there, because
+    other cores were busy, would alternate with the caller instead of computing beside it, or even
+    delay it by spinning: it moves away before it enters, or sleeps.
     """
     region = pool + 8 * REGION
     spin_ns = atomics.relaxed_load(pool + 8 * SPIN_NS)
     end_spinning_ns = system.monotonic_ns() + spin_ns
     has_moved = False
     while True:
-        for _ in range(_NUM_LOOKS):
+        for _ in range(_NUM_POLLS):
             word = atomics.atomic_load(region)
             is_open = word & OPEN and word // EPOCH != last_epoch
             if is_open or word & STOP:
                 break
             system.pause()
         core = system.current_core()
-        is_in_the_way = core >= 0 and core == atomics.relaxed_load(pool + 8 * CORE)
+        is_on_callers_core = core >= 0 and core == atomics.relaxed_load(pool + 8 * CORE)
         if word & STOP:
             return word  # type: ignore[no-any-return]
         if is_open:
-            if has_moved or not is_in_the_way:
+            if has_moved or not is_on_callers_core:
                 return word  # type: ignore[no-any-return]
             if _may_move(pool):
                 system.leave_core(core)
                 atomics.atomic_store(pool + 8 * MOVING, 0)
             has_moved = True
         elif (
-            is_in_the_way
-            or word == atomics.relaxed_load(pool + 8 * REST)
+            is_on_callers_core
+            or word == atomics.relaxed_load(pool + 8 * IDLE)
             or system.monotonic_ns() >= end_spinning_ns
         ):
             atomics.atomic_store(pool + 8 * SLEEPY, 1)
             system.sleep_while(region, word, _IDLE_TIMEOUT_US)
             has_moved = False
-            if atomics.atomic_load(region) != word:  # too late for one region, in time for more
+            if atomics.atomic_load(region) != word:  # too late for this region; spin for the next
                 end_spinning_ns = system.monotonic_ns() + spin_ns
 
 
 def _stop(pool: int) -> None:
-    """Have all workers end, those in a region after that. Callers work alone from now on."""
+    """End all workers, those in a region afterwards. Callers work alone from now on."""
     region = pool + 8 * REGION
     atomics.atomic_or(region, STOP)
     system.wake(region)

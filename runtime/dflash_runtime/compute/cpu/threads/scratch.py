@@ -1,4 +1,4 @@
-"""Memory that kernels write to and nobody keeps: reused from call to call, grown when needed."""
+"""Scratch memory of kernels: reused from call to call, grown when needed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import numpy as np
 from dflash_protocol.ids import U8Array
 
 _LINE = 64
-_COUNTER_BYTES = 2 * _LINE  # a line that nothing else shares, nor the one fetched with it
+_COUNTER_BYTES = 2 * _LINE  # its own cache line, and the one fetched with it
 
 
 class Scratch:
-    """One buffer, used by one call at a time; a second call meanwhile gets memory of its own."""
+    """One buffer, used by one call at a time; a concurrent call gets memory of its own."""
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.buffer = _Buffer(0)
 
     def take(self, *sizes: int) -> _Taken:
-        """To be used in a ``with``, which gives addresses of parts of these sizes in bytes, each at
-        a line's begin, and last that of a counter. Their contents are whatever was left there.
-        """
+        """A context manager that gives addresses of parts of these sizes in bytes, each starting on
+        a cache line, and last that of a counter. Memory is not initialised."""
         return _Taken(self, sizes)
 
 
 class _Buffer:
-    """Owns memory; looking its address up costs more than a small kernel."""
+    """Owns memory, and caches its address: looking that up costs more than a small kernel."""
 
     __slots__ = ("_room", "address", "num_bytes")
 
@@ -38,7 +37,7 @@ class _Buffer:
 
 
 class _Taken:
-    """One call's use of the buffer. A class, because generators are slow to enter and leave."""
+    """One call's use of the buffer. A class, since generators are slow to enter and leave."""
 
     __slots__ = ("_buffer", "_is_shared", "_scratch", "_sizes")
 
@@ -73,7 +72,7 @@ class _Taken:
 
 
 def zeros_on_lines(*shape: int) -> U8Array:
-    """Bytes that begin with a cache line; memory is taken when it is first written."""
+    """Zero bytes that start on a cache line; pages are allocated on first write."""
     num_bytes = int(np.prod(shape, dtype=np.int64))
     room = np.zeros(num_bytes + _LINE, np.uint8)
     first = -room.ctypes.data % _LINE

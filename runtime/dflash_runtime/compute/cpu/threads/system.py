@@ -1,7 +1,7 @@
-"""What compiled code asks of the operating system: the time, other cores, and sleep.
+"""System calls of compiled code: clocks, core affinity, sleep and wake-up.
 
-Calls functions of the C library by name. Elsewhere than on Linux a sleeper looks again by itself,
-and nobody knows of cores. Knows nothing of what threads wait for.
+Calls functions of the C library by name. Where there is no Linux, sleep is a timeout and cores are
+unknown.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _CLOCK_OF_THREAD = 6  # in the lowest three bits, below the complement of its id
 
 _FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
-_EVERYBODY = (1 << 31) - 1
+_ALL_WAITERS = (1 << 31) - 1
 _NAP_US = 100
 
 _TIME = ir.ArrayType(I64, 2)  # seconds, nanoseconds
-_CORES = ir.ArrayType(I64, 16)  # a bit each: as many as the C library's own type has
+_CORES = ir.ArrayType(I64, 16)  # one bit for each core, as many as cpu_set_t has
 
 
 def emit_pause(builder: Any) -> None:
     """Tell the CPU that this is a spinning loop."""
     if _machine(builder) == "aarch64":
-        # What ARM calls yield does nothing on most cores. Emptying the pipeline takes about as
-        # long as x86's pause. 15: the whole system, the only operand there is.
+        # ARM's yield does nothing on most cores; isb, which empties the pipeline, takes about as
+        # long as x86's pause. 15: the whole system, its only operand.
         kind = ir.FunctionType(ir.VoidType(), [I32])
         builder.call(_external(builder, kind, "llvm.aarch64.isb"), [I32(15)])
     else:
@@ -40,7 +40,7 @@ def emit_monotonic_ns(builder: Any) -> Any:
 
 
 def emit_cpu_ns(builder: Any, thread_id: Any) -> Any:
-    """How long a thread of this process has been running."""
+    """CPU time of a thread of this process."""
     if not _is_linux(builder):
         return _emit_clock(builder, I32(_CLOCK_MONOTONIC))
     complement = builder.shl(builder.not_(builder.trunc(thread_id, I32)), I32(3))
@@ -57,7 +57,7 @@ def _emit_clock(builder: Any, clock: Any) -> Any:
 
 
 def emit_current_core(builder: Any) -> Any:
-    """Where this thread is running, perhaps no longer; negative if nobody knows."""
+    """The core this thread runs on, or ran on a moment ago; negative if unknown."""
     if not _is_linux(builder):
         return I64(-1)
     kind = ir.FunctionType(I32, [])
@@ -65,12 +65,12 @@ def emit_current_core(builder: Any) -> Any:
 
 
 def emit_leave_core(builder: Any, core: Any) -> None:
-    """Have this thread run on another core, unless it is bound to this one. It may come back."""
+    """Move this thread to another core, unless it is bound to this one. It may come back."""
     _emit_move(builder, I64(0), core, has_core=False)
 
 
 def emit_fetch_thread(builder: Any, thread_id: Any, core: Any) -> None:
-    """Have a thread run on this core, unless it is bound to others. It may leave again."""
+    """Move a thread to this core, unless it is bound to others. It may leave again."""
     _emit_move(builder, thread_id, core, has_core=True)
 
 
@@ -93,9 +93,10 @@ def _emit_move(builder: Any, thread_id: Any, core: Any, *, has_core: bool) -> No
 
 
 def emit_sleep_while(builder: Any, address: Any, value: Any, timeout_us: Any) -> None:
-    """Sleep if the low half of a word is that of `value`: until woken, or the timeout (< 1 s).
+    """Sleep if the low half of the word at `address` equals that of `value`, until woken or the
+    timeout (< 1 s).
 
-    May also return for no reason.
+    May also return spuriously.
     """
     number = _futex_syscall(builder)
     if number is None:
@@ -113,11 +114,11 @@ def emit_sleep_while(builder: Any, address: Any, value: Any, timeout_us: Any) ->
 
 
 def emit_wake(builder: Any, address: Any) -> None:
-    """Wake everybody who sleeps on the word."""
+    """Wake all threads that sleep on the word."""
     number = _futex_syscall(builder)
     if number is not None:
-        everybody = I64(_EVERYBODY)
-        arguments = [address, I64(_FUTEX_WAKE_PRIVATE), everybody, I64(0), I64(0), I64(0)]
+        all_waiters = I64(_ALL_WAITERS)
+        arguments = [address, I64(_FUTEX_WAKE_PRIVATE), all_waiters, I64(0), I64(0), I64(0)]
         builder.call(_syscall(builder), [I64(number), *arguments])
 
 

@@ -1,6 +1,6 @@
-"""The threads of a pool: started and ended here, while what they do is compiled (see parallel).
+"""Starts and ends the threads of a pool; their compiled loop is in parallel.
 
-Knows nothing of what is computed. Results must not depend on the number of threads.
+Results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.cpu.threads import parallel
 
 SPIN_US = 50
-"""How long a thread looks out for work before it sleeps: several times what waking it takes."""
+"""How long a thread spins for work before it sleeps: several times what waking it takes."""
 
 _TIMEOUT_S = 5.0
-"""How long threads are waited for that are in a region; one that hangs ends with the process."""
+"""How long `close` waits for threads in a region; one that hangs ends with the process."""
 
 
 class Workers:
-    """Owns ``num_threads - 1`` threads until closed; with one thread it owns none.
+    """Owns ``num_threads - 1`` threads until closed; none for one thread.
 
-    Kernels are given the pool's `address`, which is good as long as this object lives. Once it is
-    closed, and in a child of fork, whoever opens a region does all the work himself.
+    Kernels are passed the pool's `address`, valid while this object lives. After `close`, and in a
+    forked child, callers do all work themselves.
     """
 
     def __init__(
         self, num_threads: int, cores: Sequence[int] | None = None, *, spin_us: int = SPIN_US
     ) -> None:
-        """`cores`: where each thread is to stay, by worker_idx; the caller's own is not bound."""
+        """`cores`: the core each thread is bound to, by worker_idx; the caller's is not bound."""
         check_num_threads(num_threads)
         if cores is not None:
             _check_cores(cores, num_threads)
         if num_threads > len(os.sched_getaffinity(0)):
-            spin_us = 0  # on a core that another of us needs
+            spin_us = 0  # spinning would take a core from another thread
         self.num_threads = num_threads
         self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
         self._words = self._pool.data
@@ -51,7 +51,7 @@ class Workers:
             )
             for worker_idx in range(1, num_threads)
         ]
-        # Also when nobody closes: when this object goes, or the interpreter ends.
+        # Without `close`, when this object is collected or the interpreter ends.
         self._end = finalize(self, _end, self._pool, threads)
         if threads:
             parallel.serve_kernel()
@@ -61,18 +61,18 @@ class Workers:
         try:
             for thread in threads:
                 thread.start()
-        except BaseException:  # no more threads to be had, or interrupted
+        except BaseException:  # no more threads available, or interrupted
             self.close()
             raise
 
     def idle(self) -> None:
-        """Nothing comes for a while: threads that look out for work are to sleep, and leave their
-        cores to others. The next region wakes them as any does."""
+        """No work is coming for a while: spinning threads sleep and free their cores. The next
+        region wakes them as usual."""
         words = self._words
-        words[parallel.REST] = words[parallel.REGION]
+        words[parallel.IDLE] = words[parallel.REGION]
 
     def close(self) -> None:
-        """End the threads. Work that comes later is done by its caller alone."""
+        """End the threads. Callers do later work alone."""
         self._end()
 
     def _forget_threads(self) -> None:
@@ -95,7 +95,7 @@ def _forget_threads_in_children() -> None:
 
 
 def check_num_threads(num_threads: int) -> None:
-    """Raises: ValueError if no pool can have so many threads."""
+    """Raises: ValueError if no pool can have this many threads."""
     if not 1 <= num_threads <= parallel.MAX_WORKERS + 1:
         raise ValueError(f"num_threads is {num_threads}, expected at least 1")
 
@@ -104,10 +104,10 @@ def _check_cores(cores: Sequence[int], num_threads: int) -> None:
     if len(cores) != num_threads:
         raise ValueError(f"{len(cores)} cores for {num_threads} threads")
     if unknown := set(cores) - os.sched_getaffinity(0):
-        raise ValueError(f"cores {sorted(unknown)} are not ours to use")
+        raise ValueError(f"this process may not use cores {sorted(unknown)}")
 
 
-# Functions, since a thread or finalizer that knew its Workers would keep it alive.
+# Functions, not methods: a thread or finalizer that referred to its Workers would keep it alive.
 
 
 def _serve(pool: I64Array, worker_idx: int, core: int | None) -> None:
@@ -122,6 +122,6 @@ def _end(pool: I64Array, threads: list[Thread]) -> None:
     parallel.stop_kernel()(pool.ctypes.data)
     deadline_s = time.monotonic() + _TIMEOUT_S
     for thread in threads:
-        # One may never have started, or be where the garbage collector found time to call us.
+        # A thread may never have started, or be the one whose garbage collection called this.
         if thread.is_alive() and thread is not current_thread():
             thread.join(max(0.0, deadline_s - time.monotonic()))

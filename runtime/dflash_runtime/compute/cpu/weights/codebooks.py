@@ -1,7 +1,6 @@
-"""Codebooks of the IQ types inside kernels: constants of the code that looks them up.
+"""Codebooks of the IQ types, as constants in the code that looks them up.
 
-They come from the gguf package, which is imported when such code is generated and not when it is
-found in the cache. Knows nothing of blocks.
+They come from the gguf package, imported only when such code is generated, not when it is cached.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from dflash_runtime.compute.cpu.simd.untyped import ir
 
 
 def codebook(tensor_type: TensorType, *, entry_bytes: int) -> Callable[..., Any]:
-    """A primitive that joins the entries of that many indices into 32 bytes; they may be signed.
+    """Make a primitive that joins the entries of the given indices into 32 bytes, maybe signed.
 
-    Sources: the grids of ggml, as the gguf package holds them.
+    Sources: the grids of ggml, as the gguf package has them.
     """
     entry_type = ir.IntType(8 * entry_bytes)
     num_indices = LANES // entry_bytes
@@ -53,7 +52,7 @@ def codebook(tensor_type: TensorType, *, entry_bytes: int) -> Callable[..., Any]
 
 
 def _table(module: Any, tensor_type: TensorType, entry_bytes: int) -> Any:
-    """The address of a codebook in the module, as a constant."""
+    """Address of a codebook, a constant of the module."""
     name = f"codebook_{tensor_type.name}"
     table = module.globals.get(name)
     if table is None:
@@ -76,7 +75,7 @@ def _content(tensor_type: TensorType) -> bytes:
 
 @primitive(i64, i64)
 def with_parity(builder: Any, index: Any) -> Any:
-    """Seven bits, and above them the one that makes the number of ones even."""
+    """Seven bits, and above them the bit that makes the number of ones even."""
     ones = builder.ctpop(index)
     return builder.or_(index, builder.shl(builder.and_(ones, I64(1)), I64(7)))
 

@@ -1,11 +1,11 @@
-"""Rows times vectors in float32: plain numbers as they are stored, rows of other types expanded.
+"""Rows times vectors in float32: plain numbers as stored, rows of other types expanded.
 
-A product's bits depend on its row and vector alone. Column c goes to lane ``c % 16`` of an
-accumulator that is the product's own, a lane takes its columns in order, missing columns of the
-last 16 count as zero, and the lanes are folded by halves. How many products are computed at once,
-and whether rows and vectors are read in place or from a copy, changes none of it.
+A product's bits depend on its row and vector alone. Column c goes to lane ``c % 16`` of the
+product's own accumulator, each lane takes its columns in order, missing columns of the last 16
+count as zero, and the lanes are folded by halves. How many products are computed at once, and
+whether rows and vectors are read in place or from a copy, changes no bit.
 
-Knows nothing of matrices and threads: callers split the rows. Addresses and strides are bytes.
+Callers split the rows among threads. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TABLE_BYTES = 128  # has room for the addresses of the vectors that a tile mult
 
 
 def scratch_bytes(columns: int) -> int:
-    """What one thread needs for multiply_rows_f32, whatever the type and the number of vectors."""
+    """Scratch bytes of one thread, for any type and number of vectors."""
     stride = _copy_stride(columns)
     rows, vectors = tile_shape()
     copies = max(_ROWS_BYTES, rows * stride) + max(_COPIES_BYTES, vectors * stride)
@@ -48,13 +48,13 @@ def scratch_bytes(columns: int) -> int:
 
 
 def _copy_stride(columns: int) -> int:
-    """Whole lines, an odd number: rows a power of two apart would compete for the same places."""
+    """An odd number of cache lines: rows a power of two apart would share cache sets."""
     lines = (columns + LANES - 1) // LANES
     return (lines | 1) * LINE
 
 
 _copy_stride_of = helper(_copy_stride)
-_multiply_block = block_products((F32,))  # `float_rows` may put that of more kinds in its place
+_multiply_block = block_products((F32,))  # `float_rows` substitutes that of other kinds
 
 
 def _multiply_rows_f32(
@@ -74,8 +74,8 @@ def _multiply_rows_f32(
 ) -> None:
     """``out[v][r] = row[r] · x[v]``, or ``· x[indices[v]]`` unless `indices` is 0.
 
-    `expand` is F32, F16, BF16 or the address of an expand function. Results lie `out_row` and
-    `out_vector` bytes apart. Many vectors are quickest if x and its stride are multiples of 64.
+    `expand` is F32, F16, BF16 or the address of an expand function. Results are `out_row` and
+    `out_vector` bytes apart. Many vectors are fastest if x and its stride are multiples of 64.
     Shapes: row [R, row_bytes]; x [?, columns] float32; indices [V] int32; scratch [scratch_bytes].
     """
     table = (scratch + LINE - 1) & -LINE
@@ -90,9 +90,9 @@ def _multiply_rows_f32(
     vectors_at_once = max(_COPIES_BYTES // stride // tile_vectors(), 1) * tile_vectors()
     expanded = table + _TABLE_BYTES
     copies = expanded + rows_at_once * stride
-    # Converting as often as there are shares of vectors pays while it hides the wait for memory.
+    # Converting once for each share of vectors pays while memory latency hides it.
     is_stored = expand == F32 or (expand <= BF16 and num_vectors <= 2 * tile_vectors())
-    # Loads that cross lines cost twice, and a tile loads more from vectors than from rows.
+    # Loads that cross lines cost double, and a tile loads more from vectors than from rows.
     is_aligned = (x | x_stride) % LINE == 0
     if is_aligned:
         vectors_at_once = max(num_vectors, 1)
@@ -110,7 +110,7 @@ def _multiply_rows_f32(
                     source = x + x_stride * _index(indices, i)
                     _expand_f32(source, columns, copies + (i - first) * stride)
             while first < end:
-                # The rest in even shares: small tiles wait for loads.
+                # The remainder in even shares: small tiles are bound by loads.
                 shares = (end - first + tile_vectors() - 1) // tile_vectors()
                 share = (end - first + shares - 1) // shares
                 if is_aligned:
@@ -135,9 +135,9 @@ def _multiply_rows_f32(
 
 @cache
 def float_rows(kind: int | None) -> RowFunction:
-    """_multiply_rows_f32 by address, for rows of a kind, or of types that are expanded (None).
+    """The address of `_multiply_rows_f32` for rows of a kind, or of expanded types (None).
 
-    Half of what it takes to compile is tiles for kinds that the file may not have.
+    Half of the compile time would go into tiles of kinds that the file may not have.
     """
     kinds = (F32,) if kind is None or kind == F32 else (F32, kind)
     name = f"multiply_rows_{''.join(map(str, kinds))}"

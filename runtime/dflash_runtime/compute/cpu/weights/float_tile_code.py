@@ -1,6 +1,6 @@
-"""The tile of float_tile: some rows times some vectors, as generated code.
+"""The tile of float_tile, some rows times some vectors, as generated code.
 
-Knows nothing of where rows and vectors come from; float_tile says what decides a product's bits.
+float_tile says what determines a product's bits.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def tile_vectors(builder: Any) -> Any:
 
 
 def block_products(kinds: tuple[int, ...]) -> Any:
-    """A primitive: rows of one of these kinds times the vectors whose addresses are in a table.
+    """Make a primitive: rows of one of these kinds times vectors from a table of addresses.
 
-    Called ``(kind, number of vectors, arguments of _block_function…)``; vectors are as many as a
-    tile takes, or fewer.
+    Called ``(kind, number of vectors, arguments of _block_function…)``, with up to a tile's number
+    of vectors.
     """
 
     @primitive(void, *[i64] * 10)
@@ -77,7 +77,7 @@ def block_products(kinds: tuple[int, ...]) -> Any:
 
 
 def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> Any:
-    """A function of its own for each kind and size, so that each has all registers to itself."""
+    """A separate function for each kind and size, so that each has all registers."""
     name = f"float_tile_{kind}_{num_rows}x{num_vectors}"
     if name in module.globals:
         return module.globals[name]
@@ -92,7 +92,7 @@ def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> 
     with cgutils.for_range(builder, tiles) as loop:
         first = builder.mul(loop.index, step)
         last = builder.sub(builder.sub(rows, first), I64(1))
-        # Rows after the last are the last again: computed and stored more than once.
+        # Rows beyond the last repeat it: computed and stored more than once.
         indices = [builder.add(first, _smaller(builder, I64(r), last)) for r in range(num_rows)]
         places = [builder.add(row, builder.mul(index, row_bytes)) for index in indices]
         # The same columns of the next tile, unless that is too far.
@@ -121,7 +121,7 @@ def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> 
 def _emit_tile(
     builder: Any, kind: int, rows: list[Any], vectors: list[Any], columns: Any, ahead: Any
 ) -> list[Any]:
-    """The products of some rows with each of some vectors, one product a lane."""
+    """The products of each row with each vector, one product a lane."""
     element_bytes = _ELEMENT_BYTES[kind]
     floats = lanes_of(FLOAT, LANES)
     totals = [[cgutils.alloca_once(builder, floats) for _ in rows] for _ in vectors]
@@ -138,12 +138,12 @@ def _emit_tile(
                 total = totals[t][r]
                 builder.store(emit_fma(builder, values, operand, builder.load(total)), total)
 
-    # Two steps a turn: counting and moving on cost less.
+    # Unrolled twice: less loop overhead.
     turn = 2 * LANES
     with cgutils.for_range(builder, builder.udiv(columns, I64(turn))) as loop:
         first = builder.mul(loop.index, I64(turn))
         start = builder.add(builder.mul(first, I64(element_bytes)), ahead)
-        # With more vectors the CPU's own prefetching keeps up, and addresses need the registers.
+        # With more vectors the hardware prefetcher keeps up, and addresses need the registers.
         for place in rows if len(vectors) <= _PREFETCH_VECTORS else ():
             for offset in range(0, turn * element_bytes, LINE):
                 _prefetch(builder, builder.add(place, builder.add(start, I64(offset))))
@@ -166,7 +166,7 @@ def _is_set(builder: Any, value: Any, bit: int) -> Any:
 
 
 def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
-    """16 stored numbers as float32; only the first `count`, zeros after them, if that is given."""
+    """16 stored numbers as float32; with `count` only the first `count`, then zeros."""
     element = FLOAT if kind == F32 else I16
     lanes = lanes_of(element, LANES)
     if count is None:
@@ -198,18 +198,18 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 def _fold_all(builder: Any, totals: list[list[Any]]) -> list[Any]:
-    """The sum of every vector; those of a list lie side by side in one result.
+    """The sum of every vector's lanes; those of one list lie side by side in one result.
 
-    Lanes are added as if each vector were folded alone, its upper half onto its lower. Here two are
-    folded at once into what one leaves empty, which takes half the instructions.
+    Lanes are added as if each vector were folded alone, upper half onto lower. Folding two vectors
+    at once, the second in the lanes that the first leaves empty, takes half the instructions.
     """
-    # Each folded vector comes with the name of what each of its lanes belongs to.
+    # Each folded vector comes with the (vector, row) that each of its lanes belongs to.
     folded = [
         (builder.load(total), [(t, r)] * LANES)
         for t, each in enumerate(totals)
         for r, total in enumerate(each)
     ]
-    width = LANES  # of what is left of each
+    width = LANES  # lanes left of each
     while width > 1:
         firsts, seconds = folded[::2], folded[1::2]
         if len(firsts) > len(seconds):
@@ -229,7 +229,7 @@ def _fold_pair(builder: Any, a: Any, b: Any, width: int) -> tuple[Any, list[tupl
     """Fold parts of `width` lanes by half, in two vectors at once."""
     (a_vector, a_names), (b_vector, b_names) = a, b
     names = a_names + b_names
-    # Narrow parts stay within their four lanes: the CPU has quicker shuffles for that.
+    # Narrow parts stay within their four lanes: shuffles are faster there.
     group = LANES if width > 4 else 4
     parts = [
         first + part

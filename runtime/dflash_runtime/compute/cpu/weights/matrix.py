@@ -1,6 +1,6 @@
 """Weights as kernels see them: where rows lie, and which functions multiply them.
 
-Weights stay where the file is mapped. Knows nothing of what a matrix is for.
+Weights stay where the file is mapped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _PLAIN = {
     TensorType.BF16: float_tile.BF16,
 }
 
-# Fields of a row layout, the array in which kernels get everything about rows but their place.
+# Fields of a row layout: everything that kernels need to know of rows except their address.
 ROW_BYTES, COLUMNS, UNPACK, MULTIPLY_ONE, EXPAND, FLOAT_ROWS, MULTIPLY = range(7)
-NUM_FIELDS = MULTIPLY + LARGEST_GROUP + 1  # functions by the size of the group
+NUM_FIELDS = MULTIPLY + LARGEST_GROUP + 1  # one function for each group size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuMatrix:
     """A weight [rows, columns]. Implements ops.Matrix.
 
-    Owns: `data`, which keeps the memory at `address` mapped.
+    Owns `data`, which keeps the memory at `address` mapped.
     """
 
     rows: int
@@ -71,10 +71,10 @@ def as_matrix(data: U8Array, tensor_type: TensorType, rows: int, columns: int) -
 
 
 def row_layout(tensor_type: TensorType, columns: int) -> I64Array:
-    """How kernels read rows of a type; compiles what they call.
+    """How kernels read rows of a type; compiles the functions that they call.
 
-    ``UNPACK`` is 0 where rows are multiplied as float32 through ``FLOAT_ROWS``, with ``EXPAND`` as
-    float_tile wants it. Shapes: result [NUM_FIELDS] int64.
+    ``UNPACK`` is 0 for rows multiplied as float32 through ``FLOAT_ROWS``, with ``EXPAND`` as in
+    float_tile. Shapes: result [NUM_FIELDS] int64.
     """
     layout = np.zeros(NUM_FIELDS, np.int64)
     layout[ROW_BYTES] = tensor_type.row_bytes(columns)

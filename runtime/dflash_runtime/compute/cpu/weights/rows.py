@@ -1,4 +1,4 @@
-"""Which function expands the rows of each tensor type; compiled when a type is first met."""
+"""The function that expands rows of each tensor type, compiled on first use."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ _EXPAND: dict[TensorType, Kernel] = {
 
 @cache
 def expand_function(tensor_type: TensorType) -> RowFunction:
-    """``function(row, columns, out)``: a stored row as float32."""
+    """``function(row, columns, out)``: expands a stored row to float32."""
     i64 = vector.i64
     return compile_row_function(_EXPAND[tensor_type], vector.void, i64, i64, i64)

@@ -1,8 +1,8 @@
 """Rows of 256-value super-blocks: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS.
 
 Each function expands a row of whole super-blocks into float32, 32 values at a time. Products of
-scale and quant are exact; where a minimum is taken off, that difference is rounded once.
-Addresses are bytes.
+scale and quant are exact; where a minimum is subtracted, the difference is rounded once. Addresses
+are in bytes.
 
 Source: block layouts of ggml (checked against the gguf package by tests).
 """
@@ -31,7 +31,7 @@ def expand_q2_k(row: int, columns: int, out: int) -> None:
 
 
 def expand_q3_k(row: int, columns: int, out: int) -> None:
-    """high bits[32]; quants[64]; scales[12]; d. A missing high bit takes 4 off the quant."""
+    """high bits[32]; quants[64]; scales[12]; d. A clear high bit subtracts 4 from the quant."""
     for _ in range(columns // 256):
         scale = v.load_half(row + 108)
         for group in range(8):

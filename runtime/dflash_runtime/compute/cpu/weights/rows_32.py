@@ -1,7 +1,7 @@
 """Rows of 32-value blocks: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL and MXFP4.
 
 Each function expands a row of whole blocks into float32, exactly: a scale is a half, a quant a few
-bits, and their product fits a float32. Addresses are bytes.
+bits, and their product fits a float32. Addresses are in bytes.
 
 Source: block layouts of ggml (checked against the gguf package by tests).
 """

@@ -1,8 +1,8 @@
 """Rows of codebook types: IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S and IQ1_M.
 
-A quant is the index of an entry in a codebook: 8 or 4 small numbers at once. Each function expands
-a row of whole super-blocks of 256 values into float32, 32 values at a time. A scale has few enough
-bits that its products are exact. Addresses are bytes.
+A quant is the index of a codebook entry of 8 or 4 small numbers. Each function expands a row of
+whole super-blocks of 256 values into float32, 32 values at a time. A scale has few enough bits that
+its products are exact. Addresses are in bytes.
 
 Source: block layouts of ggml (checked against the gguf package by tests).
 """
@@ -69,7 +69,7 @@ def expand_iq2_xs(row: int, columns: int, out: int) -> None:
 
 
 def expand_iq2_s(row: int, columns: int, out: int) -> None:
-    """d; low bytes of indices[32]; signs[32]; their two high bits[8]; 4-bit scales[16]."""
+    """d; low bytes of indices[32]; signs[32]; two high bits of each index[8]; 4-bit scales[16]."""
     for _ in range(columns // 256):
         scale = v.load_half(row)
         for group in range(8):
@@ -184,7 +184,7 @@ def expand_iq1_m(row: int, columns: int, out: int) -> None:
 
 @helper
 def _shift(sign: int) -> float:
-    """What IQ1 types add to all values of an entry."""
+    """What the IQ1 types add to all values of an entry."""
     shift: float = v.as_float(1 - 2 * sign) * _EIGHTH
     return shift
 
@@ -200,7 +200,7 @@ def _four_signs(word: int) -> int:
 
 @helper
 def _two_scales(scale: float, packed: int) -> Any:
-    """Two 4-bit scales of 16 values each, in the IQ2 types that have them."""
+    """The two 4-bit scales of 16 values each of some IQ2 types."""
     first = scale * (_HALF + v.as_float(packed & 15)) * _QUARTER
     second = scale * (_HALF + v.as_float(packed >> 4)) * _QUARTER
     return v.splat_halves(first, second)
@@ -208,6 +208,6 @@ def _two_scales(scale: float, packed: int) -> Any:
 
 @helper
 def _store_signed(out: int, values: Any, signs: int, scales: Any) -> None:
-    """A set sign bit means minus."""
+    """Store values, negated where the sign bit is set."""
     factors = v.splat(v.as_float(1)) - v.from_unsigned(v.bit_lanes(signs) << 1)
     v.store_floats(out, v.from_signed(values) * scales * factors)

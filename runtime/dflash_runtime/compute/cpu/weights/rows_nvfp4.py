@@ -1,7 +1,7 @@
-"""Rows of NVFP4: 64-value blocks of four groups, each with a scale of its own.
+"""Rows of NVFP4: 64-value blocks of four groups, each with its own scale.
 
-The scale of the whole tensor, which a file keeps beside it, is not part of a row and is applied
-elsewhere. Addresses are bytes.
+The tensor's global scale, stored separately in the file, is applied by the caller. Addresses are in
+bytes.
 
 Source: block layout of ggml (checked against the gguf package by tests).
 """
@@ -34,8 +34,8 @@ def expand_nvfp4(row: int, columns: int, out: int) -> None:
 
 @helper
 def _half_scale(code: int) -> float:
-    """Half of an E4M3 number without sign (the quants are doubled); 0x7F counts as 0."""
-    # As the upper bits of a float32 it is too small by the difference of the exponents' biases.
+    """Half of an unsigned E4M3 number (the quants are doubled); 0x7F counts as 0."""
+    # As upper bits of a float32 its exponent is too small by the difference of the biases.
     bits = (code & 127) << 20
     scale: float = v.float_from_bits(0 if code == 0x7F else bits) * _BIAS
     return scale
@@ -43,7 +43,7 @@ def _half_scale(code: int) -> float:
 
 @primitive(unsigned, unsigned)
 def _by_group(builder: Any, values: Any) -> Any:
-    """What the low halves of 16 bytes stand for and then the high ones, by groups."""
+    """Values of the low halves of 16 bytes, then of the high ones, by groups."""
     quarter = LANES // 4
     order = [lane + quarter * part for part in (0, 2, 1, 3) for lane in range(quarter)]
     return emit_shuffle(builder, values, values, order)

@@ -1,7 +1,7 @@
 """Rows of ternary types: TQ1_0 and TQ2_0.
 
 A value is -1, 0 or 1 times the scale of its super-block of 256. Each function expands a row of
-whole super-blocks into float32, exactly. Addresses are bytes.
+whole super-blocks into float32, exactly. Addresses are in bytes.
 
 Source: block layouts of ggml (checked against the gguf package by tests).
 """
@@ -84,7 +84,8 @@ def _load_twice_16(builder: Any, address: Any) -> Any:
 def _digits(builder: Any, packed: Any, low: Any, high: Any) -> Any:
     """The digit at a power of three, `low` in lanes 0 … 15 and `high` in 16 … 31.
 
-    A byte is a fraction of 256 in base 3: times the power, modulo 256, the digit is in front.
+    A byte is a fraction of 256 in base 3: multiplied by the power modulo 256, it has the digit in
+    front.
     """
     halves = [emit_splat(builder, builder.trunc(power, I8), LANES // 2) for power in (low, high)]
     fraction = builder.mul(packed, emit_join(builder, *halves))

@@ -72,7 +72,7 @@ def the_folder(cache_dir: Path) -> Path:
 
 
 def locks_are_free(folder: Path) -> bool:
-    """Of every kernel that was locked once."""
+    """Whether the lock of every kernel that was locked before is free."""
     for path in folder.glob("*.lock"):
         with path.open("w") as file:
             try:
@@ -223,7 +223,7 @@ def unusable(cache_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> str:
         path.touch()  # an empty file there is room for
         raise OSError(error, os.strerror(error), str(path))
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)  # whoever runs this may be allowed everything
+    monkeypatch.setattr(Path, "write_bytes", refuse)  # root may write everywhere
     return os.strerror(error)
 
 
@@ -335,7 +335,7 @@ def test_threads_may_look_for_the_folder_at_once(
 
     def touch_and_wait(path: Path) -> None:
         touch(path)
-        with suppress(threading.BrokenBarrierError):  # or one waits for the other: as good
+        with suppress(threading.BrokenBarrierError):  # or one waits for the other
             both_are_there.wait(timeout=0.5)
 
     monkeypatch.setattr(Path, "touch", touch_and_wait)
@@ -373,7 +373,7 @@ def start(stack: ExitStack, code: str, first_line: str) -> subprocess.Popen[str]
 
 def what_children_found(num_children: int) -> list[tuple[dict[str, bool], bool]]:
     """By each child's functions, which came from the cache, and whether it has imported what only
-    compiling needs; all begin at once."""
+    compiling needs; all start at once."""
     with ExitStack() as stack:
         children = [start(stack, CHILD, "ready") for _ in range(num_children)]
         for child in children:

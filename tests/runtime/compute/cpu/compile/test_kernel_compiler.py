@@ -1,4 +1,4 @@
-"""What numba is told to leave out: helpers are part of kernels, and nothing by themselves."""
+"""The trimmed compiler pipeline: helpers are linked into kernels, and are nothing by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Code of instruction-set tiers: for CPUs that are not ours, and tiles run by a model of them."""
+"""Code of instruction-set tiers: for CPUs other than this one, and AMX tiles run by a model of
+them."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def module_of(emit: Callable[..., Any], num_numbers: int, triple: str) -> Any:
 
 
 def assembly(emit: Callable[..., Any], triple: str, name: str, features: str) -> str:
-    """For a CPU that need not be ours."""
+    """Assembly for a CPU that need not be this one."""
     parsed = module_of(emit, emit.__code__.co_argcount - 1, triple)
     target = llvm.Target.from_triple(triple)
     machine = target.create_target_machine(cpu=name, features=features, opt=3)
@@ -80,9 +81,9 @@ def emitters(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tier], None]:
 
 
 def emitted_for(tier: Tier, tensor_type: TensorType) -> list[Callable[..., Any]]:
-    """All repacked kernels of a type."""
+    """All kernels of repacked tiles of a type."""
     form = FORMATS[tensor_type]
-    quants = Quants(form.bits).treated_alike(tier)
+    quants = Quants(form.bits).representative(tier)
     some = [kernels.multiplying(size, form.scales_a_block, quants) for size in (1, 8)]
     return [kernels.unpacking(form), kernels.multiplying_one(form), *some]
 
@@ -147,9 +148,9 @@ def test_code_for_x86_is_of_its_set(
 
 
 def emit_tiles(scales_a_block: int) -> Callable[..., Any]:
-    def emit(builder: Any, repacked: Any, num_blocks: Any, records: Any, totals: Any) -> None:
+    def emit(builder: Any, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any) -> None:
         tiles.emit_begin(builder)
-        amx.emit_multiply(builder, scales_a_block, repacked, num_blocks, records, totals)
+        amx.emit_multiply(builder, scales_a_block, repacked, num_blocks, q8_blocks, totals)
         tiles.emit_end(builder)
 
     return emit
@@ -209,7 +210,7 @@ _KINDS = {"i8": ctypes.c_uint8, "i64": ctypes.c_int64}
 
 @pytest.fixture
 def tile_unit(monkeypatch: pytest.MonkeyPatch) -> TileUnit:
-    """In place of the CPU's, for code that is emitted by the test."""
+    """Replaces the CPU's tile unit in code that the test emits."""
     unit, kept = TileUnit(), list[Any]()
 
     def call_unit(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -264,7 +265,7 @@ def test_tiles_give_the_bits_of_other_kernels(
     repacked[kernels.SCALES_AT :].view(np.float32)[:] = rng.standard_normal(512)
     x = rng.integers(-127, 128, (num_blocks, 16, 32), np.int8)
     numbers = rng.standard_normal((num_blocks, 4, 16)).astype(np.float32)
-    records = {}
+    group_blocks = {}
     for size in (16, 8):
         parts = []
         for first in range(0, 16, size):
@@ -272,12 +273,12 @@ def test_tiles_give_the_bits_of_other_kernels(
             group = [x[:, chosen].reshape(num_blocks, -1).view(np.uint8)]
             group.append(np.ascontiguousarray(numbers[:, :, chosen]).view(np.uint8))
             parts.append(np.hstack([each.reshape(num_blocks, -1) for each in group]).reshape(-1))
-        records[size] = parts
+        group_blocks[size] = parts
     start = rng.standard_normal((16, 16)).astype(np.float32)
 
     got = start.copy()
     numbers_of = (repacked.ctypes.data, num_blocks)
-    (whole,) = records[16]
+    (whole,) = group_blocks[16]
     run_here(emit_tiles(scales_a_block), *numbers_of, whole.ctypes.data, got.ctypes.data)
     # The last pair of an odd number of blocks is one block twice.
     products = 2 * num_blocks if scales_a_block == 2 else num_blocks + num_blocks % 2
@@ -286,6 +287,6 @@ def test_tiles_give_the_bits_of_other_kernels(
     emitters(Tier.AVX512_VNNI)
     expected = start.copy()
     multiply = kernels.multiplying(8, scales_a_block, Quants(8))
-    for part, rows in zip(records[8], (expected[:8], expected[8:]), strict=True):
+    for part, rows in zip(group_blocks[8], (expected[:8], expected[8:]), strict=True):
         run_here(multiply, *numbers_of, part.ctypes.data, rows.ctypes.data)
     np.testing.assert_array_equal(got, expected)

@@ -1,4 +1,4 @@
-"""Instruction-set tiers: which is chosen, what is found out about it, and that all agree."""
+"""Instruction-set tiers: which is chosen, how it is tested, and that all agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AMX_NAMES = (*AVX512_NAMES, "amx-tile", "amx-int8")
 
 
 def cpu(*names: str) -> dict[str, bool]:
-    """Features of a CPU that has these, among all that the tests know."""
+    """CPU features with these set, among all that the tests use."""
     known = (*AMX_NAMES, "avxvnni", "vaes", "neon", "dotprod")
     return {name: name in names for name in known}
 
@@ -88,7 +88,7 @@ def test_llvm_may_use_no_more_than_the_tier(
 
 @pytest.fixture
 def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A process on an AMX machine that has not chosen; what LLVM is restricted to."""
+    """An AMX machine whose process has not chosen; returns what LLVM is restricted to."""
     restricted: list[str] = []
     monkeypatch.setattr(tiers, "_chosen", None)
     monkeypatch.setattr(tiers, "host_features", lambda: cpu(*AMX_NAMES))
@@ -230,7 +230,7 @@ def test_a_cpu_that_claims_too_much_is_found(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("cache")
 def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_test, "_expected_dots", lambda *arguments: np.zeros(3, np.int64))
-    assert "numbers" in (why_not(Tier.AVX2) or "")
+    assert "results" in (why_not(Tier.AVX2) or "")
 
 
 @pytest.mark.usefixtures("cache")

@@ -1,4 +1,4 @@
-"""Regions: everything done once, nobody waited for in vain, and what LLVM makes of it elsewhere."""
+"""Regions: every item is done once, no needless waiting, and code for other machines."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_worker_that_comes_late_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("spin_us", [0, 50, 20_000])
 def test_workers_that_stop_for_a_while_are_waited_for(spin_us: int) -> None:
-    """The caller spins, looks after them, and sleeps."""
+    """The caller spins, checks for preempted workers, and sleeps."""
     cores = os.sched_getaffinity(0)
     region = Region(2, nap_us=5_000, awaited_workers=1)
     before = cpu_threads()
@@ -112,7 +112,7 @@ def test_two_callers_at_once_do_not_mix() -> None:
 
 
 def _nest(args: int, counter: int, worker_idx: int) -> None:
-    """A region of its own for each who takes part: pool, task, and (args, counter) of each."""
+    """A region of its own for each participant: pool, task, and (args, counter) of each."""
     own = args + 16 + 16 * worker_idx
     pool, task = atomics.relaxed_load(args), atomics.relaxed_load(args + 8)
     run_region(pool, task, atomics.relaxed_load(own), atomics.relaxed_load(own + 8))
@@ -141,14 +141,14 @@ def test_a_region_within_a_task_is_its_callers_alone() -> None:
 
 
 def _leave_core(stop: int) -> int:
-    """The core that was left, or -1 if this thread is still there."""
+    """The core that was left, or -1 if this thread is still on it."""
     core = system.current_core()
     system.leave_core(core)
     return -1 if system.current_core() == core else core
 
 
 def _run_until(stop: int) -> int:
-    """Where this thread was when the word was no longer 0."""
+    """The core of this thread when the word was no longer 0."""
     while atomics.atomic_load(stop) == 0:
         system.pause()
     return system.current_core()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Workers: the threads of a pool come, sleep, and go in every way a process can end."""
+"""Workers: how the threads of a pool start, sleep and end, whichever way a process ends."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_threads_end_with_their_owner() -> None:
     assert cpu_threads() <= before
 
 
-@pytest.mark.parametrize("is_patient", [True, False])
+@pytest.mark.parametrize("has_time", [True, False])
 def test_close_waits_for_a_region_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch, is_patient: bool
+    monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
-    if not is_patient:
+    if not has_time:
         monkeypatch.setattr("dflash_runtime.compute.cpu.threads.workers._TIMEOUT_S", 0.05)
     before = cpu_threads()
     workers = Workers(2)
@@ -55,7 +55,7 @@ def test_close_waits_for_a_region_but_not_for_ever(
     while not region.calls[1]:
         time.sleep(0.001)
     workers.close()
-    assert bool(cpu_threads() - before) is not is_patient
+    assert bool(cpu_threads() - before) is not has_time
     caller.join()
     for thread in cpu_threads() - before:
         thread.join()
@@ -90,23 +90,23 @@ def test_idle_threads_use_no_core() -> None:
     workers.close()
 
 
-def test_threads_that_look_out_for_work_rest_when_told_to_and_come_back() -> None:
+def test_spinning_threads_sleep_when_told_to_and_come_back() -> None:
     spin_s = 2.0  # long enough for a share of a busy machine's cores
     usable = os.sched_getaffinity(0)
-    # One that finds itself on the caller's core sleeps anyway: each has its own, if there are two.
+    # A worker on the caller's core sleeps anyway: each has its own, if there are two.
     own, other = min(usable), max(usable)
     workers = Workers(2, [own, other], spin_us=int(1e6 * spin_s))
     os.sched_setaffinity(0, {own})
     region = Region(10, awaited_workers=1)
 
-    def looks_out() -> bool:
+    def spins() -> bool:
         region.run(workers.address)
         begin_s, end_s = time.process_time(), time.monotonic() + spin_s
         while time.process_time() - begin_s < 0.1 and time.monotonic() < end_s:
             time.sleep(0.02)
         return time.process_time() - begin_s >= 0.1
 
-    def cpu_s_of_a_rest() -> float:
+    def cpu_s_of_a_pause() -> float:
         region.run(workers.address)
         begin_s = time.process_time()
         workers.idle()
@@ -114,8 +114,8 @@ def test_threads_that_look_out_for_work_rest_when_told_to_and_come_back() -> Non
         return time.process_time() - begin_s
 
     try:
-        assert any(looks_out() for _ in range(5)), "it looks out for work"
-        assert min(cpu_s_of_a_rest() for _ in range(3)) < 0.03
+        assert any(spins() for _ in range(5)), "it spins for work"
+        assert min(cpu_s_of_a_pause() for _ in range(3)) < 0.03
     finally:
         workers.close()
         os.sched_setaffinity(0, usable)
@@ -137,7 +137,7 @@ def test_threads_stay_on_the_cores_they_are_given() -> None:
 
 @pytest.mark.parametrize(
     ("num_threads", "cores", "complaint"),
-    [(0, None, "at least 1"), (2, [0], "1 cores for 2"), (1, [1 << 20], "not ours")],
+    [(0, None, "at least 1"), (2, [0], "1 cores for 2"), (1, [1 << 20], "may not use")],
 )
 def test_bad_settings(num_threads: int, cores: list[int] | None, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
@@ -225,5 +225,5 @@ def test_a_busy_neighbour_does_not_multiply_the_time() -> None:
             neighbour.kill()
     of_one, of_two = np.array(ns).mean(axis=(0, 2))
     shared.close()
-    # Nor do two threads take longer than one, whoever holds the other core.
+    # Nor do two threads take longer than one while another process holds the other core.
     assert of_two < 1.5 * of_one

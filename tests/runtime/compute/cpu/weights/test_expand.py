@@ -37,7 +37,7 @@ def expand() -> Kernel:
 
 
 def expanded(expand: Kernel, data: U8Array, tensor_type: TensorType, columns: int) -> F32Array:
-    """Every row, with proof that nothing was written outside of it."""
+    """Every row, checking that nothing was written outside of it."""
     row_bytes = tensor_type.row_bytes(columns)
     num_rows = data.size // row_bytes
     function = expand_function(tensor_type)
@@ -51,7 +51,7 @@ def expanded(expand: Kernel, data: U8Array, tensor_type: TensorType, columns: in
 
 
 def assert_same_values(got: F32Array, expected: F32Array) -> None:
-    """Equal bit for bit, but for the payload of NaNs."""
+    """Equal bit for bit, except for the payload of NaNs."""
     both_nan = np.isnan(got) & np.isnan(expected)
     np.testing.assert_array_equal(
         np.where(both_nan, 0, got.view(np.uint32)), np.where(both_nan, 0, expected.view(np.uint32))

@@ -38,7 +38,7 @@ class Rows:
 
 
 def random_rows(tensor_type: TensorType, num_rows: int, columns: int) -> Rows:
-    """Random quants, except that damaged scales do not make values infinite."""
+    """Random quants, with scales that do not make values infinite."""
     rng = np.random.default_rng([int(tensor_type), num_rows, columns])
     row_bytes = tensor_type.row_bytes(columns)
     if tensor_type in PLAIN:
@@ -65,7 +65,7 @@ def columns_of(tensor_type: TensorType) -> int:
 
 
 def aligned(values: F32Array, offset: int = 0) -> F32Array:
-    """A copy that begins that many bytes after a multiple of 64, with NaNs behind it."""
+    """A copy that starts `offset` bytes after a multiple of 64, with NaNs behind it."""
     buffer = np.full(values.size + 64, np.nan, np.float32)
     start = (offset - buffer.ctypes.data) % 64 // 4
     copied = buffer[start : start + values.size].reshape(values.shape)
@@ -152,7 +152,7 @@ def test_bits_depend_on_row_and_vector_alone(multiply: Multiply, tensor_type: Te
 def test_bits_do_not_depend_on_the_type_that_holds_the_values(
     multiply: Multiply, tensor_type: TensorType
 ) -> None:
-    """Rows of halves are converted as they are multiplied, or before, or were F32 all along."""
+    """Rows of halves converted while multiplied or before, or stored as F32."""
     rows = random_rows(tensor_type, 21, 213)
     stored = np.ascontiguousarray(rows.values).view(np.uint8).reshape(-1)
     as_f32 = Rows(TensorType.F32, stored, rows.values)
@@ -168,7 +168,7 @@ def test_bits_do_not_depend_on_the_type_that_holds_the_values(
 @pytest.mark.parametrize("tensor_type", PLAIN, ids=lambda t: t.name)
 def test_rows_of_any_length(multiply: Multiply, tensor_type: TensorType, columns: int) -> None:
     rows = random_rows(tensor_type, 5, columns)
-    # What follows the last row and the last vector is not a number and must not leak into a sum.
+    # NaNs follow the last row and the last vector and must not leak into a sum.
     buffer = np.full(rows.data.size + 4096, 0xFF, np.uint8)
     buffer[: rows.data.size] = rows.data
     rows = Rows(tensor_type, buffer, rows.values)

@@ -1,4 +1,4 @@
-"""Products of quantised rows with quantised vectors: exact but for float32's rounding.
+"""Products of quantised rows with quantised vectors: exact except for float32's rounding.
 
 Every type that is multiplied as repacked tiles, against float64 on the gguf package's values and on
 the int8 activations that the kernels make.
@@ -66,7 +66,7 @@ def random_blocks(tensor_type: TensorType, rows: int, columns: int) -> U8Array:
 
 
 def random_vectors(num_tokens: int, columns: int) -> F32Array:
-    """Of very different sizes, and here and there a block of zeros."""
+    """Vectors of very different sizes, with some blocks of zeros."""
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((num_tokens, columns)).astype(np.float32)
     x *= np.exp(rng.standard_normal((num_tokens, 1))).astype(np.float32)
@@ -75,7 +75,7 @@ def random_vectors(num_tokens: int, columns: int) -> F32Array:
 
 
 def many_columns(tensor_type: TensorType) -> int:
-    """More than one chunk of kernels, and a part of one where the type allows it."""
+    """More than one chunk of the kernels, and part of one where the type allows it."""
     return {32: 13 * 32, 64: 7 * 64, 256: 3 * 256}[tensor_type.layout.block_elements]
 
 
@@ -146,7 +146,7 @@ def test_scales_at_the_limits(linear: Linear, tensor_type: TensorType, bits: int
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 127, 200])
 def test_exponents_at_the_limits(linear: Linear, exponent: int) -> None:
-    """Of MXFP4: the two smallest are subnormal numbers."""
+    """The two smallest scales of MXFP4 are subnormal numbers."""
     blocks = random_blocks(TensorType.MXFP4, 16, 416)
     blocks[:, 0] = exponent
     for num_tokens in (1, 3):
@@ -166,7 +166,7 @@ def test_every_scale_of_nvfp4(linear: Linear) -> None:
 
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_each_weight_alone(linear: Linear, tensor_type: TensorType) -> None:
-    """Vectors with one value that is not 0 show each weight where it belongs, and nothing else."""
+    """Vectors with a single nonzero value show each weight in its place, and nothing else."""
     columns = tensor_type.layout.block_elements
     data = random_blocks(tensor_type, 16, columns).reshape(-1)
     weights = dequantize(data.reshape(16, -1), GGMLQuantizationType(int(tensor_type)))

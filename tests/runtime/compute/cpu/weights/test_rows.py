@@ -1,6 +1,6 @@
 """Rows of every type against the gguf package: exact as values, close and repeatable in products.
 
-Quantised rows are multiplied by int8 activations, so that float64 is given those too.
+Quantised rows are multiplied by int8 activations, so the float64 reference gets those too.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def all_rows(ops: CpuOps, matrix: CpuMatrix) -> F32Array:
 
 
 def as_multiplied(x: F32Array, tensor_type: TensorType) -> F64Array:
-    """The activations that rows of a type meet."""
+    """Activations as rows of a type are multiplied by."""
     return as_int8(x) if has_repacked(tensor_type) else x.astype(np.float64)
 
 
 def assert_same_values(got: F32Array, expected: F32Array) -> None:
-    """Equal bit for bit, but for the payload of NaNs."""
+    """Equal bit for bit, except for the payload of NaNs."""
     both_nan = np.isnan(got) & np.isnan(expected)
     np.testing.assert_array_equal(
         np.where(both_nan, 0, got.view(np.uint32)), np.where(both_nan, 0, expected.view(np.uint32))
@@ -188,7 +188,7 @@ def test_int8_activations_cost_less_than_a_hundredth(ops: CpuOps, tensor_type: T
 
 @pytest.mark.parametrize("tensor_type", QUANTISED, ids=lambda t: t.name)
 def test_blocks_of_activations_keep_their_own_scale(ops: CpuOps, tensor_type: TensorType) -> None:
-    """Every block of another size, and blocks of zeros."""
+    """Every block has another magnitude; some are zeros."""
     columns = columns_of(tensor_type)
     data = random_rows(tensor_type, 17, columns)
     weights = dequantise(data, tensor_type, (17, columns)).astype(np.float64)
@@ -242,7 +242,7 @@ def test_quantised_weights_stay_close_to_the_original(ops: CpuOps, tensor_type: 
 def test_a_products_bits_do_not_depend_on_its_batch_or_threads(
     ops_by_threads: dict[int, CpuOps], tensor_type: TensorType
 ) -> None:
-    """Parts of a set of tokens that is larger than any group and than what is kept of totals."""
+    """Parts of a set of tokens larger than any group and than the number of totals kept."""
     columns = columns_of(tensor_type)
     matrix = as_matrix(random_rows(tensor_type, 67, columns), tensor_type, 67, columns)
     x = np.random.default_rng(2).standard_normal((300, columns)).astype(np.float32)
@@ -301,7 +301,7 @@ def test_rows_at_unaligned_addresses(ops: CpuOps, tensor_type: TensorType) -> No
 
 @contextmanager
 def between_guards(data: U8Array, *, at_end: bool) -> Iterator[U8Array]:
-    """A copy that touches memory which nobody may read, at one end or the other."""
+    """A copy with unreadable memory at one end."""
     page = mmap.PAGESIZE
     num_inner = -(-data.size // page) * page
     protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -324,7 +324,7 @@ def between_guards(data: U8Array, *, at_end: bool) -> Iterator[U8Array]:
 def test_nothing_is_read_outside_of_a_matrix(
     ops: CpuOps, tensor_type: TensorType, at_end: bool
 ) -> None:
-    """It may be the end of the file. What is read nevertheless ends this process."""
+    """It may be the end of the file. A read outside ends this process."""
     columns = columns_of(tensor_type)
     x = np.random.default_rng(0).standard_normal((9, columns)).astype(np.float32)
     for rows in (3, 16, 32):

@@ -1,6 +1,6 @@
-"""Repacked tiles times 16 tokens by tiles: two products at a time, same bits as other kernels.
+"""Repacked tiles times 16 tokens with AMX, two products at a time; same bits as other kernels.
 
-While the CPU scales the sums of two products, its tiles work on the next two.
+While the CPU scales the sums of two products, the tile unit computes the next two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     OFFSETS_AT,
     SCALES_AT,
-    Records,
+    Q8Blocks,
     scaled,
 )
 from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, WORDS
@@ -31,13 +31,13 @@ from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, WORDS
 
 @primitive(void, i64)
 def begin_tiles(builder: Any, num_vectors: Any) -> None:
-    """To be called before a part of a set that has groups of 16; nothing on other tiers."""
+    """Call before a part of a set that has groups of 16; does nothing on other tiers."""
     _if_tiles(builder, num_vectors, emit_begin)
 
 
 @primitive(void, i64)
 def end_tiles(builder: Any, num_vectors: Any) -> None:
-    """Follows `begin_tiles` with the same argument."""
+    """Call after the part, with the same argument as `begin_tiles`."""
     _if_tiles(builder, num_vectors, emit_end)
 
 
@@ -48,7 +48,8 @@ def _if_tiles(builder: Any, num_vectors: Any, emit: Callable[[Any], None]) -> No
 
 
 def multiplying_by_tiles(scales_a_block: int) -> Callable[..., Any]:
-    """``multiply(repacked, num_blocks, q8_blocks, totals)``, see kernels; tiles must have begun."""
+    """Make ``multiply(repacked, num_blocks, q8_blocks, totals)`` (see kernels), to be called
+    between `begin_tiles` and `end_tiles`."""
 
     @primitive(void, i64, i64, i64, i64)
     def multiply(builder: Any, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any) -> None:
@@ -60,11 +61,11 @@ def multiplying_by_tiles(scales_a_block: int) -> Callable[..., Any]:
 def emit_multiply(
     builder: Any, scales_a_block: int, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any
 ) -> None:
-    """A pair of products is that of two blocks, or of the two halves of one."""
+    """Emit the multiplication in pairs of products: those of two blocks, or of a block's halves."""
     with builder.goto_entry_block():
-        room = builder.alloca(ir.ArrayType(I8, 4 * SUMS_BYTES))  # numba's way would fill it
+        room = builder.alloca(ir.ArrayType(I8, 4 * SUMS_BYTES))  # numba's would zero it
     room.align = 64
-    sums = Vec(builder, builder.ptrtoint(room, I64))  # of two pairs in turn
+    sums = Vec(builder, builder.ptrtoint(room, I64))  # of two alternating pairs
     place = Vec(builder, totals)
     kept = [cgutils.alloca_once(builder, LANES) for _ in range(NUM_TOKENS)]
     for token in range(NUM_TOKENS):
@@ -78,7 +79,7 @@ def emit_multiply(
             return [pair, pair]
         first = builder.shl(pair, I64(1))
         second = builder.or_(first, I64(1))
-        # An odd block's partner is itself: computed and ignored.
+        # An odd last block is paired with itself; the second result is ignored.
         is_there = builder.icmp_signed("<=", second, last)
         return [first, builder.select(is_there, second, first)]
 
@@ -90,7 +91,7 @@ def emit_multiply(
         for index, block in enumerate(blocks_of(pair)):
             half = 0 if is_whole else index
             quants = Vec(builder, repacked) + Vec(builder, block) * 512 + 256 * half
-            x = Records(Vec(builder, q8_blocks), NUM_TOKENS).block(Vec(builder, block))
+            x = Q8Blocks(Vec(builder, q8_blocks), NUM_TOKENS).block(Vec(builder, block))
             out = sums_of(pair, index)
             emit_product(builder, scales_a_block, index, quants, x.quants_at + 16 * half, out)
 
@@ -98,7 +99,7 @@ def emit_multiply(
         part = 0 if is_whole else index
         at = Vec(builder, repacked) + Vec(builder, block) * (64 * scales_a_block) + 64 * part
         factor, offset = load(at + SCALES_AT, LANES), load(at + OFFSETS_AT, LANES)
-        x = Records(Vec(builder, q8_blocks), NUM_TOKENS).block(Vec(builder, block))
+        x = Q8Blocks(Vec(builder, q8_blocks), NUM_TOKENS).block(Vec(builder, block))
         out = sums_of(pair, index)
         for token in range(NUM_TOKENS):
             integers = load(out + 64 * token, WORDS)

@@ -1,8 +1,8 @@
-"""The quantised types that are multiplied as repacked tiles, as the generic kernels see them.
+"""Interface between quantised types and the generic kernels that multiply repacked tiles.
 
-A value is ``scale * unsigned quant + offset``. The functions of a format emit one *chunk* of 16
-rows, up to 256 values: first `scales`, then quads in an order that suits the format. They read no
-byte outside the chunk.
+A value is ``scale * unsigned quant + offset``. A format's functions emit one *chunk*, 16 rows of up
+to 256 values: first `scales`, then quads in any order that suits the format. They read no byte
+outside the chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, Rows, Scales
 
 @dataclass(frozen=True, slots=True)
 class RepackedFormat:
-    """What the generic kernels need to know of a type."""
+    """A quantised type as the generic kernels see it."""
 
     tensor_type: TensorType
     scales: Callable[[Rows], ScalesAndOffsets]
@@ -26,12 +26,12 @@ class RepackedFormat:
     bits: int
     """Quants are below ``2 ** bits``: at most 7, or 8 for full bytes, which are centred on 128."""
     chunk_blocks: int
-    """Blocks of 32 that one call of `scales` and `quads` emits."""
+    """Blocks of 32 that one call of `scales` or `quads` emits."""
     scales_a_block: int = 1
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row's part of a chunk."""
         return self.tensor_type.row_bytes(32 * self.chunk_blocks)
 
 

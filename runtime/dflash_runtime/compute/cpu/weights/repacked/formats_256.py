@@ -16,7 +16,7 @@ from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, Rows, Scales
 def _scaled_bytes(words: Vec, mask: int, factor: Vec, addend: Vec | None = None) -> list[Vec]:
     """``(byte & mask) * factor + addend`` for the four bytes of each word; factors are halves.
 
-    A byte is converted where it stands in its word, and its factor made smaller for that: exact.
+    A byte is converted in place within its word, with a factor smaller by as much: exact.
     """
     scaled = []
     for i in range(4):
@@ -30,7 +30,7 @@ def _scaled_bytes(words: Vec, mask: int, factor: Vec, addend: Vec | None = None)
 
 
 def scales_q4_k(rows: Rows) -> ScalesAndOffsets:
-    """Of Q5_K too: 6 bits for each block; the last four blocks' are in two pieces."""
+    """Also for Q5_K: 6 bits for each block; those of the last four blocks are split in two."""
     head, first, second, third = rows.gather_words(0)
     d, minus_dmin = head.half_to_float(), ((head >> 16) ^ 0x8000).half_to_float()
     last_scales = (third & 0x0F0F0F0F) | ((first >> 2) & 0x30303030)
@@ -61,7 +61,7 @@ def quads_q5_k(rows: Rows) -> Quads:
 
 
 def _moved(values: Vec, source: int, target: int) -> Vec:
-    """Shifted so that bit `source` becomes bit `target`."""
+    """Shift so that bit `source` becomes bit `target`."""
     if source == target:
         return values
     return values << (target - source) if target > source else values >> (source - target)

@@ -18,7 +18,7 @@ _E2M1_QUANTS = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]
 
 
 def nibble_quads(rows: Rows, offset: int) -> tuple[Vec, Vec]:
-    """16 bytes: their low halves are the first 16 values of a block, their high halves the rest."""
+    """16 bytes: low halves are a block's first 16 values, high halves the rest."""
     packed = rows.gather(offset)
     return packed & 15, packed >> 4
 
@@ -58,13 +58,13 @@ def quads_q5_1(rows: Rows) -> Quads:
 
 
 def _quads_q5(rows: Rows, offset: int, fifth_bits: Vec) -> Quads:
-    """`fifth_bits`: words, one bit for each value."""
+    """`fifth_bits`: words with one bit for each value."""
     for half, quad in enumerate(nibble_quads(rows, offset)):
         yield 0, half, where(_spread_bits(fifth_bits, half), quad + 16, quad)
 
 
 def _spread_bits(words: Vec, half: int) -> Vec:
-    """Bytes that are not 0 where a half block's values have their bit set."""
+    """Bytes, nonzero where the bit of a half block's value is set."""
     bytes_of_rows = words.as_type(lanes_of(I8, 4 * NUM_ROWS))
     places = [(step, row, i) for step in range(4) for row in range(NUM_ROWS) for i in range(4)]
     replicated = bytes_of_rows.take([4 * row + 2 * half + step // 2 for step, row, _ in places])
@@ -87,7 +87,7 @@ def quads_iq4_nl(rows: Rows) -> Quads:
 
 
 def scales_mxfp4(rows: Rows) -> ScalesAndOffsets:
-    """Half of 2^(exponent - 127): the two smallest are subnormal, and greater that way only."""
+    """Half of 2^(exponent - 127): the two smallest are subnormal, handled by a maximum."""
     exponent = rows.gather_words(0)[0] & 255
     d = ((exponent << 23) - (1 << 23)).maximum((exponent << 21) + (1 << 21)).bits_to_float()
     return [d], [d * -12.0]
@@ -99,7 +99,7 @@ def quads_mxfp4(rows: Rows) -> Quads:
 
 
 def scales_nvfp4(rows: Rows) -> ScalesAndOffsets:
-    """E4M3 without a sign, which moved by 7 bits are halves of 2^-8 times the value; 0x7F is 0."""
+    """Unsigned E4M3: shifted left by 7 bits, a half of 2^-8 times the value; 0x7F counts as 0."""
     head = rows.gather_words(0)[0]
     codes = head.as_type(lanes_of(I8, 4 * NUM_ROWS))
     codes = where(codes ^ 0x7F, codes, codes ^ codes).as_type(WORDS)

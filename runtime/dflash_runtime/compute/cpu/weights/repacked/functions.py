@@ -1,7 +1,4 @@
-"""The repacked kernels as functions with addresses, compiled when a type is first met.
-
-Knows nothing of what is multiplied for what.
-"""
+"""The kernels of repacked tiles as functions with addresses, compiled on first use of a type."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from dflash_runtime.compute.cpu.weights.repacked.kernels import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepackedFunctions:
-    """See kernels for their arguments; `multiply` by the number of tokens."""
+    """For their arguments see kernels; `multiply` by the number of tokens."""
 
     unpack: RowFunction
     multiply_one: RowFunction
@@ -75,7 +72,7 @@ def _emitted(*numbers: int) -> None:
 
 
 def _compile(name: str, body: Callable[..., None], primitive: Callable[..., Any]) -> RowFunction:
-    """A function that is one primitive; the name is what it is cached under."""
+    """Compile a function that is one primitive; it is cached under `name`."""
     function = variant(body, name, _emitted=primitive)
     num_arguments = len(signature(body).parameters)
     return compile_row_function(function, void, *[i64] * num_arguments)

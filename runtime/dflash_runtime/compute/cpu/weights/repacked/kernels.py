@@ -1,13 +1,13 @@
-"""What is done with a repacked tile: unpack a chunk, multiply it, or do both for one token.
+"""Kernels of repacked tiles: unpack a chunk, multiply it, or both at once for a single token.
 
-Activations come in *q8_blocks*, one for each block of 32 values and each group of tokens: the
-tokens' int8 quants (32 bytes each), then for all tokens the scale, the scaled sum of the quants,
-and those of the two halves (float32 each). A chunk that was unpacked holds for each block 8 vectors
-of 64 bytes, then scales, then offsets.
+Activations come as *q8 blocks*, one for each block of 32 values and group of tokens: the tokens'
+int8 quants (32 bytes each), then for all tokens the scale, the scaled sum of the quants, and those
+of the two halves (float32 each). An unpacked chunk has for each block 8 vectors of 64 bytes, then
+scales, then offsets.
 
-For every token and row, block sums are exact integers and are added in float32 in the order of the
-blocks: ``total = fma(offset, x_sum, fma(sum, scale * x_scale, total))``. So the bits are the same
-for one token or many, unpacked or not.
+For every token and row, block sums are exact integers, added in float32 in the order of the blocks:
+``total = fma(offset, x_sum, fma(sum, scale * x_scale, total))``. So the bits are the same for one
+token or many, unpacked or not.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ BLOCKS_AT_ONCE = 8
 """Blocks of 32 values in an unpacked chunk."""
 
 SCALES_AT, OFFSETS_AT, REPACKED_BYTES = 4096, 5120, 6144
-"""Places in an unpacked chunk, and its size."""
+"""Byte offsets in an unpacked chunk, and its size."""
 
 Q8_BLOCK_BYTES = 48
-"""Of one token and one block of activations."""
+"""Bytes for one token and one block of 32 activations."""
 
 LARGEST_GROUP = 16
-"""Tokens of the largest group that any tier has."""
+"""Tokens in the largest group of any tier."""
 
 _TILES = {Tier.AVX_VNNI: (16, 4), Tier.AVX2: (8, 4), Tier.NEON_DOT: (8, 4)}
-"""Rows and tokens at once: with more, quants and sums would not fit the registers."""
+"""Rows and tokens multiplied at once, as many as fit the registers with quants and sums."""
 
 _LARGEST_TILE = (NUM_ROWS, 8)
 
 
 _SMALL_CHUNKS_AT_ONCE = 2
-"""Chunks of one block that are taken in one go: neighbours share lines of cache."""
+"""Chunks of one block processed together: neighbours share cache lines."""
 
 
 def group_sizes() -> tuple[int, ...]:
-    """Tokens that share one reading of a repacked tile, largest first: powers of two down to 1."""
+    """Tokens that share one read of a repacked tile, largest first: powers of two down to 1."""
     return (16, 8, 4, 2, 1) if current_tier() is Tier.AMX else (8, 4, 2, 1)
 
 
 def quants_of(form: RepackedFormat) -> Quants:
-    """How large a type's quants can be, where this tier cares."""
-    return Quants(form.bits).treated_alike(current_tier())
+    """The range of a type's quants, as far as it matters to this tier."""
+    return Quants(form.bits).representative(current_tier())
 
 
 def is_signed(form: RepackedFormat) -> bool:
@@ -70,26 +70,26 @@ def is_signed(form: RepackedFormat) -> bool:
     return quants_of(form).is_signed(current_tier())
 
 
-class Records:
-    """Activations of a group of tokens, block by block."""
+class Q8Blocks:
+    """The q8 blocks of a group of tokens, block by block."""
 
     def __init__(self, first: Vec, num_tokens: int, num_rows: int = NUM_ROWS) -> None:
         self.quants_at = first
         self._num_tokens = num_tokens
         self.num_rows = num_rows
 
-    def block(self, block: Vec | int) -> Records:
-        """Those of a later block."""
+    def block(self, block: Vec | int) -> Q8Blocks:
+        """Those from a later block on."""
         first = self.quants_at + block * (Q8_BLOCK_BYTES * self._num_tokens)
-        return Records(first, self._num_tokens, self.num_rows)
+        return Q8Blocks(first, self._num_tokens, self.num_rows)
 
     def quants(self, token: int, step: int) -> Vec:
-        """Four values, for each row."""
+        """Four values, repeated for each row."""
         place = self.quants_at + (32 * token + 4 * step)
         return load(place, I32).splat(self.num_rows).as_type(lanes_of(I8, 4 * self.num_rows))
 
     def scale(self, token: int) -> Vec:
-        """For each row."""
+        """The scale, repeated for each row."""
         return self._number(0, token)
 
     def sum(self, token: int, scales_a_block: int, part: int) -> Vec:
@@ -104,13 +104,14 @@ class Records:
 def scaled(
     total: Vec, integers: Vec, scale: Vec, offset: Vec | None, x_scale: Vec, x_sum: Vec | None
 ) -> Vec:
-    """`total` and a block's sums of integers, as above."""
+    """Add a block's integer sums, scaled, to `total`; see the module's formula."""
     total = integers.to_float().times_plus(scale * x_scale, total)
     return total if offset is None or x_sum is None else offset.times_plus(x_sum, total)
 
 
 def unpacking(form: RepackedFormat) -> Callable[..., Any]:
-    """``unpack(first_row, row_bytes, num_blocks, repacked)``: whole chunks of the format."""
+    """Make ``unpack(first_row, row_bytes, num_blocks, repacked)`` for whole chunks of the
+    format."""
     signed = is_signed(form)
 
     @primitive(void, i64, i64, i64, i64)
@@ -138,9 +139,9 @@ def unpacking(form: RepackedFormat) -> Callable[..., Any]:
 
 
 def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callable[..., Any]:
-    """``multiply(repacked, num_blocks, q8_blocks, totals)``: an unpacked chunk times some tokens.
+    """Make ``multiply(repacked, num_blocks, q8_blocks, totals)``: an unpacked chunk times tokens.
 
-    `totals` has 16 float32 for each token, which are added to.
+    It adds to `totals`, 16 float32 for each token.
     """
     rows_at_once, at_once = _TILES.get(current_tier(), _LARGEST_TILE)
     if num_tokens < at_once:
@@ -149,7 +150,7 @@ def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callabl
     @primitive(void, i64, i64, i64, i64)
     def multiply(builder: Any, repacked: Any, num_blocks: Any, q8_blocks: Any, totals: Any) -> None:
         for first_row in range(0, NUM_ROWS, rows_at_once):
-            x = Records(Vec(builder, q8_blocks), num_tokens, rows_at_once)
+            x = Q8Blocks(Vec(builder, q8_blocks), num_tokens, rows_at_once)
             for first in range(0, num_tokens, at_once):
                 _multiply_tile(
                     Vec(builder, repacked) + 4 * first_row,
@@ -167,13 +168,13 @@ def multiplying(num_tokens: int, scales_a_block: int, quants: Quants) -> Callabl
 def _multiply_tile(
     repacked: Vec,
     num_blocks: Any,
-    q8_blocks: Records,
+    q8_blocks: Q8Blocks,
     totals: Vec,
     tokens: range,
     scales_a_block: int,
     quants: Quants,
 ) -> None:
-    """Some rows times some tokens of a group: as many as there are registers for."""
+    """Some rows times some tokens of a group, as many as fit the registers."""
     builder, tier = repacked.builder, current_tier()
     signed, steps = quants.is_signed(tier), 8 // scales_a_block
     num_rows = q8_blocks.num_rows
@@ -209,10 +210,10 @@ def _multiply_tile(
 
 
 def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
-    """``multiply_one(first_row, row_bytes, num_blocks, q8_blocks, ahead, totals)``.
+    """Make ``multiply_one(first_row, row_bytes, num_blocks, q8_blocks, ahead, totals)``.
 
-    Rows of whole chunks by one token, straight from the blocks: stores of unpacked bytes would cost
-    more than the products. Meanwhile as many bytes from `ahead` on are prefetched.
+    Multiplies rows of whole chunks by one token straight from the blocks: storing unpacked bytes
+    would cost more than the products. Prefetches as many bytes from `ahead` on.
     """
     unrolled = _SMALL_CHUNKS_AT_ONCE if form.chunk_blocks == 1 else 1
 
@@ -231,13 +232,13 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
         num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
         num_steps = builder.udiv(num_chunks, I64(unrolled))
         rest = builder.mul(num_steps, I64(unrolled))
-        # Small chunks are taken two at a time, and perhaps one is left.
+        # Small chunks are processed two at a time; one may remain.
         for count, first, end in ((unrolled, I64(0), num_steps), (1, rest, num_chunks)):
             with cgutils.for_range_slice(builder, first, end, I64(1)) as (index, _):
                 begin = Vec(builder, index) * count
                 rows = Rows(Vec(builder, first_row), Vec(builder, row_bytes))
                 line = Vec(builder, ahead) + begin * (NUM_ROWS * form.chunk_bytes)
-                x = Records(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
+                x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
                 total = Vec(builder, builder.load(kept))
                 lines = _lines_ahead(
                     line, count * NUM_ROWS * form.chunk_bytes, 2 * count * form.chunk_blocks
@@ -256,7 +257,7 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
 
 
 def _lines_ahead(first: Vec, num_bytes: int, num_parts: int) -> Iterator[None]:
-    """Prefetches a part of the lines whenever it is asked for the next."""
+    """Each `next` prefetches another part of the lines."""
     begin = 0
     for part in range(1, num_parts + 1):
         keep_order(first.builder)
@@ -267,12 +268,12 @@ def _lines_ahead(first: Vec, num_bytes: int, num_parts: int) -> Iterator[None]:
 
 
 def _multiply_chunk(
-    form: RepackedFormat, rows: Rows, x: Records, total: Vec, lines: Iterator[None]
+    form: RepackedFormat, rows: Rows, x: Q8Blocks, total: Vec, lines: Iterator[None]
 ) -> Vec:
-    """`total` and the products of a chunk.
+    """Add the products of a chunk to `total`.
 
-    Prefetches go between the reads of quads: all at once they would wait for each other, and what
-    comes after them for all.
+    Prefetches are spread among the reads of quads: all at once they would wait for each other, and
+    later reads for them.
     """
     builder, tier, quants = total.builder, current_tier(), quants_of(form)
     signed, num_sums = quants.is_signed(tier), form.chunk_blocks * form.scales_a_block

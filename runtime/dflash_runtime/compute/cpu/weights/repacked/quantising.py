@@ -1,10 +1,10 @@
-"""Activations as int8 with one scale for each 32 values, in the q8_blocks that kernels read.
+"""Quantises activations to int8 with one scale for each 32 values: the q8 blocks that kernels read.
 
-Several blocks are computed side by side, so that what is one number a block (largest magnitude,
-scale, error, sums) takes a lane each.
+Several blocks are computed side by side, so that what a block has one of (largest magnitude, scale,
+error, sums) takes one lane.
 
 Source: symmetric round-to-nearest quantisation by the largest magnitude, as ggml's Q8_0, but with
-the scale in float32 and the better of two grids, which takes off 4 % of the error.
+the scale in float32 and the better of two grids, which reduces the error by 4 %.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HALF_BLOCK = lanes_of(FLOAT, 16)
 _BYTES, _WORDS = lanes_of(I8, 16), lanes_of(I32, 16)
 
 _STEPS = (127, 126)
-"""Steps from 0 to the largest magnitude: of two grids the nearer one is taken, block by block."""
+"""Steps from 0 to the largest magnitude in two grids; each block uses the one with less error."""
 
 _BLOCKS_AT_ONCE = 8
 
@@ -35,9 +35,9 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 
 
 def _reduced(vectors: list[Vec], combine: Callable[[Vec, Vec], Vec]) -> Vec:
-    """Each vector's 16 lanes combined, one lane a vector: first the halves, then their halves, …
+    """Combine each vector's 16 lanes into one lane: first the halves, then their halves, …
 
-    The number of vectors is a power of two.
+    The number of vectors must be a power of two.
     """
     width = 16  # lanes that a vector has left
     while width > 1:
@@ -65,7 +65,7 @@ def _rounded(values: Vec) -> Vec:
 
 
 def _clamped(turns: Vec) -> Vec:
-    """Within 127 steps: all but what is no number, which must become some number too."""
+    """Clamp to 127 steps; a NaN, too, becomes a number."""
     builder = turns.builder
     for comparison, limit in (("<", 127.0), (">", -127.0)):
         bound = constant(builder, turns.value.type, limit)
@@ -79,7 +79,7 @@ def _float32(value: float) -> float:
 
 
 class _Grids:
-    """Both ways to divide blocks into steps, a lane a block, and the choice between them."""
+    """Both ways to divide blocks into steps, one lane a block, and the choice between them."""
 
     def __init__(self, values: list[tuple[Vec, Vec]], largest: Vec) -> None:
         builder, kind = largest.builder, largest.value.type
@@ -98,14 +98,14 @@ class _Grids:
                     rests.append(exact - _rounded(exact))
                 squares.append(rests[0] * rests[0] + rests[1] * rests[1])
             errors.append(_reduced(squares, _plus) * _float32(1.0 / steps**2))
-        # Of a NaN neither is nearer, and the scale is one too.
+        # For a NaN neither grid is better, and the scale is NaN too.
         is_second = builder.fcmp_ordered("<", errors[1].value, errors[0].value)
         self.inverse = Vec(builder, builder.select(is_second, inverses[1].value, inverses[0].value))
         self.scale = Vec(builder, builder.select(is_second, scales[1].value, scales[0].value))
 
 
 def _quantising(num_blocks: int) -> Callable[..., Any]:
-    """``quantise(x, q8_block, slot, num_slots)``: blocks of one token into its slot."""
+    """Make ``quantise(x, q8_block, slot, num_slots)``: blocks of one token into its slot."""
 
     @primitive(void, i64, i64, i64, i64)
     def quantise_blocks(builder: Any, x: Any, q8_block: Any, slot: Any, num_slots: Any) -> None:
@@ -114,7 +114,7 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
         for block in range(num_blocks):
             at = first + 128 * block
             values.append((load(at, _HALF_BLOCK), load(at + 64, _HALF_BLOCK)))
-        # Magnitudes are ordered as their bits are, and those of a NaN are the largest.
+        # Magnitudes compare like their bits; a NaN's bits are the largest.
         sizes = []
         for halves in values:
             bits = [each.as_type(_WORDS) & _MAGNITUDE_BITS for each in halves]
@@ -148,7 +148,7 @@ _quantise_several, _quantise_one = _quantising(_BLOCKS_AT_ONCE), _quantising(1)
 
 
 def _quantise(x: int, num_blocks: int, q8_blocks: int, slot: int, num_slots: int) -> None:
-    """One token's values at `x` into its `slot` of a group's q8_blocks."""
+    """Quantise one token's values at `x` into its `slot` of a group's q8 blocks."""
     block, q8_bytes = 0, Q8_BLOCK_BYTES * num_slots
     while block + _BLOCKS_AT_ONCE <= num_blocks:
         _quantise_several(x + 128 * block, q8_blocks + q8_bytes * block, slot, num_slots)
@@ -160,7 +160,7 @@ def _quantise(x: int, num_blocks: int, q8_blocks: int, slot: int, num_slots: int
 
 @cache
 def quantise_function() -> RowFunction:
-    """To be passed to kernels by address and called through `quantise`."""
+    """The function whose address kernels are passed, to call it through `quantise`."""
     return compile_row_function(_quantise, void, *[i64] * 5)
 
 
@@ -168,13 +168,13 @@ def quantise_function() -> RowFunction:
 def quantise(
     builder: Any, function: Any, x: Any, num_blocks: Any, q8_blocks: Any, slot: Any, num_slots: Any
 ) -> None:
-    """``function(x, num_blocks, q8_blocks, slot, num_slots)``: a token into its slot."""
+    """Call ``function(x, num_blocks, q8_blocks, slot, num_slots)``: a token into its slot."""
     emit_call(builder, ir.VoidType(), function, [x, num_blocks, q8_blocks, slot, num_slots])
 
 
 @helper
 def regroup(q8_blocks: int, num_blocks: int, out: int, slot: int, num_slots: int) -> None:
-    """The q8_blocks of one token into its slot of a group's."""
+    """Copy the q8 blocks of one token into its slot of a group's."""
     for block in range(num_blocks):
         source, target = (
             q8_blocks + Q8_BLOCK_BYTES * block,

@@ -1,7 +1,7 @@
-"""Reading the 16 rows of a repacked tile side by side.
+"""Reads the 16 rows of a repacked tile side by side.
 
-A *quad* is 256 bytes, four steps of k: byte ``64 * step + 4 * row + i`` belongs to value
-``4 * step + i`` of that row. *Words* are 16 x 32 bits and *lanes* 16 x float32, one a row.
+A *quad* is 256 bytes, four steps of k: byte ``64 * step + 4 * row + i`` belongs to value ``4 * step
++ i`` of that row. *Words* are 16 x 32 bits and *lanes* 16 x float32, one a row.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from dflash_runtime.compute.cpu.simd.types import FLOAT, lanes_of
 QUAD, WORDS, LANES = lanes_of(I8, 256), lanes_of(I32, NUM_ROWS), lanes_of(FLOAT, NUM_ROWS)
 
 Quads = Iterator[tuple[int, int, Vec]]
-"""(block of 32, half, quad) of a chunk; both halves of a block, each once."""
+"""(block of 32, half, quad) of a chunk; each half of each block once."""
 
 ScalesAndOffsets = tuple[list[Vec], list[Vec]]
-"""Lanes for each block of 32, or for each half block where a format scales those."""
+"""Lanes for each block of 32, or for each half block if the format scales halves."""
 
-_EACH_LANE = (0, 4, 8, 12)  # where the 128-bit lanes of 16 words begin
+_EACH_LANE = (0, 4, 8, 12)  # first words of the 128-bit lanes of 16 words
 
 
 class Rows:
-    """The 16 rows' blocks from one place in the row on; `stride` is bytes from row to row."""
+    """The 16 rows from some block on; `stride` is bytes from row to row."""
 
     def __init__(self, first: Vec, stride: Vec) -> None:
         self._first = first
         self._stride = stride
-        # Every fourth row, so that the others are at 1, 2 and 3 strides: x86 adds those for free.
+        # Every fourth row; x86 addressing adds the 1, 2 or 3 strides to the others for free.
         self._fours = [first + stride * (4 * i) for i in range(4)]
         self._multiples = [stride * i for i in range(4)]
         self.builder = first.builder
 
     def address(self, row: int, offset: int) -> Vec:
-        """Of a byte of one row."""
+        """Address of a byte of one row."""
         return self._fours[row // 4] + self._multiples[row % 4] + offset
 
     def at(self, offset: Vec) -> Rows:
-        """The same rows from a later block on."""
+        """The same rows `offset` bytes further on."""
         return Rows(self._first + offset, self._stride)
 
     def gather(self, offset: int) -> Vec:
@@ -72,14 +72,14 @@ class Rows:
         return join(join(steps[0], steps[1]), join(steps[2], steps[3])).as_type(QUAD)
 
     def gather_words(self, offset: int) -> list[Vec]:
-        """The same 16 bytes as 4 words of each row; for one number this is cheap enough too.
+        """The same 16 bytes as 4 words of each row; cheap enough even if only one is used.
 
-        What computes words that nobody uses is not emitted in the end.
+        Words that are not used are eliminated as dead code.
         """
         return words_of(self.gather(offset))
 
 
 def words_of(quad: Vec) -> list[Vec]:
-    """A quad's four steps as words."""
+    """Split a quad into its four steps, as words."""
     words = quad.as_type(lanes_of(I32, 64))
     return [words.take(list(range(first, first + NUM_ROWS))) for first in range(0, 64, NUM_ROWS)]
