@@ -12,7 +12,7 @@ from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.process.output import log_to_stderr, said, say
-from dflash_protocol.process.standard_streams import prepare_standard_streams
+from dflash_protocol.process.startup import prepare_standard_streams
 from dflash_protocol.settings import load_settings, run_directory
 from dflash_protocol.settings.kinds import Switch
 from dflash_protocol.settings.table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of

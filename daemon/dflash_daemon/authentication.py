@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import noun
 from dflash_protocol.transports.curve import KEY_BYTES, ZAP_DOMAIN, AuthorizedClients
 
 _LOG = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from dflash_protocol.notify import Notifier
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.process.held_folder import remove_if_abandoned
 from dflash_protocol.process.output import say
-from dflash_protocol.process.parent import end_with_parent
+from dflash_protocol.process.startup import end_with_parent
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory

@@ -42,6 +42,11 @@ def say(message: object, *, program: str) -> None:
     print(said(message, program=program), file=sys.stderr, flush=True)
 
 
+def noun(number: int, singular: str) -> str:
+    """`singular`, with an ``s`` unless `number` is 1."""
+    return singular if number == 1 else singular + "s"
+
+
 def ascii_json(value: Any) -> str:
     """JSON on one line of printable ASCII: what it quotes does nothing in a terminal, and programs
     read the same from it.

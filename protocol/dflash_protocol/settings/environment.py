@@ -19,7 +19,7 @@ from typing import Any
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings.file import read_settings_file
-from dflash_protocol.settings.kinds import MOST_DAEMONS, DaemonSetting, checked
+from dflash_protocol.settings.kinds import MOST_DAEMONS, DaemonSetting, checked, unknown
 from dflash_protocol.settings.table import (
     AUTO_TIER,
     CPU_TIERS,
@@ -33,7 +33,6 @@ from dflash_protocol.settings.table import (
     Reader,
     Settings,
 )
-from dflash_protocol.settings.wording import unknown
 
 __all__ = [
     "AUTO_TIER",

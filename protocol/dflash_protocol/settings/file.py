@@ -29,9 +29,9 @@ from dflash_protocol.settings.kinds import (
     check_daemon_device,
     checked,
     shown,
+    unknown,
 )
 from dflash_protocol.settings.table import EXPERT_COMPUTE, KNOBS, MAX_THREADS, PREFIX, Reader
-from dflash_protocol.settings.wording import unknown
 
 _LIMIT_BYTES = 1 << 20
 _WHAT = "settings file"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from dflash_protocol.device import DEVICES_ALLOWED, Device, parse_device
 from dflash_protocol.endpoint import parse_endpoint
@@ -273,3 +274,20 @@ def checked(where: str, value: object, read: Callable[..., object]) -> object:
 def shown(value: object) -> str:
     """A value in a message: on one line, and not longer than one wants to read."""
     return one_line(repr(value), 80)
+
+
+def unknown(what: str, name: str, known: Iterable[str], *, prefixes: Sequence[str] = ()) -> str:
+    """Error text for an unknown name; suggests the closest known names, at most three.
+
+    Common `prefixes` are ignored when names are compared.
+    """
+
+    def own_part(name: str) -> str:
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        return name.casefold()
+
+    by_part = {own_part(each): each for each in known}
+    near = [by_part[part] for part in get_close_matches(own_part(name), by_part)]
+    advice = f"did you mean {' or '.join(near)}?" if near else "docs/operations.md lists them all"
+    return f"unknown {what} {shown(name)}; {advice}"

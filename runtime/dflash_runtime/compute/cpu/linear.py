@@ -35,7 +35,7 @@ class _Plan:
     """Of one token; 0 if no matrix wants q8_blocks."""
 
 
-class Linear:
+class DenseProducts:
     """Products of one backend; knows its threads and its scratch memory."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:

@@ -11,7 +11,7 @@ from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import LayerState
 
 
-class RecurrentState(LayerState):
+class BlockedState(LayerState):
     """One layer's, in the layout of delta_parts: float32, every part at the begin of a line.
 
     Shapes: inputs [K - 1, channels], position p's in row ``p % (K - 1)``; matrices [value heads,

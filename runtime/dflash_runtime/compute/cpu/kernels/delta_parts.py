@@ -34,7 +34,7 @@ DELTA_BLOCK = 32
 """Positions between two states of a matrix: as many as a vector has lanes."""
 
 (
-    # Of a layer and its state, addresses first; see recurrent.RecurrentState.
+    # Of a layer and its state, addresses first; see recurrent_state.BlockedState.
     MATRICES,
     KEYS,
     ROWS,
