@@ -168,7 +168,7 @@ def _unseal(
     if not num_more:
         return header, [head[HEADER_BYTES:]]
     if len(head) > HEADER_BYTES:
-        raise ProtocolError("arrays both inline and in frames of their own")
+        raise ProtocolError("arrays both in the header's frame and in frames of their own")
     return header, [memoryview(frame) for frame in frames[1:]]
 
 
