@@ -202,7 +202,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
 
     @pass_context  # so that Jinja never calls it while compiling
     def _printed(self, _context: Context, value: Any) -> Any:
-        """Charge for a printed value; Jinja calls it for all output, also in macros and captures."""
+        """Charge for a printed value; Jinja calls it for all output, macros and captures too."""
         self.budget.charge(self.budget.measure(value))
         return value
 
@@ -231,7 +231,7 @@ class GenerationBlock(Extension):
 
 
 class Meter(Extension):
-    """Charges loops, macros, comparisons, literals, slices and ``~``: Jinja has no hook for them."""
+    """Charges loops, macros, comparisons, literals, slices and ``~``: Jinja has no hooks there."""
 
     def turn(self, static_text: int) -> bool:
         """Charge an iteration of a loop or a call of a macro, with its static characters."""

@@ -286,7 +286,7 @@ def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
         def save_overload(self, sig: Any, data: Any) -> None:
             try:
                 super().save_overload(sig, data)
-            except Exception as error:  # no space, no longer ours to write
+            except Exception as error:  # no space, or not writable any more
                 _say_not_kept(getattr(error, "strerror", None) or str(error))
 
     return Cache(function)
