@@ -95,7 +95,7 @@ class ExpertHost:
         kernels have run then. Thread-safe.
         Raises: DaemonUnavailable if cancelled.
         """
-        with self._told(on_progress), self._load_lock:
+        with self._reporting(on_progress), self._load_lock:
             self._compile()
             if self.store.num_experts:
                 return
@@ -128,10 +128,10 @@ class ExpertHost:
         """
 
         def on_layer(num_done: int, num_total: int) -> None:
-            self._require_wanted()
+            self._require_not_cancelled()
             on_progress("load", num_done, num_total)
 
-        with self._told(on_progress), self._load_lock:
+        with self._reporting(on_progress), self._load_lock:
             self._compile()
             is_there = self.store.holds(owned)
             try:
@@ -162,7 +162,7 @@ class ExpertHost:
         """
 
         def on_group(num_done: int, num_total: int) -> None:
-            self._require_wanted()
+            self._require_not_cancelled()
             on_progress(COMPARING, num_done, num_total)
 
         if nonce is not None:
@@ -174,7 +174,7 @@ class ExpertHost:
         """Compile the kernels once; call with the lock. Raises: DaemonUnavailable if cancelled."""
 
         def on_progress(num_done: int, num_total: int) -> None:
-            self._require_wanted()
+            self._require_not_cancelled()
             for tell in self._waiting.copy():
                 tell("compile", num_done, num_total)
 
@@ -185,7 +185,7 @@ class ExpertHost:
             self._is_compiled = True
 
     @contextmanager
-    def _told(self, on_progress: OnProgress) -> Iterator[None]:
+    def _reporting(self, on_progress: OnProgress) -> Iterator[None]:
         """Within this context, call `on_progress` as kernels are compiled, by any thread."""
         self._waiting.append(on_progress)
         try:
@@ -193,7 +193,7 @@ class ExpertHost:
         finally:
             self._waiting.remove(on_progress)
 
-    def _require_wanted(self) -> None:
+    def _require_not_cancelled(self) -> None:
         if self._is_cancelled:
             raise DaemonUnavailable("stopped while loading")
 

@@ -51,7 +51,7 @@ _DATA_IO_THREADS = (1, 2)
 """Used with keys, so that handshakes at the control socket, whose address is public, delay no
 request. ZeroMQ gives a new data connection to the thread with the fewest, on a tie to the first,
 so short-lived unauthorized connections stay on that one."""
-_FILE_LOOK_S = 1.0
+_FILE_CHECK_S = 1.0
 """Interval of checks whether the model's file has changed."""
 _HUNG_S = 60.0
 """A daemon that spends longer than this on one request stops feeding the watchdog."""
@@ -111,7 +111,7 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         with (
             _claimed(options.endpoint),
             zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
-            _guarded(context, security),
+            _authenticated(context, security),
         ):
             asyncio.run(_serve(options, settings, host, context, owned, security, manager))
     finally:
@@ -303,7 +303,7 @@ async def _watch_file(host: ExpertHost) -> None:
     """
     was_replaced = False
     while True:
-        await asyncio.sleep(_FILE_LOOK_S)
+        await asyncio.sleep(_FILE_CHECK_S)
         await asyncio.to_thread(host.require_unwritten)
         if not was_replaced and host.file_change() is FileChange.REPLACED:
             was_replaced = True
@@ -369,7 +369,7 @@ def _claimed(endpoint: Endpoint) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _guarded(
+def _authenticated(
     context: zmq.Context[zmq.Socket[bytes]], security: ServerSecurity | None
 ) -> Iterator[None]:
     """Run the authenticator if there are keys, and raise the limit of open files."""

@@ -27,9 +27,9 @@ Banks: TypeAlias = Mapping[int, ExpertBank]
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
-_SOCKET_PAUSE_S = 0.002
+_SOCKET_POLL_S = 0.002
 """Interval of polling the socket while rings are busy and the socket has been quiet."""
-_SOCKET_LATELY_S = 0.1
+_SOCKET_ACTIVE_S = 0.1
 """For this long after a request through the socket, it is polled at every turn."""
 
 
@@ -73,7 +73,7 @@ class ComputeService:
         self._before_sleep = before_sleep
         self._check_file = check_file
         self._socket_turn = _Turn()
-        self._socket_looked_at_s = self._socket_served_s = 0.0
+        self._socket_polled_s = self._socket_served_s = 0.0
         self._rings = SharedServer(counters=self.counters) if shares_memory else None
         self._stop = threading.Event()
         self._port: Future[int] = Future()
@@ -215,8 +215,8 @@ class ComputeService:
         """Whether to poll the socket now: it takes a third of a small request's time, so a quiet
         socket is polled only at intervals."""
         now_s = time.monotonic()
-        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_LATELY_S else _SOCKET_PAUSE_S
-        return now_s - self._socket_looked_at_s >= pause_s
+        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_ACTIVE_S else _SOCKET_POLL_S
+        return now_s - self._socket_polled_s >= pause_s
 
     def _serve_socket(self, server: StreamServer) -> bool:
         """Serve the socket for one turn. False if it had no request."""
@@ -227,9 +227,9 @@ class ComputeService:
                 break
         else:
             self._socket_turn.end()
-        self._socket_looked_at_s = time.monotonic()
+        self._socket_polled_s = time.monotonic()
         if is_served:
-            self._socket_served_s = self._socket_looked_at_s
+            self._socket_served_s = self._socket_polled_s
         return is_served
 
     def _serve(self, server: StreamServer | SharedServer, request: ReceivedRequest) -> None:

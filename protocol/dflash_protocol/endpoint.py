@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
-from dflash_protocol.process.private_path import is_there_privately
+from dflash_protocol.process.private_path import exists_privately
 
 _PATH_LIMIT_BYTES = 100
 """Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
@@ -52,7 +52,7 @@ class Endpoint:
         Raises: SettingsError if another account has a socket there, or could create one.
         """
         what = f"endpoint {self.address}"
-        return all([is_there_privately(path, what) for path in self.socket_paths])
+        return all([exists_privately(path, what) for path in self.socket_paths])
 
     @property
     def socket_paths(self) -> tuple[Path, ...]:

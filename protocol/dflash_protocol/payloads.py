@@ -112,7 +112,7 @@ def as_received(values: V, negotiated: PayloadType) -> V:
     return received.astype(values.dtype)
 
 
-def is_overtaken(sent: PayloadType, negotiated: PayloadType) -> bool:
+def is_widened(sent: PayloadType, negotiated: PayloadType) -> bool:
     """Whether a message was sent in the wide type because the negotiated one would overflow."""
     return negotiated is not PayloadType.F32 and sent is not negotiated
 

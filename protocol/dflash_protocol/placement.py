@@ -137,11 +137,9 @@ class Placement:
         for owned in self.owners:
             owned.check(self.experts_per_layer)
         for layer_id, routing in self.routing.items():
-            homeless = np.flatnonzero(routing.owner_index < 0)
-            if homeless.size:
-                raise ProtocolError(
-                    f"placement: layer {layer_id} expert {homeless[0]} has no owner"
-                )
+            unowned = np.flatnonzero(routing.owner_index < 0)
+            if unowned.size:
+                raise ProtocolError(f"placement: layer {layer_id} expert {unowned[0]} has no owner")
 
     @property
     def routing(self) -> dict[int, LayerRouting]:

@@ -58,7 +58,7 @@ def file_digests(
         known = read_kept(kept)
         if known is None:
             with watch.reopened(shard) as descriptor:
-                while known is None and _is_read_by_others(descriptor) and wait is not None:
+                while known is None and _is_locked_elsewhere(descriptor) and wait is not None:
                     wait()
                     known = read_kept(kept)
                 if known is None:
@@ -79,7 +79,7 @@ def kept_digests(watch: FileWatch, folder: Path) -> list[str] | None:
     return known if len(known) == len(found) else None
 
 
-def _is_read_by_others(descriptor: int) -> bool:
+def _is_locked_elsewhere(descriptor: int) -> bool:
     """Whether another process has the file's lock; else it is taken until the descriptor closes."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,7 +35,7 @@ from dflash_protocol.errors import one_line
 MAX_TEMPLATE_BYTES = 1 << 20  # published: < 64 KiB
 MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; every text is searched for each
 _DECODED_AT_ONCE = 1 << 14  # tokens
-_LOOKED_THROUGH_AT_ONCE = 1 << 16  # characters
+_SEARCHED_AT_ONCE = 1 << 16  # characters
 _CUT_OUT = (*CONTROL_TYPES, TokenType.USER_DEFINED)
 
 
@@ -251,7 +251,7 @@ class Tokenizer:
         for spelling, token_id, is_control in self._special:
             if is_control and not parse_special:
                 continue
-            if len(text) > _LOOKED_THROUGH_AT_ONCE:
+            if len(text) > _SEARCHED_AT_ONCE:
                 yield None
             begin = text.find(spelling)
             while begin >= 0:

@@ -22,7 +22,7 @@ _EVERY_ID = "4294967295"
 _OWN_FOLDER = "use a folder of your own, mode 0700"
 
 
-def is_there_privately(path: Path, what: str) -> bool:
+def exists_privately(path: Path, what: str) -> bool:
     """Whether the folder of a path exists; every folder on the way must belong to us or root.
 
     The last folder must be writable by its owner only. Those above it may also be writable by our

@@ -245,7 +245,7 @@ def receive(port, sequence, spin_ns, wait_ns, num_tokens, to):
     if found != sequence and spin_ns > 0:
         end_ns = emit.monotonic_ns() + spin_ns
         while found != sequence and emit.monotonic_ns() < end_ns:
-            for _ in range(native.NUM_LOOKS):
+            for _ in range(native.NUM_POLLS):
                 emit.pause()
                 found = emit.load_acquire(word)
                 if found == sequence:

@@ -88,7 +88,7 @@ NUM_PHASES = 3
 QUICK_NS = 100_000
 """A server spins for the next request if the last one came within this time after the reply before
 it, or within the spin time if that is longer."""
-NUM_LOOKS = 16
+NUM_POLLS = 16
 """Polls of the words between two readings of the clock."""
 
 _FOLDER_PREFIX = "ring-"

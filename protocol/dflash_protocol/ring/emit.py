@@ -318,12 +318,12 @@ def _bytes_of(element: Any) -> int:
     return {I16: 2, I32: 4, FLOAT: 4, DOUBLE: 8}[element]
 
 
-def _as_it_is(builder: Any, loaded: Any, target: Any) -> Any:
+def _unchanged(builder: Any, loaded: Any, target: Any) -> Any:
     del builder, target
     return loaded, None
 
 
-def _looked_at(builder: Any, value: Any) -> Any:
+def _with_nonfinite_flag(builder: Any, value: Any) -> Any:
     """The value, and whether an element is NaN or infinite."""
     zero = builder.fsub(value, value)  # 0 of finite values, else a NaN
     is_odd = builder.fcmp_unordered("uno", zero, zero)
@@ -333,7 +333,7 @@ def _looked_at(builder: Any, value: Any) -> Any:
 
 def _sums(builder: Any, loaded: Any, target: Any) -> Any:
     del target
-    return _looked_at(builder, loaded)
+    return _with_nonfinite_flag(builder, loaded)
 
 
 def _to_bf16(builder: Any, loaded: Any, target: Any) -> Any:
@@ -396,8 +396,8 @@ def _to_float(builder: Any, value: Any, *, is_odd: bool = False) -> Any:
         builder.shl(builder.bitcast(each, wide_type), _splat(wide_type, 1))
         for each in (back, value)
     )
-    is_away = builder.and_(is_inexact, builder.icmp_unsigned(">", *magnitudes))
-    bits = builder.sub(builder.bitcast(nearest, bits_type), builder.zext(is_away, bits_type))
+    is_rounded_up = builder.and_(is_inexact, builder.icmp_unsigned(">", *magnitudes))
+    bits = builder.sub(builder.bitcast(nearest, bits_type), builder.zext(is_rounded_up, bits_type))
     return builder.bitcast(builder.or_(bits, builder.zext(is_inexact, bits_type)), nearest.type)
 
 
@@ -405,10 +405,10 @@ def _from_float(builder: Any, value: Any, target: Any) -> Any:
     """Float32 rows unchanged; sums widened to float64, and whether any is NaN or infinite."""
     if target.element is FLOAT:
         return value, None
-    return builder.fpext(value, target), _looked_at(builder, value)[1]
+    return builder.fpext(value, target), _with_nonfinite_flag(builder, value)[1]
 
 
-copy_words = _copier(I32, I32, _as_it_is, from_wire=True)
+copy_words = _copier(I32, I32, _unchanged, from_wire=True)
 copy_sums = _copier(DOUBLE, DOUBLE, _sums, from_wire=True)
 pack_bf16 = _copier(FLOAT, I16, _to_bf16, from_wire=False)
 pack_bf16_sums = _copier(DOUBLE, I16, _to_bf16, from_wire=False)

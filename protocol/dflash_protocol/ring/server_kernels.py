@@ -221,7 +221,7 @@ def next_request(table, spin_ns, entries, num_entries, timeout_ms):
     if place < 0 and spin_ns > 0 and load(table + 8 * native.IS_QUICK) != 0:
         end_ns = emit.monotonic_ns() + spin_ns
         while place < 0 and emit.monotonic_ns() < end_ns:
-            for _ in range(native.NUM_LOOKS):
+            for _ in range(native.NUM_POLLS):
                 emit.pause()
                 place = find(table)
                 if place >= 0:

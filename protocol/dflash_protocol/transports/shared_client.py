@@ -46,7 +46,7 @@ from dflash_protocol.wire.transport import DeviceReply, LinkLimits, Reply, Trans
 _SPIN_S, _LONG_SPIN_S = 50e-6, 1e-3
 _MANY_CORES = 8
 _LONGEST_WAIT_S = 1.0
-_FREE_SLOT_LOOK_S = 0.01
+_FREE_SLOT_POLL_S = 0.01
 """How long a wait for a free slot polls each slot in use."""
 
 _DECODE, _DECODE_CODE = Phase.DECODE, PHASES.index(Phase.DECODE)
@@ -453,7 +453,7 @@ class SharedClient:
             remaining_s = end_s - time.monotonic()
             for sequence, slot in list(self._pending.items()):
                 # Replies arrive in any order, most often in that of the requests.
-                wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_LOOK_S)
+                wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_POLL_S)
                 self._keep_reply(sequence, slot, int(wait_s * 1e9))
             if not self._free:
                 self._check_timeout(remaining_s, deadline_s, "free slot")

@@ -30,7 +30,7 @@ _QUEUED_REQUESTS = 16
 """High-water mark of a link's requests at the daemon; further ones queue at the parent."""
 _DRAIN_S = 1.0
 """How long past its deadline `wait` still reads messages that have arrived already."""
-_LOOK_UP_S = 0.005
+_RECV_S = 0.005
 """Timeout of one blocking read, after which a lost link is noticed. Blocking in recv saves a poll
 before each one, which would be the largest cost of a decode step here."""
 
@@ -102,7 +102,7 @@ class StreamClient:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
             self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-            self._socket.setsockopt(zmq.RCVTIMEO, int(_LOOK_UP_S * 1e3))
+            self._socket.setsockopt(zmq.RCVTIMEO, int(_RECV_S * 1e3))
             self._socket.setsockopt(zmq.IPV6, is_ipv6(data_address))
             if secure is not None:
                 secure(self._socket)
@@ -138,7 +138,7 @@ class StreamClient:
         self._before_sleep()
         while sequence not in self._arrived:
             remaining_s = end_s - time.monotonic()
-            if remaining_s > _LOOK_UP_S:
+            if remaining_s > _RECV_S:
                 frames = self._received(0)
             elif remaining_s > 0:
                 self._socket.poll(math.ceil(remaining_s * 1e3))

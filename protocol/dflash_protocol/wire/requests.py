@@ -45,7 +45,7 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import (
     PayloadType,
     are_finite,
-    is_overtaken,
+    is_widened,
     pack_hidden,
     pack_sums,
     unpack_hidden,
@@ -190,7 +190,7 @@ def encode_request(
     )
     num_bytes = len(routing) + hidden.nbytes
     if counters is not None:
-        counters.widened += is_overtaken(sent_as, payload)
+        counters.widened += is_widened(sent_as, payload)
         counters.bytes_sent += num_bytes
     return seal(
         _REQUEST,
@@ -280,7 +280,7 @@ def encode_reply(
     """Frames of a reply. Shapes: sums [T, H] float64."""
     packed, sent_as = pack_sums(sums, payload)
     if counters is not None:
-        counters.widened += is_overtaken(sent_as, payload)
+        counters.widened += is_widened(sent_as, payload)
         counters.bytes_sent += packed.nbytes
     return seal(
         _REPLY,
