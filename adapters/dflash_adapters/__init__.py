@@ -1,4 +1,3 @@
-"""What a model file means: scanner, block formats, tokenizer, and one adapter per architecture.
-
-Knows nothing of devices, processes or sockets.
+"""Reading model files: `gguf` files, `quant` block formats, `text` tokenizers and chat templates,
+and an adapter per architecture in `models`, written in the operations of `ops`.
 """

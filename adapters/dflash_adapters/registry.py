@@ -1,6 +1,6 @@
-"""From ``general.architecture`` to the adapter that understands it.
+"""Finds the adapter for a file's ``general.architecture``.
 
-One adapter a file, named as the architecture is named; imported only when a model asks for it.
+Each adapter is a module of `models` with the architecture's name, imported on demand.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dflash_protocol.errors import UnsupportedModel
 A = TypeVar("A")
 
 ARCHITECTURES = ("qwen3moe", "qwen35moe", "olmoe", "qwen2moe", "llama", "laguna", "llama4")
-"""Every architecture that has an adapter here."""
+"""The architectures that have an adapter."""
 
 
 class Adapter(Protocol):
-    """What an adapter module offers."""
+    """The interface of an adapter module."""
 
     def read_spec(self, file: GgufFile) -> ModelSpec:
-        """Facts from metadata alone; every tensor's shape is checked, no weight is read."""
+        """Read the model's dimensions and check every tensor's shape; reads no weight."""
 
     def load(self, file: GgufFile, ops: Ops[A]) -> Model[A]:
-        """The model with its dense weights on the device of `ops`. Experts are not loaded."""
+        """Load the model's dense weights to the device of `ops`. Experts are not loaded."""
 
 
 def adapter_for(file: GgufFile) -> Adapter:
     """The adapter of a file's architecture.
 
-    Raises: UnsupportedModel if there is none, saying so if the model is a dense one.
+    Raises: UnsupportedModel if there is none; the message says if the model is a dense one.
     """
     architecture = file.architecture
     is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0

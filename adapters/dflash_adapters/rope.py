@@ -1,8 +1,6 @@
-"""What positions do to queries and keys: rotary embedding, its frequencies from metadata, with
-linear and YaRN context scaling; and temperature, factors of queries alone.
+"""Rotary position embedding with linear and YaRN context scaling, and attention temperature.
 
-Knows nothing of arrays on devices: a table is a few float64 numbers, and a temperature two, that a
-backend turns into whatever its kernel wants.
+Descriptions on the host, which backends convert for their kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array
 
 
 class RopePairing(StrEnum):
-    """Which two values of a head form a pair."""
+    """Which two values of a head are rotated as a pair."""
 
     HALF_SPLIT = "half_split"
     """(x[p], x[p + n/2]), "NEOX"."""
@@ -40,7 +38,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN; the betas' defaults are what llama.cpp computes with whatever a file says.
+    """Parameters of YaRN; the betas' defaults are those that llama.cpp always uses.
 
     cos and sin are scaled by ``1 + 0.1 ln(factor)``, with a log multiplier m by
     ``(1 + 0.1 ln(factor)) / (1 + 0.1 m ln(factor))``.
@@ -64,7 +62,7 @@ def rope_table(
 ) -> RopeTable:
     """Frequencies of every pair. `linear_factor` and `yarn` exclude each other.
 
-    `factors` divide every pair's angles besides, as those of llama 3 do.
+    `factors`, as of llama 3, divide the angles of each pair in addition.
     Shapes: factors [num_rotated / 2].
     Source: Su et al. 2021 (arXiv 2104.09864); Peng et al. 2023 (arXiv 2309.00071) for YaRN.
     """

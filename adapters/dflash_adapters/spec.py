@@ -1,7 +1,6 @@
-"""Frozen facts of one model, read from metadata alone: dimensions, caches, experts.
+"""The description of a model, read from metadata only: dimensions, caches, experts.
 
-Knows nothing of weights' values: a spec is made without reading a single weight byte, so the
-daemon and ``inspect`` can afford it on any file.
+Making one reads no weight, so it is cheap for any file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dflash_protocol.fingerprint import digest
 
 
 class Activation(StrEnum):
-    """What stands between an expert's gate/up and down projections.
+    """The activation between an expert's gate/up and down projections.
 
     All are ``g / (1 + exp(-alpha g)) * (u + up_offset)`` of ``g = min(gate, limit)`` and
     ``u = clip(up, -limit, limit)``; `limit` and `alpha` are the layer's.
@@ -34,13 +33,13 @@ class Activation(StrEnum):
 
     @property
     def up_offset(self) -> float:
-        """What is added to the clamped up projection."""
+        """The constant added to the clamped up projection."""
         return 1.0 if self is Activation.GPT_OSS else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertVector:
-    """Where a vector of every expert of a layer lies in the file: a bias, or a scale of length 1.
+    """File positions of a vector of every expert of a layer: a bias, or a scale of length 1.
 
     Expert ``e`` has ``length`` F32 values of shard ``shard_index`` from
     ``offset_bytes + e * stride_bytes``, which need not be aligned.
@@ -58,7 +57,7 @@ class ExpertVector:
         return 4 * self.length
 
     def place_of(self, global_expert_id: int) -> tuple[int, int]:
-        """Shard, and offset in it, of one expert's vector."""
+        """Shard and offset of one expert's vector."""
         return self.shard_index, self.offset_bytes + global_expert_id * self.stride_bytes
 
 
@@ -68,8 +67,8 @@ class ExpertProjection:
 
     The matrix of expert ``e`` occupies ``num_bytes`` bytes of shard ``shard_index`` from
     ``offset_bytes + e * stride_bytes``: ``rows`` rows of ``columns`` values.
-    Merged gate/up stacks give two projections whose stride is the whole slab. Experts that are
-    tensors of their own lie at `places` instead, and the first one's is named here.
+    A merged gate/up stack gives two projections whose stride is the whole slab. Experts that are
+    separate tensors are at `places` instead; `tensor_name` is that of the first one.
     """
 
     tensor_name: str
@@ -82,12 +81,12 @@ class ExpertProjection:
     bias: ExpertVector | None = None
     """``rows`` values an expert."""
     scale: ExpertVector | None = None
-    """One value an expert, as NVFP4 files have it."""
+    """One value an expert, in NVFP4 files."""
     places: tuple[tuple[int, int], ...] | None = None
     """Shard and offset of each expert."""
 
     def place_of(self, global_expert_id: int) -> tuple[int, int]:
-        """Shard, and offset in it, of one expert's matrix."""
+        """Shard and offset of one expert's matrix."""
         if self.places is not None:
             return self.places[global_expert_id]
         return self.shard_index, self.offset_bytes + global_expert_id * self.stride_bytes
@@ -103,14 +102,14 @@ class ExpertProjection:
 
     @property
     def tensor_names(self) -> frozenset[str]:
-        """Names of its matrix, and of its bias and scale if it has them."""
+        """Names of its matrix, bias and scale."""
         vectors = {vector.tensor_name for vector in (self.bias, self.scale) if vector is not None}
         return frozenset({self.tensor_name, *vectors})
 
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """One layer's experts: ``E`` of them, ``K`` used per token, ``H`` in and out, ``F`` wide."""
+    """One layer's experts: ``E`` of them, ``K`` per token, hidden size ``H``, FFN width ``F``."""
 
     layer_id: int
     num_experts: int
@@ -122,9 +121,9 @@ class MoeLayer:
     up: ExpertProjection
     down: ExpertProjection
     activation_limit: float = math.inf
-    """Of the forms that clamp."""
+    """For activations that clamp."""
     activation_alpha: float = 1.0
-    """Of the gpt-oss form."""
+    """For the gpt-oss activation."""
 
     def __post_init__(self) -> None:
         assert self.activation_limit > 0.0
@@ -137,9 +136,9 @@ class MoeLayer:
 
     @property
     def parts(self) -> tuple[ExpertProjection | ExpertVector, ...]:
-        """Everything in the file that an expert consists of, each once: matrices, then vectors.
+        """All distinct parts of an expert in the file: matrices, then vectors.
 
-        Each part's bytes of expert ``e`` are ``num_bytes`` from ``place_of(e)``.
+        A part's bytes of expert ``e`` are ``num_bytes`` from ``place_of(e)``.
         """
         vectors = (v for p in self.projections for v in (p.bias, p.scale) if v is not None)
         # Projections of a merged stack share their scale.
@@ -171,18 +170,18 @@ class MoeSpec:
 
     @cached_property
     def digest(self) -> str:
-        """Fingerprint of everything that decides what an expert computes, except its weights."""
+        """Fingerprint of everything that determines what an expert computes, except its weights."""
         return digest("moe-spec-v2", (repr(layer).encode() for layer in self.layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which positions j up to its own a token at position i sees; 0: no such limit."""
+    """Which positions j <= i a token at position i attends to; 0: no such limit."""
 
     window: int = 0
-    """``i - j < window``: the last so many, its own among them."""
+    """Sliding window: ``i - j < window``."""
     chunk: int = 0
-    """``j >= floor(i / chunk) * chunk``: those of its own chunk."""
+    """Chunked attention: ``j >= floor(i / chunk) * chunk``."""
 
     def __post_init__(self) -> None:
         assert self.window >= 0
@@ -190,23 +189,23 @@ class Mask:
 
     @property
     def span(self) -> int | None:
-        """The most positions that a token can see; None: all up to its own."""
+        """Maximum number of positions that a token attends to; None: all up to its own."""
         return min((each for each in (self.window, self.chunk) if each), default=None)
 
     def first_visible(self, position: int) -> int:
-        """The first position that a token at this one sees."""
+        """The first position that a token at `position` attends to."""
         in_window = position - self.window + 1 if self.window else 0
         in_chunk = position // self.chunk * self.chunk if self.chunk else 0
         return max(0, in_window, in_chunk)
 
 
 CAUSAL = Mask()
-"""All positions up to its own."""
+"""Plain causal attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """Key/value heads that one attention layer caches per position, and which of them it reads."""
+    """Key/value heads that one attention layer caches per position, and its mask."""
 
     num_heads: int
     key_dim: int
@@ -216,8 +215,8 @@ class KvLayer:
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Heads of a gated delta rule. Several value heads share a key head, whose number divides
-    theirs."""
+    """Heads of a gated delta rule. Several value heads share a key head; the number of value heads
+    is a multiple of that of key heads."""
 
     num_key_heads: int
     num_value_heads: int
@@ -228,15 +227,14 @@ class DeltaShape:
 
     @property
     def num_channels(self) -> int:
-        """Columns of a token's queries, keys and values, one after another."""
+        """Columns of a token's queries, keys and values together."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """State of one layer of a sequence that is as large after one token as after many: the last
-    ``conv_kernel - 1`` inputs of a convolution, and a matrix for each value head of what follows.
-    """
+    """A recurrent layer, whose state has a constant size: the last ``conv_kernel - 1`` inputs of a
+    convolution, and a [key_dim, value_dim] matrix for each value head of the delta rule."""
 
     conv_kernel: int
     delta: DeltaShape
@@ -251,7 +249,7 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the engine needs to know of a model besides its forward pass."""
+    """Dimensions of a model, its caches and experts."""
 
     architecture: str
     name: str
@@ -266,8 +264,8 @@ class ModelSpec:
 
     @property
     def can_be_cut(self) -> bool:
-        """A sequence can be gone on from any of its positions: each has rows of its own, for good.
+        """Whether a sequence can be truncated to any of its positions and continued from there.
 
-        Else that is so only where its state was kept.
+        Else only to positions whose state was saved: windows and recurrent states are overwritten.
         """
         return not self.recurrent_layers and all(kv.mask.span is None for kv in self.kv_layers)

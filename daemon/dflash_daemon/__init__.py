@@ -1,4 +1,5 @@
-"""The expert-compute daemon: a process around the runtime's backends and expert banks.
+"""The expert-compute daemon: a process that computes experts for parents.
 
-Knows nothing of attention, tokens or text.
+`lifecycle` starts and stops it, `control` does handshakes and heartbeats, `service` serves requests
+on the compute thread, `host` has the model's experts, `authentication` checks clients' keys.
 """

@@ -12,7 +12,7 @@ from dflash_protocol import __version__
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.process.output import log_to_stderr, said, say
-from dflash_protocol.process.standard_streams import prepare_standard_streams
+from dflash_protocol.process.startup import prepare_standard_streams
 from dflash_protocol.settings import load_settings, run_directory
 from dflash_protocol.settings.kinds import Switch
 from dflash_protocol.settings.table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the daemon. Returns the exit code: 0 stopped, 1 failed, 2 misused."""
+    """Run the daemon. Returns the exit code: 0 stopped, 1 failed, 2 wrong usage."""
     prepare_standard_streams()
     options = _parser().parse_args(arguments)
     log_to_stderr(_PROGRAM)
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = load_settings(file=options.settings, flags=flags)
         if not settings.model:
             raise SettingsError("name a GGUF file: MODEL, or the setting of that name")
-        # Imported late, so that --help and misuse answer at once.
+        # Imported late, so that --help and usage errors are fast.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
         from dflash_runtime.compute import BackendName, choose_device
         from dflash_runtime.compute.cores import parse_cores
@@ -78,14 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports usage errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, said(f"error: {message}", program=_PROGRAM) + "\n")
 
 
 class _Report(argparse.Action):
-    """Prints what there is to compute with, for ``dflash-moe doctor``, and leaves."""
+    """Prints the devices and libraries found, for ``dflash-moe doctor``, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         from dflash_runtime.compute.inventory import inventory
@@ -95,7 +95,7 @@ class _Report(argparse.Action):
 
 
 class _Echo(argparse.Action):
-    """Answers a trial of a mailbox, for ``dflash-moe doctor --mailbox``, and leaves."""
+    """Is the peer of a mailbox trial, for ``dflash-moe doctor --mailbox``, and exits."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="dflash-moe daemon",
         description="Compute a model's experts for parents that connect. Metadata are read at\n"
-        "start, and the daemon's own experts alone once a placement is known.",
+        "start; experts are loaded once a placement is known, and no others.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     settings = parser.add_argument_group("settings (also variables and keys of a settings file)")
     settings.add_argument(SETTINGS_FLAG, metavar="FILE", type=Path, help=SETTINGS_HELP)
     for knob in knobs_of(daemon=True):
-        # Values are checked with those of variables and files, so that a wrong one reads the same.
+        # load_settings checks the values, so that errors read as for variables and files.
         note = f" [{knob.default_text}]" if knob.default_text else ""
         if knob.is_argument:
             parser.add_argument(knob.field, metavar=knob.flag, nargs="?", help=knob.help)

@@ -1,7 +1,7 @@
-"""Who may open a tcp link: answers ZeroMQ, once a handshake, whether a client's key is allowed.
+"""Authorization of tcp clients: ZeroMQ's ZAP handler, which checks each client's public key.
 
-ZeroMQ checks that a client owns the key it shows, then asks the context's ZAP handler
-(rfc.zeromq.org/spec/27), which is this, whether to let it in. Knows nothing of messages.
+ZeroMQ verifies that a client owns its key, then asks the context's ZAP handler
+(rfc.zeromq.org/spec/27), once a handshake, whether the key is authorized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import noun
 from dflash_protocol.transports.curve import KEY_BYTES, ZAP_DOMAIN, AuthorizedClients
 
 _LOG = logging.getLogger(__name__)
@@ -31,9 +31,10 @@ _NAMING_S = 1.0
 
 
 class Authenticator:
-    """Answers for all sockets of one context. Made before they listen; nobody gets in without it.
+    """The ZAP handler of one context, running from construction to `close`.
 
-    Owns: its thread, which owns the handler's socket and the list of clients for life.
+    Make it before sockets listen; without a handler no client is accepted.
+    Owns: its thread, which owns the handler's socket and the list of clients.
     Raises: zmq.ZMQError if the context has a handler already.
     """
 
@@ -55,7 +56,7 @@ class Authenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; from now on nobody gets in."""
+        """End the thread; no client is accepted afterwards."""
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         os.close(self._stop_fd)
@@ -69,14 +70,14 @@ class Authenticator:
                 request = self._socket.recv_multipart()
                 self._socket.send_multipart([*request[:2], *self._answer(request)])
         except Exception:
-            # Whoever waits for an answer is closed by the handshake's time limit.
+            # Clients that wait for an answer run into the handshake's time limit.
             # docs: a bug, with its traceback: report it; start the daemon again
-            _LOG.exception("nobody is let in any more")
+            _LOG.exception("no client can connect any more")
         finally:
             self._socket.close()
 
     def _answer(self, request: list[bytes]) -> tuple[bytes, ...]:
-        """Status, text, user and metadata for a request of libzmq's."""
+        """Status, text, user and metadata: the reply to a ZAP request."""
         _, _, domain, address, _, mechanism, *credentials = request
         key = credentials[0] if len(credentials) == 1 else b""
         is_curve = mechanism == b"CURVE" and domain == ZAP_DOMAIN and len(key) == KEY_BYTES
@@ -88,14 +89,14 @@ class Authenticator:
         return _REFUSED
 
     def _report(self, key: bytes, address: bytes) -> None:
-        """Say who was refused, but not a thousand times a second."""
+        """Log refused clients, at a limited rate."""
         now_s = time.monotonic()
         if now_s - self._reported_s < _REPORT_EVERY_S:
             return
         num_refused = self.num_refused - self._num_reported
         self._num_reported, self._reported_s = self.num_refused, now_s
         where = ascii(address.decode("ascii", "replace"))
-        # docs: if it is a friend, add `dflash-public-key KEY` to `authorized_clients`
+        # docs: if it is one of yours, add `dflash-public-key KEY` to `authorized_clients`
         _LOG.warning(
             "refused %d %s; the last from %s with key %s, which is not among the "
             "authorized clients",
@@ -107,15 +108,15 @@ class Authenticator:
 
 
 def let_handshakes_yield(io_thread: int) -> None:
-    """Give the work of this process's I/O threads of that number a lower priority.
+    """Lower the priority of this process's ZeroMQ I/O threads of that number.
 
-    Handshakes of strangers then take time that nobody else wants. ZeroMQ can only raise it. To be
-    called when the context has a socket, for its threads are started with the first.
+    Handshakes of unauthorized clients then yield to other work. ZeroMQ itself can only raise the
+    priority. Call it when the context has a socket, since the first one starts the threads.
     """
     niceness = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     end_s = time.monotonic() + _NAMING_S
     is_found = False
-    while not is_found and time.monotonic() < end_s:  # a thread gives itself its name
+    while not is_found and time.monotonic() < end_s:  # a thread sets its name after it starts
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it may have ended
                 if (task / "comm").read_text().strip() == f"{_IO_THREAD}{io_thread}":
@@ -124,6 +125,6 @@ def let_handshakes_yield(io_thread: int) -> None:
         if not is_found:
             time.sleep(0.001)
     if not is_found:
-        # docs: the system does not let a thread lower its priority; a flood of strangers may delay
-        # requests
-        _LOG.warning("handshakes of strangers have the same priority as all else")
+        # docs: the system does not let a thread lower its priority; a flood of connections may
+        # delay requests
+        _LOG.warning("handshakes have the same priority as all other work")

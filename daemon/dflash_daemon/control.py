@@ -1,7 +1,5 @@
-"""The control socket: handshakes, heartbeats, goodbyes; one asyncio loop, never blocked by work.
-
-Knows nothing of how experts are computed.
-"""
+"""The control socket: handshakes, heartbeats and the end of links, on one asyncio loop that no
+work blocks."""
 
 from __future__ import annotations
 
@@ -64,18 +62,19 @@ _LOG = logging.getLogger(__name__)
 
 _MAX_LINKS = 64
 _LINK_SILENCE_S = 120.0
-"""A link whose parent has not pinged for so long is forgotten."""
+"""A link whose parent has not pinged for this long is dropped."""
 _SWEEP_S = 0.1
 _PROGRESS_S = 0.5
 _GENERATION_BITS = 32
 _HUNG_S = 10.0
-"""Computing one request for longer than this, a daemon takes no new parents."""
+"""A daemon that spends longer than this on one request accepts no new parents."""
 
 
 class ControlServer:
-    """Answers every parent on one ROUTER socket; `secure` puts keys on it.
+    """Serves all parents on one ROUTER socket; `secure` sets keys on it.
 
-    Owns: the socket.
+    A link begins with Hello, may Attach shared memory, and ends with Bye or silence.
+    Owns: the socket, and each link's hold on its experts.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class ControlServer:
             self.close()
 
     def close(self) -> None:
-        """Close the socket, whether or not it was served: its context waits for that."""
+        """Close the socket, also if `run` was never called: its context waits for that."""
         self._socket.close()
 
     async def _handle(self, routing_id: bytes, frames: list[bytes]) -> None:
@@ -157,7 +156,7 @@ class ControlServer:
         if limits is not None:
             self._last_seen_s[ping.link_id] = time.monotonic()
         pong = Pong(ping.sequence, limits is not None, service.busy_s)
-        if limits is not None and limits.version > 1:  # the first parents knew no counters
+        if limits is not None and limits.version > 1:  # version 1 has no counters
             pong = replace(
                 pong,
                 num_late=service.num_late,
@@ -168,21 +167,21 @@ class ControlServer:
         await self._send(routing_id, pong)
 
     async def _attach(self, routing_id: bytes, attach: Attach) -> None:
-        """Have a link's requests go through memory that the parent has made.
+        """Serve a link through shared memory that the parent has created.
 
-        Raises: ProtocolError if it is not what was agreed, or is not the same memory.
+        Raises: ProtocolError if its sizes are not those negotiated, or it is not the same memory.
         """
         limits = self._service.limits_of(attach.link_id)
         if limits is None or self._shared_folder is None:
             raise ProtocolError("no memory is shared on this link", code="transport")
         moves = attach.moves and self._mover_of(limits) is not None
         if attach.max_tokens > limits.max_tokens * (MOVED_FACTOR if moves else 1):
-            raise ProtocolError("memory for more tokens than were agreed on", code="transport")
+            raise ProtocolError("memory for more tokens than negotiated", code="transport")
         if attach.max_pairs > attach.max_tokens * limits.max_experts_used:
-            raise ProtocolError("memory for more pairs than there can be", code="transport")
+            raise ProtocolError("memory for more pairs than its tokens can have", code="transport")
         mail = self._host.backend.mail if moves else None
         if attach.mail_bytes and attach.mail_bytes != self._mail_bytes(limits):
-            raise ProtocolError("memory for another mailbox than ours", code="transport")
+            raise ProtocolError("memory for a mailbox of another size", code="transport")
         try:
             shape = RingShape(
                 attach.num_slots,
@@ -199,7 +198,7 @@ class ControlServer:
         expected = segment.read_nonce(is_client=True).hex().encode()
         if not hmac.compare_digest(expected, attach.nonce.encode()):
             segment.close()
-            raise ProtocolError("the memory is not the parent's", code="transport")
+            raise ProtocolError("not the memory that the parent has mapped", code="transport")
         nonce = segment.write_nonce(is_client=False)
         if moves:
             moves = await self._has_window(segment, limits)
@@ -218,20 +217,20 @@ class ControlServer:
         await self._send(routing_id, Attached(attach.link_id, nonce.hex(), moves, mails))
 
     def _mail_bytes(self, limits: LinkLimits) -> int:
-        """What a mailbox of such a link takes; 0 if it has none."""
+        """Size of the mailbox of such a link; 0 if it has none."""
         mail = self._host.backend.mail
         if mail is None or self._mover_of(limits) is None:
             return 0
         return mail.num_bytes(self._host.spec.moe)
 
     def _mover_of(self, limits: LinkLimits) -> DeviceMover | None:
-        """What moves the payload of such a link, if something can."""
+        """The device that copies payload of such a link by DMA, if any."""
         can_share = limits.version > 1 and self._shared_folder is not None
         is_wide = limits.payload is PayloadType.F32
         return self._host.backend.mover if can_share and is_wide else None
 
     async def _has_window(self, segment: Segment, limits: LinkLimits) -> bool:
-        """Whether our device sees a segment now. Locking its pages takes a while."""
+        """Map a segment to our device; False if that fails. Off the loop: pinning pages is slow."""
         mover = self._mover_of(limits)
         assert mover is not None
         try:
@@ -253,7 +252,7 @@ class ControlServer:
         task.add_done_callback(lambda _: self._hellos.pop(routing_id, None))
 
     async def _greet(self, routing_id: bytes, hello: Hello, placement: bytes) -> None:
-        """Check the parent's wishes, load if need be, and welcome it."""
+        """Answer a Hello: check it, load the experts, and send Welcome or Refused."""
         try:
             version = self._check(hello)
             owned = OwnedExperts.from_bytes(placement, self._host.experts_per_layer)
@@ -269,7 +268,7 @@ class ControlServer:
             except BaseException:
                 self._host.release(held)
                 raise
-            if version > 1:  # the first parents knew nothing of that
+            if version > 1:  # version 1 has no such fields
                 answer = replace(
                     answer,
                     file_stamp=file_stamp,
@@ -277,12 +276,12 @@ class ControlServer:
                     file_digest=self._host.weights.full_digest,
                 )
         except (ProtocolError, DeviceOutOfMemory) as error:
-            # docs: it has another model, or asks for what cannot be; the parent says the same
+            # docs: it has another model, or its request cannot be met; the parent logs the same
             _LOG.warning("refused a parent: %s", error)
             code = error.code if isinstance(error, ProtocolError) else "memory"
             await self._send(routing_id, Refused(code, str(error)[:1000]))
             return
-        except DaemonUnavailable as error:  # we are told to stop; who starts us anew is asked again
+        except DaemonUnavailable as error:  # the daemon is stopping; the parent may retry
             await self._send(routing_id, Refused("stopping", f"loading failed: {error}"[:1000]))
             return
         except Exception as error:
@@ -295,11 +294,11 @@ class ControlServer:
     def _link(
         self, hello: Hello, version: int, owned: OwnedExperts, held: HeldPlacement
     ) -> Welcome:
-        """Make the link of a parent whose experts are loaded; it holds them from now on.
+        """Create the link of a parent whose experts are loaded; the link takes over `held`.
 
-        Raises: HandshakeRefused if there are too many; whatever the device raises. No link then.
+        Raises: HandshakeRefused if there are too many links; DeviceUnavailable. No link then.
         """
-        if self._service.num_links >= _MAX_LINKS:  # others may have come while we were loading
+        if self._service.num_links >= _MAX_LINKS:  # parents may have connected during the load
             raise HandshakeRefused(f"{_MAX_LINKS} parents are connected", code="busy")
         limits = LinkLimits(
             hidden_size=self._host.spec.hidden_size,
@@ -328,14 +327,14 @@ class ControlServer:
             can_move=self._mover_of(limits) is not None,
             mail_bytes=self._mail_bytes(limits),
         )
-        # Last: nothing of the above may fail while a link is there that the parent knows not of.
+        # Last, since the above may fail: no link may exist that the parent does not know.
         self._service.add_link(link_id, limits, held.banks)
         self._held[link_id] = held
         self._last_seen_s[link_id] = time.monotonic()
         return welcome
 
     def _check(self, hello: Hello) -> int:
-        """The protocol version to speak. Raises: HandshakeRefused with both sides' values."""
+        """The negotiated version. Raises: HandshakeRefused with both sides' values."""
         common = set(hello.versions) & set(PROTOCOL_VERSIONS)
         if not common:
             raise HandshakeRefused(
@@ -359,7 +358,7 @@ class ControlServer:
         return max(common)
 
     def _check_model(self, hello: Hello) -> None:
-        """Raises: HandshakeRefused if it is not ours, or ours is no longer what it was."""
+        """Raises: HandshakeRefused if the models differ, or the daemon's file has changed."""
         change = self._host.file_change()
         if change is FileChange.WRITTEN:
             raise _written()
@@ -394,8 +393,7 @@ class ControlServer:
     async def _load(
         self, routing_id: bytes, owned: OwnedExperts, nonce: bytes | None
     ) -> tuple[HeldPlacement, str]:
-        """Load off the loop, and then hash what the nonce chooses, telling the parent every now and
-        then that we are alive.
+        """Load experts and hash the nonce's blocks in a thread, sending Progress meanwhile.
 
         Raises: as ExpertHost.load; HandshakeRefused if the file was written to.
         """
@@ -423,11 +421,11 @@ class ControlServer:
                 if not loading.done():
                     await self._send(routing_id, Progress(*state))
         except BaseException:
-            loading.add_done_callback(self._release_unasked)  # the thread goes on without us
+            loading.add_done_callback(self._release_unused)  # the thread cannot be cancelled
             raise
         return loading.result()
 
-    def _release_unasked(self, loading: asyncio.Task[tuple[HeldPlacement, str]]) -> None:
+    def _release_unused(self, loading: asyncio.Task[tuple[HeldPlacement, str]]) -> None:
         if not loading.cancelled() and loading.exception() is None:
             self._host.release(loading.result()[0])
 
@@ -439,7 +437,7 @@ class ControlServer:
         self._last_seen_s.pop(link_id, None)
 
     async def _sweep(self) -> None:
-        """Give back what parents had that vanished without a word, memory shared with them too."""
+        """Drop links of silent parents at intervals, which releases experts and shared memory."""
         while True:
             await asyncio.sleep(max(_LINK_SILENCE_S, 0.0) / 4 + _SWEEP_S)
             self._forget_silent_links()
@@ -450,24 +448,24 @@ class ControlServer:
             self._forget(link_id)
 
     async def _send(self, routing_id: bytes, message: Message) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the peer may be gone; that is its business
+        with contextlib.suppress(zmq.ZMQError):  # the peer may be gone
             await self._socket.send_multipart([routing_id, encode_header(message)], zmq.NOBLOCK)
 
 
 def _granted(wished: str, version: int) -> PayloadType:
-    """The payload type of a link: the wished one if we know it, else float32, which all do."""
+    """A link's payload type: the requested one if known, else float32."""
     known = {payload.value: payload for payload in NEGOTIABLE}
     return known.get(wished, PayloadType.F32) if version > 1 else PayloadType.F32
 
 
 def _nonce_of(hello: Hello, version: int, file_stamp: str) -> bytes | None:
-    """What chooses the blocks that a parent wants to have compared; None if it has our very files,
-    or does not ask.
+    """The nonce that selects the weight blocks to compare; None if the parent has the same files or
+    does not ask.
 
-    Raises: ProtocolError if it is no nonce.
+    Raises: ProtocolError if it is malformed.
     """
     if version == 1 or not hello.nonce:
-        # docs: it is served; that both have the same weights is not known. Have it run this version
+        # docs: it is served, without a check that both have the same weights; update it
         _LOG.warning("a parent does not compare weights: it is an older version of this program")
         return None
     nonce = nonce_from(hello.nonce)

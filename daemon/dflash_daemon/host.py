@@ -1,7 +1,4 @@
-"""What the daemon holds: its model's metadata and the experts of the placements in use.
-
-Knows nothing of sockets.
-"""
+"""The daemon's model: its metadata, and the loaded experts of the placements in use."""
 
 from __future__ import annotations
 
@@ -29,14 +26,13 @@ from dflash_runtime.experts.store import (
 _LOG = logging.getLogger(__name__)
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a stage, the number of its steps that are done, and of all."""
+"""Called with a stage, its steps done, and its total steps."""
 
 
 class ExpertHost:
-    """One model, opened by its metadata; experts are loaded when a placement asks for them.
+    """A model whose metadata are read at once and whose experts are loaded by placement.
 
-    `weights` says what its file's bytes are, and keeps that in `cache_dir`, as `cache_folder` has
-    it.
+    `weights` computes digests of the file and caches them in `cache_dir` (see `cache_folder`).
     Owns: the file, a thread that hashes it, and the backend.
     """
 
@@ -58,7 +54,7 @@ class ExpertHost:
         self._is_compiled = False
         self._load_lock = threading.Lock()
         self._waiting: list[OnProgress] = []
-        """Whoever wants to know how far the kernels are."""
+        """Callbacks of all threads that wait for kernels to be compiled."""
         self._is_cancelled = False
 
     @property
@@ -74,7 +70,7 @@ class ExpertHost:
         return self._file.path
 
     def file_change(self) -> FileChange | None:
-        """What happened to the model's file since it was opened. Looks at it anew each time."""
+        """How the model's file has changed since it was opened; checks the file at each call."""
         return self._file.change()
 
     def require_unwritten(self) -> None:
@@ -85,7 +81,7 @@ class ExpertHost:
         self._file.require_unwritten()
 
     def poll(self) -> None:
-        """The same, at most every tenth of a second."""
+        """`require_unwritten`, at most every tenth of a second."""
         self._file.watch.poll()
 
     def read_placement(self, path: Path) -> OwnedExperts:
@@ -93,13 +89,13 @@ class ExpertHost:
         return read_owned_experts(path, self.experts_per_layer)
 
     def warm_up(self, on_progress: OnProgress = lambda stage, num_done, num_total: None) -> None:
-        """Have every kernel that the file's experts need compiled, and run once.
+        """Compile every kernel that the file's experts need, and run it once.
 
-        Reads one expert of each kind of layer, and keeps nothing of it; where experts are loaded
-        already, their kernels have run. Safe to call from several threads.
+        Loads one expert of each layer and drops it again, unless experts are loaded already, whose
+        kernels have run then. Thread-safe.
         Raises: DaemonUnavailable if cancelled.
         """
-        with self._told(on_progress), self._load_lock:
+        with self._reporting(on_progress), self._load_lock:
             self._compile()
             if self.store.num_experts:
                 return
@@ -115,10 +111,7 @@ class ExpertHost:
         owned: OwnedExperts,
         on_progress: OnProgress = lambda stage, num_done, num_total: None,
     ) -> None:
-        """Have these experts loaded until the host is closed, whatever parents ask for.
-
-        Raises: as `load`.
-        """
+        """Load experts and keep them until the host is closed. Raises: as `load`."""
         self.store.keep(self.load(owned, on_progress))
         self._keeps = True
 
@@ -127,19 +120,18 @@ class ExpertHost:
         owned: OwnedExperts,
         on_progress: OnProgress = lambda stage, num_done, num_total: None,
     ) -> HeldPlacement:
-        """Have these experts loaded, to be given back with `release`; returns when every kernel
-        they need has run once.
+        """Load experts until `release`; returns when every kernel that they need has run once.
 
-        Only what no other placement has loaded is, and what is used by none any more is dropped.
-        Safe to call from several threads.
+        Experts that are loaded already are shared; those that no placement uses are dropped.
+        Thread-safe.
         Raises: DaemonUnavailable if cancelled; DeviceOutOfMemory.
         """
 
         def on_layer(num_done: int, num_total: int) -> None:
-            self._require_wanted()
+            self._require_not_cancelled()
             on_progress("load", num_done, num_total)
 
-        with self._told(on_progress), self._load_lock:
+        with self._reporting(on_progress), self._load_lock:
             self._compile()
             is_there = self.store.holds(owned)
             try:
@@ -162,14 +154,15 @@ class ExpertHost:
         nonce: bytes | None,
         on_progress: OnProgress = lambda stage, num_done, num_total: None,
     ) -> str:
-        """Digest of the blocks of these experts that a nonce chooses; empty if that is None: the
-        parent has the same file, and blocks are only hashed to know them later.
+        """Digest of the blocks of these experts that `nonce` selects.
 
+        None means that the parent has the same file: returns "", and only records hashes of blocks
+        to detect later changes.
         Raises: ModelFileError if the file was written to; DaemonUnavailable if cancelled.
         """
 
         def on_group(num_done: int, num_total: int) -> None:
-            self._require_wanted()
+            self._require_not_cancelled()
             on_progress(COMPARING, num_done, num_total)
 
         if nonce is not None:
@@ -178,10 +171,10 @@ class ExpertHost:
         return ""
 
     def _compile(self) -> None:
-        """To be called with the lock. Raises: DaemonUnavailable if cancelled."""
+        """Compile the kernels once; call with the lock. Raises: DaemonUnavailable if cancelled."""
 
         def on_progress(num_done: int, num_total: int) -> None:
-            self._require_wanted()
+            self._require_not_cancelled()
             for tell in self._waiting.copy():
                 tell("compile", num_done, num_total)
 
@@ -192,24 +185,24 @@ class ExpertHost:
             self._is_compiled = True
 
     @contextmanager
-    def _told(self, on_progress: OnProgress) -> Iterator[None]:
-        """While this lasts, have somebody told how far the kernels are, whoever compiles them."""
+    def _reporting(self, on_progress: OnProgress) -> Iterator[None]:
+        """Within this context, call `on_progress` as kernels are compiled, by any thread."""
         self._waiting.append(on_progress)
         try:
             yield
         finally:
             self._waiting.remove(on_progress)
 
-    def _require_wanted(self) -> None:
+    def _require_not_cancelled(self) -> None:
         if self._is_cancelled:
-            raise DaemonUnavailable("told to stop while loading")
+            raise DaemonUnavailable("stopped while loading")
 
     def release(self, held: HeldPlacement) -> None:
-        """A link less that uses it; what it needed is kept until another placement is loaded."""
+        """Release a placement; its experts stay until another placement is loaded."""
         self.store.release(held)
 
     def cancel_loading(self) -> None:
-        """Let a `load` that is under way, or comes yet, raise DaemonUnavailable."""
+        """Make present and later calls of `load` raise DaemonUnavailable."""
         self._is_cancelled = True
 
     def close(self) -> None:

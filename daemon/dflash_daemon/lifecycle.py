@@ -1,7 +1,7 @@
-"""The daemon's life: open the model, take the endpoint, serve, stop cleanly.
+"""The daemon's life cycle: open the model, claim the endpoint, serve, stop cleanly.
 
-Process manners: SIGTERM (and SIGINT, unless a parent owns us) ends it; so does the end of the
-life-line pipe and, through the kernel, the end of the parent's spawning thread.
+SIGTERM ends it, and SIGINT unless a parent has spawned it; so does the end of the lifeline pipe
+and, through the kernel, the end of the parent's spawning thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dflash_protocol.notify import Notifier
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.process.held_folder import remove_if_abandoned
 from dflash_protocol.process.output import say
-from dflash_protocol.process.parent import end_with_parent
+from dflash_protocol.process.startup import end_with_parent
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
@@ -48,22 +48,22 @@ _LOG = logging.getLogger(__name__)
 
 _CONTROL_IO_THREAD = 0
 _DATA_IO_THREADS = (1, 2)
-"""Where there are keys: handshakes at the control socket, whose address is known to all, then
-delay no request. A new data connection goes to the thread with the fewest, the first of them if
-equal, which is where the short-lived ones of strangers keep going."""
-_FILE_LOOK_S = 1.0
-"""Time between looks at whether the model's file is still what it was."""
+"""Used with keys, so that handshakes at the control socket, whose address is public, delay no
+request. ZeroMQ gives a new data connection to the thread with the fewest, on a tie to the first,
+so short-lived unauthorized connections stay on that one."""
+_FILE_CHECK_S = 1.0
+"""Interval of checks whether the model's file has changed."""
 _HUNG_S = 60.0
-"""Computing one request for longer than this, a daemon lets the service manager's watchdog bark."""
+"""A daemon that spends longer than this on one request stops feeding the watchdog."""
 _PROGRESS_LINE_S = 2.0
-"""Time between two lines in the log about how far starting is."""
+"""Interval of log lines about progress at start."""
 _OPEN_FILES = 65_536
-"""As many connections as strangers can make within a handshake's time limit, many times over."""
+"""Many times the connections that can be opened within a handshake's time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """What the command line said."""
+    """Options of the command line."""
 
     model_path: Path
     endpoint: Endpoint
@@ -76,22 +76,22 @@ class DaemonOptions:
 
 
 def run_daemon(options: DaemonOptions, settings: Settings) -> None:
-    """Serve until told to stop.
+    """Serve until stopped by a signal or the end of the lifeline.
 
-    Raises: DflashError for anything that a user can put right.
+    Raises: DflashError for errors that a user can fix.
     """
     os.umask(0o077)
     manager = Notifier.of_environment()
     if options.lifeline_fd is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        manager = Notifier()  # the manager's business is with the parent
+        manager = Notifier()  # the service manager supervises the parent
         if not end_with_parent(signal.SIGTERM):
             raise DaemonUnavailable("the parent is gone already")
     security = server_security(
         keys_directory(settings), options.endpoint, is_configured=bool(settings.keys_dir)
     )
     if options.cores is not None:
-        # All our threads are started later, and inherit it.
+        # All threads are started later and inherit it.
         os.sched_setaffinity(0, options.cores)
     backend = open_backend(
         options.device,
@@ -111,19 +111,19 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
         with (
             _claimed(options.endpoint),
             zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
-            _guarded(context, security),
+            _authenticated(context, security),
         ):
             asyncio.run(_serve(options, settings, host, context, owned, security, manager))
     finally:
         host.close()
     if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
-        # A parent that was killed cannot remove the folder it made for its daemons' sockets; the
-        # last of them does. One that lives holds it.
+        # A killed parent cannot remove its daemons' socket folder, so the last daemon does. A
+        # living parent has the folder locked.
         remove_if_abandoned(options.endpoint.path.parent, only_if_empty=True)
 
 
 def _has_ended(lifeline_fd: int | None) -> bool:
-    """Whether there was a parent and it is gone."""
+    """Whether this daemon was spawned by a parent that has ended."""
     if lifeline_fd is None:
         return False
     poller = select.poll()
@@ -140,10 +140,10 @@ async def _serve(
     security: ServerSecurity | None,
     manager: Notifier,
 ) -> None:
-    """Load what is to be loaded at once, listen, and serve until told to stop.
+    """Load `owned` if given, listen, and serve until stopped.
 
-    Without a placement the kernels are made ready while parents can come already: they are told how
-    far that is, and welcomed when it is done. The service manager is told that we are ready then.
+    Without it, kernels are compiled while parents can already connect: they receive Progress, and
+    Welcome when it is done. Then the service manager is notified that the daemon is ready.
     """
     endpoint = options.endpoint
     stop = _stop_event(options.lifeline_fd, host)
@@ -161,9 +161,9 @@ async def _serve(
         and ring_native.is_available()
     )
     if shares_memory and endpoint.path is not None:
-        # Compiled before anybody waits for us.
+        # Compile before a parent waits for it.
         await asyncio.to_thread(ring_native.kernels, settings.cache_dir)
-        with contextlib.suppress(DaemonUnavailable):  # then no memory can be shared there either
+        with contextlib.suppress(DaemonUnavailable):  # sharing memory will report the error
             sweep_segments(endpoint.path.parent)
     service = ComputeService(
         context,
@@ -173,7 +173,7 @@ async def _serve(
         shares_memory=shares_memory,
         spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
         before_sleep=host.backend.idle,
-        look=host.poll,
+        check_file=host.poll,
         secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
     )
     control = None
@@ -203,9 +203,9 @@ async def _serve(
         if options.lifeline_fd is None:
             # docs: parents can connect
             say(summary, program="dflash-daemon")
-            # From now on it is told what is loaded for whom. Who spawned a daemon did not ask.
+            # Log what is loaded for which parent, unless a parent has spawned this daemon.
             logging.getLogger("dflash_daemon").setLevel(logging.INFO)
-        # A parent that has spawned us says at once what to load, and hears how far that is.
+        # A parent that spawned us sends Hello at once, and gets Progress from the load.
         is_told = owned is not None or options.lifeline_fd is not None
         warm_up = None if is_told else partial(host.warm_up, _Progress(manager))
         life = _get_ready_and_report(warm_up, stop, manager, service, summary)
@@ -224,9 +224,9 @@ async def _serve(
 async def _serve_until(
     stop: asyncio.Event, control: ControlServer, host: ExpertHost, report: Coroutine[Any, Any, None]
 ) -> None:
-    """Serve, and `report` meanwhile, until `stop` is set.
+    """Run the control server and `report` until `stop` is set.
 
-    Raises: ModelFileError if the file was written to; whatever else ended the control server.
+    Raises: ModelFileError if the file was written to; any exception of the control server.
     """
     tasks = [
         asyncio.create_task(coroutine)
@@ -242,7 +242,7 @@ async def _serve_until(
 
 
 class _Progress:
-    """Says how far starting is: to the service manager each time, to the log now and then."""
+    """Reports progress at start: each step to the service manager, at intervals to the log."""
 
     def __init__(self, manager: Notifier) -> None:
         self._manager = manager
@@ -254,7 +254,7 @@ class _Progress:
         now_s = time.monotonic()
         if now_s - self._said_s >= _PROGRESS_LINE_S:
             self._said_s = now_s
-            # docs: how far starting is, now and then
+            # docs: progress at start, at intervals
             _LOG.info("%s", line)
 
 
@@ -265,9 +265,9 @@ async def _get_ready_and_report(
     service: ComputeService,
     summary: str,
 ) -> None:
-    """Warm up unless that is None, say that we are ready, then that we are well; until cancelled.
+    """Run `warm_up` if given, notify the service manager, then report health until cancelled.
 
-    Raises: whatever keeps the kernels from being warm.
+    Raises: any exception of `warm_up`.
     """
     if warm_up is not None:
         try:
@@ -283,7 +283,7 @@ async def _get_ready_and_report(
 
 
 async def _report(manager: Notifier, service: ComputeService, summary: str) -> None:
-    """Tell the service manager that we are well, for as long as the compute thread is."""
+    """Feed the watchdog and report status, while the compute thread is healthy."""
 
     def is_healthy() -> bool:
         return service.failure is None and service.busy_s < _HUNG_S
@@ -297,27 +297,27 @@ async def _report(manager: Notifier, service: ComputeService, summary: str) -> N
 
 
 async def _watch_file(host: ExpertHost) -> None:
-    """Say once if the model's file was replaced: its parents are served from the one we have open.
+    """Watch the model's file; warn once if it was replaced, and go on serving the open file.
 
-    Raises: ModelFileError once it was written to.
+    Raises: ModelFileError when it was written to.
     """
     was_replaced = False
     while True:
-        await asyncio.sleep(_FILE_LOOK_S)
+        await asyncio.sleep(_FILE_CHECK_S)
         await asyncio.to_thread(host.require_unwritten)
         if not was_replaced and host.file_change() is FileChange.REPLACED:
             was_replaced = True
-            # docs: the model's path leads to another file now: start the daemon again
+            # docs: the model's path is another file now: restart the daemon
             _LOG.warning(
-                "%s was replaced; serving the file that was there before until started again",
+                "%s was replaced; serving the previous file until the daemon is restarted",
                 host.model_path,
             )
 
 
 def _wake_at_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Have signals wake the loop: one that comes just before it sleeps would be looked at too late.
+    """Make signals wake the loop, so that one that arrives just before it sleeps is handled.
 
-    The pipe is there as long as the process.
+    The pipe lives as long as the process.
     """
     awake_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
@@ -325,11 +325,11 @@ def _wake_at_signals(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
-    """An event that is set by SIGTERM, and by SIGINT or the end of the life-line.
+    """An event that is set by SIGTERM, and by the end of the lifeline or, without one, SIGINT.
 
-    Handlers of our own rather than the loop's: those go with the loop, and a second SIGTERM would
-    then end the process in the middle of its cleaning up.
-    Raises: SettingsError if the life-line cannot be watched.
+    Not with the loop's signal handlers: they end with the loop, and a second SIGTERM would then
+    kill the process during its cleanup.
+    Raises: SettingsError if the lifeline cannot be watched.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -339,7 +339,7 @@ def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
         stop.set()
 
     def on_signal(number: int, frame: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping already
+        with contextlib.suppress(RuntimeError):  # the loop is closed: stopping already
             loop.call_soon_threadsafe(request_stop)
 
     signal.signal(signal.SIGTERM, on_signal)
@@ -348,16 +348,16 @@ def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
         signal.signal(signal.SIGINT, on_signal)
         return stop
     try:
-        # Nothing is ever written to the pipe: readable means that its other end is closed.
+        # Nothing is written to the pipe: readable means that the other end was closed.
         loop.add_reader(lifeline_fd, request_stop)
     except OSError as error:
-        raise SettingsError(f"life-line descriptor {lifeline_fd}: {error.strerror}") from error
+        raise SettingsError(f"lifeline descriptor {lifeline_fd}: {error.strerror}") from error
     return stop
 
 
 @contextlib.contextmanager
 def _claimed(endpoint: Endpoint) -> Iterator[None]:
-    """Hold an ipc path while serving; tcp ports are held by the kernel."""
+    """Claim an ipc path while serving; for tcp the kernel guards the port."""
     if endpoint.path is None:
         yield
         return
@@ -369,11 +369,11 @@ def _claimed(endpoint: Endpoint) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _guarded(
+def _authenticated(
     context: zmq.Context[zmq.Socket[bytes]], security: ServerSecurity | None
 ) -> Iterator[None]:
-    """Let nobody but the authorized clients in, and be ready for many others to try."""
-    # ZeroMQ ends the process that has no descriptor for a connection.
+    """Run the authenticator if there are keys, and raise the limit of open files."""
+    # ZeroMQ aborts the process if it has no descriptor for a connection.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,6 @@
 """The compute thread: receive → check → compute → reply, one request at a time.
 
-It owns the data socket and all use of the expert banks for life. Knows nothing of handshakes; it is
-told which links exist.
+It owns the data socket and all use of the expert banks; `control` adds and drops links.
 """
 
 from __future__ import annotations
@@ -28,25 +27,22 @@ Banks: TypeAlias = Mapping[int, ExpertBank]
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
-_SOCKET_PAUSE_S = 0.002
-"""While rings are busy and nothing has come through the socket lately, it is looked at so often."""
-_SOCKET_LATELY_S = 0.1
-"""For so long after a request the socket has its turn each time: the next is as good as there."""
+_SOCKET_POLL_S = 0.002
+"""Interval of polling the socket while rings are busy and the socket has been quiet."""
+_SOCKET_ACTIVE_S = 0.1
+"""For this long after a request through the socket, it is polled at every turn."""
 
 
 class ComputeService:
-    """Serves every link the experts of its own placement.
+    """Serves each link the experts of its placement, from `start` to `close`.
 
-    `on_failure` is called, from the compute thread, if that ends without being told to.
+    `on_failure` is called from the compute thread if it fails. `check_file` is called before each
+    reply; it raises ModelFileError if the model's file has changed. `secure` sets keys on the data
+    socket. With `shares_memory`, links may also have a ring; after a request the thread spins on
+    rings for `spin_s`, then calls `before_sleep` and sleeps.
 
-    `look` is called before each answer; it raises ModelFileError if the model's file is no longer
-    what it was.
-
-    `secure` puts keys on the data socket. With `shares_memory`, links may also have a ring; rings
-    are looked at for `spin_s` after a request before the thread sleeps, which is when
-    `before_sleep` is called.
-
-    Owns: the compute thread and, through it, the data socket and the rings.
+    Owns: the compute thread and, through it, the data socket and the rings. Links are added and
+    dropped by the control thread.
     """
 
     def __init__(
@@ -59,25 +55,25 @@ class ComputeService:
         shares_memory: bool = False,
         spin_s: float = 0.0,
         before_sleep: Callable[[], object] = lambda: None,
-        look: Callable[[], object] = lambda: None,
+        check_file: Callable[[], object] = lambda: None,
         secure: Callable[[zmq.Socket[bytes]], object] | None = None,
     ) -> None:
         self.failure: Exception | None = None
-        """What ended the compute thread before it was told to end."""
+        """The exception that ended the compute thread, if it failed."""
         self._on_failure = on_failure
         self._secure = secure
         self._links: dict[str, LinkLimits] = {}
         self._banks_of: dict[str, Banks] = {}
         self.counters = TransportCounters()
-        """Of the data socket and of all shared memory."""
+        """Counters of the data socket and all rings."""
         self.num_late = 0
-        """Requests that were dropped because their deadline had passed before they were begun."""
+        """Requests dropped because their deadline had passed before they were started."""
         self._busy_since_s: float | None = None
         self._spin_s = spin_s
         self._before_sleep = before_sleep
-        self._look = look
+        self._check_file = check_file
         self._socket_turn = _Turn()
-        self._socket_looked_at_s = self._socket_served_s = 0.0
+        self._socket_polled_s = self._socket_served_s = 0.0
         self._rings = SharedServer(counters=self.counters) if shares_memory else None
         self._stop = threading.Event()
         self._port: Future[int] = Future()
@@ -97,14 +93,14 @@ class ComputeService:
         return self._port.result()
 
     def add_link(self, link_id: str, limits: LinkLimits, banks: Banks) -> None:
-        """Serve a link; its requests name experts by their local ids in `banks`."""
+        """Serve a link with these banks, by layer; its local ids are the banks'."""
         self._banks_of[link_id] = banks
         self._links[link_id] = limits
 
     def attach(self, link_id: str, segment: Segment) -> None:
-        """Have a link's requests come through shared memory too, which is ours from now on.
+        """Serve a link through shared memory too; takes ownership of the segment.
 
-        Raises: ProtocolError if there is no such link, or no such thing here.
+        Raises: ProtocolError if there is no such link, or memory is not shared.
         """
         limits = self._links.get(link_id)
         if limits is None or self._rings is None:
@@ -118,7 +114,7 @@ class ComputeService:
         self._banks_of.pop(link_id, None)
 
     def limits_of(self, link_id: str) -> LinkLimits | None:
-        """What was agreed on with that link, if there is one."""
+        """The negotiated limits of a link; None if there is no such link."""
         return self._links.get(link_id)
 
     @property
@@ -127,12 +123,12 @@ class ComputeService:
 
     @property
     def busy_s(self) -> float:
-        """How long the present request has been computing; 0 when idle."""
+        """Time spent on the current request; 0 when idle."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self) -> None:
-        """Finish the present request and end the thread."""
+        """Finish the current request and end the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -162,7 +158,7 @@ class ComputeService:
             else:
                 self._serve_both(server, self._rings)
         except Exception as error:
-            # A daemon whose heart beats and whose hands do nothing is worse than none.
+            # A daemon that answers heartbeats but no requests is worse than none: end it.
             # docs: a bug, with its traceback: report it. The daemon ends with
             # exit code 1
             _LOG.exception("the compute thread failed")
@@ -174,7 +170,7 @@ class ComputeService:
                 self._rings.close()
 
     def _serve_next(self, server: StreamServer, timeout_s: float) -> str | None:
-        """The link of the request that was served, if there was one."""
+        """Serve a request from the socket; returns its link, or None if there was none."""
         request = server.receive(timeout_s)
         if request is None:
             return None
@@ -182,10 +178,10 @@ class ComputeService:
         return request.link_id
 
     def _serve_both(self, server: StreamServer, rings: SharedServer) -> None:
-        """Rings and the socket in turn; a turn is one request of each link that has work.
+        """Alternate between rings and socket; a turn is one request of each link that has work.
 
-        Within a kind, links take turns as well: `SharedServer` goes from ring to ring, and ZeroMQ
-        from connection to connection. So nobody waits for more than a request or two of another.
+        Within each, links alternate too: SharedServer is round-robin over rings, ZeroMQ over
+        connections. So a link waits for at most a request or two of each other link.
         """
         others = (server.fd,)
         is_awaited = is_socket_empty = False
@@ -201,8 +197,8 @@ class ComputeService:
                 continue
             is_awaited = False
             ring_turn.end()
-            # Its descriptor tells only what came since it was last found empty, but costs nothing
-            # to ask while it is asleep; to look takes as long as half a request of a ring.
+            # Polling the socket takes as long as half a ring request. Its descriptor signals only
+            # what arrived since the socket was found empty, but is free to wait for while asleep.
             if not is_socket_empty:
                 self._serve_socket(server)
                 is_socket_empty = server.was_empty
@@ -216,14 +212,14 @@ class ComputeService:
             is_socket_empty = request is not None and not rings.are_others_ready
 
     def _is_socket_due(self) -> bool:
-        """Looking at the socket takes a third of a small request's time: not after every one of
-        them while nothing comes through it."""
+        """Whether to poll the socket now: it takes a third of a small request's time, so a quiet
+        socket is polled only at intervals."""
         now_s = time.monotonic()
-        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_LATELY_S else _SOCKET_PAUSE_S
-        return now_s - self._socket_looked_at_s >= pause_s
+        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_ACTIVE_S else _SOCKET_POLL_S
+        return now_s - self._socket_polled_s >= pause_s
 
     def _serve_socket(self, server: StreamServer) -> bool:
-        """The socket's turn. False if it had nothing."""
+        """Serve the socket for one turn. False if it had no request."""
         is_served = False
         while (link_id := self._serve_next(server, 0.0)) is not None:
             is_served = True
@@ -231,9 +227,9 @@ class ComputeService:
                 break
         else:
             self._socket_turn.end()
-        self._socket_looked_at_s = time.monotonic()
+        self._socket_polled_s = time.monotonic()
         if is_served:
-            self._socket_served_s = self._socket_looked_at_s
+            self._socket_served_s = self._socket_polled_s
         return is_served
 
     def _serve(self, server: StreamServer | SharedServer, request: ReceivedRequest) -> None:
@@ -243,11 +239,11 @@ class ComputeService:
             if request.is_late:
                 self.num_late += 1
                 raise ProtocolError(
-                    f"begun {request.waited_s * 1e3:.0f} ms after it came, which is past its "
-                    f"deadline of {request.header.deadline_ms:.0f} ms",
+                    f"waited {request.waited_s * 1e3:.0f} ms, past its deadline of "
+                    f"{request.header.deadline_ms:.0f} ms",
                     code="late",
                 )
-            # A link may be dropped between the coming of a request and its turn.
+            # A link may be dropped between a request's arrival and its turn.
             banks = self._banks_of.get(request.link_id, {})
             bank = banks.get(request.header.layer_id)
             if bank is None:
@@ -256,14 +252,14 @@ class ComputeService:
                 )
             request.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
             sums = sums_of(bank, batch)
-            self._look()
+            self._check_file()
         except ProtocolError as error:
             server.fail(request.link_id, request.header.sequence, error)
-        except ModelFileError as error:  # which ends the daemon when its loop looks
+        except ModelFileError as error:  # the main loop will see it too and end the daemon
             failure = ProtocolError(str(error), code="file")
             server.fail(request.link_id, request.header.sequence, failure)
         except Exception:
-            # Whatever it is, the parent can compute this elsewhere and others can be served.
+            # The parent can compute this batch elsewhere; keep serving other requests.
             # docs: a bug, with its traceback: report it. The parent computed that batch
             # elsewhere
             _LOG.exception("computing layer %d failed", request.header.layer_id)
@@ -276,13 +272,14 @@ class ComputeService:
 
 
 class _Turn:
-    """Whose requests were served in the present turn of one kind of links."""
+    """The links served in the current turn, of rings or of the socket."""
 
     def __init__(self) -> None:
         self._served: set[str] = set()
 
     def ends_with(self, link_id: str) -> bool:
-        """Whether a turn is over: this request is its link's second, and begins the next turn."""
+        """Record a request; whether it is its link's second, which ends the turn and starts the
+        next one."""
         is_second = link_id in self._served
         if is_second:
             self._served.clear()
@@ -290,5 +287,5 @@ class _Turn:
         return is_second
 
     def end(self) -> None:
-        """There is no more work."""
+        """End the turn: there is no more work."""
         self._served.clear()

@@ -1,6 +1,6 @@
-"""What parent and daemon say to each other: ids, messages, placement, transports.
+"""The protocol between parent and daemon: ids, settings, placement, messages, transports.
 
-Knows nothing of model files, of how an expert is computed, or of text.
+Model files, expert kernels and text are handled by the packages above this one.
 """
 
 __version__ = "0.1.0"

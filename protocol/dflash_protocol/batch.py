@@ -1,11 +1,11 @@
 """RoutedBatch: tokens and their (token, expert, weight) triples, grouped by expert as CSR.
 
-Ragged: a token may have 0..K experts here, an owner may get no token at all; nothing is padded.
-Knows nothing of who computes it; the expert ids are whatever index space both sides agreed on.
+Ragged: a token may have 0..K experts here, and an owner may get no token; nothing is padded. The
+expert ids are local or global, as the two sides agreed.
 
 ::
 
-    hidden        [T, H] float32     one row a token, each sent once
+    hidden        [T, H] float32     one row a token
     expert_ids    [G]    int32       strictly ascending; every group has at least one pair
     group_starts  [G+1]  int32       pairs of group g: group_starts[g] … group_starts[g+1]-1
     token_indices [P]    int32       row of `hidden`; ascending inside a group
@@ -27,24 +27,24 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring import compiled as ring_native
 
 Hidden: TypeAlias = F32Array | DeviceRows
-"""Hidden rows [T, H] float32, of the host or of a device."""
+"""Hidden rows [T, H] float32, on the host or on a device."""
 Sums: TypeAlias = F64Array | DeviceSums
-"""Sums [T, H] float64, likewise."""
+"""Sums [T, H] float64, on the host or on a device."""
 
 _KEY_LIMIT = 1 << 15
-"""Keys below it are sorted by their digits, which takes a tenth of comparing them."""
+"""Keys below it are radix-sorted as int16, in a tenth of the time of a comparison sort."""
 _NEARLY_ALL = 0.75
-"""Of a device's rows: when so many are used, all of them are sent. To gather some, and to add what
-comes back to these alone, their numbers must be brought to the device, which takes longer."""
+"""From this share of used rows on, a device sends all of them: a gather and the scatter of the
+sums need the indices on the device, which takes longer."""
 _MOST_COUNTED_IDS = 1 << 12
-"""Compiled code groups ids below that, with a count for each; no model has as many experts."""
+"""Compiled code groups ids below it by counting sort; no model has as many experts."""
 
 
 @dataclass(slots=True, eq=False)
 class RoutedBatch:
-    """One layer's expert work for one owner. See the module's drawing for the arrays.
+    """One layer's expert work for one owner; the arrays are drawn in the module's docstring.
 
-    Not to be changed once made; not frozen, as that would cost every request some µs.
+    Immutable by convention; not frozen, since that would cost some µs a request.
     """
 
     phase: Phase
@@ -56,12 +56,12 @@ class RoutedBatch:
 
     @property
     def rows(self) -> Hidden:
-        """The hidden rows, wherever they are. Shapes: [T, H]."""
+        """The hidden rows, on the host or on a device. Shapes: [T, H]."""
         return self.hidden
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
-        """[T, H], as far as it was checked."""
+        """[T, H]; of any rank before `check`."""
         return self.hidden.shape
 
     @property
@@ -77,7 +77,7 @@ class RoutedBatch:
         return int(self.expert_ids.shape[0])
 
     def check(self, *, hidden_size: int, num_experts: int) -> None:
-        """Refuse a batch that came over the wire and does not hold together.
+        """Check a batch that came over the wire.
 
         Raises: ProtocolError naming the first array that is wrong.
         """
@@ -104,7 +104,7 @@ class RoutedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOrder:
-    """Pairs in order of their tokens, before they are grouped. Shapes: all [P]."""
+    """Pairs sorted by token, before they are grouped by expert. Shapes: all [P]."""
 
     token_indices: I32Array
     expert_ids: I32Array
@@ -112,10 +112,10 @@ class TokenOrder:
 
 
 class DeviceBatch(RoutedBatch):
-    """A batch whose rows are on a device: `hidden` is a copy of them, made for whoever asks.
+    """A batch whose rows are on a device; reading `hidden` copies them to the host.
 
-    One that is made of pairs in order of tokens is grouped when somebody asks for that, so that it
-    can be cut before, and a device be at work meanwhile.
+    One made by `of_pairs` is grouped lazily, when an array of the routing is first read, so that it
+    can be sliced before that and the device can work meanwhile.
     """
 
     __slots__ = ("_pairs", "_rows")
@@ -167,13 +167,13 @@ class DeviceBatch(RoutedBatch):
 
     @property
     def pairs(self) -> TokenOrder | None:
-        """In order of tokens, unless they were grouped from the beginning."""
+        """The pairs sorted by token; None if the batch was made grouped."""
         return self._pairs
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            # An array of the routing that is not there yet.
+            # Called for routing arrays only while they are unset: group now.
             if name not in _ROUTING:
                 raise AttributeError(name)
             pairs = self._pairs
@@ -192,7 +192,7 @@ class DeviceBatch(RoutedBatch):
         token_indices: I32Array,
         weights: F32Array,
     ) -> None:
-        """Its pairs, which were only in order of tokens, are these."""
+        """Set the grouped arrays of a batch made by `of_pairs`."""
         self.expert_ids, self.group_starts = expert_ids, group_starts
         self.token_indices, self.weights = token_indices, weights
 
@@ -201,12 +201,12 @@ _ROUTING = frozenset(("expert_ids", "group_starts", "token_indices", "weights"))
 
 
 def zero_sums(rows: Hidden) -> Sums:
-    """Sums of as many rows where those are, all zero. Shapes: result [T, H]."""
+    """Zero sums for these rows, where the rows are. Shapes: result [T, H]."""
     return np.zeros(rows.shape) if isinstance(rows, np.ndarray) else rows.new_sums()
 
 
 def add_sums(out: Sums, sums: Sums, rows: SomeRows | None = None) -> None:
-    """Add to some rows of `out`, each named once, or to all. Shapes: out [T, H]; sums [T', H]."""
+    """Add `sums` to the distinct `rows` of `out`, or to all. Shapes: out [T, H]; sums [T', H]."""
     if not isinstance(out, np.ndarray):
         out.add(sums, rows)
         return
@@ -248,7 +248,7 @@ def group_by_expert(
 
 
 def _stable_order(keys: I32Array) -> I64Array:
-    """Places in order of keys, and where these are equal as they were. Shapes: both [P]."""
+    """Stable argsort. Shapes: both [P]."""
     if keys.size and keys.min() >= 0 and keys.max() < _KEY_LIMIT:
         return np.argsort(keys.astype(np.int16), kind="stable")
     return np.argsort(keys, kind="stable")
@@ -262,7 +262,7 @@ def _grouped(
     *,
     phase: Phase,
 ) -> RoutedBatch:
-    """The batch of pairs that are in order of (expert, token) already."""
+    """The batch of pairs that are sorted by (expert, token) already."""
     ids, group_starts = _groups(expert_ids)
     return _batch_of(
         phase,
@@ -275,7 +275,7 @@ def _grouped(
 
 
 def _groups(expert_ids: I32Array) -> tuple[I32Array, I32Array]:
-    """Ids and bounds of groups. Shapes: expert_ids [P], ascending; results [G], [G+1]."""
+    """Ids and starts of groups. Shapes: expert_ids [P], ascending; results [G], [G+1]."""
     is_first = np.ones(expert_ids.size, dtype=bool)
     np.not_equal(expert_ids[1:], expert_ids[:-1], out=is_first[1:])
     starts = np.flatnonzero(is_first)
@@ -294,7 +294,7 @@ def _batch_of(
     token_indices: I32Array,
     weights: F32Array,
 ) -> RoutedBatch:
-    """A batch with rows of either kind."""
+    """A RoutedBatch or DeviceBatch, by where the rows are."""
     if isinstance(rows, np.ndarray):
         return RoutedBatch(phase, rows, expert_ids, group_starts, token_indices, weights)
     return DeviceBatch(
@@ -310,11 +310,11 @@ def _batch_of(
 def compact_tokens(
     batch: RoutedBatch, *, by_device: bool = False
 ) -> tuple[RoutedBatch, I32Array | None]:
-    """Keep only the hidden rows that some pair uses, so that each is sent once and none for
-    nothing; if a device is to send its own rows, all of them if nearly all are used.
+    """Drop the hidden rows that no pair uses. With `by_device`, a device that sends its own rows
+    keeps all of them if nearly all are used.
 
-    Returns the batch and the original index of each kept row [T'] int32; or the batch as it was and
-    None when every row is kept.
+    Returns the batch and the original index of each kept row [T'] int32; or the unchanged batch and
+    None if every row is kept.
     """
     if batch.num_tokens == 1 and batch.num_pairs:  # decode: one token, and it is used
         return batch, None
@@ -343,7 +343,7 @@ def _chosen(hidden: Hidden, rows: SomeRows) -> Hidden:
 
 
 def tail_tokens(batch: RoutedBatch, first: int) -> RoutedBatch:
-    """The rows from `first` on, with exactly their pairs."""
+    """The rows from `first` on, with their pairs."""
     chosen = batch.token_indices >= first
     expert_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
     return _grouped(
@@ -356,9 +356,10 @@ def tail_tokens(batch: RoutedBatch, first: int) -> RoutedBatch:
 
 
 def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, RoutedBatch]]:
-    """Cut a batch into pieces of at most `max_tokens` consecutive rows, each with its first row.
+    """Cut a batch into pieces of at most `max_tokens` consecutive rows.
 
-    A piece holds exactly the pairs of its rows; a piece without pairs is left out.
+    Yields the index of a piece's first row, and the piece with the pairs of its rows. Pieces
+    without pairs are left out.
     """
     if batch.num_tokens <= max_tokens:
         yield 0, batch
@@ -366,7 +367,7 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
     if isinstance(batch, DeviceBatch) and batch.pairs is not None:
         yield from _slices_in_order(batch, batch.pairs, max_tokens)
         return
-    # Pairs are in order of expert and token: sorted by slice they are so within each slice.
+    # A stable sort by slice keeps the order by (expert, token) within each slice.
     slice_of_pair = batch.token_indices // max_tokens
     order = _stable_order(slice_of_pair)
     expert_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[order]
@@ -391,8 +392,10 @@ def slice_tokens(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[int, Rou
 def _compact_in_order(
     batch: DeviceBatch, pairs: TokenOrder, *, whole_from: int
 ) -> tuple[DeviceBatch, I32Array | None]:
-    """As `compact_tokens`, all rows if so many are used; grouped as well, where that is compiled
-    code and takes no time."""
+    """`compact_tokens` of ungrouped pairs; keeps all rows if `whole_from` or more are used.
+
+    Compiled code, if it is loaded, groups the pairs in the same pass.
+    """
     kernels = ring_native.if_compiled()
     if kernels is not None:
         count = pairs.token_indices.size
@@ -435,7 +438,7 @@ def _compact_in_order(
 def _in_rows(
     batch: DeviceBatch, pairs: TokenOrder, rows: I32Array, row_of_pair: I32Array
 ) -> DeviceBatch:
-    """The batch of some rows. Shapes: rows [T']; row_of_pair [P], places in `rows`."""
+    """The batch of some rows. Shapes: rows [T']; row_of_pair [P], indices into `rows`."""
     in_rows = replace(pairs, token_indices=row_of_pair)
     return DeviceBatch.of_pairs(batch.phase, batch.rows.chosen(rows), in_rows)
 
@@ -443,7 +446,7 @@ def _in_rows(
 def _slices_in_order(
     batch: DeviceBatch, pairs: TokenOrder, max_tokens: int
 ) -> Iterator[tuple[int, RoutedBatch]]:
-    """As `slice_tokens`: nothing but views, as long as nothing is grouped."""
+    """`slice_tokens` of ungrouped pairs; the pieces are views."""
     firsts = range(0, batch.num_tokens, max_tokens)
     bounds = [*np.searchsorted(pairs.token_indices, firsts).tolist(), pairs.token_indices.size]
     for index, first in enumerate(firsts):

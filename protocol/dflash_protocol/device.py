@@ -1,7 +1,4 @@
-"""What a process computes on, as people write it: ``cpu``, ``cuda:0``, ``hip:1``.
-
-Knows nothing of what there is in a machine.
-"""
+"""Names of devices: ``cpu``, ``cuda:0``, ``hip:1``. Whether one exists is not checked here."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ _WRITTEN = re.compile(r"([a-z]{1,8})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class DeviceKind(StrEnum):
-    """Whose programming interface drives it."""
+    """The programming interface of a device."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -27,13 +24,13 @@ DEVICES_ALLOWED = "cpu, cuda:N or hip:N"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device; `index` counts those of its kind that the process can see. There is one cpu."""
+    """A device; `index` is among those of its kind that the process sees, always 0 for the cpu."""
 
     kind: DeviceKind
     index: int = 0
 
     def __str__(self) -> str:
-        """As it is written; `parse_device` reads it back."""
+        """The name that `parse_device` reads."""
         return self.kind.value if self.kind is DeviceKind.CPU else f"{self.kind.value}:{self.index}"
 
 
@@ -41,7 +38,7 @@ CPU = Device(DeviceKind.CPU)
 
 
 def parse_device(text: str, *, default_index: int = 0) -> Device:
-    """A device from how it is written; `default_index` is that of a kind without one.
+    """Parse a device's name; `default_index` is used if it has no index.
 
     Raises: ValueError that completes ``must be …``.
     """

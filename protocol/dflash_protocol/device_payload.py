@@ -1,8 +1,8 @@
-"""Rows and sums that lie on devices, and go through shared memory without a CPU copying them.
+"""Interfaces for rows and sums on a device, and their DMA copies to and from shared memory.
 
-A backend with a device implements it; transports and owners use it without knowing whose device
-that is. What a device has copied is known by its digest, which another device takes of its own copy
-in the same pass: see `ring` for what that protects.
+A GPU backend implements them; transports and owners of experts use them. Each copy yields a digest
+of what was copied, which the peer's device compares with that of its own copy: see
+`ring.layout` for what that protects.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import numpy as np
 from dflash_protocol.ids import F32Array, F64Array, I32Array, U8Array
 
 SomeRows: TypeAlias = slice | I32Array
-"""Rows of an array: a run of them, or their indices."""
+"""Rows of an array: a slice, or indices."""
 
 _ODD = 0x9E3779B97F4A7C15
 
 
 class DeviceRows(Protocol):
-    """Hidden rows in a device's memory. Used by one thread, like all that is made of them."""
+    """Hidden rows in a device's memory. They and objects made from them are used by one thread."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """[T, H]."""
 
     def to_host(self) -> F32Array:
-        """A copy, made once. Raises: DeviceUnavailable."""
+        """A copy on the host, made at the first call. Raises: DeviceUnavailable."""
 
     def chosen(self, rows: SomeRows) -> DeviceRows:
-        """Some of the rows, in this order; nothing is copied before somebody needs it."""
+        """Some of the rows, in this order; copied lazily."""
 
     def new_sums(self) -> DeviceSums:
-        """Sums of as many rows on the same device, all zero."""
+        """Zero sums of the same shape on the same device."""
 
 
 class DeviceSums(Protocol):
@@ -44,95 +44,95 @@ class DeviceSums(Protocol):
         """[T, H]."""
 
     def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
-        """Add to some rows, each named once, or to all; `sums` may become part of these, and is
-        not to be used any more. Raises: DeviceUnavailable."""
+        """Add `sums` to the distinct `rows`, or to all. Takes over `sums`, which must not be used
+        afterwards. Raises: DeviceUnavailable."""
 
     def to_host(self) -> F64Array:
-        """A copy. Raises: DeviceUnavailable."""
+        """A copy on the host. Raises: DeviceUnavailable."""
 
 
 class ReadRows(DeviceRows, Protocol):
-    """Rows that are read from shared memory when somebody first needs them, and only then."""
+    """Rows that are read from shared memory lazily, and once."""
 
     def digest(self) -> int:
-        """Of what was read, once it has been. Raises: DeviceUnavailable."""
+        """Digest of the rows; reads them if that has not happened. Raises: DeviceUnavailable."""
 
     def abandon(self) -> None:
-        """Nobody needs them: nothing reads shared memory for them once this has returned."""
+        """Drop the rows: once this returns, shared memory is no longer read for them."""
 
 
 class DmaCopy(Protocol):
-    """A copy between a device and shared memory that is under way, or has ended.
+    """An asynchronous copy between a device and shared memory.
 
-    Everything raises DeviceUnavailable if the device fails.
+    All methods raise DeviceUnavailable if the device fails.
     """
 
     def has_ended(self) -> bool:
-        """Whether all has arrived, without waiting for it."""
+        """Whether the copy is complete; does not wait."""
 
     def digest(self) -> int:
-        """Of what was copied; waits until all has arrived."""
+        """Wait for the copy; returns the digest of what was copied."""
 
     def is_finite(self) -> bool:
-        """Of sums that were read, when their digest is known: whether none is NaN or infinite."""
+        """Whether all sums that were read are finite; call it after `digest`."""
 
 
 class ExpectedSums(Protocol):
-    """Memory of a device for sums that will be read into it."""
+    """Device memory that sums will be read into."""
 
     @property
     def sums(self) -> DeviceSums:
-        """What was read, once all has arrived."""
+        """The sums, valid once the copy is complete."""
 
 
 class DeviceWindow(Protocol):
-    """A piece of the host's memory that a device reads and writes; others may write it meanwhile.
+    """Pinned host memory that a device reads and writes; another process may write it meanwhile.
 
-    Offsets are in bytes, whole lines, and the caller sees to it that what is there is large enough.
-    Everything raises DeviceUnavailable if the device fails.
+    Offsets are in bytes, multiples of a cache line; the caller checks that the data fits.
+    All methods raise DeviceUnavailable if the device fails.
     """
 
     def device_address(self, offset: int) -> int:
-        """As the device's kernels see it."""
+        """The address that the device's kernels use."""
 
     def write_rows(self, offset: int, rows: DeviceRows) -> DmaCopy:
-        """Begin to copy rows there, when those before have arrived, and somebody has their digest,
-        or nobody wants it any more."""
+        """Start to copy rows to `offset`. The previous copy must be complete, and its digest read
+        or not needed any more."""
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> ReadRows:
-        """The rows that lie there; they must stay there until their digest was asked for."""
+        """The rows at `offset`, which must stay there until their digest is read."""
 
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
-        """Copy sums there, once they are computed; their digest, when all has arrived."""
+        """Copy sums to `offset` once they are computed; waits, and returns their digest."""
 
     def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
-        """Memory for sums, taken when they are asked for: what the device is given to do until they
-        are read need not end before that."""
+        """Allocate memory for the reply to a request when it is sent, so that the read need not
+        wait for work that the device is given in between."""
 
     def read_sums(self, offset: int, expected: ExpectedSums) -> DmaCopy:
-        """Begin to copy the sums that lie there, each byte read once, as `write_rows` does; what
-        lies there is not needed any more when all has arrived."""
+        """Start to copy the sums at `offset`, each byte read once; same condition as `write_rows`.
+        The source may be overwritten when the copy is complete."""
 
     def close(self) -> None:
-        """Give the memory back to the host, once nothing uses it. Twice does nothing."""
+        """Unpin the memory, once nothing uses it. Idempotent."""
 
 
 class DeviceMover(Protocol):
-    """A device that can read and write the host's memory by itself."""
+    """A device that can access host memory by DMA."""
 
     def open(self, address: int, num_bytes: int) -> DeviceWindow:
-        """Lock whole pages of memory, which must outlive the window, for the device.
+        """Pin whole pages of memory for the device; the memory must outlive the window.
 
-        Raises: DeviceUnavailable if there can be no more of it.
+        Raises: DeviceUnavailable if they cannot be pinned.
         """
 
 
 def digest_of(data: U8Array) -> int:
-    """The digest of bytes: the sum of all 64-bit words, each mixed with its place, modulo 2^64.
+    """Sum modulo 2^64, as an int64, of all 64-bit words, each mixed with its index.
 
-    Mixing is a bijection, so that a change within one word is always found; the sum does not depend
-    on who adds what first. It finds accidents and is no signature. This is what kernels are tested
-    against, as an int64. Shapes: data [n], n a multiple of 8.
+    Mixing is a bijection, so a change within one word is always detected; the sum does not depend
+    on the order of additions. It detects accidents, not attacks. The kernels are tested against
+    this function. Shapes: data [n], n a multiple of 8.
     """
     words = data.view("<u8")
     places = np.arange(1, words.size + 1, dtype=np.uint64)

@@ -1,9 +1,9 @@
-"""Endpoints: the grammar of addresses, and taking and releasing an ``ipc://`` path.
+"""Endpoints: the grammar of addresses, and claiming an ``ipc://`` path.
 
 A link has two sockets. For ``ipc:///path`` they are ``/path`` (control) and ``/path.data``; for
-``tcp://host:port`` the data port is told in the handshake. An IPv6 host stands in brackets, as in
-``tcp://[::1]:5555``, and ZeroMQ has to be told of it: see `is_ipv6`. ZeroMQ silently steals an ipc
-path that is in use, so a lock file beside it says whose it is.
+``tcp://host:port`` the handshake tells the data port. An IPv6 host stands in brackets, as in
+``tcp://[::1]:5555``, and needs a ZeroMQ option: see `is_ipv6`. ZeroMQ silently takes over an ipc
+path that is in use, so a lock file beside it marks its owner.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
-from dflash_protocol.process.private_path import is_there_privately
+from dflash_protocol.process.private_path import exists_privately
 
 _PATH_LIMIT_BYTES = 100
 """Longest path of an ``ipc://`` endpoint: sun_path holds 108 bytes, our suffixes need a few."""
@@ -37,10 +37,8 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether a tcp endpoint is reached from this machine alone: 127.0.0.0/8, ::1, localhost.
-
-        Any other name counts as beyond it, wherever it may lead.
-        """
+        """Whether a tcp endpoint can be reached from this machine only: 127.0.0.0/8, ::1,
+        localhost. Any other name counts as remote, whatever it resolves to."""
         if self.host is None or self.host == "localhost":
             return self.host is not None
         with contextlib.suppress(ValueError):
@@ -49,16 +47,16 @@ class Endpoint:
         return False
 
     def is_folder_there(self) -> bool:
-        """Whether the folder of the sockets is there; true of tcp.
+        """Whether the folder of the sockets exists; always true for tcp.
 
-        Raises: SettingsError if another account has a socket there, or could put one there.
+        Raises: SettingsError if another account has a socket there, or could create one.
         """
         what = f"endpoint {self.address}"
-        return all([is_there_privately(path, what) for path in self.socket_paths])
+        return all([exists_privately(path, what) for path in self.socket_paths])
 
     @property
     def socket_paths(self) -> tuple[Path, ...]:
-        """The socket files that listening on an ipc endpoint makes."""
+        """The socket files of an ipc endpoint; empty for tcp."""
         return () if self.path is None else (self.path, Path(f"{self.path}.data"))
 
     def data_address(self, data_port: int) -> str:
@@ -68,7 +66,7 @@ class Endpoint:
         return f"tcp://{self.host}:{data_port}"
 
     def data_address_to_bind(self, data_port: int) -> str:
-        """Address for the data socket to listen on; a tcp port of 0 is any that is free."""
+        """Address to bind the data socket to; tcp port 0 means any free port."""
         if self.path is not None or data_port:
             return self.data_address(data_port)
         return f"tcp://{self.host}:*"
@@ -77,13 +75,13 @@ class Endpoint:
 def is_ipv6(address: str) -> bool:
     """Whether a socket that connects or binds to this address needs ZeroMQ's option IPV6.
 
-    Sockets of other addresses go without: with it, IPv4 peers would be seen under other addresses.
+    Other sockets do not set it: with it, IPv4 peers would have IPv6-mapped addresses.
     """
     return address.startswith("tcp://[")
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Raises: SettingsError saying what an endpoint looks like, or that its path is too long."""
+    """Raises: SettingsError if it is malformed, or its path too long."""
     kind, _, rest = text.partition("://")
     if kind == "ipc" and rest.startswith("/") and "\0" not in rest:
         if (length := len(os.fsencode(rest))) > _PATH_LIMIT_BYTES:
@@ -115,12 +113,12 @@ def _is_host(text: str) -> bool:
 
 
 class IpcClaim:
-    """Holds an ipc path for this process until closed: lock taken, leftovers of the dead removed.
+    """Claims an ipc path for this process until closed; removes sockets of ended processes.
 
-    The last folder of the path is made, with mode 0700, if it is missing.
-    Owns: the lock file, and the two socket files that ZeroMQ makes.
-    Raises: SettingsError if the folder cannot be used, or other accounts may use it as well;
-    DaemonUnavailable if the path is in use.
+    Creates the path's folder, with mode 0700, if it is missing; its parent must exist.
+    Owns: the lock file, and the two socket files that ZeroMQ creates.
+    Raises: SettingsError if the folder cannot be used or is not private; DaemonUnavailable if the
+    path is in use.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -136,7 +134,7 @@ class IpcClaim:
             raise
 
     def _sweep(self, endpoint: Endpoint) -> None:
-        """Remove the sockets of the dead; refuse whatever else is in the way."""
+        """Remove sockets that are not in use; any other file there is an error."""
         for path in self._socket_paths:
             if not path.exists() and not path.is_symlink():
                 continue
@@ -147,7 +145,7 @@ class IpcClaim:
             path.unlink()
 
     def close(self) -> None:
-        """Remove what was made and let go of the lock."""
+        """Remove the sockets and the lock file."""
         for path in self._socket_paths:
             path.unlink(missing_ok=True)
         self._let_go()
@@ -158,7 +156,8 @@ class IpcClaim:
 
 
 def _make_folder(endpoint: Endpoint, folder: Path) -> None:
-    """Raises: SettingsError if it cannot be made, or is not private; then it is not left behind."""
+    """Raises: SettingsError if it cannot be made or is not private; a folder made here is removed
+    then."""
     is_made = False
     try:
         folder.mkdir(mode=0o700)
@@ -177,7 +176,7 @@ def _make_folder(endpoint: Endpoint, folder: Path) -> None:
 
 
 def _locked_file(path: Path, address: str) -> int:
-    """Descriptor of the lock file, locked. Raises: as IpcClaim."""
+    """Descriptor of the lock file, locked. Raises: SettingsError; DaemonUnavailable."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         try:
@@ -186,7 +185,7 @@ def _locked_file(path: Path, address: str) -> int:
             raise SettingsError(f"endpoint {address}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last owner may have removed it after we opened it: then it locks nothing.
+            # Its last owner may have removed it after it was opened; the lock is void then.
             if os.path.samestat(os.fstat(fd), path.lstat()):
                 return fd
         except FileNotFoundError:
@@ -199,7 +198,7 @@ def _locked_file(path: Path, address: str) -> int:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens; one too busy to take us, or who may not, counts as well."""
+    """Whether a process listens there; errors other than refusal and absence count as yes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

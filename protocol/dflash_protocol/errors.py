@@ -5,21 +5,20 @@
     DflashError
     ├── SettingsError           a flag, variable or argument is wrong: change it
     │   └── ContextExceeded     the prompt does not fit: shorten it, or open a larger context
-    ├── CheckpointMissing            a sequence cannot go on from there: begin it anew
+    ├── CheckpointMissing       a sequence's state was not kept there: start it over
     ├── ModelFileError          the file is damaged or lies about itself: get another file
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
     ├── NotFinite               a model's numbers are NaN or infinite: look at its file, and memory
-    ├── ProtocolError           the peer said something it must not: report it
-    │   └── HandshakeRefused    the peer will not work with us, and says why
+    ├── ProtocolError           the peer violated the protocol: report it
+    │   └── HandshakeRefused    the peer declined the handshake, with a reason
     ├── DeviceUnavailable       a GPU, its driver or its compiler fails: use another device
     │   ├── DeviceOutOfMemory   its memory is too small: keep less on it
     │   └── KernelCompileError  a kernel cannot be compiled for it
-    ├── RenderingUnavailable    no process can be had that renders chat templates: retry
+    ├── RenderingUnavailable    no process is available to render a chat template: retry
     └── DaemonUnavailable       a daemon is gone or late: retry, or compute elsewhere
-        └── DeadlineExceeded    nothing came within the time that was allowed
+        └── DeadlineExceeded    no answer arrived in time
 
-Every message is one line that can be shown to a user as it is, whatever it quotes: `one_line` sees
-to that. It is what all texts of files, peers and clients pass through before they are shown.
+Every message is one printable line: `one_line` escapes all text from files, peers and clients.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from pathlib import Path
 
 _LINE_LIMIT = 1000
 _MESSAGE_LIMIT = 4000
-"""Of messages of ours, which quote more than one text."""
+"""Bound of a whole error message, which may quote several texts."""
 _KEPT_IN_TERMINALS = frozenset("\n\t")
 
 
 def one_line(text: object, limit: int = _LINE_LIMIT) -> str:
-    """What can be shown of another's text: one line, that a terminal only writes.
+    """Untrusted text as one line that is safe to print in a terminal.
 
-    As in Python's literals are shown: control characters (C0, DEL, C1), format characters (those
-    that turn the direction of text, or are not seen, among them), separators of lines and
-    paragraphs and other spaces than ASCII's, lone surrogates, and what has no meaning yet. A text
-    of more than `limit` characters is cut and ends with ``…``.
+    Escaped as in Python literals: control characters (C0, DEL, C1), format characters (such as
+    bidirectional and invisible ones), line and paragraph separators, spaces other than ASCII's,
+    lone surrogates and unassigned code points. Longer texts are cut to `limit` characters, the
+    last of which is ``…``.
     """
     whole = str(text)
     shown = whole[: limit + 1]
@@ -48,8 +47,8 @@ def one_line(text: object, limit: int = _LINE_LIMIT) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """A text of many lines, such as a model's, without what a terminal obeys: control characters
-    but line breaks and tabs are shown as in Python's literals."""
+    """Multi-line text, such as a model's, with control characters except line breaks and tabs
+    escaped as in Python literals."""
     return "".join(
         repr(c)[1:-1] if (c < " " or "\x7f" <= c <= "\x9f") and c not in _KEPT_IN_TERMINALS else c
         for c in text
@@ -57,20 +56,20 @@ def for_terminal(text: str) -> str:
 
 
 class DflashError(Exception):
-    """Root of everything this project raises on purpose."""
+    """Root of the exceptions that this project raises."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(one_line(message, _MESSAGE_LIMIT))
 
 
 class SettingsError(DflashError):
-    """A setting, flag or argument has a value that cannot be used."""
+    """A setting, flag or argument has an invalid value."""
 
 
 class ContextExceeded(SettingsError):
     """A prompt needs more positions than the context has.
 
-    `model_positions` is the largest context that the model can have; None = not known here.
+    `model_positions` is the model's largest context; None = unknown.
     """
 
     def __init__(
@@ -90,11 +89,12 @@ class ContextExceeded(SettingsError):
 
 
 class CheckpointMissing(DflashError):
-    """A layer's state stands for other positions than those that are to be gone on from."""
+    """A sequence is to continue after `wanted` positions, but its state is that after `kept`."""
 
     def __init__(self, wanted: int, kept: int) -> None:
         super().__init__(
-            f"the sequence's state is that of {kept} positions: it cannot go on after {wanted}"
+            f"the sequence's state is that after {kept} positions, "
+            f"it cannot continue after {wanted}"
         )
         self.wanted = wanted
         self.kept = kept
@@ -103,7 +103,7 @@ class CheckpointMissing(DflashError):
 class ModelFileError(DflashError):
     """A model file is truncated, malformed or contradicts itself.
 
-    ``field`` names the key or tensor, ``offset_bytes`` the place in the file where it was read.
+    ``field`` names the key or tensor, ``offset_bytes`` where in the file it was read.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class ModelFileError(DflashError):
 
 
 class UnsupportedModel(ModelFileError):
-    """The file is well formed but holds something this version cannot run."""
+    """The file is well formed but has something that this version cannot run."""
 
 
 class NotFinite(DflashError):
-    """What a model has computed is NaN or infinite, so that no token follows from it."""
+    """The model's logits are NaN or infinite, so that no token can be sampled."""
 
 
 class ProtocolError(DflashError):
@@ -141,7 +141,7 @@ class ProtocolError(DflashError):
 
 
 class HandshakeRefused(ProtocolError):
-    """The peer understood us and declined: wrong model, wrong placement, wrong version."""
+    """The peer declined the handshake: wrong model, placement or version."""
 
 
 class DeviceUnavailable(DflashError):
@@ -151,8 +151,8 @@ class DeviceUnavailable(DflashError):
 class DeviceOutOfMemory(DeviceUnavailable):
     """A device has less memory than is asked for; amounts in bytes.
 
-    ``num_bytes`` is None where the driver itself was refused what it needs for `what`; `advice`
-    says what to do.
+    ``num_bytes`` is None if the driver itself ran out of memory for `what`; `advice` says what to
+    do.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class DeviceOutOfMemory(DeviceUnavailable):
         self.advice = advice
 
     def with_advice(self, advice: str) -> DeviceOutOfMemory:
-        """The same, saying what to do, unless it does already."""
+        """The same error with `advice`, unless it has some already."""
         return DeviceOutOfMemory(
             self.device,
             num_bytes=self.num_bytes,
@@ -193,11 +193,11 @@ class DeviceOutOfMemory(DeviceUnavailable):
 
 
 class KernelCompileError(DeviceUnavailable):
-    """A kernel cannot be compiled for a device; the compiler's own words are in the message."""
+    """A kernel cannot be compiled for a device; the message quotes the compiler."""
 
 
 class RenderingUnavailable(DflashError):
-    """No process can be had that renders chat templates: none starts, or all are at work."""
+    """No process that renders chat templates is available: none starts, or all are busy."""
 
 
 class DaemonUnavailable(DflashError):
@@ -205,11 +205,11 @@ class DaemonUnavailable(DflashError):
 
 
 class DeadlineExceeded(DaemonUnavailable):
-    """Nothing came within the allowed time."""
+    """No answer arrived in time."""
 
 
 def lack_of(error: MemoryError | RuntimeError) -> str | None:
-    """What the machine did not give a program, for people; None if it is another error."""
+    """Error text if memory or threads ran out; None for any other error."""
     if isinstance(error, MemoryError):
         # docs: the program needs more than the machine or its limits (`ulimit`, the service's, the
         # container's) give

@@ -1,7 +1,7 @@
 """Fingerprints: SHA-256 over canonical bytes.
 
-Knows nothing of what is hashed: callers bring a domain (so that two kinds of thing never share a
-digest) and chunks, each of which is length-prefixed (so that no two sequences of chunks collide).
+A domain name separates kinds of data, so that they never share a digest; each chunk is
+length-prefixed, so that no two sequences of chunks collide.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Hotness: how often each expert of each layer was chosen, and its CSV file.
 
-The file is that of the older system::
+The file format is that of the older system::
 
     # hotness table: n_layer=2 n_expert=4 n_expert_used=2
     # format: one row per layer, columns are expert activation counts (expert 0..N-1)
     7,0,3,12
     0,0,21,1
-
-Knows nothing of what a placement makes of it.
 """
 
 from __future__ import annotations
@@ -25,27 +23,27 @@ from dflash_protocol.process.text_files import file_error, read_file, write_file
 U64Array: TypeAlias = npt.NDArray[np.uint64]
 
 MAX_COUNTS = 1 << 18
-"""Most layers times experts of one file; published models: below 1 << 17."""
+"""Maximum of layers times experts in a file; published models have below 1 << 17."""
 
 _KIND = "hotness file"
 _MAX_COUNT = (1 << 64) - 1
-_LIMIT_BYTES = 6 << 20  # MAX_COUNTS of the longest numbers and their commas, and comments
+_LIMIT_BYTES = 6 << 20  # room for MAX_COUNTS numbers of full length, commas and comments
 _MAX_LINES = 1 << 13
-_USUAL_EXPERTS_USED = 8  # what the older system takes a file without a header to mean
+_USUAL_EXPERTS_USED = 8  # what the older system assumes for a file without a header
 
 _HEADER = re.compile(
     rb"#\s*hotness table:\s*n_layer=(\d{1,9})\s+n_expert=(\d{1,9})\s+n_expert_used=(\d{1,9})\s*"
 )
-# Commas or blanks between numbers, and a comma behind the last: all of it the older reader takes.
+# Like the older reader, accept commas or blanks between numbers, and a trailing comma.
 _ROW = re.compile(rb"[ \t]*+\d++(?:(?:[ \t]*+,[ \t]*+|[ \t]++)\d++)*+[ \t]*+,?+[ \t]*+")
 _MAX_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hotness:
-    """Counts by layer and global expert id. Shapes: counts [L, E] uint64; both at least 1.
+    """Counts by layer and global expert id. Shapes: counts [L, E] uint64, neither empty.
 
-    ``num_experts_used``: how many experts each token had been given to.
+    ``num_experts_used``: experts a token.
     """
 
     counts: U64Array
@@ -63,9 +61,9 @@ class Hotness:
 def read_hotness(
     path: Path, *, num_layers: int | None = None, num_experts: int | None = None
 ) -> Hotness:
-    """Read a hotness file, holding it against the model's sizes where they are given.
+    """Read a hotness file and check it against the model's sizes, where given.
 
-    Without the header line, sizes are those of the rows, and 8 experts a token are assumed.
+    Without a header line, the sizes follow from the rows, and 8 experts a token are assumed.
     Raises: SettingsError naming the file, the line or layer, and the value.
     """
     content = read_file(_KIND, path, limit_bytes=_LIMIT_BYTES)
@@ -83,9 +81,9 @@ def read_hotness(
 
 
 def write_hotness(path: Path, hotness: Hotness) -> None:
-    """Write a hotness file, in one step.
+    """Write a hotness file atomically.
 
-    Raises: SettingsError if it cannot be written, or the older system could not read it.
+    Raises: SettingsError if it cannot be written, or would not be valid.
     """
     counts = hotness.counts
     if counts.ndim != 2 or not 0 < counts.size <= MAX_COUNTS or counts.dtype != np.uint64:
@@ -113,7 +111,7 @@ def _parse(content: bytes) -> Hotness:
         if line.startswith(b"#"):
             if b"n_layer=" in line:
                 if header is not None or rows:
-                    raise ValueError(f"line {line_number}: a header below the first line of all")
+                    raise ValueError(f"line {line_number}: a header that is repeated or after rows")
                 header = _parse_header(line, line_number)
         elif line.strip(b" \t"):
             width = header[1] if header is not None else rows[0].size if rows else None
@@ -152,7 +150,7 @@ def _parse_header(line: bytes, line_number: int) -> tuple[int, int, int]:
 
 def _parse_row(line: bytes, line_number: int, layer_id: int, width: int | None) -> U64Array:
     where = f"line {line_number}, layer {layer_id}"
-    # Never more pieces than we would take: a digit and its comma become an object each.
+    # Bound the pieces before splitting: each number becomes an object.
     limit = MAX_COUNTS if width is None else width
     too_many = line.count(b",") > limit
     numbers = [] if too_many else line.replace(b",", b" ").split(None, limit)

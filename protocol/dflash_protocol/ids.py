@@ -1,4 +1,4 @@
-"""Id types and shape letters: the vocabulary every other module uses.
+"""Names of ids, shape letters, array types and phases, used by every other module.
 
 ======================  =================================================================
 thing                   name
@@ -32,7 +32,7 @@ U8Array: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Phase(StrEnum):
-    """What the parent is doing with the whole chunk; kernels are chosen by it, never by a slice."""
+    """What the parent does with a whole chunk. It selects kernels, whatever the size of a slice."""
 
     PREFILL = "prefill"
     DECODE = "decode"

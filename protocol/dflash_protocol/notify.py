@@ -1,7 +1,7 @@
-"""Telling the service manager how we are: ready, alive, stopping, and a line of status.
+"""Notifications to the service manager: ready, alive, stopping, and a line of status.
 
 The protocol is sd_notify's: datagrams of ``NAME=value`` lines to the socket that ``NOTIFY_SOCKET``
-names, an absolute path or, after ``@``, an abstract name. Knows nothing of what the program does.
+names, an absolute path or, after ``@``, an abstract name.
 Source: sd_notify(3), sd_watchdog_enabled(3).
 """
 
@@ -20,24 +20,23 @@ from dflash_protocol.settings import supervision
 _LOG = logging.getLogger(__name__)
 
 _SEND_S = 0.5
-"""Longest that one message may take: a manager that does not read must not stop us."""
+"""Timeout of one message: a manager that does not read must not block the program."""
 _ADDRESS_LIMIT_BYTES = 107
 """sun_path holds 108 bytes; a path ends with a zero byte, an abstract name begins with one."""
 _STATUS_LIMIT = 400
 _STARTING_S = 120.0
-"""So much more time we ask for whenever starting has got on: only silence ends it."""
+"""Extension of the start-up timeout requested with each sign of progress."""
 _STATUS_S = 5.0
-"""Where there is no watchdog, the status is brought up to date so often."""
+"""Interval of status updates without a watchdog."""
 
 
 class Notifier:
-    """Messages to a service manager; with an empty address there is none, and nothing is sent.
+    """Sends messages to a service manager; an empty address means there is none.
 
-    `watchdog_s` is the time within which the manager wants to hear that we are alive, 0 = it does
-    not. Messages may come from several threads. One that cannot be sent is logged once: what we
-    do does not depend on who watches.
+    `watchdog_s` is the manager's watchdog timeout, 0 = no watchdog. Thread-safe. The first message
+    that cannot be sent is logged; the program goes on.
 
-    Raises: SettingsError if the address is none.
+    Raises: SettingsError if the address is malformed.
     """
 
     def __init__(self, address: str = "", watchdog_s: float = 0.0) -> None:
@@ -48,7 +47,7 @@ class Notifier:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """The one that our environment names.
+        """The notifier that the environment asks for.
 
         Raises: SettingsError naming the variable.
         """
@@ -60,37 +59,37 @@ class Notifier:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether there is anybody to tell."""
+        """Whether there is a service manager."""
         return bool(self._address)
 
     @property
     def beat_s(self) -> float:
-        """Time between two reports: half of the watchdog's, as its manual asks for."""
+        """Interval of `report`: half of the watchdog's, as sd_watchdog_enabled(3) recommends."""
         return self.watchdog_s / 2 if self.watchdog_s else _STATUS_S
 
     def starting(self, status: str) -> None:
-        """Starting has got on and may take a while yet."""
+        """Report progress of start-up and extend its timeout."""
         self._send(f"EXTEND_TIMEOUT_USEC={round(_STARTING_S * 1e6)}", status)
 
     def ready(self, status: str) -> None:
-        """Whatever comes is served from now on."""
+        """Report that start-up is complete."""
         self._send("READY=1", status)
 
     def alive(self) -> None:
-        """Start the watchdog's time anew."""
+        """Restart the watchdog's timeout."""
         self._send("WATCHDOG=1", None)
 
     def status(self, status: str) -> None:
-        """Say in words how we are, if that has changed."""
+        """Send the status line if it has changed."""
         if status != self._status:
             self._send("", status)
 
     def stopping(self) -> None:
-        """Nothing new is taken any more."""
+        """Report that the program is shutting down."""
         self._send("STOPPING=1", "stopping")
 
     async def report(self, *, is_healthy: Callable[[], bool], status: Callable[[], str]) -> None:
-        """Be alive while `is_healthy`, and keep the status up to date; until cancelled."""
+        """Feed the watchdog while `is_healthy`, and update the status, until cancelled."""
         if not self.is_asked_for:
             await asyncio.Event().wait()
         while True:
@@ -113,8 +112,8 @@ class Notifier:
                 sender.sendto("\n".join(lines).encode(errors="replace"), self._address)
         except OSError as error:  # a timeout is one too
             if not self._has_failed:
-                # docs: NOTIFY_SOCKET leads nowhere; the program goes on, the manager may end it
-                _LOG.warning("the service manager cannot be told: %s", error.strerror or error)
+                # docs: NOTIFY_SOCKET cannot be reached; the program goes on, the manager may end it
+                _LOG.warning("cannot notify the service manager: %s", error.strerror or error)
             self._has_failed = True
 
 

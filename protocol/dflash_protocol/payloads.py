@@ -1,4 +1,4 @@
-"""Payload types: how hidden rows and sums are written in a message.
+"""Payload types: the element types of hidden rows and sums in a message, and conversions.
 
 ==========  ========================  ====================================
 negotiated  hidden rows of a request  sums of a reply
@@ -8,10 +8,9 @@ negotiated  hidden rows of a request  sums of a reply
 ``bf16``    bfloat16, else float32    bfloat16, else float64
 ==========  ========================  ====================================
 
-"Else" is a message with a finite value that the narrow type would turn into infinity; it goes wide.
-Those of its values that fit are rounded all the same: what a value becomes must not depend on what
-it travels with, or slicing a batch otherwise would change the result. NaN and infinity stay such.
-Knows nothing of headers and sockets.
+"Else": a message with a finite value that overflows the narrow type is sent in the wide type. Its
+other values are rounded to the narrow type all the same: the result of a row must not depend on how
+a batch is sliced. NaN and infinity are preserved.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ U16Array: TypeAlias = npt.NDArray[np.uint16]
 
 
 class PayloadType(StrEnum):
-    """Element type of an array on the wire, with the bytes of one element."""
+    """Element type of an array on the wire; `num_bytes` is the size of an element."""
 
     F64 = "f64", 8
     F32 = "f32", 4
@@ -48,20 +47,20 @@ class PayloadType(StrEnum):
 
 
 NEGOTIABLE = (PayloadType.F32, PayloadType.F16, PayloadType.BF16)
-"""Types that a parent may ask for. With float32 rows, sums travel as float64."""
+"""Types that a parent may request. With float32 rows, sums travel as float64."""
 
 
 def pack_hidden(hidden: F32Array, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
-    """Rows as they are sent, and the type they have: the negotiated one, or f32 if it would lose a
-    finite value. Shapes: hidden and result [T, H]; float32 rows are not copied."""
+    """Convert rows to the negotiated type, or f32 if a finite value would overflow; also returns
+    that type. Shapes: hidden and result [T, H]; float32 rows are not copied."""
     if negotiated is PayloadType.F32:
         return hidden, PayloadType.F32
     return _pack(hidden, negotiated, PayloadType.F32)
 
 
 def pack_sums(sums: F64Array, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
-    """Sums as they are sent, and the type they have: f64 where f32 was negotiated or the negotiated
-    type would lose a finite value. Shapes: sums and result [T, H]; float64 sums are not copied."""
+    """Convert sums to the negotiated type, or f64 if that is f32 or a finite value would overflow;
+    also returns that type. Shapes: sums and result [T, H]; float64 sums are not copied."""
     if negotiated is PayloadType.F32:
         return sums, PayloadType.F64
     return _pack(sums, negotiated, PayloadType.F64)
@@ -70,7 +69,7 @@ def pack_sums(sums: F64Array, negotiated: PayloadType) -> tuple[AnyArray, Payloa
 def unpack_hidden(
     frame: memoryview, payload: PayloadType, *, num_tokens: int, hidden_size: int
 ) -> F32Array:
-    """Rows of a frame whose length was checked, a view of it if they are float32.
+    """Rows of a frame, whose length the caller has checked; a view of it if they are float32.
 
     Shapes: result [T, H].
     """
@@ -85,7 +84,7 @@ def unpack_hidden(
 def unpack_sums(
     frame: memoryview, payload: PayloadType, *, num_tokens: int, hidden_size: int
 ) -> F64Array:
-    """Sums of a frame whose length was checked, a view of it if they are float64.
+    """Sums of a frame, whose length the caller has checked; a view of it if they are float64.
 
     Shapes: result [T, H].
     """
@@ -99,12 +98,12 @@ def unpack_sums(
 
 
 def are_finite(sums: F64Array) -> bool:
-    """Whether there is no NaN and no infinity among them. Shapes: any."""
+    """Whether all are finite. Shapes: any."""
     return bool(np.isfinite(sums).all())
 
 
 def as_received(values: V, negotiated: PayloadType) -> V:
-    """Hidden rows or sums as the other side reads them, rounded if they are. Shapes: any."""
+    """Hidden rows or sums as the peer decodes them, with the wire type's rounding. Shapes: any."""
     if negotiated is PayloadType.F32:
         return values
     wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
@@ -113,8 +112,8 @@ def as_received(values: V, negotiated: PayloadType) -> V:
     return received.astype(values.dtype)
 
 
-def is_overtaken(sent: PayloadType, negotiated: PayloadType) -> bool:
-    """Whether a message went wide because the negotiated type would not hold its values."""
+def is_widened(sent: PayloadType, negotiated: PayloadType) -> bool:
+    """Whether a message was sent in the wide type because the negotiated one would overflow."""
     return negotiated is not PayloadType.F32 and sent is not negotiated
 
 
@@ -143,7 +142,7 @@ def _to_bf16(values: npt.NDArray[Any]) -> U16Array:
     is_nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000
     upper = bits >> 16
     rounded = (bits + (upper & 1) + 0x7FFF) >> 16
-    # A NaN may have all its payload in the lower half, and rounding may carry into the sign.
+    # A NaN's mantissa bits may all be in the lower half, and rounding may carry into the sign.
     return np.where(is_nan, upper | 0x40, rounded).astype("<u2")
 
 

@@ -1,7 +1,7 @@
-"""Placement: who owns which expert, explicit for every layer, and its canonical bytes.
+"""Placement: which owner has which expert of each layer; its wire form and its file.
 
-Nothing is implied by sort order: an owner's local id of an expert is its position in the list the
-owner was given. Knows nothing of how a placement is chosen.
+An owner's local id of an expert is the expert's position in the owner's list, which need not be
+sorted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dflash_protocol.ids import I32Array
 from dflash_protocol.process.text_files import file_error, read_file, write_file
 
 MAX_LAYERS = 4096
-"""Most layers of one placement file; published models: up to 126."""
+"""Maximum number of layers in a placement file; published models have up to 126."""
 
 MAX_IDS = 1 << 18
-"""Most expert ids of one placement file, over all layers; published models: below 1 << 17."""
+"""Maximum number of expert ids in a placement file; published models have below 1 << 17."""
 
 _KIND = "placement file"
 _JSON_LIMIT_BYTES = 4 << 20  # MAX_IDS numbers, each on an indented line, as some writers do
@@ -34,7 +34,7 @@ _JSON_LIMIT_BYTES = 4 << 20  # MAX_IDS numbers, each on an indented line, as som
 class OwnedExperts:
     """One owner's experts: for each layer, global ids in the order of the owner's local ids.
 
-    Layers without an expert here are absent. On the wire: little-endian int32
+    Layers without experts of this owner are absent. On the wire: little-endian int32
     ``layer_id, count, global ids …`` repeated, layers ascending.
     """
 
@@ -59,7 +59,7 @@ class OwnedExperts:
 
     @classmethod
     def from_lists(cls, by_layer: Mapping[int, Iterable[int]]) -> OwnedExperts:
-        """From plain lists; empty ones are left out."""
+        """From lists of global ids by layer; layers with an empty list are left out."""
         arrays = {layer: np.array(list(ids), dtype=np.int32) for layer, ids in by_layer.items()}
         return cls({layer: ids for layer, ids in sorted(arrays.items()) if ids.size})
 
@@ -67,10 +67,10 @@ class OwnedExperts:
     def from_bytes(
         cls, frame: bytes | memoryview, experts_per_layer: Mapping[int, int]
     ) -> OwnedExperts:
-        """Read the wire form, checking it against the model's layers.
+        """Decode the wire form and check it against the model.
 
-        Raises: ProtocolError if it is cut short, out of order, or names a layer or expert that does
-        not exist.
+        Raises: ProtocolError if it is truncated, not in order of layers, or names a layer or expert
+        that does not exist.
         """
         if len(frame) % 4:
             raise ProtocolError("placement: not a whole number of int32")
@@ -117,14 +117,14 @@ class LayerRouting:
     owner_index: I32Array
     local_expert_id: I32Array
     sole_owner: int | None
-    """Who holds all experts, if one does: nothing is to be looked up then."""
+    """Index of the owner that answers for all experts; None if there are several."""
     is_identity: bool
-    """The sole owner's local ids are the global ones."""
+    """Whether the sole owner's local ids equal the global ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """All owners of a model's experts. The first owner that holds an expert answers for it."""
+    """All owners of a model's experts. The first owner that has an expert answers for it."""
 
     experts_per_layer: Mapping[int, int]
     owner_names: tuple[str, ...]
@@ -137,11 +137,9 @@ class Placement:
         for owned in self.owners:
             owned.check(self.experts_per_layer)
         for layer_id, routing in self.routing.items():
-            homeless = np.flatnonzero(routing.owner_index < 0)
-            if homeless.size:
-                raise ProtocolError(
-                    f"placement: layer {layer_id} expert {homeless[0]} has no owner"
-                )
+            unowned = np.flatnonzero(routing.owner_index < 0)
+            if unowned.size:
+                raise ProtocolError(f"placement: layer {layer_id} expert {unowned[0]} has no owner")
 
     @property
     def routing(self) -> dict[int, LayerRouting]:
@@ -149,8 +147,10 @@ class Placement:
         return self.routing_without(frozenset())
 
     def local_ids_of(self, owner_index: int) -> dict[int, I32Array]:
-        """An owner's names for the experts that it is to compute, by layer id of all layers that it
-        has experts of. Shapes: each [E] int32, -1: not its."""
+        """By layer in which the owner has experts, its local id of each expert that it answers for.
+
+        Shapes: each [E] int32, -1 for the other experts.
+        """
         owned = self.owners[owner_index].by_layer
         return {
             layer_id: np.where(
@@ -161,9 +161,9 @@ class Placement:
         }
 
     def routing_without(self, lost: frozenset[int]) -> dict[int, LayerRouting]:
-        """Lookup tables of every layer if these owners, by index, hold nothing.
+        """Lookup tables of every layer without the owners of these indices.
 
-        An expert that nobody else holds has owner -1 and local id -1.
+        An expert that no other owner has gets owner -1 and local id -1.
         """
         tables = self._tables.get(lost)
         if tables is None:
@@ -179,7 +179,7 @@ class Placement:
         for layer_id, num_experts in self.experts_per_layer.items():
             owner_index = np.full(num_experts, -1, dtype=np.int32)
             local_id = np.full(num_experts, -1, dtype=np.int32)
-            # Later owners first, so that the first one to hold an expert has the last word.
+            # Later owners first, so that the first owner of an expert overwrites the others.
             for index in reversed(range(len(self.owners))):
                 if index in lost:
                     continue
@@ -193,7 +193,7 @@ class Placement:
 
 
 def _sole_owner(owner_index: I32Array, local_id: I32Array) -> tuple[int | None, bool]:
-    """Index of the owner of all experts, None if there is none, and whether local id = global id.
+    """Index of the owner of all experts, or None, and whether its local ids are the global ones.
 
     Shapes: both [E].
     """
@@ -205,10 +205,11 @@ def _sole_owner(owner_index: I32Array, local_id: I32Array) -> tuple[int | None, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementFile:
-    """What a placement file says, before it is held against a model.
+    """The content of a placement file, not yet checked against a model.
 
-    ``num_experts`` and ``num_experts_used`` are 0 if the file does not say; those that we or the
-    older system write do. There, ``owned`` is called hot: what one process holds, in local order.
+    ``num_experts`` and ``num_experts_used`` are 0 if missing; files written by us or by the older
+    system have them. ``owned`` is ``hot_expert_ids`` in the file: one process's experts, in local
+    order.
     """
 
     num_layers: int
@@ -218,7 +219,7 @@ class PlacementFile:
 
 
 def read_owned_experts(path: Path, experts_per_layer: Mapping[int, int]) -> OwnedExperts:
-    """Read one owner's experts from a placement file and hold them against the model.
+    """Read one owner's experts from a placement file and check them against the model.
 
     Raises: SettingsError naming the file and what is wrong.
     """
@@ -237,9 +238,9 @@ def read_owned_experts(path: Path, experts_per_layer: Mapping[int, int]) -> Owne
 def read_placement_file(path: Path) -> PlacementFile:
     """Read a placement file (JSON, version 1; see docs/files.md), ours or the older system's.
 
-    ``version``, ``n_layer`` and ``hot_expert_ids`` must be there; the other keys may be missing,
-    and must agree with these if they are there. Keys we do not know are ignored.
-    Raises: SettingsError naming the file and what is wrong with which layer.
+    ``version``, ``n_layer`` and ``hot_expert_ids`` are required; the other keys are optional and
+    must agree with these. Unknown keys are ignored.
+    Raises: SettingsError naming the file, the layer and what is wrong.
     """
     content = read_file(_KIND, path, limit_bytes=_JSON_LIMIT_BYTES)
     try:
@@ -253,9 +254,9 @@ def read_placement_file(path: Path) -> PlacementFile:
 def write_owned_experts(
     path: Path, owned: OwnedExperts, *, num_layers: int, num_experts: int, num_experts_used: int
 ) -> None:
-    """Write one owner's experts as a placement file that the older system reads too, in one step.
+    """Write one owner's experts atomically as a placement file, which the older system reads too.
 
-    Raises: SettingsError if it cannot be written, or no reader would take it.
+    Raises: SettingsError if it cannot be written, or would not be valid.
     """
     layers: list[list[int]] = [[] for _ in range(min(num_layers, MAX_LAYERS))]
     for layer_id, ids in owned.by_layer.items():
@@ -283,7 +284,7 @@ def write_owned_experts(
 
 def _parse_json(content: bytes) -> Any:
     """Raises: ValueError, RecursionError."""
-    # Each takes more memory than text: a list 64 bytes, a number or string 40 to 60.
+    # Parsed objects take more memory than text: a list 64 bytes, a number or string 40 to 60.
     if content.count(b"[") + content.count(b"{") > MAX_LAYERS + 64:
         raise ValueError(f"more than {MAX_LAYERS} lists")
     if content.count(b",") > MAX_IDS:
@@ -343,7 +344,7 @@ def _parse_placement(document: Any) -> PlacementFile:
 
 
 def _check_ids(layer_id: int, ids: Any, num_experts: int) -> None:
-    """Raises: ValueError if this is not a list of different ids below `num_experts`."""
+    """Raises: ValueError if this is not a list of distinct ids below `num_experts`."""
     if not isinstance(ids, list):
         raise ValueError(f"layer {layer_id} is not a list of expert ids")
     seen = set()
@@ -359,7 +360,8 @@ def _check_ids(layer_id: int, ids: Any, num_experts: int) -> None:
 
 
 def _optional(document: Mapping[str, Any], key: str, smallest: int, largest: int) -> int:
-    """The number of that key, 0 if it is missing. Raises: ValueError if it is no such number."""
+    """The integer at `key`, 0 if missing. Raises: ValueError if it is out of bounds or another
+    type."""
     if key not in document:
         return 0
     value = document[key]
@@ -374,7 +376,7 @@ def _is_whole(value: Any, smallest: int, largest: int) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value out of a file, short enough for a line."""
+    """A value from a file, shortened to fit a line."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, str):

@@ -109,7 +109,7 @@ async def test_a_file_that_is_touched_is_served_and_one_overwritten_is_not(
 
 async def test_nothing_is_answered_from_a_file_that_was_overwritten(own_copy: Daemon) -> None:
     daemon, path = own_copy, own_copy.host.model_path
-    daemon.service._look = daemon.host.poll
+    daemon.service._check_file = daemon.host.poll
     welcome = await daemon.parent().hello()
     await daemon.sums(welcome, 1)
     with path.open("r+b") as file:

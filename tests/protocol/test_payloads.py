@@ -13,7 +13,7 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.payloads import (
     NEGOTIABLE,
     PayloadType,
-    is_overtaken,
+    is_widened,
     pack_hidden,
     pack_sums,
     unpack_hidden,
@@ -50,7 +50,7 @@ def test_f32_keeps_every_bit_in_both_directions(dtype: type) -> None:
     received, sent_as = there_and_back(rows, PayloadType.F32)
     assert received.tobytes() == rows.tobytes()
     assert sent_as is (PayloadType.F32 if dtype is np.float32 else PayloadType.F64)
-    assert not is_overtaken(sent_as, PayloadType.F32)
+    assert not is_widened(sent_as, PayloadType.F32)
 
 
 @pytest.mark.parametrize("payload", NARROW)
@@ -98,7 +98,7 @@ def test_what_is_finite_stays_finite_and_nan_and_infinity_survive(
     np.testing.assert_array_equal(np.sign(received[np.isinf(rows)]), np.sign(rows[np.isinf(rows)]))
     if payload is PayloadType.F16:
         finite = rows[np.isfinite(rows)]
-        assert is_overtaken(sent_as, payload) == bool((np.abs(finite) >= 65520.0).any())
+        assert is_widened(sent_as, payload) == bool((np.abs(finite) >= 65520.0).any())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_value_that_is_too_large_goes_wide_and_is_exact(
     rows: AnyArray = np.array([[too_large, np.pi, np.nan, -np.inf]], dtype=dtype)
     received, sent_as = there_and_back(rows, payload)
     assert sent_as is (PayloadType.F32 if dtype is np.float32 else PayloadType.F64)
-    assert is_overtaken(sent_as, payload)
+    assert is_widened(sent_as, payload)
     assert received[0, 0] == rows[0, 0]
     assert received[0, 3] == -np.inf
 
@@ -145,7 +145,7 @@ def test_no_rows_are_legal(payload: PayloadType) -> None:
     for dtype in (np.float32, np.float64):
         received, sent_as = there_and_back(np.zeros((0, 3), dtype=dtype), payload)
         assert received.shape == (0, 3)
-        assert not is_overtaken(sent_as, payload)
+        assert not is_widened(sent_as, payload)
 
 
 def test_sums_above_float32_go_wide_in_bf16() -> None:

@@ -1,7 +1,7 @@
-"""Walks a file of unknown honesty front to back, through one small window.
+"""Reads an untrusted file sequentially through a small window.
 
-Every step is checked against the file's size first. Knows nothing of GGUF beyond its numbers being
-little endian and its strings being prefixed by their length.
+Every step is checked against the file's size first. Numbers are little-endian, strings are prefixed
+by their length.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _WINDOW_BYTES = 256 << 10
 
 
 class Cursor:
-    """The place reached in an open file; nothing behind it is kept.
-
-    ``field`` names what is being read, for messages.
-    """
+    """A position in an open file. ``field`` names what is being read, for messages."""
 
     def __init__(self, fd: int, path: Path, size_bytes: int) -> None:
         self.path = path
@@ -39,7 +36,7 @@ class Cursor:
 
     @property
     def offset_bytes(self) -> int:
-        """Place in the file of the next byte."""
+        """File offset of the next byte."""
         return self._window_offset + self._place
 
     def fail(self, reason: str, offset_bytes: int | None = None) -> NoReturn:
@@ -48,7 +45,7 @@ class Cursor:
         raise ModelFileError(reason, path=self.path, field=self.field, offset_bytes=at)
 
     def take(self, num_bytes: int) -> bytearray:
-        """The next bytes; `num_bytes` is at most a window."""
+        """The next bytes, at most a window."""
         start = self._require(num_bytes)
         self._place = start + num_bytes
         return self._window[start : self._place]
@@ -60,14 +57,14 @@ class Cursor:
         return layout.unpack_from(self._window, start)
 
     def skip(self, num_bytes: int) -> None:
-        """Step over bytes without reading them."""
+        """Skip bytes without reading them."""
         if num_bytes > self.size_bytes - self.offset_bytes:
             self.fail(f"{num_bytes} bytes reach past the end of the file ({self.size_bytes} bytes)")
         self._place += num_bytes
         self.check_length()
 
     def skip_strings(self, count: int) -> None:
-        """Step over `count` strings: the one loop here that may run millions of times."""
+        """Skip `count` strings. A hot loop: it may run millions of times."""
         unpack, window, prefix = U64.unpack_from, self._window, U64.size
         place, limit = self._place, self._filled - prefix
         for _ in range(count):
@@ -75,19 +72,19 @@ class Cursor:
                 self._place = place
                 place = self._require(prefix)
                 limit = self._filled - prefix
-            # A length is never negative, so a lie can only carry `place` past the end.
+            # A length is never negative, so a wrong one can only move `place` past the end.
             place += prefix + unpack(window, place)[0]
         self._place = place
         self._require(0)
         self.check_length()
 
     def check_length(self) -> None:
-        """Refuse metadata that goes on for longer than any model's."""
+        """Raises: ModelFileError if the metadata is larger than any model's."""
         if self.offset_bytes > MAX_METADATA_BYTES:
             self.fail(f"metadata is larger than {MAX_METADATA_BYTES} bytes")
 
     def _require(self, num_bytes: int) -> int:
-        """Have the next `num_bytes` in the window and return where in it they start."""
+        """Load the next `num_bytes` into the window; returns their offset in it."""
         if self._place + num_bytes <= self._filled:
             return self._place
         offset = self.offset_bytes

@@ -1,8 +1,7 @@
-"""The digest of all bytes of a model: SHA-256 of each file, kept in the cache folder.
+"""The digest of all bytes of a model: SHA-256 of each file, cached in the cache folder.
 
-That of a file is what ``sha256sum`` prints and what sites that offer models publish. It is kept
-under the file's device, inode, size, mtime and ctime, and so is good until anything has happened to
-the file. Trouble with the folder costs time and never more.
+A file's digest is what ``sha256sum`` prints and model sites publish. The cache key is the file's
+device, inode, size, mtime and ctime. Errors of the cache folder only cost time.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ CHUNK_BYTES = 1 << 20
 _FOLDER = "digests"
 _MOST_KEPT = 1024
 _SETTLED_S = 2.0
-"""A file that has changed less than this ago may change again without its ctime's moving: clocks of
-file systems stand still for some ms. Its digest is not kept."""
+"""A file changed more recently than this may change again without a new ctime, since file systems'
+clocks advance in steps of some ms. Its digest is not cached."""
 _DIGEST = re.compile(rb"[0-9a-f]{64}\n")
 
 Stamp = tuple[int, int, int, int, int]
 OnChunk = Callable[[int], None]
-"""Called with the bytes that were read now; what it raises ends the reading."""
+"""Called with the number of bytes just read; an exception from it ends the reading."""
 
 
 def whole_digest(digests: Sequence[str]) -> str:
-    """Of a model, by those of its files."""
+    """The digest of a model, from those of its files."""
     return digest("model-bytes-v1", (bytes.fromhex(each) for each in digests))
 
 
@@ -46,12 +45,11 @@ def file_digests(
     *,
     wait: Callable[[], object] | None = None,
 ) -> list[str]:
-    """SHA-256 of each shard, as hexadecimal digits: those that are kept in `folder`; the others
-    are read, and kept there. None keeps nothing.
+    """SHA-256 of each shard, hexadecimal, from the cache in `folder` or computed and cached there.
 
-    `wait` is called while another process of those that wait reads the same file, again and again;
-    what it raises ends that. Without it nothing is waited for.
-    Raises: ModelFileError if a file cannot be read, or changes meanwhile; what `on_chunk` raises.
+    No cache if `folder` is None. While another process hashes the same file, `wait` is called
+    repeatedly, until its result is cached; an exception from it ends that. None = do not wait.
+    Raises: ModelFileError if a file cannot be read or changes meanwhile; exceptions of `on_chunk`.
     """
     stamps = watch.stamps()
     found = []
@@ -60,7 +58,7 @@ def file_digests(
         known = read_kept(kept)
         if known is None:
             with watch.reopened(shard) as descriptor:
-                while known is None and _is_read_by_others(descriptor) and wait is not None:
+                while known is None and _is_locked_elsewhere(descriptor) and wait is not None:
                     wait()
                     known = read_kept(kept)
                 if known is None:
@@ -75,27 +73,27 @@ def file_digests(
 
 
 def kept_digests(watch: FileWatch, folder: Path) -> list[str] | None:
-    """The same if all are kept, else None; nothing is read but that."""
+    """The cached digests of all shards; None unless all are cached."""
     found = [read_kept(kept_path(folder, stamp)) for stamp in watch.stamps()]
     known = [each for each in found if each is not None]
     return known if len(known) == len(found) else None
 
 
-def _is_read_by_others(descriptor: int) -> bool:
-    """Whether another process holds the file's lock; ours is given up with the descriptor."""
+def _is_locked_elsewhere(descriptor: int) -> bool:
+    """Whether another process has the file's lock; else it is taken until the descriptor closes."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # some file systems lock nothing
+    except OSError:  # some file systems have no locks
         return False
     return False
 
 
 def _sha256(watch: FileWatch, shard: int, descriptor: int, on_chunk: OnChunk) -> str:
-    """What is not in the system's cache is taken out of it again: a model may be larger than this
-    machine's memory, and others use that."""
-    # Else pages that are read ahead for us would look as if they had been there before.
+    """SHA-256 of a shard. Pages that were not in the page cache are dropped from it again: a model
+    may be larger than memory, which other programs need."""
+    # No read-ahead: its pages would look as if they had been cached before.
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     state = hashlib.sha256()
     buffer = bytearray(CHUNK_BYTES)
@@ -119,17 +117,17 @@ def _sha256(watch: FileWatch, shard: int, descriptor: int, on_chunk: OnChunk) ->
 def _is_read_from_cache(descriptor: int, part: memoryview, offset: int) -> bool:
     try:
         return os.preadv(descriptor, [part], offset, os.RWF_NOWAIT) == len(part)
-    except OSError:  # it is not there, or this file system cannot tell
+    except OSError:  # not cached, or the file system does not support the flag
         return False
 
 
 def kept_path(folder: Path, stamp: Stamp) -> Path:
-    """Where the digest of a file with this stamp is kept."""
+    """The cache file of the digest for this stamp."""
     return folder / _FOLDER / hashlib.sha256(repr(stamp).encode()).hexdigest()[:32]
 
 
 def read_kept(path: Path | None) -> str | None:
-    """A digest that is kept, or None if there is none or the file is damaged."""
+    """The cached digest; None if it is missing or damaged."""
     if path is None:
         return None
     try:

@@ -1,7 +1,6 @@
 """An open model: the metadata, tensor table and mapped bytes of one GGUF file or of all its shards.
 
-The only reader of model files at run time. Knows nothing of architectures or of how a block of
-bytes becomes numbers; a weight stays on the disk until someone looks at its view.
+Weights are memory-mapped: a page is read from the disk when it is first accessed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _HASH_CHUNK_BYTES = 1 << 20
 class GgufFile(Metadata):
     """One model's metadata, tensors and bytes; ``tensors`` is in file order, shard by shard.
 
-    The file must not shrink while it is open: reading a mapped byte that is gone ends the process.
-    Owns: a descriptor a shard until closed, and the mappings until the last view of them is gone.
+    The file must not shrink while it is open: access to a mapped page that is gone raises SIGBUS.
+    Owns: a descriptor a shard until closed, and the mappings until their last view is gone.
     """
 
     def __init__(self, path: Path, shards: tuple[Shard, ...]) -> None:
@@ -48,15 +47,15 @@ class GgufFile(Metadata):
         self.size_bytes = sum(shard.size_bytes for shard in shards)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_all_tensors(shards))
         self.architecture = self.get_str("general.architecture", max_bytes=64)
-        # Last: a mapping that is looked at cannot be closed if something above fails.
+        # Last, since a mapping with views cannot be closed if something above fails.
         self._data = [np.frombuffer(shard.mapping, dtype=np.uint8) for shard in shards]
         self.watch = FileWatch(shards)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open a file, or every shard of a split model given any one of them.
+        """Open a file, or all shards of a split model given any one of them.
 
-        Raises: ModelFileError if anything about the file is not as it must be.
+        Raises: ModelFileError if the file is malformed or cannot be read.
         """
         path = Path(path)
         with ExitStack() as on_error:
@@ -65,7 +64,7 @@ class GgufFile(Metadata):
             return file
 
     def close(self) -> None:
-        """Give up the descriptors and mappings. Views that are still held stay valid."""
+        """Release descriptors and mappings. Existing views stay valid."""
         for shard in self._shards:
             shard.file.close()
         self._shards = ()
@@ -83,9 +82,9 @@ class GgufFile(Metadata):
         self.close()
 
     def tensor(self, name: str) -> TensorInfo:
-        """The table row of a tensor that the model must have.
+        """The table row of a required tensor.
 
-        Raises: ModelFileError if it has none of that name.
+        Raises: ModelFileError if it is missing.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -93,26 +92,26 @@ class GgufFile(Metadata):
         return info
 
     def tensor_bytes(self, name: str) -> U8Array:
-        """A tensor as it is stored, without a copy. Shapes: [num_bytes] uint8, read-only."""
+        """A tensor's stored bytes, as a view. Shapes: [num_bytes] uint8, read-only."""
         info = self.tensor(name)
         return self.region(info.shard_index, info.offset_bytes, info.num_bytes)
 
     def region(self, shard_index: int, offset_bytes: int, num_bytes: int) -> U8Array:
-        """Bytes of one shard, without a copy. Shapes: [num_bytes] uint8, read-only."""
+        """Bytes of one shard, as a view. Shapes: [num_bytes] uint8, read-only."""
         self._shard(shard_index, offset_bytes, num_bytes)
         return self._data[shard_index][offset_bytes : offset_bytes + num_bytes]
 
     def advise_willneed(self, shard_index: int, offset_bytes: int, num_bytes: int) -> None:
-        """Ask the system to start reading bytes of one shard; returns at once."""
+        """Ask the kernel to prefetch bytes of one shard; returns at once."""
         shard = self._shard(shard_index, offset_bytes, num_bytes)
         if num_bytes > 0:
             start = offset_bytes - offset_bytes % mmap.PAGESIZE
             shard.mapping.madvise(mmap.MADV_WILLNEED, start, offset_bytes + num_bytes - start)
 
     def advise_dontneed(self, shard_index: int, offset_bytes: int, num_bytes: int) -> None:
-        """Take the pages that lie wholly within these bytes out of this process's memory.
+        """Drop the pages wholly within these bytes from this process's memory.
 
-        They are still there to be read, from the system's cache or the disk.
+        The next access reads them again, from the page cache or the disk.
         """
         shard = self._shard(shard_index, offset_bytes, num_bytes)
         start = offset_bytes + -offset_bytes % mmap.PAGESIZE
@@ -122,26 +121,26 @@ class GgufFile(Metadata):
             shard.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def read(self, places: Sequence[Place]) -> bytes:
-        """As FileWatch.read."""
+        """FileWatch.read of the open file."""
         self._require_open()
         return self.watch.read(places)
 
     def change(self) -> FileChange | None:
-        """As FileWatch.change."""
+        """FileWatch.change of the open file."""
         self._require_open()
         return self.watch.change()
 
     def require_unwritten(self) -> None:
-        """Raises: ModelFileError if the file was written to since it was opened: the bytes that are
-        mapped may be other ones than those of `identity`."""
+        """Raises: ModelFileError if the file was written to since it was opened, so that the mapped
+        bytes may differ from those of `identity`."""
         self._require_open()
         self.watch.require_unwritten()
 
     def identity(self) -> str:
         """SHA-256 of all metadata, the tensor table, the sizes, and samples of every tensor.
 
-        A name for the model, by which most finetunes differ, and all that peers of protocol version
-        1 compare. It does not say that the weights are the same: see `weight_check`.
+        It differs between most finetunes, and is all that peers of protocol version 1 compare. It
+        does not prove that weights are equal: see `weight_check`.
         """
         if self._identity is None:
             self._require_open()
@@ -149,7 +148,7 @@ class GgufFile(Metadata):
         return self._identity
 
     def _identity_chunks(self) -> Iterator[bytes]:
-        # Read, not mapped: sampled pages must not stay in this process's resident set.
+        # Read rather than mapped, so that sampled pages do not stay in the resident set.
         for shard in self._shards:
             yield shard.size_bytes.to_bytes(8, "little")
             for start in range(0, shard.metadata_bytes, _HASH_CHUNK_BYTES):
@@ -159,9 +158,9 @@ class GgufFile(Metadata):
                     yield shard.read(info.offset_bytes + place, num_bytes)
 
     def _shard(self, shard_index: int, offset_bytes: int, num_bytes: int) -> Shard:
-        """The shard that holds these bytes.
+        """The shard that has these bytes.
 
-        Raises: ValueError if there is no such place: a mistake of the caller, not of the file.
+        Raises: ValueError if they are out of range, which is an error of the caller.
         """
         self._require_open()
         if not 0 <= shard_index < len(self._shards):
@@ -179,9 +178,9 @@ class GgufFile(Metadata):
 
 
 def sample_places(num_bytes: int) -> list[tuple[int, int]]:
-    """Where `identity` samples a tensor: (offset, length), from its first byte to its last.
+    """The (offset, length) of the samples that `identity` takes of a tensor, spread over its bytes.
 
-    Together 4 KiB, or the whole of a smaller tensor.
+    4 KiB in total, or all of a smaller tensor.
     """
     if num_bytes <= _NUM_SAMPLES * _SAMPLE_BYTES:
         return [(0, num_bytes)]

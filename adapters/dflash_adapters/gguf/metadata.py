@@ -1,7 +1,6 @@
 """Typed access to the metadata of one scanned file: every getter checks type and range.
 
-Strings and arrays are read from the file when they are asked for. Knows nothing of which keys a
-model has.
+Strings and arrays are read from the file on demand.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Metadata:
         return self._values.keys()
 
     def has(self, key: str) -> bool:
-        """Whether the key is present, of whatever type."""
+        """Whether the key is present, of any type."""
         return key in self._values
 
     def get_uint(
@@ -130,7 +129,7 @@ class Metadata:
     def get_uint_per_layer(
         self, key: str, num_layers: int, default: int | None = None, *, maximum: int = _U32_MAX
     ) -> tuple[int, ...]:
-        """One integer a layer: a scalar counts for all, an array must have `num_layers` entries."""
+        """One integer a layer, from an array of `num_layers` entries or a scalar for all layers."""
         value = self._values.get(key)
         if value is None or not value.is_array:
             return (self.get_uint(key, default, maximum=maximum),) * num_layers
@@ -139,8 +138,8 @@ class Metadata:
         return tuple(self.get_uint_array(key, maximum=maximum).tolist())
 
     def get_bool_per_layer(self, key: str, num_layers: int) -> tuple[bool, ...]:
-        """One bool a layer: a single one counts for all, an array must have `num_layers` entries,
-        which may be integers."""
+        """One bool a layer, from a scalar for all layers or an array of `num_layers` entries, which
+        may be integers."""
         value = self._require(key)
         if not value.is_array:
             return (self.get_bool(key),) * num_layers
@@ -166,12 +165,12 @@ class Metadata:
         return key in self._values and self._values[key].is_array
 
     def ignore(self, keys: Iterable[str]) -> None:
-        """From now on it is as if the file had not these keys."""
+        """Treat these keys as missing from now on."""
         for key in keys:
             self._values.pop(key, None)
 
     def strings(self, key: str) -> Iterator[bytes]:
-        """The strings of an array, undecoded, read a window at a time."""
+        """Iterate over the strings of an array, undecoded, reading a window at a time."""
         value = self._array(key)
         if value.value_type is not ValueType.STRING:
             self._fail(key, value, "is not an array of strings")

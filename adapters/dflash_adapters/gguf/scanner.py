@@ -1,7 +1,6 @@
-"""Reads the metadata and the tensor table of one GGUF file, trusting nothing it says.
+"""Scans the metadata and the tensor table of one untrusted GGUF file; reads no weight.
 
-Of strings and arrays only the place is kept. Knows nothing of what a key or a tensor means, and
-never reads a weight.
+For strings and arrays only the position is recorded.
 
 ::
 
@@ -24,8 +23,8 @@ from dflash_adapters.gguf.types import SCALAR_FORMATS, MetadataValue, Scan, Tens
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError, UnsupportedModel, one_line
 
-# A hostile file may be as large as its sender likes, so the bounds that keep a scan short and small
-# are on counts. Each is several times what the largest published models need.
+# A hostile file may have any size, so time and memory of a scan are bounded by counts. Each bound
+# is several times what the largest published models need.
 MAX_VALUES = 1024  # in one shard; published: < 100; 5 µs each
 MAX_TENSORS = 3072  # in one shard; published: < 1500; 6 µs each
 MAX_KEY_BYTES = 256  # the format allows 65535; 1024 keys of that length would be 64 MiB
@@ -43,7 +42,7 @@ _TENSOR_ROW = [Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]
 def scan_gguf(fd: int, path: Path, size_bytes: int, *, shard_index: int = 0) -> Scan:
     """Read the metadata and tensor table of an open file.
 
-    Raises: ModelFileError naming the field and the byte where the file stops making sense.
+    Raises: ModelFileError naming the field and the offset of the first error.
     """
     try:
         return _scan(Cursor(fd, path, size_bytes), shard_index)
@@ -164,7 +163,7 @@ def _alignment(cursor: Cursor, values: dict[str, MetadataValue]) -> int:
 def _read_tensors(
     cursor: Cursor, num_tensors: int, alignment: int, shard_index: int
 ) -> tuple[list[TensorInfo], int]:
-    """The tensor table with absolute offsets, and where it ends."""
+    """The tensor table with absolute offsets, and its end."""
     rows: list[tuple[str, tuple[int, ...], TensorType, int, int]] = []
     names: set[str] = set()
     for index in range(num_tensors):

@@ -1,7 +1,7 @@
-"""Opens the file, or all the files, that one model is stored in, and checks that they agree.
+"""Opens the file, or all shards, of a model, and checks that they are consistent.
 
-A split model is ``<stem>-00001-of-000NN.gguf`` and its siblings; the keys ``split.*`` say so, and
-the first shard alone holds the model's own metadata. Knows nothing of what is in the tensors.
+A split model is ``<stem>-00001-of-000NN.gguf`` and its siblings; the keys ``split.*`` describe the
+split, and only the first shard has the model's metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash_adapters.gguf.scanner import scan_gguf
 from dflash_adapters.gguf.types import MetadataValue, TensorInfo
 from dflash_protocol.errors import ModelFileError, one_line
 
-# Each shard holds two descriptors (its own and the mapping's); the usual limit is 1024 a process.
+# Each shard takes two descriptors (its own and the mapping's); the usual limit is 1024 a process.
 MAX_SHARDS = 256
 # Over all shards, so that many small ones do not add up to a large table. Published: < 1500.
 MAX_MODEL_TENSORS = 16384
@@ -30,17 +30,17 @@ _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 
 
 class FileChange(StrEnum):
-    """What has become of a file since it was opened."""
+    """How a file has changed since it was opened."""
 
     REPLACED = "replaced"
-    """Its path is another file's, or nobody's; the open one has the bytes it had."""
+    """Its path is another file or missing; the open file is unchanged."""
     WRITTEN = "written"
-    """It was written to, cut or made longer: what is mapped are other bytes."""
+    """It was written to, truncated or extended: the mapped bytes have changed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One open file of a model; ``stamp`` is what tells it from others and from itself later."""
+    """An open file of a model; ``stamp`` is its stat when it was opened."""
 
     path: Path
     file: io.FileIO
@@ -52,7 +52,7 @@ class Shard:
     stamp: os.stat_result
 
     def read(self, offset_bytes: int, num_bytes: int) -> bytes:
-        """Bytes read through the descriptor.
+        """Read bytes through the descriptor.
 
         Raises: ModelFileError if the file no longer has them.
         """
@@ -74,15 +74,15 @@ class Shard:
 def open_shards(path: Path, on_error: ExitStack) -> tuple[Shard, ...]:
     """Open a file and, if it is one of several shards, all its siblings, in order.
 
-    Owns: the caller, through `on_error`, which closes what was opened.
-    Raises: ModelFileError if a file is missing, malformed, or at odds with the others.
+    `on_error` closes what was opened. Raises: ModelFileError if a file is missing, malformed, or
+    inconsistent with the others.
     """
     given = _open_shard(path, 0, on_error)
     count = _metadata(given).get_uint("split.count", 1, maximum=2**16 - 1)
     if count <= 1:
         return (given,)
     names = _shard_names(path, count)
-    # The one given is opened again in its place, unless it is the first: its index was not known.
+    # Unless the given one is the first, it is opened again later: its index was not known.
     if path.name != names[0]:
         given.file.close()
         given = _open_shard(path.with_name(names[0]), 0, on_error)
@@ -92,7 +92,7 @@ def open_shards(path: Path, on_error: ExitStack) -> tuple[Shard, ...]:
     for index in range(1, count):
         shard = _open_shard(path.with_name(names[index]), index, on_error)
         _check_shard(shard, given, index, count)
-        # Nothing of a later shard's metadata is asked for again.
+        # A later shard's metadata is not needed again.
         shard.values.clear()
         shards.append(shard)
         num_tensors += len(shard.tensors)
@@ -138,7 +138,7 @@ def _check_shard(shard: Shard, first: Shard, index: int, count: int) -> None:
     for key, expected in (("split.no", index), ("split.count", count)):
         if (found := own.get_uint(key)) != expected:
             raise ModelFileError(f"is {found}, expected {expected}", path=shard.path, field=key)
-    # A later shard need not say what it is; one that does must agree.
+    # A later shard need not have the key; if it does it must agree.
     key = "general.architecture"
     expected_name = _metadata(first).get_str(key, max_bytes=64)
     found_name = own.get_str(key, expected_name, max_bytes=64)
@@ -185,5 +185,5 @@ def _open_shard(path: Path, shard_index: int, on_error: ExitStack) -> Shard:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    # A FIFO in the file's place would otherwise hold us until someone writes to it.
+    # O_NONBLOCK: opening a FIFO would otherwise block until it is written to.
     return os.open(path, flags | os.O_NONBLOCK)

@@ -1,7 +1,4 @@
-"""What a GGUF file is made of: value types, metadata values, rows of the tensor table.
-
-Plain records. Knows nothing of how they are read.
-"""
+"""Records of a GGUF file: value types, metadata values, rows of the tensor table."""
 
 from __future__ import annotations
 
@@ -50,10 +47,10 @@ SCALAR_FORMATS: dict[int, tuple[ValueType, Struct]] = {
 
 @dataclass(frozen=True, slots=True)
 class MetadataValue:
-    """One metadata value: a scalar itself, or where a string or array lies.
+    """A metadata value: a scalar, or the file position of a string or array.
 
-    ``count`` is the bytes of a string or the elements of an array; ``offset_bytes`` is the place
-    of the first of them.
+    ``count`` is the bytes of a string or the elements of an array; ``offset_bytes`` is where the
+    first one is.
     """
 
     value_type: ValueType
@@ -65,7 +62,7 @@ class MetadataValue:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One row of the tensor table; ``offset_bytes`` counts from the start of its shard."""
+    """A row of the tensor table; ``offset_bytes`` is from the start of its shard."""
 
     name: str
     file_shape: tuple[int, ...]
@@ -97,7 +94,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one shard says of itself; ``metadata_bytes`` is where its tensor table ends."""
+    """Metadata and tensor table of one shard; ``metadata_bytes`` is where the table ends."""
 
     values: dict[str, MetadataValue]
     tensors: list[TensorInfo]

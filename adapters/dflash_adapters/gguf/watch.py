@@ -1,8 +1,8 @@
-"""Watches that an open model keeps the bytes that it had when it was opened.
+"""Detects whether the bytes of an open model have changed since it was opened.
 
-A file is known by size, mtime and ctime. Size and mtime move when it is written to. Where only
-ctime has moved, its mode, names or owner were changed, or it was written to and mtime put back:
-then blocks that were hashed before are hashed again. Knows nothing of what the bytes mean.
+A file is checked by size, mtime and ctime. A write changes size or mtime. If only ctime has
+changed, then its mode, names or owner were changed, or it was written to and mtime was restored:
+blocks that were hashed before are hashed again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dflash_adapters.gguf.weight_blocks import Blocks, Place
 from dflash_protocol.errors import ModelFileError
 
 LOOK_S = 0.1
-"""Time between looks of `look`; one takes about 1 µs a shard."""
+"""Interval of the checks of `poll`; one takes about 1 µs a shard."""
 _MOST_RECORDS = 16
-"""Hashes of blocks that are kept; each stands for the file as it was opened."""
+"""Maximum number of recorded digests of blocks, each of the file as it was opened."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Watched:
-    """One open shard, and how it was when it was opened."""
+    """An open shard, with its stat when it was opened."""
 
     path: Path
     file: io.FileIO
@@ -36,38 +36,41 @@ class _Watched:
 
 
 class FileWatch:
-    """Of all shards of one open model, whose descriptors are the caller's. Used by any thread."""
+    """Watches all shards of an open model. Thread-safe; the caller owns the descriptors.
+
+    States: unchanged; touched (only ctime has changed, blocks are hashed again); failed, for good.
+    """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        # Not the shards themselves: their mappings must go when the file is closed.
+        # Not the shards themselves, whose mappings must be released when the file is closed.
         self._shards = tuple(_Watched(each.path, each.file, each.stamp) for each in shards)
         self._ctimes = [shard.stamp.st_ctime_ns for shard in shards]
-        """Up to which the bytes are known to be those of the opened file."""
-        self._next_look_s = 0.0
+        """The ctimes at which the bytes were last known to be those of the opened file."""
+        self._next_check_s = 0.0
         self._lock = threading.Lock()
-        """Of what follows; held while blocks are hashed again, so that all wait for that."""
+        """Protects the fields below; held while blocks are hashed again, so that all wait."""
         self._records: dict[str, tuple[Blocks, str]] = {}
         self._awaited: set[str] = set()
         self._full_digest = self._digest_before = ""
         self.wake = threading.Event()
-        """Tells the thread that hashes in the background that there is more to do: when only ctime
-        has moved, the full digest is to be made again."""
+        """Wakes the background hashing thread: after a change of ctime alone, the full digest has
+        to be computed again."""
         self._has_failed = False
 
     @property
     def full_digest(self) -> str:
-        """SHA-256 of all bytes, as hexadecimal digits; empty while it is not known."""
+        """SHA-256 of all bytes, hexadecimal; empty until it is known."""
         return self._full_digest
 
     def read(self, places: Sequence[Place]) -> bytes:
-        """Bytes of some places, one after another: read through descriptors, not the mapping, so
-        that they do not stay in this process's resident set.
+        """Bytes of some places, concatenated. Read through descriptors, not the mapping, so that
+        they do not stay in this process's resident set.
 
         Raises: ModelFileError if the file no longer has them.
         """
         descriptors = [shard.file.fileno() for shard in self._shards]
         try:
-            # The loop is as short as it can be: tens of thousands of blocks come through it.
+            # A tight loop, for tens of thousands of blocks.
             pread = os.pread
             pieces = [pread(descriptors[shard], size, offset) for shard, offset, size in places]
         except OSError as error:
@@ -80,16 +83,16 @@ class FileWatch:
         return data
 
     def poll(self) -> None:
-        """As `require_unwritten`, if the last look was a tenth of a second ago."""
+        """`require_unwritten`, unless the last call was less than LOOK_S ago."""
         now_s = time.monotonic()
-        if now_s >= self._next_look_s:
+        if now_s >= self._next_check_s:
             self.require_unwritten()
-            self._next_look_s = now_s + LOOK_S
+            self._next_check_s = now_s + LOOK_S
 
     def require_unwritten(self) -> None:
         """Raises: ModelFileError if the bytes may no longer be those of the opened file.
 
-        Where only ctime has moved this takes as long as hashing blocks again.
+        If only ctime has changed, this hashes the recorded blocks again.
         """
         if self._has_failed:
             raise _written(self._shards[0])
@@ -103,8 +106,8 @@ class FileWatch:
             self._compare_again()
 
     def change(self) -> FileChange | None:
-        """What happened to the file since it was opened, or the worst of what did to its shards, as
-        far as size, mtime and its path say."""
+        """How the file has changed since it was opened, by size, mtime and path; of several shards,
+        the worst change."""
         for shard in self._shards:
             now = os.fstat(shard.file.fileno())
             if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
@@ -124,10 +127,10 @@ class FileWatch:
 
     @contextmanager
     def reopened(self, shard_index: int) -> Iterator[int]:
-        """Another descriptor of the file that is open, whatever its path leads to now, with a lock
-        and advice of its own.
+        """A second descriptor of the open file, independent of its path, with its own lock and
+        access advice.
 
-        Raises: ModelFileError if there can be none.
+        Raises: ModelFileError if it cannot be opened.
         """
         shard = self._shards[shard_index]
         try:
@@ -141,7 +144,7 @@ class FileWatch:
             os.close(descriptor)
 
     def stamps(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each shard as it is now: device, inode, size, mtime and ctime."""
+        """Current device, inode, size, mtime and ctime of each shard."""
         found = (os.fstat(shard.file.fileno()) for shard in self._shards)
         return [
             (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns) for now in found
@@ -151,15 +154,15 @@ class FileWatch:
         return name in self._records or name in self._awaited
 
     def expect_record(self, name: str) -> None:
-        """Someone is about to hash blocks and keep that as `name`. If ctime moves before, nothing
-        can tell any more whether the bytes are what they were."""
+        """Announce that blocks will be hashed and recorded as `name`. If ctime changes before that,
+        a changed file can no longer be told from an unchanged one."""
         with self._lock:
             self._awaited.add(name)
 
     def keep_record(self, name: str, blocks: Blocks, digest: str) -> None:
-        """Keep what blocks were hashed to, to compare with it later.
+        """Record the digest of blocks, to compare with it later.
 
-        Raises: ModelFileError if the file has changed meanwhile: then the digest may be of others.
+        Raises: ModelFileError if the file has changed meanwhile, so that the digest may be wrong.
         """
         with self._lock:
             self._require_untouched()
@@ -169,9 +172,9 @@ class FileWatch:
                 self._records.pop(next(iter(self._records)))
 
     def keep_full_digest(self, digest: str) -> None:
-        """Keep the digest of all bytes, which were read since `wake` was cleared.
+        """Record the digest of all bytes, which were read since `wake` was cleared.
 
-        The watch fails if it was another one before.
+        The watch fails if the digest differs from an earlier one.
         Raises: ModelFileError if the file has changed meanwhile.
         """
         with self._lock:
@@ -183,13 +186,13 @@ class FileWatch:
 
     def _compare_again(self) -> None:
         with self._lock:
-            # Taken before: what moves while blocks are hashed is looked at next time.
+            # Taken before hashing, so that a change during it is noticed the next time.
             ctimes = [os.fstat(shard.file.fileno()).st_ctime_ns for shard in self._shards]
             if ctimes == self._ctimes:
                 return  # another thread has done it
             if self._awaited:
                 raise ModelFileError(
-                    # docs: its ctime moved in the first seconds: start again; see *When a model's
+                    # docs: its ctime changed in the first seconds: start again; see *When a model's
                     # file changes*
                     "changed while it was in use, before its bytes were known well enough to "
                     "compare them; start again with the file as it is now",

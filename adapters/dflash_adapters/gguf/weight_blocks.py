@@ -1,10 +1,9 @@
-"""Blocks of a model's weights, chosen by a nonce: two processes that hash the same blocks of their
-files compare weights without reading them all.
+"""Sampled blocks of a model's weights: two processes that hash the blocks that a nonce selects
+compare their weights without reading all of them.
 
-Of every matrix of an expert one block of 4 KiB is chosen, of other tensors 64 blocks; what is not
-larger than its blocks is taken whole. Where a block lies follows from the nonce, the tensor's name
-and the expert, so that both sides choose alike and no file can be made to fit beforehand.
-Knows nothing of files: it is given a function that reads.
+One block of 4 KiB is selected from each matrix of an expert, 64 from each other tensor; smaller
+ones are taken whole. A block's position follows from the nonce, the tensor's name and the expert,
+so that both sides select the same blocks and no file can be prepared in advance.
 """
 
 from __future__ import annotations
@@ -28,28 +27,29 @@ from dflash_protocol.placement import OwnedExperts
 
 BLOCK_BYTES = 4096
 BLOCKS_OF_TENSOR = 64
-"""Of a tensor that is no matrix of experts."""
+"""Blocks of a tensor that is not a matrix of experts."""
 NONCE_BYTES = 16
 
 _GROUP = 256
-"""Blocks that are read and hashed at once, which is 1 MiB. It decides what the digest is."""
+"""Blocks read and hashed at once, 1 MiB. The digest depends on it."""
 _WARM_THREADS, _COLD_THREADS = min(4, os.cpu_count() or 1), 8
-"""Many threads read a disk faster: 18,432 blocks of a cold NVMe took 0.64 s by 4, 0.45 s by 16.
-Where blocks are in the system's cache, more threads than cores only hand the interpreter to each
-other: on two cores 2 took 57 ms, 16 took 150."""
+"""Many threads read a disk faster: 18,432 blocks of a cold NVMe took 0.64 s with 4, 0.45 s with 16.
+With blocks in the page cache, more threads than cores only contend for the GIL: on two cores 2 took
+57 ms, 16 took 150."""
 _COLD_GROUP_S = 0.01
-"""A group that takes longer comes from a disk; of the cache it takes some 2 ms."""
+"""A group that takes longer comes from a disk; from the cache it takes some 2 ms."""
 
 Place: TypeAlias = tuple[int, int, int]
 """Shard, offset in it and length, in bytes."""
 Read: TypeAlias = Callable[[Sequence[Place]], bytes]
-"""The bytes of some places, one after another."""
+"""Reads the bytes of some places, concatenated."""
 OnGroup: TypeAlias = Callable[[int, int], None]
-"""Called with the groups that are done and their number; what it raises ends the hashing."""
+"""Called with the number of groups done and of all groups; an exception from it ends the hashing.
+"""
 
 
 def nonce_from(text: str) -> bytes:
-    """A nonce as it travels. Raises: ProtocolError if it is none."""
+    """Parse a nonce from its wire form. Raises: ProtocolError if it is malformed."""
     try:
         nonce = bytes.fromhex(text)
     except ValueError:
@@ -61,7 +61,7 @@ def nonce_from(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Chosen blocks, in the order in which they are hashed."""
+    """Selected blocks, in the order in which they are hashed."""
 
     nonce: bytes
     places: list[Place]
@@ -71,9 +71,9 @@ class Blocks:
         return sum(num_bytes for _, _, num_bytes in self.places)
 
     def digest(self, read: Read, on_group: OnGroup = lambda num_done, num_total: None) -> str:
-        """Hash them, with several threads.
+        """Hash the blocks with several threads.
 
-        Raises: what `read` or `on_group` raises.
+        Raises: any exception of `read` or `on_group`.
         """
         groups = self._groups()
         hashed: list[bytes] = []
@@ -93,7 +93,7 @@ class Blocks:
         return self._whole(hashed)
 
     def digest_alone(self, read: Read, on_group: OnGroup) -> str:
-        """The same in the caller's thread, which may pause in `on_group`."""
+        """`digest` in the caller's thread, which may pause in `on_group`."""
         groups = self._groups()
         hashed: list[bytes] = []
         for group in groups:
@@ -115,8 +115,8 @@ def _hash(read: Read, group: Sequence[Place]) -> bytes:
 def expert_blocks(
     nonce: bytes, moe: MoeSpec, owned: OwnedExperts, *, tensors: Iterable[TensorInfo]
 ) -> Blocks:
-    """Blocks of all that an owner of these experts computes with: one of each matrix of each of
-    them, and those of the `tensors` that hold their biases and scales."""
+    """Blocks of an owner's weights: one of each matrix of each of its experts, and those of the
+    `tensors` that have their biases and scales."""
     places: list[Place] = []
     vectors: set[str] = set()
     for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
@@ -129,7 +129,7 @@ def expert_blocks(
 
 
 def model_blocks(nonce: bytes, moe: MoeSpec, tensors: Iterable[TensorInfo]) -> Blocks:
-    """Of a whole model: one block of each matrix of each expert, and those of other tensors."""
+    """Blocks of a whole model: one of each matrix of each expert, and those of other tensors."""
     tensors = list(tensors)
     every = OwnedExperts.from_lists(
         {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
@@ -141,7 +141,7 @@ def model_blocks(nonce: bytes, moe: MoeSpec, tensors: Iterable[TensorInfo]) -> B
 
 
 def _starts_of_experts(moe: MoeSpec) -> Iterator[tuple[int, int]]:
-    """Where tensors begin that hold matrices of experts."""
+    """Shard and offset of each tensor that has matrices of experts."""
     for layer in moe.layers:
         for projection in layer.projections:
             yield from projection.places or (projection.place_of(0),)
@@ -181,8 +181,8 @@ def _of_tensors(nonce: bytes, tensors: Iterable[TensorInfo], names: set[str]) ->
 
 
 def _numbers(nonce: bytes, label: str, count: int, bound: int) -> I64Array:
-    """Numbers below `bound` that follow from nonce and label; the first ones of many are those of
-    few. Shapes: result [count]."""
+    """Pseudorandom numbers below `bound` from nonce and label; a longer result begins with a
+    shorter one. Shapes: result [count]."""
     state = hashlib.shake_256(nonce + label.encode("utf-8", "surrogateescape"))
     drawn = np.frombuffer(state.digest(8 * count), "<u8") % np.uint64(bound)
     return drawn.astype(np.int64)

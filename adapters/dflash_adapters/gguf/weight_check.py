@@ -1,8 +1,7 @@
-"""What a process knows of the weights in its open model file, and what it tells others of them.
+"""Digests of the weights in an open model file, to detect changes and to compare with peers.
 
-Blocks of what is in use are hashed, to compare with them if only the file's ctime moves, and then
-all bytes. A thread of its own does it, slowly, so that nothing else becomes slower; what takes no
-more than some ms is done at once. Knows nothing of links.
+Blocks of the weights in use are hashed first, to compare with if the file's ctime changes, then all
+bytes. A background thread does that at a low rate; work of a few ms is done at once.
 """
 
 from __future__ import annotations
@@ -34,32 +33,30 @@ from dflash_protocol.settings import cache_folder
 _LOG = logging.getLogger(__name__)
 
 _AT_ONCE_BYTES = 4 << 20
-"""Blocks of so few bytes take some ms."""
+"""Blocks of up to this total size are hashed at once, in some ms."""
 _ATTEMPTS = 3
-"""Answers that are begun if ctime moves before each is made."""
+"""Attempts at an answer if ctime changes during each."""
 _DIGEST_AFTER_S = 10.0
-"""Processes that end before read nothing for the full digest."""
+"""Delay of the full digest, so that short-lived processes do not start it."""
 _SHARE_OF_CORE = 0.0025
-"""Of each core of the machine: what making the full digest takes. Its thread has the priority of
-all others: with a lower one it may be put off where it holds the interpreter's lock, which they
-then wait for."""
+"""Share of each core of the machine for the full digest. The thread's priority is not lowered: it
+might be preempted while it has the GIL, for which the other threads would wait."""
 _MOST_OF_A_CORE = 0.25
 _SHARE_OF_ONE = 0.1
-"""Of one core: what hashing blocks in the background takes, for some seconds."""
+"""Share of one core for hashing blocks in the background, for some seconds."""
 _WAIT_S = 1.0
-"""Time between two looks whether another process has made the digest of the same file."""
+"""Interval of checks whether another process has computed the digest of the same file."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Closed(Exception):
-    """Ends what the thread is at."""
+    """Ends the thread's current work."""
 
 
 class WeightCheck:
-    """Of one open model. Used by any thread. What it finds out is kept in `cache_dir`, as
-    `cache_folder` has it.
+    """Digests of one open model, cached in `cache_dir` (see `cache_folder`). Thread-safe.
 
-    Owns: a thread while there is something to hash. Close it before the file.
+    Owns: a background thread from `start` to `close`. Close it before the file.
     """
 
     def __init__(self, file: GgufFile, moe: MoeSpec, cache_dir: str | None = None) -> None:
@@ -75,22 +72,22 @@ class WeightCheck:
         try:
             self._boot_id = _BOOT_ID.read_text().strip()
         except OSError:
-            self._boot_id = secrets.token_hex(NONCE_BYTES)  # no other process's
+            self._boot_id = secrets.token_hex(NONCE_BYTES)  # equal to no other process's
         folder = self._folder()
         known = None if folder is None else kept_digests(file.watch, folder)
         if known is not None:
-            with contextlib.suppress(ModelFileError):  # which those who compute with it will find
+            with contextlib.suppress(ModelFileError):  # the next require_unwritten raises it
                 file.watch.keep_full_digest(whole_digest(known))
 
     @property
     def full_digest(self) -> str:
-        """Of all bytes of all files, as hexadecimal digits; empty while it is not known."""
+        """Digest of all bytes of all files, hexadecimal; empty until it is known."""
         return self._file.watch.full_digest
 
     def stamp(self) -> str:
-        """Equal stamps are of the same files of one host, unchanged between the two.
+        """Stamp of the open files: equal stamps mean the same unchanged files on the same host.
 
-        Raises: ModelFileError if our file was written to since it was opened.
+        Raises: ModelFileError if the file was written to since it was opened.
         """
         self._file.require_unwritten()
         chunks = [repr(each).encode() for each in self._file.watch.stamps()]
@@ -102,9 +99,9 @@ class WeightCheck:
         nonce: bytes,
         on_group: OnGroup = lambda num_done, num_total: None,
     ) -> str:
-        """Digest of the blocks that a nonce chooses from what an owner of these experts uses.
+        """Digest of the blocks that a nonce selects from the weights of these experts.
 
-        Raises: ModelFileError; what `on_group` raises.
+        Raises: ModelFileError; any exception of `on_group`.
         """
         blocks = expert_blocks(nonce, self._moe, owned, tensors=self._file.tensors.values())
         for attempts_left in reversed(range(_ATTEMPTS)):
@@ -114,14 +111,14 @@ class WeightCheck:
             try:
                 self._file.watch.keep_record(owned.fingerprint, blocks, made)
                 break
-            except ModelFileError:  # its mode was changed meanwhile, perhaps
+            except ModelFileError:  # perhaps only its mode was changed meanwhile
                 if not attempts_left:
                     raise
         return made
 
     def remember(self, owned: OwnedExperts | None = None) -> None:
-        """Have blocks of what an owner of these experts uses hashed, of the whole model if that is
-        None, to compare with them when ctime has moved. Twice does nothing.
+        """Record a digest of blocks of these experts' weights, or of the whole model, to compare
+        with when ctime has changed. Hashes small ones at once. Idempotent.
 
         Raises: ModelFileError.
         """
@@ -145,13 +142,13 @@ class WeightCheck:
         self._file.watch.wake.set()
 
     def start(self) -> None:
-        """Hash in the background from now on."""
+        """Start the background thread."""
         self._file.watch.wake.set()
         self._thread = threading.Thread(target=self._run, name="dflash-digest", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Twice does nothing."""
+        """End the thread. Idempotent."""
         self._stop.set()
         self._file.watch.wake.set()
         if self._thread is not None:
@@ -164,15 +161,15 @@ class WeightCheck:
         with contextlib.suppress(_Closed):
             while True:
                 wake.clear()
-                self._require_open()  # after that: `close` first says so, and then wakes us
+                self._require_open()  # after clear(): `close` sets the flag before it wakes us
                 try:
                     self._hash_wanted()
                     if time.monotonic() >= digest_from_s:
                         self._make_digest()
                 except ModelFileError as error:
-                    # Those who compute with the file look at it themselves, and say so.
-                    # docs: it could not be made in the background; who computes with the file looks
-                    # at it too
+                    # Computing with the file checks it too, and reports the error.
+                    # docs: it could not be computed in the background; computing with the file
+                    # checks it too
                     _LOG.info("the digest of the model's file: %s", error)
                 left_s = digest_from_s - time.monotonic()
                 wake.wait(left_s if left_s > 0 else None)
@@ -197,7 +194,8 @@ class WeightCheck:
         watch.keep_full_digest(whole_digest(found))
 
     def _pace(self, share: float) -> Callable[[], None]:
-        """To be called between pieces of work, which then take this share of a core."""
+        """A function to call between pieces of work, which sleeps so that they take this share of a
+        core."""
         resumed_s = time.monotonic()
 
         def pause() -> None:
@@ -212,7 +210,7 @@ class WeightCheck:
         try:
             return cache_folder(self._cache_dir)
         except SettingsError:
-            return None  # said by those who keep kernels there
+            return None  # the kernels' cache reports the error
 
     def _wait(self) -> None:
         self._stop.wait(_WAIT_S)

@@ -1,4 +1,4 @@
-"""Block formats of GGML tensors: their layout, and a reference dequantiser."""
+"""Block formats of GGML tensors: sizes in `layouts`, a slow dequantiser in `reference`."""
 
 from dflash_adapters.quant.layouts import BlockLayout, TensorType
 

@@ -1,7 +1,7 @@
-"""Sizes of every GGML tensor type that a model file may hold.
+"""Block sizes of the GGML tensor types that are supported.
 
-A tensor is stored as rows of blocks; a block holds ``block_elements`` values in ``block_bytes``
-bytes. How the bytes of a block become values is the business of ``reference`` and the kernels.
+A tensor is stored as rows of blocks; a block has ``block_elements`` values in ``block_bytes``
+bytes. `reference` and the kernels decode them.
 
 Source: the GGML type table (checked against the gguf package by tests).
 """
@@ -20,7 +20,7 @@ class BlockLayout(NamedTuple):
 
 
 class TensorType(IntEnum):
-    """GGML type id of a stored tensor. Ids that are absent here are refused by the scanner."""
+    """GGML type id of a stored tensor. The scanner refuses other ids."""
 
     F32 = 0
     F16 = 1
@@ -61,7 +61,7 @@ class TensorType(IntEnum):
 
     @property
     def is_integer(self) -> bool:
-        """Whether it holds whole numbers, which are never weights."""
+        """Whether values are integers, which weights never are."""
         return TensorType.I8 <= self <= TensorType.I64
 
     def row_bytes(self, num_elements: int) -> int:

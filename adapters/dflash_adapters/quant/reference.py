@@ -1,7 +1,4 @@
-"""Values of stored tensors as float32: slow, plain, and what every kernel is measured against.
-
-Knows nothing of files: it gets the bytes of whole rows and the shape they stand for.
-"""
+"""Dequantises stored tensors to float32: slow, and the reference for every kernel's tests."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ _INTEGERS = frozenset({TensorType.I8, TensorType.I16, TensorType.I32, TensorType
 def dequantise(data: U8Array, tensor_type: TensorType, shape: tuple[int, ...]) -> F32Array:
     """Decode a tensor, or whole rows of one, into a new float32 array.
 
-    Not-a-number and infinite values are passed on as the blocks say them; F64 is rounded.
+    NaN and infinite values are preserved; F64 is rounded.
     Shapes: data [rows * row_bytes] uint8; `shape` row-major, columns last; result `shape`.
-    Raises: ValueError if the bytes are not exactly that many rows, or if the type holds integers,
-    which are never weights.
+    Raises: ValueError if the number of bytes is wrong, or the type is an integer type.
     Source: the GGML block formats, as the gguf package decodes them.
     """
     if tensor_type in _INTEGERS:
@@ -40,11 +36,11 @@ def dequantise(data: U8Array, tensor_type: TensorType, shape: tuple[int, ...]) -
     if (plain := _PLAIN_FLOATS.get(tensor_type)) is not None:
         with np.errstate(all="ignore"):
             return rows.view(plain).astype(np.float32).reshape(shape)
-    # Here, not at the top: the package takes 0.2 s to import and only the reference needs it.
+    # Imported late: the package takes 0.2 s and only the reference needs it.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # Random or damaged blocks have scales that overflow; that is their value, not an accident.
+    # Scales of random or damaged blocks may overflow; the result is inf, not an error.
     with np.errstate(all="ignore"):
         values: F32Array = dequantize(rows, GGMLQuantizationType(int(tensor_type)))
     return values.astype(np.float32, copy=False).reshape(shape)

@@ -1,1 +1,2 @@
-"""Text of a model: vocabularies, tokenizers, chat templates."""
+"""Tokenizers (`tokenizer` over `byte_level` BPE or scored `pieces`) and chat templates (`chat`,
+rendered in the process `chat_child`)."""

@@ -1,8 +1,7 @@
 """Byte-level BPE vocabularies, as ``tokenizer.ggml.model`` ``gpt2`` names them.
 
-A text is cut into words; the bytes of each are merged pair by pair, the pair that stands first in
-the list of merges first. The work is done by the `tokenizers` library. Knows nothing of special
-tokens.
+A text is split into words, and the bytes of each are merged pair by pair in order of the list of
+merges, by the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from dflash_adapters.text.words import Dialect
 if TYPE_CHECKING:
     import tokenizers
 
-# Texts go to the library in pieces, which bounds its memory (60 bytes and more a character) and the
-# steps back that it takes in a word.
+# Texts go to the library in pieces, to bound its memory (60 bytes and more a character) and the
+# backtracking within a word.
 _PIECE = 1 << 16  # characters
 _MAX_PIECE = 1 << 20
-# Every dialect ends a word before a space that follows something else, and before a sign that
-# follows a letter, whatever stands further left or right.
+# Every dialect ends a word before a space after a non-space, and before a punctuation mark after a
+# letter, in any context.
 _WORD_END = re.compile(r"(?<=\S)(?= )|(?<=[^\W\d_])(?=[.,:;!?\u3001\u3002\uff0c\uff01\uff1f])")
 
 
 class ByteLevelBpe:
-    """Encodes with one vocabulary. May be used from several threads."""
+    """Encodes with one vocabulary. Thread-safe."""
 
     def __init__(
         self, ids: dict[str, int], merges: list[tuple[str, str]], dialect: Dialect
     ) -> None:
-        """Take the vocabulary over, `ids` by spelling in the byte alphabet, merges first first."""
-        # Here, not at the top: commands that never see text do not pay for the import.
+        """`ids` are by spelling in the byte alphabet, `merges` in order of precedence."""
+        # Imported late, so that commands without text do not pay for it.
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
         self._bpe: tokenizers.Tokenizer = Tokenizer(
@@ -49,18 +48,18 @@ class ByteLevelBpe:
         )
 
     def encoded(self, text: str) -> Iterator[list[int]]:
-        """Token ids of a text without special tokens, in parts that are made one by one.
+        """Token ids of a text without special tokens, in parts computed lazily.
 
-        A word of more than a million characters is cut there.
+        Words longer than a million characters are cut.
         """
         return map(self._encode, _pieces(text))
 
     def spelled(self, text: str) -> bytes:
-        """What a token stands for."""
+        """The bytes of a token."""
         try:
             return bytes([BYTE_OF[character] for character in text])
         except KeyError:
-            # Not in the byte alphabet, so it was added as plain text.
+            # Not in the byte alphabet: the token was added as plain text.
             return text.encode()
 
     def _encode(self, text: str) -> list[int]:
@@ -69,10 +68,10 @@ class ByteLevelBpe:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
+    """The printable character that represents each byte in a byte-level vocabulary.
 
-    Source: Radford et al. 2019 (GPT-2): bytes that print in Latin-1 stand for themselves, the
-    others, in order, for the characters from U+0100.
+    Source: Radford et al. 2019 (GPT-2): bytes that are printable in Latin-1 represent themselves,
+    the others, in order, are the characters from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))

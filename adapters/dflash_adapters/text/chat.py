@@ -1,8 +1,7 @@
-"""Renders a conversation with the chat template a model file brings.
+"""Renders a conversation to text with a model file's chat template.
 
-The template is a program by a stranger: it runs in a sandbox, within bounds of time and memory,
-and programs have it run in a process of its own (``chat_child``).
-Knows nothing of tokens; the text it gives already has the file's markers in it.
+The template is untrusted code: it runs in a sandbox with limits on time and memory, and programs
+run it in a separate process (``chat_child``). The text includes the file's special tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dflash_adapters.text.chat_sandbox import Meter, SandboxEnvironment
 from dflash_protocol.errors import SettingsError, UnsupportedModel, one_line
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki
-MAX_TEMPLATE_TOKENS = 16 << 10  # Jinja's tokens, whose number decides how long compiling takes
+MAX_TEMPLATE_TOKENS = 16 << 10  # Jinja's tokens, whose number determines the time to compile
 _KEY = "tokenizer.chat_template"
 _STRFTIME_FORMAT = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,128}")
 
@@ -42,12 +41,12 @@ def render_chat(
     now: datetime | None = None,
     deadline_s: float = 5.0,
 ) -> str:
-    """The text of a conversation, ending where the assistant is to go on.
+    """The text of a conversation, ending where the assistant continues.
 
-    `messages` and `extra` (``tools``, ``enable_thinking``, …) are what JSON can hold; `path` is
-    the model file, for messages; `now` is what the template takes for the present.
-    Raises: SettingsError if the template refuses the messages; UnsupportedModel if it is no
-    template, fails, or asks for too much.
+    `messages` and `extra` (``tools``, ``enable_thinking``, …) are JSON values; `path` is the model
+    file, for error messages; `now` is the template's current time.
+    Raises: SettingsError if the template refuses the messages; UnsupportedModel if the template is
+    invalid, fails, or exceeds a limit.
     """
     variables = {
         **(extra or {}),
@@ -63,7 +62,7 @@ def render_chat(
     except SettingsError:
         raise
     except Exception as error:
-        # A template can provoke any exception; all of them mean that it cannot be used so.
+        # A template can provoke any exception; all mean that it cannot be used.
         raise UnsupportedModel(_reason(error), path=path, field=_KEY) from error
 
 
@@ -84,7 +83,7 @@ def _compile(template: str) -> CodeType:
     for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends):
         if (found := parsed.find(kind)) is not None:
             raise SecurityError(
-                f"line {found.lineno}: it wants another file, and a model has only this one; "
+                f"line {found.lineno}: it refers to another file, which a model does not have; "
                 "give the whole template"
             )
     return environment.compile(meter.install(parsed))
@@ -132,7 +131,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: characters as they are, no escaping for HTML, keys in their order."""
+    """``tojson`` as in transformers: no ASCII or HTML escaping, keys in order of insertion."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

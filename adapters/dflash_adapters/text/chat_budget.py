@@ -1,7 +1,4 @@
-"""What one rendering of a chat template may make, and how long it may take.
-
-Knows nothing of Jinja's workings.
-"""
+"""The memory and time budget of one rendering of a chat template."""
 
 from __future__ import annotations
 
@@ -12,23 +9,26 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-# What a template may make beyond a multiple of what the caller passed in, in characters and items.
+# Limits in characters and items: a constant, plus a multiple of the caller's inputs.
 _VALUE_ALLOWANCE, _VALUE_MULTIPLE = 1 << 20, 4
 _TOTAL_ALLOWANCE, _TOTAL_MULTIPLE = 1 << 23, 64
-_ITEM_WEIGHT = 4  # of every value besides its characters: weighing takes time for each
+_ITEM_WEIGHT = 4  # of every value besides its characters, for the time to weigh it
 _MAX_DEPTH = 64
 _MAX_INT_BITS = 128
-_COMPARED_AT_ONCE = 64  # of weight: comparing takes far less time than making
+_COMPARED_AT_ONCE = 64  # weight compared for one unit: comparing is much faster than making
 
 
 class Budget:
-    """What is left of one rendering's allowance."""
+    """The remaining budget of one rendering; the clock starts with its construction.
+
+    The weight of a value is its characters and items, nested ones included.
+    """
 
     def __init__(self, inputs: Any, deadline_s: float) -> None:
-        """Start the clock. Raises: SecurityError if the inputs are nested too deeply."""
+        """Raises: SecurityError if the inputs are nested too deeply."""
         self._inputs = inputs
-        # Weights of all containers in the inputs, by identity: templates ask for the number of
-        # messages once a message, and must not have all of them weighed each time.
+        # Cached weights of all containers in the inputs, by identity: templates use the list of
+        # messages once a message.
         self._known: dict[int, int] = {}
         self._max_weight = sys.maxsize
         weight = self._weigh(inputs, 0, self._known)
@@ -37,7 +37,7 @@ class Budget:
         self._ends_at = time.monotonic() + deadline_s
 
     def charge(self, amount: int) -> None:
-        """Raises: SecurityError if nothing is left, or no time."""
+        """Raises: SecurityError if the budget or the time is used up."""
         self._left -= amount
         if self._left < 0:
             raise SecurityError("the template makes too much text or loops too often")
@@ -45,24 +45,18 @@ class Budget:
             raise SecurityError("the template takes too long")
 
     def check(self, weight: int) -> None:
-        """Raises: SecurityError if a value of this weight must not be made."""
+        """Raises: SecurityError if a value of this weight would be too large."""
         if weight > self._max_weight:
             raise SecurityError("the template makes too large a value")
 
     def measure(self, value: Any) -> int:
-        """Characters and items in a value, each as often as it occurs.
-
-        Raises: SecurityError if there are more than a value may have.
-        """
+        """The weight of a value. Raises: SecurityError if it is too large."""
         weight = self._weigh(value, 0, None)
         self.check(weight)
         return weight
 
     def admit(self, value: Any) -> Any:
-        """Charge for a value that was just made, and return it.
-
-        What it refers to has been charged before.
-        """
+        """Charge for a value that was just made, without its parts, and return it."""
         if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
             raise SecurityError("the template computes too large a number")
         self.measure(value)
@@ -74,11 +68,11 @@ class Budget:
         self.compare_often(self.measure(value), 1)
 
     def compare_often(self, weight: int, times: int) -> None:
-        """Charge for comparing or copying what has this weight so many times."""
+        """Charge for comparing or copying a value of this weight `times` times."""
         self.charge(1 + weight * times // _COMPARED_AT_ONCE)
 
     def _weigh(self, value: Any, depth: int, record: dict[int, int] | None) -> int:
-        """Weight of a value, or of enough of it to be too much."""
+        """Weight of a value, or of enough of it to exceed the limit."""
         if isinstance(value, (str, range)):
             return _ITEM_WEIGHT + len(value)
         if isinstance(value, int):

@@ -1,9 +1,9 @@
-"""The process that renders chat templates for another one: see ``chat_sandbox`` for why.
+"""The process that renders untrusted chat templates: see ``chat_sandbox`` for why.
 
-It reads requests from its standard input and writes replies to its standard output, one after the
-other, and ends with its input. What bounds it even if the sandbox is left: memory and processor's
-time by the kernel, the clock by whoever asked, and that it ends at once with that process, be it in
-the middle of a rendering. It may write no file. Imports no more than Jinja and msgpack need.
+It reads requests from standard input and writes replies to standard output, one at a time, until
+the input ends. If a template escapes the sandbox, these limits remain: the kernel limits memory and
+CPU time, the parent limits wall time, and the kernel ends this process at once when its input ends,
+even while rendering. It can write no file. It imports only what Jinja and msgpack need.
 
 Example:
   python -I -S -c 'import sys; sys.path += sys.argv[1:]
@@ -36,29 +36,29 @@ from dflash_protocol.errors import ProtocolError, SettingsError, UnsupportedMode
 READY = b"R"
 """Written once, before any reply."""
 LATE_S = 1.0
-"""A rendering has so much of the processor's time beyond its deadline, or of the clock."""
+"""CPU time, and wall time, that a rendering has beyond its deadline."""
 
 _INPUT, _OUTPUT = 0, 1
 _MEMORY_BYTES, _MEMORY_MULTIPLE = 256 << 20, 32
-"""Address space: so much, and for each byte of a request so much more."""
+"""Limit of the address space: a constant, plus a multiple of the request's size."""
 _OPEN_FILES = 16
 _CHUNK_BYTES = 1 << 20
-"""What a pipe holds at most."""
+"""Maximum capacity of a pipe."""
 
 
 def main() -> None:
-    """Until the end of input."""
-    # Whoever started us may ignore or hold back what is to end us.
+    """Serve requests until the end of input."""
+    # The parent may have ignored or blocked the signals that end this process.
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for which, most in (
-        (resource.RLIMIT_CORE, 0),  # it would hold conversations
+        (resource.RLIMIT_CORE, 0),  # a core dump would contain conversations
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
     ):
         resource.setrlimit(which, (most, most))
-    with contextlib.suppress(OSError):  # if memory is short, the kernel is to begin with us
+    with contextlib.suppress(OSError):  # first candidate of the OOM killer
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         try:
             os.write(fd, b"1000")
@@ -78,7 +78,7 @@ def _answer(body: bytearray) -> tuple[ReplyKind, str]:
         _bound(request, len(body))
         with _ended_with_input():
             return ReplyKind.TEXT, _rendered(request)
-    except ProtocolError as error:  # nested more deeply than can be read
+    except ProtocolError as error:  # nested too deeply to decode
         return ReplyKind.REFUSED, f"the messages cannot be rendered: {error}"
     except SettingsError as error:
         return ReplyKind.REFUSED, str(error)
@@ -100,7 +100,7 @@ def _rendered(request: ChatRequest) -> str:
 
 
 def _bound(request: ChatRequest, request_bytes: int) -> None:
-    """Let the kernel refuse memory, and end us, beyond what this request may take."""
+    """Set the kernel's limits of memory and CPU time for this request."""
     _limit(resource.RLIMIT_AS, _MEMORY_BYTES + _MEMORY_MULTIPLE * request_bytes)
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = used.ru_utime + used.ru_stime + request.deadline_s + LATE_S
@@ -114,7 +114,7 @@ def _limit(which: int, most: int) -> None:
 
 @contextlib.contextmanager
 def _ended_with_input() -> Iterator[None]:
-    """Have the kernel end us with SIGIO if our input ends meanwhile, whatever Python is doing."""
+    """Within this context the kernel ends this process with SIGIO if its input ends."""
     flags = fcntl.fcntl(_INPUT, fcntl.F_GETFL)
     fcntl.fcntl(_INPUT, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:

@@ -1,7 +1,7 @@
-"""What is said between a program and the process that renders chat templates for it.
+"""Messages between a program and its process that renders chat templates.
 
-A message is its length, four bytes little endian, and msgpack: a request is a map, a reply a list
-of two texts. Knows nothing of processes, nor of what templates mean.
+A message is its length, four bytes little-endian, and msgpack: a request is a map, a reply a list
+of two texts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgpack
 from dflash_protocol.errors import ProtocolError, SettingsError
 
 LENGTH = Struct("<I")
-"""What goes before each message: its bytes."""
+"""Prefix of each message: its length in bytes."""
 MAX_REQUEST_BYTES = 128 << 20
 _LONGEST_S = 3600.0
 _LARGE_INT = 1
-"""Code of msgpack's extension for whole numbers beyond 64 bits, which JSON may hold."""
+"""Code of our msgpack extension for integers beyond 64 bits, which JSON may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,26 @@ class ChatRequest:
 
 
 class ReplyKind(StrEnum):
-    """What a reply's text is."""
+    """The kind of a reply's text."""
 
     TEXT = "text"
-    """The conversation."""
+    """The rendered conversation."""
     REFUSED = "refused"
-    """Why the template, or its bounds, refuse these messages."""
+    """Why the template, or a limit, refuses these messages."""
     FAILED = "failed"
-    """Why this template cannot be used."""
+    """Why the template cannot be used."""
 
 
 def max_reply_bytes(request_bytes: int) -> int:
-    """Longest answer to a request: of four bytes a character, as many as `chat_budget` allows a
-    value that is made of text."""
+    """Maximum size of the reply to a request: the longest text that `chat_budget` allows, at four
+    bytes a character."""
     return (4 << 20) + 16 * request_bytes
 
 
 def encode_request(request: ChatRequest) -> bytes:
-    """A request's message, its length first.
+    """Encode a request, with its length prefix.
 
-    Raises: SettingsError if it is too large, or holds what JSON cannot.
+    Raises: SettingsError if it is too large, or has values that JSON cannot have.
     """
     values = {each.name: getattr(request, each.name) for each in fields(request)}
     values |= {"now": request.now.isoformat(), "deadline_s": float(request.deadline_s)}
@@ -85,13 +85,13 @@ def decode_request(body: bytes | bytearray) -> ChatRequest:
         if type(values[name]) is not kind:
             raise ProtocolError(f"a request to render: field {name} has a wrong type")
     if not all(type(name) is str for name in values["extra"]):
-        raise ProtocolError("a request to render: a variable's name is no text")
+        raise ProtocolError("a request to render: a variable's name is not text")
     if not 0 < values["deadline_s"] <= _LONGEST_S:
-        raise ProtocolError("a request to render: its deadline is none")
+        raise ProtocolError("a request to render: its deadline is out of bounds")
     try:
         values["now"] = datetime.fromisoformat(values["now"])
     except ValueError:
-        raise ProtocolError("a request to render: field now is no time") from None
+        raise ProtocolError("a request to render: field now is not a time") from None
     return ChatRequest(**values)
 
 
@@ -131,7 +131,7 @@ def _unpacked(body: bytes | bytearray, **options: Any) -> Any:
 
 
 def _packable(value: object) -> object:
-    """What msgpack can hold in place of what it cannot."""
+    """Convert a value that msgpack cannot encode."""
     if isinstance(value, int):
         return msgpack.ExtType(
             _LARGE_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)

@@ -1,17 +1,15 @@
-"""A Jinja environment in which a hostile template ends in an error instead of in no memory.
+"""A Jinja environment that stops a hostile template before it uses up time or memory.
 
-Jinja's own sandbox keeps a template from Python's insides; this one also keeps it from using up
-time and memory, in this process and without signals, since servers render on any thread:
+Jinja's sandbox denies a template access to Python's internals; this one also limits time and
+memory, within the process and without signals, since servers render on any thread:
 
-* every value that a template makes is weighed, and none may be heavier than a few times what the
-  caller passed in; operations that amplify (``*``, ``replace``, ``join``, …) are checked before;
-* all that is made, printed, compared, looked up or looped over is charged to one budget, and a
-  deadline is looked at with each charge.
+* every value that a template makes is weighed, and limited to a few times the caller's inputs;
+  operations that amplify (``*``, ``replace``, ``join``, …) are checked before they run;
+* everything made, printed, compared, looked up or looped over is charged to one budget, and each
+  charge checks a deadline.
 
-It is the first of two bounds: whoever renders a file's template does so in a process of its own
-that can be killed (``chat_child``), for no meter knows all that Python can be made to do.
-
-Knows nothing of chat.
+It is the first of two limits: programs render in a separate process that can be killed
+(``chat_child``), since metering cannot cover all that Python can be made to do.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _METHODS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
     list: frozenset({"copy", "count", "index"}),
     tuple: frozenset({"count", "index"}),
-    # No method of these is of use to a template, and some make much of little.
+    # Templates need no method of these, and some amplify.
     **dict.fromkeys((int, float, bytes, range, type), frozenset[str]()),
 }
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?::[^{}]*\d{4}|\{)")
@@ -84,7 +82,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         self.globals |= {"namespace": _QuietNamespace, "range": self._range}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Check what an operator would make, then make it."""
+        """Check the size of an operator's result, then compute it."""
         weights = self.budget.measure(left), self.budget.measure(right)
         numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
         if operator == "**":
@@ -101,12 +99,12 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return self.budget.admit(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Check what a function or method would make, then call it."""
+        """Check the size of a function's or method's result, then call it."""
         if isinstance(getattr(function, "__self__", None), Meter):
             return function(*args)
         values = [self._listed(value) for value in args]
         weight = sum(self.budget.measure(value) for value in (*values, *kwargs.values()))
-        # The sandbox has wrapped `format`; what it wraps knows whose method it is.
+        # The sandbox wraps `format`; the wrapped method has the owner.
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         for kind, names in _METHODS.items():
@@ -119,17 +117,17 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return self.budget.admit(super().call(context, function, *values, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """``obj[argument]``: filters follow a path of attributes for each item by it."""
+        """``obj[argument]``, charged: filters use it to follow attribute paths for each item."""
         self.budget.charge(1)
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """``obj.attribute``."""
+        """``obj.attribute``, charged."""
         self.budget.charge(1)
         return super().getattr(obj, attribute)
 
     def _check_method(self, name: str, owner: Any, args: Sequence[Any], weight: int) -> None:
-        """Refuse a method call that would make much of little."""
+        """Refuse a method call that amplifies too much."""
         if name == "replace" and len(args) >= 2:
             self._check_replace(owner, *args[:2])
         elif name == "join" and args:
@@ -139,7 +137,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self._check_format(text, "{", _WIDE_BRACES, weight)
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter whose result is bounded before it runs and charged after."""
+        """Wrap a filter: its result is checked before it runs and charged after."""
         num_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -147,12 +145,12 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self._check_filter(name, values, kwargs)
             return self.budget.admit(function(*hidden, *values, **kwargs))
 
-        # How Jinja tells a filter that wants the context, and one that has an async twin.
+        # Jinja's marks of a filter that takes the context or has an async variant.
         vars(guarded).update(getattr(function, "__dict__", {}))
         return guarded
 
     def _metered_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A test, such as ``is in``, that is charged for what it looks at."""
+        """Wrap a test, such as ``is in``, to charge for its operands."""
 
         def metered(*args: Any, **kwargs: Any) -> Any:
             for value in (*args, *kwargs.values()):
@@ -163,7 +161,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return metered
 
     def _check_filter(self, name: str, values: list[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a filter that would make much of little."""
+        """Refuse a filter that amplifies too much."""
         options = [*values[1:], *kwargs.values()]
         weight = self.budget.measure(values[0])
         widest = max((self.budget.measure(x) for x in options), default=0)
@@ -180,7 +178,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         elif name == "join":
             self._check_join(values[0], options[0] if options else "")
         elif name == "sum" and not all(isinstance(x, (int, float, str)) for x in options):
-            # The start is a list: each sum is a new one, with all of those before in it.
+            # The start is a list: each partial sum is a new list, so copying is quadratic.
             self.budget.compare_often(weight, len(values[0]))
 
     def _check_replace(self, text: Any, old: Any, new: Any) -> None:
@@ -195,16 +193,16 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     def _check_format(self, text: str, mark: str, wide: re.Pattern[str], weight: int) -> None:
         if wide.search(text):
             raise SecurityError("the template formats with too wide a field")
-        # Every field may show everything.
+        # Each field may print all arguments.
         self.budget.check(len(text) + text.count(mark) * weight)
 
     def _listed(self, value: Any) -> Any:
-        """A lazy value as a list, which can be weighed."""
+        """Convert an iterator to a list, which can be weighed."""
         return self.budget.admit(list(value)) if isinstance(value, Iterator) else value
 
     @pass_context  # so that Jinja never calls it while compiling
     def _printed(self, _context: Context, value: Any) -> Any:
-        """Called by Jinja with everything a template prints, in macros and captures too."""
+        """Charge for a printed value; Jinja calls it for all output, macros and captures too."""
         self.budget.charge(self.budget.measure(value))
         return value
 
@@ -215,46 +213,45 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _QuietNamespace(Namespace):
-    """Namespaces may hold each other; printing one must not print all of them."""
+    """A namespace that prints without its content, since namespaces may refer to each other."""
 
     def __repr__(self) -> str:
         return "namespace"
 
 
 class GenerationBlock(Extension):
-    """``{% generation %}``, with which some templates mark the assistant's words: its body."""
+    """``{% generation %}``, by which some templates mark the assistant's text; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it an instance's
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside."""
+        """The statements of the body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Meter(Extension):
-    """Charges loops, macros, comparisons, literals, slices and ``~``, which no hook of Jinja's
-    sees."""
+    """Charges loops, macros, comparisons, literals, slices and ``~``: Jinja has no hooks there."""
 
     def turn(self, static_text: int) -> bool:
-        """One turn of a loop, or run of a macro, with this many characters of its own to print."""
+        """Charge an iteration of a loop or a call of a macro, with its static characters."""
         self._budget.charge(1 + static_text)
         return True
 
     def compared(self, value: Any) -> Any:
-        """One side of a comparison, or of ``in``."""
+        """Charge one side of a comparison, or of ``in``."""
         self._budget.compare(value)
         return value
 
     def concat(self, *parts: Any) -> str:
-        """The ``~`` operator."""
+        """The ``~`` operator, checked and charged."""
         self._budget.check(sum(self._budget.measure(part) for part in parts))
         text = "".join(str(part) for part in parts)
         self._budget.admit(text)
         return text
 
     def made(self, value: Any) -> Any:
-        """A literal list, tuple or dict, or a slice."""
+        """Charge a literal list, tuple or dict, or a slice."""
         return self._budget.admit(value)
 
     @property
@@ -263,7 +260,7 @@ class Meter(Extension):
         return self.environment.budget
 
     def install(self, template: nodes.Template) -> nodes.Template:
-        """Put calls of this meter into a parsed template, which has no name for them."""
+        """Insert calls of this meter into a parsed template, which cannot name them itself."""
         blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
             *template.find_all(nodes.For),
             *template.find_all(nodes.Macro),

@@ -1,8 +1,8 @@
-"""Which tokens are markers, and which of them end a text, where the file does not say so itself.
+"""Corrects the types of marker tokens, and finds those that end a text.
 
-Files often call their markers user-defined, or name only one that ends a text. llama.cpp knows
-them by their spelling (``llama_vocab::impl::load`` in its ``llama-vocab.cpp``), and so do we, from
-the same lists. Knows nothing of how a text is cut.
+Files often declare markers user-defined, or name only one end token. As in llama.cpp
+(``llama_vocab::impl::load`` in its ``llama-vocab.cpp``), they are recognised by spelling, from the
+same lists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.vocabulary import TokenType, Vocabulary, named_token
 
-# Each of these ends a text.
+# End-of-generation tokens.
 _ENDS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
     <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos>
@@ -22,9 +22,10 @@ _ENDS = """
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A marker of a prompt that asks for the middle of a text.
+    """A marker of fill-in-the-middle prompts.
 
-    Of the `keys` that may name it the last counts; without one, it is the token of these `texts`.
+    The last of the `keys` that the file has names it; without any, it is the token with one of the
+    spellings `texts`.
     """
 
     keys: tuple[str, ...]
@@ -53,10 +54,10 @@ _PARTS = (
     _Part(("fim_sep",), "<|file_sep|>", is_end=True),
 )
 
-# Of the harmony format: they belong to the text.
+# Markers of the harmony format, which are part of the text.
 _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
-# Around what a model thinks and what it calls: part of its answer, be they control tokens or not.
+# Tags around reasoning and tool calls: part of the answer, even if they are control tokens.
 _ANSWER_TAG = re.compile(
     r"</?(?:think|thinking|seed:think|tool_calls?|tool_response|arg_key|arg_value)>"
     r"|\[/?(?:THINK|TOOL_CALLS)\]|\[(?:ARGS|CALL_ID)\]|<\|python_(?:tag|start|end)\|>"
@@ -64,14 +65,14 @@ _ANSWER_TAG = re.compile(
 
 
 def is_answer_tag(text: str) -> bool:
-    """Whether a marker is for the reader of an answer: it begins or ends reasoning or a call."""
+    """Whether a marker is part of the answer: it begins or ends reasoning or a tool call."""
     return _ANSWER_TAG.fullmatch(text) is not None
 
 
 def correct_markers(file: GgufFile, vocabulary: Vocabulary, eos_id: int | None) -> frozenset[int]:
-    """Give markers their type, in place. Returns: the tokens that end a text.
+    """Correct the types of markers, in place. Returns the tokens that end a text.
 
-    Raises: ModelFileError if a marker that the file names is no token.
+    Raises: ModelFileError if the file names a marker that is not a token.
     """
     ids, types = vocabulary.ids, vocabulary.types
     named = (eos_id, *(named_token(file, key, len(types)) for key in ("eot", "eom")))
@@ -98,7 +99,7 @@ def correct_markers(file: GgufFile, vocabulary: Vocabulary, eos_id: int | None) 
 
 
 def _take_back(vocabulary: Vocabulary, ends: set[int]) -> None:
-    """What ends a text in most vocabularies, but does not beside certain other markers."""
+    """Remove end tokens that do not end a text in vocabularies with certain other markers."""
     texts = {vocabulary.texts[token_id] for token_id in ends}
     calls = texts & {"<|call|>", "<|calls|>"}
     if calls and texts & {"<|return|>", "<|flush|>"} and "<|end|>" in texts:

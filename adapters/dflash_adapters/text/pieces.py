@@ -1,9 +1,8 @@
 """SentencePiece vocabularies, as ``tokenizer.ggml.model`` ``llama`` names them: pieces with scores.
 
-Characters are merged pair by pair: always the pair whose piece has the highest score, the leftmost
-of equals, as in SentencePiece's ``bpe_model.cc`` (Kudo and Richardson 2018) and llama.cpp's
-``llm_tokenizer_spm_session``. What no piece spells is left as its bytes. Knows nothing of special
-tokens.
+Characters are merged pair by pair: always the pair whose piece has the highest score, on a tie the
+leftmost, as in SentencePiece's ``bpe_model.cc`` (Kudo and Richardson 2018) and llama.cpp's
+``llm_tokenizer_spm_session``. Characters that are no piece become byte tokens.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ import numpy as np
 from dflash_adapters.text.vocabulary import BYTE_OF_TOKEN
 from dflash_protocol.ids import F32Array
 
-SPACE = "\u2581"  # stands for a space in pieces
+SPACE = "\u2581"  # represents a space in pieces
 
 _MAX_RUN = 1 << 20  # characters that are merged at once
 _MAX_PIECE_CHARACTERS = 1 << 24  # of all pieces together; published: 1.5 million
 _MAX_JOINED = 1 << 20  # pairs of characters; published: 45612
-_MAX_KEPT = 1 << 15  # short runs whose ids are kept: texts repeat their words
+_MAX_KEPT = 1 << 15  # short runs whose ids are cached, since texts repeat words
 _MAX_KEPT_RUN = 32
-_AT_ONCE = 1 << 14  # tokens that are given together, and those of the run that they end with
-# A pair in the queue is one integer: rank of its piece, where it begins, where it ends.
+_AT_ONCE = 1 << 14  # tokens yielded at once, plus the rest of the last run
+# A pair in the queue is packed into one integer: rank of its piece, begin, end.
 _PLACE_BITS = _MAX_RUN.bit_length()
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 
 
 class ScoredPieces:
-    """Encodes with one vocabulary. May be used from several threads."""
+    """Encodes with one vocabulary. Thread-safe."""
 
     def __init__(self, ids: dict[str, int], scores: F32Array) -> None:
-        """Take the pieces over, `ids` by spelling. Shapes: scores [tokens] float32, finite."""
+        """`ids` are by spelling. Shapes: scores [tokens] float32, finite."""
         self._ids = ids
         self._byte_ids = [ids.get(text, ids.get(chr(b), -1)) for text, b in BYTE_OF_TOKEN.items()]
-        # The same rank for the same score: which of those is first, its place decides.
+        # Equal scores get equal ranks, so that the position decides ties.
         ranks = np.unique(-scores, return_inverse=True)[1].tolist()
         self._ranks = {text: ranks[token_id] for text, token_id in ids.items() if len(text) > 1}
         self._longest = max(map(len, self._ranks), default=0)
@@ -45,7 +44,7 @@ class ScoredPieces:
         self._kept: dict[str, list[int]] = {}
 
     def encoded(self, text: str) -> Iterator[list[int]]:
-        """Token ids of a text without special tokens, in parts that are made one by one."""
+        """Token ids of a text without special tokens, in parts computed lazily."""
         ids: list[int] = []
         for run in self._runs(text.replace(" ", SPACE)):
             known = self._kept.get(run)
@@ -60,11 +59,11 @@ class ScoredPieces:
         yield ids
 
     def spelled(self, text: str) -> bytes:
-        """What a piece stands for."""
+        """The bytes of a piece."""
         return text.replace(SPACE, " ").encode()
 
     def _runs(self, text: str) -> Iterator[str]:
-        """The text, cut between characters that no piece has side by side: nothing merges there."""
+        """Split the text between characters that are adjacent in no piece, and so never merge."""
         start = 0
         joined = self._joined
         if joined is not None:
@@ -78,8 +77,8 @@ class ScoredPieces:
     def _merge(self, text: str) -> list[int]:
         """Token ids of one run."""
         ranks, longest = self._ranks, self._longest
-        # Where the symbol that begins here ends, 0 once it is part of the one before it; and where
-        # the one before it begins.
+        # By begin of a symbol: its end, 0 once it is merged into the symbol before it; and the
+        # begin of that symbol.
         ends = list(range(1, len(text) + 1))
         befores = list(range(-1, len(text) - 1))
         queue = [
@@ -92,7 +91,7 @@ class ScoredPieces:
             pair = heappop(queue)
             begin, end = pair >> _PLACE_BITS & _PLACE_MASK, pair & _PLACE_MASK
             middle = ends[begin]
-            # Neither symbol may have changed since.
+            # Skip pairs of which a symbol has been merged since.
             if middle == 0 or middle >= end or ends[middle] != end:
                 continue
             ends[begin], ends[middle] = end, 0
@@ -111,7 +110,7 @@ class ScoredPieces:
         return self._tokens(text, ends)
 
     def _tokens(self, text: str, ends: list[int]) -> list[int]:
-        """The ids of all symbols; bytes where a symbol, then a single character, is no piece."""
+        """Ids of all symbols; a symbol that is no piece, a single character, becomes its bytes."""
         ids = []
         begin = 0
         while begin < len(text):
@@ -126,7 +125,7 @@ class ScoredPieces:
 
 
 def _joined_pairs(texts: Iterable[str]) -> set[tuple[str, str]] | None:
-    """All characters that stand side by side in a piece; None if that is too much to find out."""
+    """All pairs of adjacent characters in pieces; None if there are too many."""
     joined: set[tuple[str, str]] = set()
     num_left = _MAX_PIECE_CHARACTERS
     for text in texts:

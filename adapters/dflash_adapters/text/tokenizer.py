@@ -1,8 +1,7 @@
-"""Text to token ids and back, with the vocabulary a model file brings.
+"""Tokenizer: text to token ids and back, with a model file's vocabulary.
 
-Special tokens are cut out of the text; what is left, byte-level BPE or scored pieces encode. Gives
-llama.cpp's ids, so text is not normalised first. Knows nothing of chat templates' meaning, nor of
-the model that reads the ids.
+Special tokens are cut out of the text; byte-level BPE or scored pieces encode the rest. The ids are
+llama.cpp's, so text is not normalised first.
 """
 
 from __future__ import annotations
@@ -34,27 +33,26 @@ from dflash_adapters.text.words import DIALECTS
 from dflash_protocol.errors import one_line
 
 MAX_TEMPLATE_BYTES = 1 << 20  # published: < 64 KiB
-MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; each is looked for in every text
+MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; every text is searched for each
 _DECODED_AT_ONCE = 1 << 14  # tokens
-_LOOKED_THROUGH_AT_ONCE = 1 << 16  # characters
+_SEARCHED_AT_ONCE = 1 << 16  # characters
 _CUT_OUT = (*CONTROL_TYPES, TokenType.USER_DEFINED)
 
 
 class TextModel(Protocol):
-    """What encodes a text without special tokens, and says what a normal token stands for."""
+    """Encodes text without special tokens, and decodes normal tokens."""
 
     def encoded(self, text: str) -> Iterator[list[int]]:
-        """Token ids of a text, in parts that are made one by one."""
+        """Token ids of a text, in parts computed lazily."""
 
     def spelled(self, text: str) -> bytes:
-        """What a normal token of this spelling stands for."""
+        """The bytes of a normal token of this spelling."""
 
 
 def load_tokenizer(file: GgufFile) -> Tokenizer | None:
     """The file's tokenizer, or None if it has none.
 
-    Raises: UnsupportedModel if it is of a kind we do not have; ModelFileError if it contradicts
-    itself.
+    Raises: UnsupportedModel if its kind is not supported; ModelFileError if it is inconsistent.
     """
     match file.get_str("tokenizer.ggml.model", "none", max_bytes=64):
         case "none" | "no_vocab":
@@ -92,18 +90,18 @@ def _load_scored_pieces(file: GgufFile) -> Tokenizer:
         ScoredPieces(ids, read_scores(file, len(ids))),
         adds_bos=True,
         adds_space=file.get_bool("tokenizer.ggml.add_space_prefix", True),
-        # What SentencePiece calls them unless told otherwise, and llama.cpp.
+        # The defaults of SentencePiece and llama.cpp.
         default_bos_id=1,
         default_eos_id=2,
     )
 
 
 class Tokenizer:
-    """Encodes and decodes with one file's vocabulary. May be used from several threads.
+    """Encodes and decodes with one file's vocabulary. Thread-safe.
 
-    ``bos_id``, ``eos_id`` are None where the file names none; ``stop_ids`` end a text;
-    ``chat_template`` is the file's Jinja text, if it has one. With ``adds_space`` a text, and what
-    follows a special token, is encoded as if a space stood before it.
+    ``bos_id`` and ``eos_id`` are None if the file has none; ``stop_ids`` end a text;
+    ``chat_template`` is the file's Jinja text, if any. With ``adds_space``, a text, and text after
+    a special token, is encoded with a space before it.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class Tokenizer:
         default_bos_id: int | None = None,
         default_eos_id: int | None = None,
     ) -> None:
-        """Take the vocabulary over; use `load_tokenizer`."""
+        """Takes ownership of the vocabulary; use `load_tokenizer`."""
         self._model = model
         self.adds_space = adds_space
         self.vocab_size = len(vocabulary.texts)
@@ -134,12 +132,12 @@ class Tokenizer:
 
     @property
     def bos_text(self) -> str:
-        """Spelling of the token that begins a text, empty if there is none."""
+        """Spelling of the BOS token, empty if there is none."""
         return "" if self.bos_id is None else self._texts[self.bos_id]
 
     @property
     def eos_text(self) -> str:
-        """Spelling of the token that ends a text, empty if there is none."""
+        """Spelling of the EOS token, empty if there is none."""
         return "" if self.eos_id is None else self._texts[self.eos_id]
 
     def encode(
@@ -147,9 +145,9 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a text.
 
-        With `parse_special` the spelling of a control token becomes that token: right for a
-        rendered chat, wrong for what a stranger typed. With `add_special` the ids begin and end as
-        the file asks; a rendered chat already does. Lone surrogates count as U+FFFD.
+        With `parse_special` the spelling of a control token becomes that token: use it for rendered
+        chats, not for untrusted text. With `add_special` BOS and EOS are added as the file asks; a
+        rendered chat has them already. Lone surrogates are read as U+FFFD.
         """
         parts = self.encoded(text, parse_special=parse_special, add_special=add_special)
         return list(chain.from_iterable(parts))
@@ -157,8 +155,8 @@ class Tokenizer:
     def encoded(
         self, text: str, *, parse_special: bool = True, add_special: bool = False
     ) -> Iterator[list[int]]:
-        """What `encode` gives, in parts: those of a long text, some of them empty, are made one by
-        one, so that others can have their turn meanwhile, and the rest can be left."""
+        """`encode` in parts, some of them empty, computed lazily, so that a caller can do other
+        work between the parts of a long text, or stop."""
         if add_special and self.adds_bos and self.bos_id is not None:
             yield [self.bos_id]
         space = " " if self.adds_space else ""
@@ -175,14 +173,14 @@ class Tokenizer:
             yield [self.eos_id]
 
     def fewest_tokens(self, text: str) -> int:
-        """A text has so many tokens or more: it is not made into any to know that."""
+        """Lower bound of the number of a text's tokens, without encoding it."""
         return -(-len(_well_formed(text).encode()) // self._longest_bytes)
 
     def decode(self, token_ids: Iterable[int], *, keep_special: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
 
-        The space that `encode` puts before a text is taken off. Without `keep_special`, control and
-        unknown tokens give nothing, but for those around reasoning and calls.
+        The space that `encode` adds before a text is removed. Without `keep_special`, control and
+        unknown tokens are dropped, except those around reasoning and tool calls.
         """
         data = b"".join(self._bytes_of(i, keep_special) for i in token_ids)
         if self.adds_space:
@@ -190,7 +188,7 @@ class Tokenizer:
         return data.decode(errors="replace")
 
     def decoded(self, token_ids: Iterable[int]) -> Iterator[str]:
-        """What `decode` gives, in parts that are made one by one."""
+        """`decode` in parts, computed lazily."""
         decoder, ids = self.stream(), iter(token_ids)
         is_first = True
         while some := list(islice(ids, _DECODED_AT_ONCE)):
@@ -200,11 +198,11 @@ class Tokenizer:
         yield decoder.flush()
 
     def stream(self, *, keep_special: bool = True) -> StreamDecoder:
-        """A decoder for tokens as they come, after others: their text may begin with a space."""
+        """A decoder for a stream of tokens that continues a text, so a leading space is kept."""
         return StreamDecoder(self, keep_special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; unused tokens stand for nothing.
+        """The bytes of one token; none for unused tokens.
 
         Raises: ValueError if there is no such token.
         """
@@ -223,7 +221,7 @@ class Tokenizer:
 
     @cached_property
     def _longest_bytes(self) -> int:
-        """Of all that tokens stand for; none stands for more than its spelling has."""
+        """Length of the longest token's bytes; a token has at most as many as its spelling."""
         longest = 1
         for token_id, text in enumerate(self._texts):
             if len(text.encode()) > longest:
@@ -244,14 +242,16 @@ class Tokenizer:
         return token_id
 
     def _cut(self, text: str, parse_special: bool) -> Iterator[str | int | None]:
-        """Cut special tokens out of a text, longest spelling first over the whole of it; None while
-        a long one is looked through."""
+        """Cut special tokens out of a text, longest spelling first over the whole text.
+
+        Yields texts and ids in order, and before that None between searches of a long text.
+        """
         taken = bytearray(len(text))
         found = []
         for spelling, token_id, is_control in self._special:
             if is_control and not parse_special:
                 continue
-            if len(text) > _LOOKED_THROUGH_AT_ONCE:
+            if len(text) > _SEARCHED_AT_ONCE:
                 yield None
             begin = text.find(spelling)
             while begin >= 0:
@@ -273,10 +273,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes tokens one by one; holds back the bytes of a character until it is whole.
+    """Decodes tokens one by one; holds back the bytes of a character until it is complete.
 
-    The pieces joined, with `flush` last, are what `Tokenizer.decode` gives for all tokens, and the
-    space before them if they begin with one that it takes off.
+    The pieces joined, with `flush` last, equal `Tokenizer.decode` of all tokens, except that a
+    leading space is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
@@ -289,7 +289,7 @@ class StreamDecoder:
         return self._decoder.decode(self._tokenizer._bytes_of(token_id, self._keep_special))
 
     def flush(self) -> str:
-        """U+FFFD if the text ended within a character, else nothing. Ready for a new text."""
+        """U+FFFD if the text ended within a character, else "". Resets the decoder."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
@@ -304,7 +304,7 @@ def _well_formed(text: str) -> str:
 
 
 def _special_tokens(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, int, bool]]:
-    """(spelling, id, is control) of all tokens that are cut out of a text, longest first."""
+    """(spelling, id, is control) of all special tokens, longest first."""
     special = [
         (text, token_id, token_type in CONTROL_TYPES)
         for token_id, (text, token_type) in enumerate(

@@ -1,7 +1,4 @@
-"""What a model file says of its tokens, read and checked: spellings, kinds, merges, scores.
-
-Knows nothing of how a text is cut into tokens.
-"""
+"""Reads and checks a model file's vocabulary: spellings, types, merges, scores."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ MAX_TOKEN_BYTES = 4096  # published: 512, a run of spaces
 
 
 class TokenType(IntEnum):
-    """What ``tokenizer.ggml.token_type`` says of a token."""
+    """Values of ``tokenizer.ggml.token_type``."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -34,12 +31,12 @@ class TokenType(IntEnum):
 CONTROL_TYPES = frozenset({TokenType.CONTROL, TokenType.UNKNOWN})
 BYTE_OF_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(256)}
 BYTES_OF_UTF8 = frozenset(range(0xF5)) - {0xC0, 0xC1}
-"""Other bytes occur in no text, and need no token."""
+"""Bytes that occur in UTF-8; the others need no token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """The tokens of one file: spellings and kinds by id, ids by spelling."""
+    """The tokens of one file: spellings and types by id, ids by spelling."""
 
     texts: list[str]
     types: list[TokenType]
@@ -47,9 +44,10 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: GgufFile, *, has_byte_tokens: bool) -> Vocabulary:
-        """Read a file's tokens. Only with `has_byte_tokens` may some stand for a byte (``<0x0A>``).
+        """Read a file's tokens. With `has_byte_tokens`, tokens of type BYTE (``<0x0A>``) are
+        allowed.
 
-        Raises: ModelFileError if they contradict themselves.
+        Raises: ModelFileError if the vocabulary is inconsistent.
         """
         texts = _read_tokens(file)
         ids = {text: token_id for token_id, text in enumerate(texts)}
@@ -98,21 +96,21 @@ def _read_types(file: GgufFile, texts: list[str], has_byte_tokens: bool) -> list
 
 
 def read_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs in order of precedence.
+    """The merges, in order of precedence.
 
-    Raises: ModelFileError if one is not two tokens, or does not make one.
+    Raises: ModelFileError if one is not a pair of tokens whose concatenation is a token.
     """
     key = "tokenizer.ggml.merges"
     if (count := file.array_length(key)) > MAX_MERGES:
         raise malformed(file, key, f"{count} merges; at most {MAX_MERGES} are read")
-    # A pair that occurs again cannot outrank its first place.
+    # A repeated pair keeps its first rank.
     merges: dict[tuple[str, str], None] = {}
     for index, data in enumerate(file.strings(key)):
         try:
             merge = data.decode()
         except UnicodeDecodeError:
             raise malformed(file, key, f"merge {index} is not valid UTF-8") from None
-        # The first character is never the separator: a token may begin with a space, not be empty.
+        # Search from 1: a token may begin with a space, but is never empty.
         space = merge.find(" ", 1)
         left, right = merge[:space], merge[space + 1 :]
         if space < 0 or not right:
@@ -127,9 +125,9 @@ def read_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def read_scores(file: GgufFile, num_tokens: int) -> F32Array:
-    """Scores of all tokens, 0 in a file that gives none. Shapes: [num_tokens] float32, finite.
+    """Scores of all tokens, 0 if the file has none. Shapes: [num_tokens] float32, finite.
 
-    Raises: ModelFileError if there are more or fewer.
+    Raises: ModelFileError if their number is wrong.
     """
     key = "tokenizer.ggml.scores"
     if not file.has(key):
@@ -141,7 +139,7 @@ def read_scores(file: GgufFile, num_tokens: int) -> F32Array:
 
 
 def named_token(file: GgufFile, name: str, vocab_size: int) -> int | None:
-    """The token that ``tokenizer.ggml.NAME_token_id`` names.
+    """The token of the key ``tokenizer.ggml.NAME_token_id``, None if the file lacks the key.
 
     Raises: ModelFileError if there is no such token.
     """
@@ -150,10 +148,10 @@ def named_token(file: GgufFile, name: str, vocab_size: int) -> int | None:
 
 
 def malformed(file: GgufFile, key: str, reason: str) -> ModelFileError:
-    """The error for a key that contradicts itself or another."""
+    """The error for a key with an inconsistent value."""
     return ModelFileError(reason, path=file.shard_paths[0], field=key)
 
 
 def unsupported(file: GgufFile, key: str, what: str) -> UnsupportedModel:
-    """The error for a key that asks for something we do not have."""
+    """The error for a key with an unsupported value."""
     return UnsupportedModel(f"{what} is not supported", path=file.shard_paths[0], field=key)

@@ -1,12 +1,9 @@
-r"""How byte-level vocabularies cut a text into words: what ``tokenizer.ggml.pre`` stands for.
+r"""Pre-tokenizers of byte-level vocabularies: the dialects that ``tokenizer.ggml.pre`` names.
 
-Each pattern matches what llama.cpp's of the same name does (``llm_tokenizer_bpe`` in its
-``llama-vocab.cpp``, whose own splitters of these patterns stand in its ``unicode.cpp``); where it
-comes from before that is said at each. They are written without backtracking (``++``, ``(?>…)``):
-Oniguruma gives up within a match after ten million steps back, and one long run of spaces is all
-that takes. So ``\s*[\r\n]+`` and ``\s+(?!\S)|\s+`` look as they do here.
-
-Knows nothing of tokens.
+Each pattern matches as llama.cpp's of the same name (``llm_tokenizer_bpe`` in its
+``llama-vocab.cpp``, with splitters in its ``unicode.cpp``); its origin is given at each. Patterns
+avoid backtracking (``++``, ``(?>…)``): Oniguruma gives up after ten million steps back in a match,
+which one long run of spaces can cause. Hence the forms of ``\s*[\r\n]+`` and ``\s+(?!\S)|\s+``.
 """
 
 from __future__ import annotations
@@ -17,11 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How words are found, and what else the name of a pre-tokenizer says.
+    """A pre-tokenizer: how text is split into words, and what else its name implies.
 
-    Each of `patterns` cuts the pieces that the one before it left: into its matches and what stands
-    between them. With `ignores_merges` a word that is a token is that token, whatever merges would
-    make of it. `adds_bos` counts where the file does not say.
+    Each of `patterns` splits the pieces that the one before it left, into its matches and the text
+    between them. With `ignores_merges` a word that is a token becomes that token without merging.
+    `adds_bos` is the default if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -29,8 +26,7 @@ class Dialect:
     adds_bos: bool = False
 
 
-# Characters that came with Unicode 16: the library's tables know them, llama.cpp's, of Unicode 15,
-# do not.
+# Characters added in Unicode 16, which the library's tables have and llama.cpp's (Unicode 15) lack.
 _NEWER = (
     r"\x{897}\x{1b4e}-\x{1b4f}\x{1b7f}\x{1c89}-\x{1c8a}\x{a7cb}-\x{a7cd}\x{a7da}-\x{a7dc}"
     r"\x{105c0}-\x{105f3}\x{10d40}-\x{10d85}\x{10ec2}-\x{10efc}\x{11380}-\x{113e2}"
@@ -38,16 +34,16 @@ _NEWER = (
     r"\x{16d40}-\x{16d79}\x{18cff}\x{1ccf0}-\x{1ccf9}\x{1e5d0}-\x{1e5ff}"
 )
 
-# Classes, to stand within brackets.
+# Character classes, for use within brackets.
 _LETTER = rf"[\p{{L}}&&[^{_NEWER}]]"
 _NUMBER = rf"[\p{{N}}&&[^{_NEWER}]]"
 _MARK = rf"[\p{{M}}&&[^{_NEWER}]]"
 _PUNCTUATION = rf"[\p{{P}}&&[^{_NEWER}]]"
 
 _CONTRACTION = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
-# \s*[\r\n]+: space up to the last newline in it.
+# \s*[\r\n]+: whitespace up to its last newline.
 _NEWLINES = r"(?>[^\S\r\n]*+[\r\n]++)++"
-# \s+(?!\S)|\s+: space at the end; else space but for the last of it, which may begin a word.
+# \s+(?!\S)|\s+: trailing whitespace; else all but the last character, which may begin a word.
 _SPACE = r"\s++(?!\S)|(?:\s(?=\s))++|\s"
 
 # Radford et al. 2019 (GPT-2, encoder.py).
@@ -61,10 +57,10 @@ _GPT2 = (
 
 
 def _after_cl100k(*, letters: str, letter: str, numbers: str) -> str:
-    """Like OpenAI's cl100k_base (tiktoken): the tokenizer.json of Llama 3 and of Qwen.
+    """A pattern after OpenAI's cl100k_base (tiktoken), as in tokenizer.json of Llama 3 and Qwen.
 
-    Contractions; letters after at most one other character; numbers; the rest after at most one
-    space, with the newlines after it; space.
+    Contractions; letters after at most one other character; numbers; other characters after at most
+    one space, with the newlines that follow; whitespace.
     """
     return (
         rf"{_CONTRACTION}"
@@ -109,7 +105,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "gpt-4o": Dialect((_O200K,)),
     "olmo": Dialect((_GPT2,)),
     "gpt-2": Dialect((_GPT2,)),
-    # llama.cpp's own, of the time when files did not name their pre-tokenizer.
+    # llama.cpp's default, for old files that do not name their pre-tokenizer.
     "default": Dialect(
         (rf"[{_PUNCTUATION}$+<=>\^~|]++", _GPT2, rf"{_NUMBER}++", "[0-9][0-9][0-9]")
     ),

@@ -1,1 +1,1 @@
-"""What each of our processes asks of its machine: folders, streams, the service manager."""
+"""What every process needs of the operating system: startup, private folders, files, log lines."""

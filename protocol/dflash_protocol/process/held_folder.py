@@ -1,8 +1,8 @@
-"""Folders that one process holds while it lives, and that others remove once it is gone.
+"""Folders that belong to one process, and that another process removes after it has ended.
 
-Who holds a folder has a lock on it, which the kernel takes back when the process ends, however it
-does: that is seen in every pid namespace of the machine, where its number may mean another process
-or none. Children do not inherit it.
+The owner holds a file lock on the folder. The kernel releases it when the process ends, however it
+ends, and every pid namespace sees that; a pid may mean another process there. Children do not
+inherit the lock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dflash_protocol.errors import SettingsError
 
 _PREFIX = "d"
 _MOST_TRIES = 100
-"""Each is lost only to a sweeper that comes between the making of a folder and its locking."""
+"""A try fails only if a sweeper comes between mkdir and lock."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HeldFolder:
-    """A new folder, mode 0700, beside those of other processes; theirs go if they have ended.
+    """A new folder of mode 0700 in `parent`; folders of ended processes there are removed.
 
     Owns: the folder with all that is in it, and the lock.
     Raises: SettingsError if it cannot be made.
@@ -45,15 +45,15 @@ class HeldFolder:
         raise SettingsError(f"run directory {parent}: other processes remove what is made there")
 
     def close(self) -> None:
-        """Remove the folder, then let go of it."""
+        """Remove the folder, then release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock_fd)
 
 
 def remove_if_abandoned(folder: Path, *, only_if_empty: bool = False) -> None:
-    """Remove a folder that nobody holds; what cannot be locked or removed stays.
+    """Remove a folder that has no owner; one that cannot be locked or removed stays.
 
-    It is locked meanwhile: who has just made it sees that, and makes another one.
+    It is locked meanwhile, so that a process that has just made it sees that and makes another.
     """
     with contextlib.suppress(OSError):
         fd = _locked(folder)
@@ -69,9 +69,9 @@ def remove_if_abandoned(folder: Path, *, only_if_empty: bool = False) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Descriptor of a folder, which is locked until it is closed.
+    """Descriptor of a folder, locked until the descriptor is closed.
 
-    None if another process has the lock, or has removed the folder. Raises: OSError.
+    None if another process has the lock or has removed the folder. Raises: OSError.
     """
     try:
         fd = os.open(folder, _FLAGS)

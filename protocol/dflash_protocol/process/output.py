@@ -1,7 +1,5 @@
-"""What our programs write for people: each line one of ours, whatever it quotes.
-
-Knows nothing of what is written.
-"""
+"""Lines for people on stderr and in logs: quoted text can neither forge a line nor control a
+terminal."""
 
 from __future__ import annotations
 
@@ -26,25 +24,29 @@ class OneLineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines = [said(record.getMessage(), program=self._program)]
         if record.exc_info:
-            # The text of an exception may have line breaks of its own: these are shown, not made.
+            # Line breaks inside an exception's text are escaped.
             for line in self.formatException(record.exc_info).split("\n"):
                 lines.append(_INDENT + one_line(line, _LONGEST))
         return "\n".join(lines)
 
 
 def said(message: object, *, program: str) -> str:
-    """A line of a program's, for people."""
+    """`message` as one line that begins with the program's name."""
     return f"{program}: {one_line(message, _LONGEST)}"
 
 
 def say(message: object, *, program: str) -> None:
-    """Write it to stderr at once."""
+    """Write `said` to stderr and flush."""
     print(said(message, program=program), file=sys.stderr, flush=True)
 
 
+def noun(number: int, singular: str) -> str:
+    """`singular`, with an ``s`` unless `number` is 1."""
+    return singular if number == 1 else singular + "s"
+
+
 def ascii_json(value: Any) -> str:
-    """JSON on one line of printable ASCII: what it quotes does nothing in a terminal, and programs
-    read the same from it.
+    """JSON on one line of printable ASCII, safe to show in a terminal.
 
     Raises: ValueError for a number that is not finite.
     """
@@ -52,7 +54,7 @@ def ascii_json(value: Any) -> str:
 
 
 def log_to_stderr(program: str) -> None:
-    """Have warnings and errors written there, unless the log goes somewhere already."""
+    """Log warnings and errors to stderr, unless logging has a handler already."""
     if logging.root.handlers:
         return
     handler = logging.StreamHandler()

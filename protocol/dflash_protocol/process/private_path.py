@@ -1,8 +1,8 @@
-"""Whether only we and root decide what is found under a path.
+"""Checks that only this user and root control what is found under a path.
 
-A socket is as safe as every folder on the way to it: who may write to one of them can put something
-else in its place, and connecting tells nothing of that. So folders and links are looked at one by
-one, as the kernel follows them. What is found safe stays so, unless we or root change it.
+A socket is only as safe as every folder on its path: a user who can write to one of them can
+replace the socket, unnoticed by a client that connects. So folders and links are checked one by
+one, as the kernel follows them. A path that passes stays safe unless this user or root changes it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dflash_protocol.errors import SettingsError
 
 _ROOT = 0
 _MOST_LINKS = 40
-"""As many as the kernel follows."""
+"""The kernel's limit."""
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _EVERY_ID = "4294967295"
 _OWN_FOLDER = "use a folder of your own, mode 0700"
 
 
-def is_there_privately(path: Path, what: str) -> bool:
-    """Whether the folder of a path is there, and all that leads to the path is ours or root's.
+def exists_privately(path: Path, what: str) -> bool:
+    """Whether the folder of a path exists; every folder on the way must belong to us or root.
 
-    The last folder must be writable by its owner alone; those above it by others too if only an
-    owner may replace what is in them (the sticky bit, as ``/tmp`` has it), or by our own group. A
-    user namespace shows owners from outside of it as one: there, folders above may be theirs.
-    `what` begins the message. Raises: SettingsError if another account could decide what is found.
+    The last folder must be writable by its owner only. Those above it may also be writable by our
+    group, or by all if they have the sticky bit, as ``/tmp`` has. A user namespace shows all owners
+    from outside as one uid, which is accepted for folders above the last.
+    `what` begins the message. Raises: SettingsError if another account could replace the path.
     """
     place, names, num_links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
     found = place.lstat()
@@ -59,7 +59,7 @@ def is_there_privately(path: Path, what: str) -> bool:
 
 
 def _require_private_folder(folder: Path, what: str, *, is_last: bool) -> None:
-    """Raises: SettingsError; OSError if it cannot be looked at or is none."""
+    """Raises: SettingsError; OSError if it is missing or not a folder."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -88,7 +88,7 @@ def _require_owner(path: Path, found: os.stat_result, what: str, *, is_above: bo
 
 
 def _is_from_outside(uid: int) -> bool:
-    """Whether an owner is one of those whom our user namespace does not tell apart."""
+    """Whether a uid is the overflow uid, by which a user namespace shows owners from outside."""
     try:
         if uid != int(Path("/proc/sys/kernel/overflowuid").read_text()):
             return False

@@ -1,7 +1,4 @@
-"""Small files that people and other programs hand us: read up to a bound, written whole or not.
-
-Knows nothing of what is in them.
-"""
+"""Reading small files up to a size limit, and writing them atomically."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from dflash_protocol.errors import SettingsError
 
 
 def file_error(kind: str, path: Path, reason: str) -> SettingsError:
-    """One line that names the file."""
+    """A SettingsError that names the file."""
     return SettingsError(f"{kind} {path}: {reason}")
 
 
 def read_file(kind: str, path: Path, *, limit_bytes: int) -> bytes:
-    """The whole content of a file of at most so many bytes. `kind` names it in messages.
+    """Content of a file. `kind` names it in messages.
 
-    Raises: SettingsError if it cannot be read or is larger.
+    Raises: SettingsError if it cannot be read or is larger than the limit.
     """
     try:
         with path.open("rb") as file:
@@ -36,15 +33,15 @@ def read_file(kind: str, path: Path, *, limit_bytes: int) -> bytes:
 
 
 def write_file(kind: str, path: Path, text: str) -> None:
-    """Put a text in a file's place, in one step: a reader finds the old content or the new.
+    """Replace a file's content atomically: a reader sees the old content or the new.
 
-    Raises: SettingsError if it cannot be written; what was there stays.
+    Raises: SettingsError if it cannot be written; the old content stays.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe, /dev/stdout: nothing to put in its place
+        if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
             path.write_text(text)
             return
-        target = path.resolve()  # a link goes on pointing where it did
+        target = path.resolve()  # keep a symbolic link, replace what it points to
         beside = target.with_name(f".{target.name[:64]}-{secrets.token_hex(8)}")
         try:
             with beside.open("x") as file:

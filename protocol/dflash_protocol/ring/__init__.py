@@ -1,1 +1,1 @@
-"""The ring: the shared memory of one link, its layout, and the compiled code that moves payload."""
+"""The shared-memory ring of a link: layout, segment files, and the compiled code that uses it."""

@@ -1,6 +1,6 @@
-"""The ring's kernels of the client: requests out, replies in.
+"""The client's kernels of the ring: send requests, receive replies.
 
-Compiled by `ring_native`, where arguments and results are described.
+`compiled` compiles them and describes their arguments and results.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -122,7 +122,7 @@ def send_moved_request(
 
 @helper
 def is_routing(num_groups, num_pairs, group_starts, weights):
-    """Whether the lengths of a request's routing arrays fit each other."""
+    """Whether the lengths of a request's routing arrays are consistent."""
     return (
         group_starts.shape[0] == num_groups + 1
         and weights.shape[0] == num_pairs
@@ -149,7 +149,7 @@ def begin_request(
 
 @helper
 def copy_routing(state, to, ids, starts, tokens, weights, num_groups, num_pairs):
-    """From private arrays, whose addresses these are, to where they lie in a slot."""
+    """Copy private arrays, given by address, into a slot."""
     emit.copy_words(state, to, ids, num_groups)
     to += lines(4 * num_groups)
     emit.copy_words(state, to, starts, num_groups + 1)
@@ -161,7 +161,7 @@ def copy_routing(state, to, ids, starts, tokens, weights, num_groups, num_pairs)
 
 @helper
 def reply_violation(port, sequence, num_tokens, moved):
-    """Of the header's copy; 0 if it is the reply to what was asked, or its failure."""
+    """Check the copy of the header; 0 if it is a valid reply or failure for the request."""
     header = port + HEADER
     if load(header + 8 * ring.SEQUENCE) != sequence:
         return native.WRONG_SEQUENCE
@@ -191,14 +191,14 @@ def reply_violation(port, sequence, num_tokens, moved):
 
 @helper
 def timeout_ms(now_ns, end_ns):
-    """For poll(2): what is left, rounded up."""
+    """Remaining time for poll(2), rounded up."""
     return max((end_ns - now_ns + (MS - 1)) // MS, 0)
 
 
 @helper
 def sleep_for_reply(port, sequence, wait_ns):
-    """Until the word is another than those we know, the time is up, or something else is to be
-    looked at."""
+    """Sleep until the reply's word changes, the time is up or another entry is ready; returns the
+    word."""
     word, sleeps = field(port, native.REPLY_WORD), field(port, native.SLEEPS)
     entries = field(port, native.ENTRIES)
     if load(entries + 8 * native.CLIENT_RUNG) != 0:
@@ -206,7 +206,7 @@ def sleep_for_reply(port, sequence, wait_ns):
         store(entries + 8 * native.CLIENT_RUNG, 0)
     now_ns = emit.monotonic_ns()
     end_ns = now_ns + wait_ns
-    # First the flag, then the look: see the argument in `ring`.
+    # The flag first, then the word: see `layout`.
     emit.store_ordered(sleeps, 1)
     num_ready = 0
     while num_ready == 0 and not is_news(port, sequence, emit.load_ordered(word)):
@@ -216,7 +216,7 @@ def sleep_for_reply(port, sequence, wait_ns):
         now_ns = emit.monotonic_ns()
     emit.store_ordered(sleeps, 0)
     if num_ready > 0:
-        # To be silenced before the next sleep, when nobody waits for that.
+        # Silenced before the next sleep, off the path of this reply.
         store(entries + 8 * native.CLIENT_RUNG, load(entries) >> native.FOUND_SHIFT)
     return emit.load_acquire(word)
 
@@ -239,13 +239,13 @@ def receive_moved_reply(port, sequence, spin_ns, wait_ns, num_tokens):
 
 @helper
 def receive(port, sequence, spin_ns, wait_ns, num_tokens, to):
-    """`to` is the address of a private array for sums; 0: they were moved, and stay."""
+    """`to` is the address of a private array for the sums; 0: a device moved them, leave them."""
     word = field(port, native.REPLY_WORD)
     found = emit.load_acquire(word)
     if found != sequence and spin_ns > 0:
         end_ns = emit.monotonic_ns() + spin_ns
         while found != sequence and emit.monotonic_ns() < end_ns:
-            for _ in range(native.NUM_LOOKS):
+            for _ in range(native.NUM_POLLS):
                 emit.pause()
                 found = emit.load_acquire(word)
                 if found == sequence:

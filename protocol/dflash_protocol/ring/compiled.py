@@ -1,11 +1,10 @@
-"""Compiled code of the ring: publish, take, copy with checksum and conversion, spin, sleep flags;
-and of what sorts pairs that go there.
+"""Compiles the ring's kernels, and defines what they share with Python: ports, tables, statuses.
 
-Numba compiles it once per machine and keeps the result on disk where that is possible. No call
-holds the GIL. The code itself is in `ring_native_client`, `ring_native_server` and
-`ring_native_pairs`, made of what `ring_native_kernels` and `ring_native_emit` define; these alone
-import numba, and only when `kernels()` is called. The layout and the argument why its order is
-right are in `ring`.
+Kernels publish, take, copy with checksum and conversion, spin and sleep; others sort pairs on their
+way into the ring. Numba compiles them once per machine and caches the result on disk if it can. No
+call holds the GIL. The code is in `client_kernels`, `server_kernels` and `pair_kernels`, built on
+`shared_kernels` and `emit`; only these import numba, when `kernels()` is called. `layout` has the
+memory layout and why its order of accesses is correct.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dflash_protocol.settings import cache_folder
 
 _LOG = logging.getLogger(__name__)
 
-# A port: what this process knows of a slot, an array of int64 that begins a line.
+# A port: this process's private record of a slot, an array of int64 aligned to a cache line.
 (
     REQUEST_SLOT, REPLY_SLOT, REQUEST_WORD, REPLY_WORD, SLEEPS, PEER_SLEEPS,  # addresses
     GENERATION, NUM_SLOTS, SLOT_IDX, MAX_TOKENS, HIDDEN_SIZE, MAX_PAIRS, MAX_EXPERTS_USED, NARROW,
@@ -37,28 +36,27 @@ _LOG = logging.getLogger(__name__)
 ) = range(29)  # fmt: skip
 ROUTING_BOUND, WAITED, HEADER, STATE = 30, 31, 32, 48
 PORT_WORDS = 80
-"""NARROW: the payload type that is allowed besides the wide one. LAST: the sequence that was taken
-last. REFUSED: a word that was refused, so that it is counted once. BUSY: 1 while a request that was
-taken is not answered. BELL: the other side's. ENTRIES, of a client: address of what it polls.
-MOVES: 1 if requests may come whose rows were moved by a device; these are left where they are.
-ROUTING_BOUND: for how many experts at least the routing of the taken request is sound, 0 if for
-none. WAITED: float64, how long that request had been waiting. From HEADER on, the copy of the
-slot's header; from STATE on, the checksum's lanes.
+"""NARROW: the payload type allowed besides the wide one. LAST: the sequence taken last. REFUSED: a
+sequence word that was refused, so that it is counted once. BUSY: 1 from taking a request until it
+is answered. BELL: the peer's bell. ENTRIES, at a client: address of its poll entries. MOVES: 1 if
+rows may be moved by a device; these stay in the slot. ROUTING_BOUND: number of experts for which
+the taken request's routing is valid, 0 if it is not. WAITED: float64, how long that request had
+been waiting. From HEADER on, the copy of the slot's header; from STATE on, the checksum's lanes.
 
-Of a link's first slot, at the server: LEAST_LAG, float64, the least time from a request's stamp to
-its being read; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell was found rung and
-is not silenced yet."""
+In the port of a link's first slot, at the server: LEAST_LAG, float64, the least time from a
+request's stamp to its reading; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell
+was rung and has not been silenced yet."""
 
 NUM_LINKS, NEXT_LINK, IS_QUICK, FIRST_LINK = range(4)
-"""A server's table: how many links, whose turn it is, 1 if the last request came soon after the
-reply before, address of each one's first port."""
+"""A server's table: number of links, the link to look at first, 1 if the last request came soon
+after the reply before it, then the address of each link's first port."""
 
 POLLIN = 1 << 32
 FOUND_SHIFT = 48
-"""Entries for poll(2): descriptor | POLLIN, and what was found from bit FOUND_SHIFT on."""
+"""Entries for poll(2): descriptor | POLLIN; the events found start at bit FOUND_SHIFT."""
 CLIENT_RUNG = 2
-"""Behind the two entries of a client, its bell and what is readable once its link is lost: as RUNG
-of a server."""
+"""Index behind a client's two entries, its bell and the descriptor of a lost link; same meaning as
+RUNG at a server."""
 
 NOTHING, FAILURE, OUT_OF_RANGE, BAD_ARRAYS, TOO_LARGE = range(-1, -6, -1)
 (
@@ -78,27 +76,27 @@ VIOLATIONS = {
     WRONG_TIMES: ("malformed", "a slot's times are no numbers"),
     OVER_CAPACITY: ("capacity", "a slot's counts exceed the capacity of the link"),
 }
-"""Violation: its code on the wire, and what it means."""
+"""By violation: the error code on the wire, and the message."""
 
 IS_NOT_FINITE = 1 << 62
-"""A bit beside the payload bytes of a reply: some of its sums are NaN or infinite."""
+"""Flag added to a reply's payload bytes: some of its sums are NaN or infinite."""
 
 STATUS_BITS = 8
 COUNT_BITS = 32
-"""Of the second of two counts: see `two_counts`."""
+"""Bits of the second count in a packed pair: see `two_counts`."""
 NUM_PHASES = 3
 QUICK_NS = 100_000
-"""A server spins for the next request if the last one came so soon after the reply before it, or
-no later than it spins for at most."""
-NUM_LOOKS = 16
-"""Looks at the words between two looks at the clock."""
+"""A server spins for the next request if the last one came within this time after the reply before
+it, or within the spin time if that is longer."""
+NUM_POLLS = 16
+"""Polls of the words between two readings of the clock."""
 
 _FOLDER_PREFIX = "ring-"
 _NUM_FOLDERS_KEPT = 4
 
 
 class Kernels(NamedTuple):
-    """The compiled functions. What is neither an array nor a time in float64 is int64."""
+    """The compiled functions. Arguments are int64, except arrays and times, which are float64."""
 
     send_request: Callable[..., int]
     """(port, sequence, layer_id, phase, payload, deadline_ms, hidden [T, H] float32,
@@ -106,48 +104,49 @@ class Kernels(NamedTuple):
     bytes; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a narrow type, and nothing was published."""
     send_moved_request: Callable[..., int]
     """(port, sequence, layer_id, phase, deadline_ms, T, digest, expert_ids, group_starts,
-    token_indices, weights): as send_request, of rows that a device has moved into the slot."""
+    token_indices, weights): like send_request, for rows that a device has moved into the slot."""
     send_reply: Callable[..., int]
     """(port, sequence, payload, compute_s, queue_s, sums [T, H] float64): as send_request."""
     send_moved_reply: Callable[..., int]
-    """(port, sequence, compute_s, queue_s, T, digest): the same of sums that a device has moved."""
+    """(port, sequence, compute_s, queue_s, T, digest): like send_reply, for sums that a device has
+    moved into the slot."""
     send_failure: Callable[..., int]
-    """(port, sequence, text [n] uint8, n a multiple of 4): as send_request."""
+    """(port, sequence, text [n] uint8, n a multiple of 4): results of send_request."""
     next_request: Callable[..., int]
     """(table, spin_ns, entries address, number of them, timeout_ms): NOTHING, or
-    (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation; what was taken lies in the port's
-    private arrays. Spins; then, if there is a timeout, sleeps. Entries are what poll(2) is asked:
-    every link's bell in the table's order, then others; what was found is left in them."""
+    (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation; the request is in the port's
+    private arrays. Spins; then, with a timeout, sleeps. Entries are those of poll(2): each link's
+    bell in the table's order, then further descriptors; the events found are left in them."""
     receive_reply: Callable[..., int]
-    """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, with IS_NOT_FINITE
-    if that is so; or NOTHING; or FAILURE, whose text is in the private array; or FAILURE -
-    violation. Spins, then sleeps; returns early if the link is lost, or a signal came."""
+    """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, possibly with
+    IS_NOT_FINITE; or NOTHING; or FAILURE, with its text in the private array; or FAILURE -
+    violation. Spins, then sleeps; returns early if the link is lost or a signal arrives."""
     receive_moved_reply: Callable[..., int]
-    """(port, sequence, spin_ns, wait_ns, T): the same; the sums are left in the slot."""
+    """(port, sequence, spin_ns, wait_ns, T): like receive_reply, with the sums left in the slot."""
     load_word: Callable[..., int]
-    """(address), sequentially consistent."""
+    """(address): its int64, loaded with sequential consistency."""
     choose_pairs: Callable[..., int]
     """(expert_ids [T * K] int32, weights [T * K] float32, K, is_wanted [E] uint8, chosen_tokens,
     chosen_ids [T * K] int32, chosen_weights [T * K] float32, counts [E] int64): number of pairs of
-    wanted experts << COUNT_BITS | number of tokens all of whose experts are wanted; or BAD_ARRAYS,
-    or OUT_OF_RANGE of an id. The pairs are what the next three arrays begin with, in order; to
-    counts is added how often each expert was chosen, wanted or not."""
+    wanted experts << COUNT_BITS | number of tokens all of whose experts are wanted; or BAD_ARRAYS;
+    or OUT_OF_RANGE for an id. The pairs are written, in order, to the start of the next three
+    arrays; counts is incremented for every expert chosen, wanted or not."""
     group_pairs: Callable[..., int]
     """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, whole_from,
     rows, row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights
-    [P] float32, next_places [N] int32, which is written over): number R of different tokens <<
-    COUNT_BITS | number G of groups; or BAD_ARRAYS, or OUT_OF_RANGE of an id, N or more too, or of
-    tokens that do not ascend. group_ids and group_starts begin with [G] and [G + 1] as
-    `routed_batch` draws them, of grouped_rows and grouped_weights. If R is below whole_from, rows
-    begin with these tokens, and pairs name places among them: row_of_pair does in their old order.
-    Else pairs name tokens as before."""
+    [P] float32, next_places [N] int32, scratch): number R of distinct tokens << COUNT_BITS | number
+    G of groups; or BAD_ARRAYS; or OUT_OF_RANGE for an id that is negative or ≥ N, or tokens that do
+    not ascend. group_ids [G], group_starts [G + 1], grouped_rows and grouped_weights are a
+    RoutedBatch's routing (`batch`). If R is below whole_from, rows [R] are the distinct tokens,
+    grouped_rows are indices into them, and so is row_of_pair, in the pairs' old order. Else
+    grouped_rows are tokens."""
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
-    copy, and the checksum of what was copied and of the 15 words of header. To measure and test."""
+    copies, and returns the checksum of the copy and 15 words of header. For measuring and tests."""
 
 
 def why_unavailable() -> str:
-    """One line for people; empty if the ring can be used here."""
+    """Why the ring cannot be used on this machine, in one line; empty if it can."""
     if sys.platform != "linux":
         return "shared memory needs Linux"
     if importlib.util.find_spec("numba") is None:
@@ -158,13 +157,13 @@ def why_unavailable() -> str:
 
 
 def is_available() -> bool:
-    """Whether the ring can be used here; if not, use the stream transport."""
+    """Whether the ring can be used on this machine; if not, use the stream transport."""
     return not why_unavailable()
 
 
 @cache
 def _converts_f16() -> bool:
-    """Elsewhere LLVM would call functions that are missing."""
+    """Without the instruction, LLVM would call library functions that do not exist."""
     llvm: Any = importlib.import_module("llvmlite.binding")
     if not llvm.get_process_triple().startswith(("x86", "i386", "i686")):
         return True
@@ -172,8 +171,9 @@ def _converts_f16() -> bool:
 
 
 def kernels(cache_dir: str | None = None) -> Kernels:
-    """Compile all of them, or load them: seconds the first time on a machine. Once a process;
-    `cache_dir`, as `cache_folder` has it, is where they are kept then.
+    """Load the kernels, or compile them, which takes seconds the first time on a machine.
+
+    Done once a process; `cache_dir` (see `cache_folder`) counts at the first call only.
 
     Raises: ImportError without numba.
     """
@@ -192,7 +192,7 @@ def _kernels(cache_dir: str | None) -> Kernels:
     )
 
     def array(element: Any, num_dimensions: int) -> Any:
-        """Read-only, so that arrays of both kinds are taken."""
+        """Read-only, so that writable arrays are accepted too."""
         return types.Array(element, num_dimensions, "C", readonly=True)
 
     def out(element: Any) -> Any:
@@ -231,8 +231,8 @@ def _kernels(cache_dir: str | None) -> Kernels:
             kernel._cache = _cache_of(kernel.py_func, folder)
         kernel.compile(signature)
         kernel.disable_compile()
-        # Past the dispatch on types, which costs as much as the call. Of an array, the width of its
-        # elements is still checked, and that rows have no gaps; who calls sees to its dimensions.
+        # Bypass the dispatch on types, which costs as much as the call. Element size and contiguity
+        # of arrays are still checked; the caller guarantees their number of dimensions.
         compiled[code.__name__] = kernel.overloads[signature].entry_point
     return Kernels(**compiled)
 
@@ -241,17 +241,17 @@ _compiled: Kernels | None = None
 
 
 def two_counts(found: int) -> tuple[int, int]:
-    """What `choose_pairs` and `group_pairs` have found, if it is no error."""
+    """Unpack a successful result of `choose_pairs` or `group_pairs`."""
     return found >> COUNT_BITS, found & ((1 << COUNT_BITS) - 1)
 
 
 def if_compiled() -> Kernels | None:
-    """The same, if somebody has needed them already: nothing is compiled on the way."""
+    """The kernels if `kernels` was called before, else None; never compiles."""
     return _compiled
 
 
 def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
-    """Numba's own cache, in our folder; whose name stands for what the files depend on."""
+    """Numba's file cache in `folder`, whose name includes a digest of the sources."""
     caching: Any = importlib.import_module("numba.core.caching")
 
     class Locator(caching._CacheLocator):  # type: ignore[misc]
@@ -286,19 +286,19 @@ def _cache_of(function: Callable[..., Any], folder: Path) -> Any:
         def save_overload(self, sig: Any, data: Any) -> None:
             try:
                 super().save_overload(sig, data)
-            except Exception as error:  # no space, no longer ours to write
+            except Exception as error:  # no space, or not writable any more
                 _say_not_kept(getattr(error, "strerror", None) or str(error))
 
     return Cache(function)
 
 
 def _kernel_folder(cache_dir: str | None) -> Path | None:
-    """Made and writable, or None after a warning."""
+    """The cache folder, created and writable; None after a warning."""
     try:
         parent = cache_folder(cache_dir)
         folder = parent / f"{_FOLDER_PREFIX}{_sources_digest()[:16]}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.touch()  # the last use, by which old ones are told
+        folder.touch()  # marks the last use, by which old folders are removed
         others = [each for each in parent.glob(f"{_FOLDER_PREFIX}*") if each != folder]
         others.sort(key=lambda each: each.stat().st_mtime)
         for other in others[: -(_NUM_FOLDERS_KEPT - 1)]:
@@ -311,13 +311,13 @@ def _kernel_folder(cache_dir: str | None) -> Path | None:
 
 @cache
 def _say_not_kept(reason: str) -> None:
-    """Once for each reason."""
+    """Log a warning, once for each reason."""
     # docs: the cache folder cannot be used: `CACHE_DIR`
     _LOG.warning("the ring's code will be compiled at every start: %s", reason)
 
 
 def _sources_digest() -> str:
-    """Of all that the code is made from; numba itself keeps versions and CPUs apart."""
+    """Digest of the kernels' sources; numba itself distinguishes versions and CPUs."""
     state = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         state.update(path.read_bytes())

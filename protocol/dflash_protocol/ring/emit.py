@@ -1,11 +1,11 @@
-"""What the ring's kernels are made of: words, clock, checksum, copies with conversion.
+"""Primitives of the ring's kernels, as LLVM IR: loads and stores, clock, checksum, copies.
 
-Emits LLVM code through numba. Addresses and counts are plain int64; kernels have checked them.
+Addresses and counts are plain int64, which the kernels have checked.
 
 The checksum: 64 lanes of 32 bits, each a chain ``s = mix(s ^ word)``, folded into 64 bits. Every
 step is a bijection of the word, so a change within one 4-byte word (any flipped bit) is always
-found; mixing multiplies and shifts down, so words that changed places are found but for one in
-2^32. It finds accidents and is no signature: who can write the segment can write the checksum.
+detected; mixing multiplies and shifts down, so swapped words are detected except for one in 2^32.
+It detects accidents, not attacks: a process that can write the segment can write the checksum.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def primitive(result: Any, *arguments: Any) -> Callable[[Any], Any]:
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def address_of(typing_context: Any, array: Any) -> Any:
-    """Where an array's first element lies; the caller keeps the array alive."""
+    """Address of an array's first element; the caller keeps the array alive."""
     del typing_context
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -126,7 +126,7 @@ def load_ordered(builder: Any, address: Any) -> Any:
 
 @primitive(void, i64, i64)
 def store_ordered(builder: Any, address: Any, value: Any) -> None:
-    """Sequentially consistent, and so a release too."""
+    """Sequentially consistent, which includes release order."""
     builder.store_atomic(value, _pointer(builder, address, I64), "seq_cst", 8)
 
 
@@ -137,9 +137,9 @@ def exchange(builder: Any, address: Any, value: Any) -> Any:
 
 @primitive(void)
 def pause(builder: Any) -> None:
-    """Tell the CPU that this is a spinning loop."""
+    """Spin-loop hint to the CPU."""
     if builder.module.triple.startswith(("aarch64", "arm64")):
-        # yield does nothing on most cores; emptying the pipeline takes as long as x86's pause.
+        # yield does nothing on most cores; isb takes about as long as x86's pause.
         kind = ir.FunctionType(ir.VoidType(), [I32])
         builder.call(_external(builder, kind, "llvm.aarch64.isb"), [I32(15)])
     elif builder.module.triple.startswith("x86_64"):
@@ -164,7 +164,7 @@ def monotonic_ns(builder: Any) -> Any:
 
 @primitive(void, i64)
 def ring_bell(builder: Any, bell: Any) -> None:
-    """Put a byte into a pipe. One that is too full to take it is ringing already."""
+    """Write a byte into a pipe; if the pipe is full the bell is ringing already."""
     byte = cgutils.alloca_once_value(builder, I8(ord("!")))
     kind = ir.FunctionType(I64, [I32, byte.type, I64])
     arguments = [builder.trunc(bell, I32), byte, I64(1)]
@@ -173,7 +173,7 @@ def ring_bell(builder: Any, bell: Any) -> None:
 
 @primitive(void, i64)
 def silence_bell(builder: Any, bell: Any) -> None:
-    """Take what was rung. What one read leaves wakes its sleeper once more, for nothing."""
+    """Read the bell's bytes. Bytes beyond one read cause a spurious wake-up."""
     room = cgutils.alloca_once(builder, I8, size=I32(_DRAIN_BYTES))
     kind = ir.FunctionType(I64, [I32, room.type, I64])
     arguments = [builder.trunc(bell, I32), room, I64(_DRAIN_BYTES)]
@@ -182,9 +182,9 @@ def silence_bell(builder: Any, bell: Any) -> None:
 
 @primitive(i64, i64, i64, i64)
 def poll(builder: Any, entries: Any, count: Any, timeout_ms: Any) -> Any:
-    """poll(2): how many of `count` descriptors are ready, 0 after the timeout, -1 if a signal came.
+    """poll(2): number of ready descriptors, 0 after the timeout, -1 if interrupted by a signal.
 
-    An entry is a word: descriptor, events << 32, and what was found << 48.
+    An entry is a word: descriptor | events << 32 | returned events << 48.
     """
     address = builder.inttoptr(entries, I64.as_pointer())
     kind = ir.FunctionType(I32, [address.type, I64, I32])
@@ -223,7 +223,7 @@ def start_checksum(builder: Any, state: Any) -> None:
 
 @primitive(i64, i64, i64)
 def finish_checksum(builder: Any, state: Any, header: Any) -> Any:
-    """Of what the state has absorbed and of a header's words but the checksum's own."""
+    """Checksum of what the state has absorbed and of a header's words before the checksum's own."""
     lanes = builder.load(_state_pointer(builder, state))
     value = builder.bitcast(lanes, ir.VectorType(I64, _LANES // 2))
     while value.type.count > 1:
@@ -256,12 +256,12 @@ def _step(builder: Any, state: Any, wire: Any) -> Any:
 
 
 def _copier(source: Any, target: Any, convert: Any, *, from_wire: bool) -> Any:
-    """A function (state, target, source, count): convert `count` elements, absorbing their form
-    on the wire; its result is 1 if `convert` says so of one: that it was too large for that form,
-    or, of sums that have come, that it is NaN or infinite.
+    """Make a function (state, target, source, count) that converts `count` elements and adds their
+    wire form to the checksum. Returns 1 if `convert` flags an element: one that overflowed when
+    packed, or a received sum that is NaN or infinite; else 0.
 
-    Elements come in blocks of as many as are one step of the checksum. What is loaded is loaded
-    once, and both stored and absorbed: the other process may change it meanwhile.
+    Works in blocks of one checksum step. Each element is loaded once, and that value is both stored
+    and added: the other process may change the source meanwhile.
     """
     wire = source if from_wire else target
     lanes = _LANES * 4 // _bytes_of(wire)
@@ -318,13 +318,13 @@ def _bytes_of(element: Any) -> int:
     return {I16: 2, I32: 4, FLOAT: 4, DOUBLE: 8}[element]
 
 
-def _as_it_is(builder: Any, loaded: Any, target: Any) -> Any:
+def _unchanged(builder: Any, loaded: Any, target: Any) -> Any:
     del builder, target
     return loaded, None
 
 
-def _looked_at(builder: Any, value: Any) -> Any:
-    """The same, and whether some of it is NaN or infinite."""
+def _with_nonfinite_flag(builder: Any, value: Any) -> Any:
+    """The value, and whether an element is NaN or infinite."""
     zero = builder.fsub(value, value)  # 0 of finite values, else a NaN
     is_odd = builder.fcmp_unordered("uno", zero, zero)
     mask = builder.bitcast(is_odd, ir.IntType(value.type.count))
@@ -333,11 +333,11 @@ def _looked_at(builder: Any, value: Any) -> Any:
 
 def _sums(builder: Any, loaded: Any, target: Any) -> Any:
     del target
-    return _looked_at(builder, loaded)
+    return _with_nonfinite_flag(builder, loaded)
 
 
 def _to_bf16(builder: Any, loaded: Any, target: Any) -> Any:
-    """Round to nearest, ties to even; a NaN stays one."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     bits_type = ir.VectorType(I32, target.count)
     value = _to_float(builder, loaded)
     bits = builder.bitcast(value, bits_type)
@@ -358,14 +358,14 @@ def _from_bf16(builder: Any, loaded: Any, target: Any) -> Any:
 
 
 def _to_f16(builder: Any, loaded: Any, target: Any) -> Any:
-    """Round to nearest, ties to even, once: also from float64."""
+    """Round to nearest, ties to even; a single rounding also from float64."""
     value = _to_float(builder, loaded, is_odd=True)
     halves = builder.bitcast(builder.fptrunc(value, ir.VectorType(HALF, target.count)), target)
     return halves, _became_infinite(builder, loaded, halves, 0x7C00)
 
 
 def _became_infinite(builder: Any, loaded: Any, halves: Any, infinity: int) -> Any:
-    """Whether some finite value has become an infinity."""
+    """Whether a finite element has overflowed to infinity."""
     magnitude = builder.and_(halves, _splat(halves.type, 0x7FFF))
     is_infinite = builder.icmp_unsigned("==", magnitude, _splat(halves.type, infinity))
     # x - x is 0 for finite values, else a NaN
@@ -381,8 +381,8 @@ def _from_f16(builder: Any, loaded: Any, target: Any) -> Any:
 
 
 def _to_float(builder: Any, value: Any, *, is_odd: bool = False) -> Any:
-    """Float64 to float32. `is_odd`: of the two neighbours of an inexact value the odd one, so that
-    rounding once more gives what rounding once would have."""
+    """Float64 to float32. `is_odd` rounds to odd, so that a second rounding gives the result of a
+    single one."""
     if value.type.element is FLOAT:
         return value
     nearest = builder.fptrunc(value, ir.VectorType(FLOAT, value.type.count))
@@ -396,19 +396,19 @@ def _to_float(builder: Any, value: Any, *, is_odd: bool = False) -> Any:
         builder.shl(builder.bitcast(each, wide_type), _splat(wide_type, 1))
         for each in (back, value)
     )
-    is_away = builder.and_(is_inexact, builder.icmp_unsigned(">", *magnitudes))
-    bits = builder.sub(builder.bitcast(nearest, bits_type), builder.zext(is_away, bits_type))
+    is_rounded_up = builder.and_(is_inexact, builder.icmp_unsigned(">", *magnitudes))
+    bits = builder.sub(builder.bitcast(nearest, bits_type), builder.zext(is_rounded_up, bits_type))
     return builder.bitcast(builder.or_(bits, builder.zext(is_inexact, bits_type)), nearest.type)
 
 
 def _from_float(builder: Any, value: Any, target: Any) -> Any:
-    """Rows as they are; of sums also whether some are NaN or infinite."""
+    """Float32 rows unchanged; sums widened to float64, and whether any is NaN or infinite."""
     if target.element is FLOAT:
         return value, None
-    return builder.fpext(value, target), _looked_at(builder, value)[1]
+    return builder.fpext(value, target), _with_nonfinite_flag(builder, value)[1]
 
 
-copy_words = _copier(I32, I32, _as_it_is, from_wire=True)
+copy_words = _copier(I32, I32, _unchanged, from_wire=True)
 copy_sums = _copier(DOUBLE, DOUBLE, _sums, from_wire=True)
 pack_bf16 = _copier(FLOAT, I16, _to_bf16, from_wire=False)
 pack_bf16_sums = _copier(DOUBLE, I16, _to_bf16, from_wire=False)

@@ -1,12 +1,12 @@
-"""The layout of a ring: the one segment of memory through which a link's requests and replies go.
+"""The layout of a ring: the shared memory that carries a link's requests and replies.
 
-Knows nothing of files (ring_segment), of compiled code (ring_native), or of what is computed.
-Offsets are written here once; Python and compiled code take them from here.
+All offsets are defined here, for Python and for compiled code. `segment` makes the memory,
+`compiled` compiles the code.
 
 ::
 
     byte      what                                                       written by
-    0         facts: magic, layout version, generation, N, request       the creator, once
+    0         header: magic, layout version, generation, N, request      the creator, once
               slot bytes, reply slot bytes, T, H, P                      (int64 each)
     128       client's nonce, 16 bytes                                   client, once
     192       server's nonce, 16 bytes                                   server, once
@@ -16,7 +16,7 @@ Offsets are written here once; Python and compiled code take them from here.
     640       server sleeps, int64                                       server sets, client clears
     4096      request slots 0 … N-1, whole pages each                    client
     …         reply slots 0 … N-1, whole pages each                      server
-    …         a mailbox, if devices have one here: its own layout        both sides' devices
+    …         optional mailbox between devices, with its own layout      both sides' devices
 
     a slot: 16 int64 of header, then the arrays, each beginning a line of 64 bytes
 
@@ -42,36 +42,37 @@ Offsets are written here once; Python and compiled code take them from here.
     reply arrays:   sums [T, H] in the payload type
     failure:        the error's code, a zero byte, its reason, zero bytes to a multiple of 4; UTF-8
 
-    moved: hidden, or sums, were written by a device and are read by one, both of which have mapped
-    the segment. The checksum leaves them out and the digest is theirs (device_payload.digest_of),
-    else 0. They are float32, or float64, and a reply is moved if and only if its request was.
+    moved: hidden, or sums, were written by a device and are read by one, by DMA. The checksum does
+    not cover them; the digest (device_payload.digest_of) does. It is 0 otherwise. They are float32
+    and float64, and a reply is moved if and only if its request was.
 
 Slot i of the requests and slot i of the replies belong together: writing a request reserves the
-slot of its reply. Sequences of slot i are congruent to i modulo N and grow, so one is never used
-twice in a link, and a word that does not fit its place is known to be wrong.
+slot of its reply. Sequences of slot i are congruent to i modulo N and increase, so none is used
+twice in a link, and a sequence in the wrong slot is detected.
 
-Why this is right, also where memory is weakly ordered:
+Why this is correct, also on weakly ordered memory:
 
 * A writer fills the slot, then stores its sequence in the slot's word with release order. A reader
-  that has loaded this sequence with acquire order sees the whole slot. Nobody writes a request slot
-  before its reply was read: that load, the reply's word, orders the old reading before the new
-  writing. Nor does the server write a reply slot before it has taken the request.
-* A side that is going to sleep sets its flag, then looks at the words once more; a writer stores a
-  word, then looks at the flag. All four are sequentially consistent, so at least one of the two
-  sees what the other did: either the sleeper finds the word, or the writer rings the bell. The
-  writer clears the flag by exchange, so a sleeper is rung for once.
-* The other process may be broken or hostile and write anything at any time. So every header is
+  that has loaded this sequence with acquire order sees the whole slot. The client rewrites a
+  request slot only after it has read the reply: that load of the reply's word orders the server's
+  reads before the client's writes. The server writes a reply slot only after it has taken the
+  request.
+* A side that is about to sleep sets its flag, then checks the words once more; a writer stores a
+  word, then checks the flag. All four accesses are sequentially consistent, so at least one side
+  sees the other's store: either the sleeper finds the word, or the writer rings the bell. The
+  writer clears the flag by exchange, so a sleeper is rung once.
+* The other process may be broken or hostile and write anything at any time. So each header is
   copied out once, and only the copy is checked and used; how much is read follows from the copy and
-  from negotiated limits that lie outside the segment; the checksum is taken of the bytes that were
-  copied, not of the segment.
-* What a device writes into a slot has been waited for before the header is written, and its reading
-  of one before the slot is answered or used again: to the other side it is part of what the host
-  of that device does. How much a device reads follows, like all reading, from the copy of the
-  header that was checked; it is started only then, and the digest is taken of the words that it
-  read, in the pass that reads them. Whether both sides move payload so is agreed on at attach.
-* The slot of a request that nobody waits for any more is used again only after its reply was
-  published, which is the last that an honest server does with it. Until then it is lost, and with
-  the last slot the link: it gets a new segment of another generation.
+  from negotiated limits outside the segment; the checksum is computed from the bytes that were
+  copied, not from the segment.
+* A host waits for its device to finish writing a slot before it writes the header, and to finish
+  reading one before it answers or reuses the slot: to the other side the device is part of its
+  host. A device's read starts only after the copy of the header was checked, its size follows from
+  that copy, and the digest is computed from the words read, in the same pass. Whether both sides
+  use DMA is negotiated at attach.
+* The slot of an abandoned request is reused only after its reply was published, which is the last
+  access of a correct server. Until then the slot is lost; when all are lost the link gets a new
+  segment of another generation.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ SLOTS_AT = 4096
 FACTS_FORMAT = "<9q"
 NONCE_BYTES = 16
 MAX_SLOTS = 16
-"""As many words as fit two cache lines."""
+"""The number of words that fit two cache lines."""
 
 LINE_BYTES = 64
 PAGE_BYTES = 4096
@@ -107,23 +108,23 @@ KIND_REQUEST, KIND_REPLY, KIND_FAILURE = 1, 2, 3
 PAYLOAD_F32, PAYLOAD_F16, PAYLOAD_BF16, PAYLOAD_F64 = range(4)
 
 FAILURE_LIMIT_BYTES = 1536
-"""Longest text of a failure."""
+"""Maximum size of a failure's text."""
 
 SEQUENCE_LIMIT = 1 << 62
 
 MOVED_FACTOR = 2
-"""A link whose payload is moved by devices carries requests of so many times the tokens that were
-agreed on: experts of a GPU are the faster the more tokens each has, and nobody copies them."""
+"""A link whose payload is moved by DMA takes requests of this many times the negotiated tokens:
+experts on a GPU run faster with more tokens each, and no CPU copies them."""
 
 _LARGEST_SEGMENT_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """What both sides agree on before there is a segment; every size follows from it.
+    """The negotiated sizes of a ring; every offset follows from them.
 
     ``max_pairs`` bounds the pairs of one request, ``max_tokens`` its tokens.
-    Raises: ValueError if a count is out of range; check what comes over the wire before.
+    Raises: ValueError if a count is out of range; callers check counts from the wire first.
     """
 
     num_slots: int
@@ -131,7 +132,7 @@ class RingShape:
     hidden_size: int
     max_pairs: int
     mail_bytes: int = 0
-    """Behind the slots, for what devices tell each other by themselves."""
+    """Size of the mailbox behind the slots, through which devices exchange messages."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_slots <= MAX_SLOTS:
@@ -172,7 +173,7 @@ class RingShape:
         return first + slot_idx * self.reply_slot_bytes
 
     def facts(self, generation: int) -> tuple[int, ...]:
-        """What the creator writes at FACTS_AT and the opener must find there."""
+        """The header that the creator writes at FACTS_AT and the opener checks."""
         return (
             MAGIC,
             LAYOUT_VERSION,

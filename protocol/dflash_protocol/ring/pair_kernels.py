@@ -1,8 +1,8 @@
-"""Choosing and grouping (token, expert, weight) triples on their way into the ring.
+"""Kernels that choose and group (token, expert, weight) triples on their way into the ring.
 
-Compiled by `ring_native`, where arguments and results are described. Each goes through the pairs
-once or twice, where numpy's functions would some ten times; `experts.pairs` and `routed_batch` say
-in these what the result is, and are used where nothing is compiled.
+`compiled` compiles them and describes their arguments and results. Each passes over the pairs once
+or twice, where numpy needs some ten passes. `experts.pairs` and `batch` have the numpy equivalents,
+used when nothing is compiled.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -38,7 +38,7 @@ def choose_pairs(
             if expert_id < 0 or expert_id >= num_experts:
                 return native.OUT_OF_RANGE
             counts[expert_id] += 1
-            # Written in any case, and written over unless it is wanted: nothing to be guessed.
+            # Branch-free: always written, and overwritten by the next pair unless wanted.
             chosen_tokens[num_chosen] = token
             chosen_ids[num_chosen] = expert_id
             chosen_weights[num_chosen] = weights[pair]

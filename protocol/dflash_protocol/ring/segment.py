@@ -1,18 +1,18 @@
-"""Segments as files: making, opening and removing the memory and the two bells of a link.
+"""Segments: creating, opening and removing the shared memory and the bells of a link.
 
-One side makes them under a random name in a folder that is its own alone; the other opens them by
-that name, in the same folder as it sees it; once both have, the names are removed. A bell is a
-named pipe: one byte wakes whoever sleeps. Knows nothing of what is in a slot.
+One side creates the files under a random name in a private folder; the other opens them by that
+name, in the same folder as it sees it; then the names are removed. A bell is a named pipe: one byte
+wakes the side that sleeps on it.
 
 ::
 
-    ring-<pid>-<start time>-<32 random hex digits>           the memory, 0600, all of it reserved
-    ring-…-….client                                          rung by the server
-    ring-…-….server                                          rung by the client
-    ring-…-….mail                                            the same, for the mailbox, if any
+    ring-<pid>-<start time>-<32 random hex digits>           the memory, 0600, fully allocated
+    ring-…-….client                                          wakes the client
+    ring-…-….server                                          wakes the server
+    ring-…-….mail                                            bell of the mailbox, if any
 
-Never ``multiprocessing.shared_memory``: a process that attaches to a block of that removes it when
-it ends.
+``multiprocessing.shared_memory`` cannot be used: an attaching process removes the block when it
+ends.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _NAME = re.compile(r"ring-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{32}\Z")
 _BELLS = (".client", ".server")
 _MAIL_BELL = ".mail"
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-# Read and write, so that a bell never closes and can be opened before the other side has.
+# Opened for reading and writing, so that open() does not wait for the peer and no EOF occurs.
 _BELL_FLAGS = _FILE_FLAGS | os.O_NONBLOCK
 _DRAIN_BYTES = 1 << 12
 _MOST_TRIES = 100
-"""Each is lost only to a sweeper that comes between the making of a file and its locking."""
+"""A try fails only if a sweeper comes between create and lock."""
 
 
 class Segment:
-    """Memory that two processes share. Made by `create_segment` or `open_segment`.
+    """Memory shared by two processes, from `create_segment` or `open_segment` until `close`.
 
-    Owns: the mapping, both bells' descriptors and, while they are there, the window and the names.
+    Owns: the mapping, the bells' descriptors, the device window, and the names until `unlink`.
     """
 
     def __init__(
@@ -67,53 +67,53 @@ class Segment:
         self.shape = shape
         self.generation = generation
         self.name = name
-        """What to tell the other side, to be opened in the folder we share."""
+        """Name of the memory's file, which the peer opens in the shared folder."""
         self.client_bell, self.server_bell = bells[:2]
         self.mail_bell: int | None = bells[2] if len(bells) > 2 else None
         self.window: DeviceWindow | None = None
-        """The memory as a device of ours sees it, if one does."""
+        """The memory as mapped by a device of this process, if any."""
         self.peer_moves = False
-        """A device of the other side sees it."""
+        """Whether a device of the peer has mapped the memory."""
         self.before_close: Callable[[], None] = lambda: None
-        """Has whoever uses the memory besides let go of it."""
+        """Called by `close` first, so that other users of the memory release it."""
         self.mail_limit_ms = 0
-        """How long a step of ours through the mailbox may take, as we have told the other side."""
+        """This side's time limit of a step through the mailbox, as told to the peer."""
         self.mail_in_host = False
-        """Nothing of a mailbox may lie in devices' memory."""
+        """Whether the mailbox must be in host memory only."""
         self.peer_mails = False
-        """The other side makes its end of the mailbox ready."""
+        """Whether the peer is preparing its end of the mailbox."""
         self._memory = memory
         self._folder_fd = folder_fd
         self._lock_fd = lock_fd
-        # The mapping stays where it is until it is closed; an array kept would forbid closing it.
+        # Keep the address, not the array: a live array would prevent closing the mapping.
         self.address = int(np.frombuffer(memory, np.uint8).ctypes.data)
 
     def write_nonce(self, *, is_client: bool) -> bytes:
-        """Random bytes, put where the other side can read them if it has the same memory."""
+        """Write random bytes, by which the peer can show that it has mapped the same memory."""
         nonce = secrets.token_bytes(ring.NONCE_BYTES)
         at = ring.CLIENT_NONCE_AT if is_client else ring.SERVER_NONCE_AT
         self._memory[at : at + ring.NONCE_BYTES] = nonce
         return nonce
 
     def read_nonce(self, *, is_client: bool) -> bytes:
-        """What the client (else the server) has written; tell it, or compare with what it says."""
+        """The nonce that the client (or else the server) has written."""
         at = ring.CLIENT_NONCE_AT if is_client else ring.SERVER_NONCE_AT
         return self._memory[at : at + ring.NONCE_BYTES]
 
     def read_mail(self, offset: int, num_bytes: int) -> bytes:
-        """Of the mailbox, as it is now. Raises: DaemonUnavailable if the memory is closed."""
+        """Read bytes of the mailbox. Raises: DaemonUnavailable if the memory is closed."""
         at = self._mail_place(offset, num_bytes)
         return self._memory[at : at + num_bytes]
 
     def write_mail(self, offset: int, data: bytes) -> None:
-        """Into the mailbox. Raises: DaemonUnavailable if the memory is closed."""
+        """Write bytes into the mailbox. Raises: DaemonUnavailable if the memory is closed."""
         at = self._mail_place(offset, len(data))
         self._memory[at : at + len(data)] = data
 
     def ring_mail(self) -> None:
-        """Wake whoever waits for the mailbox's bell."""
+        """Ring the mailbox's bell."""
         if self.mail_bell is not None and not self._memory.closed:
-            with contextlib.suppress(BlockingIOError):  # it is rung already
+            with contextlib.suppress(BlockingIOError):  # full, so it is rung already
                 os.write(self.mail_bell, b"\0")
 
     def _mail_place(self, offset: int, num_bytes: int) -> int:
@@ -123,7 +123,7 @@ class Segment:
         return self.shape.mail_at + offset
 
     def unlink(self) -> None:
-        """Remove the names, once both sides have the memory. Only who made them removes them."""
+        """Remove the names, once both sides have the memory. Does nothing at the opening side."""
         if self._folder_fd is None:
             return
         _unlink(self._folder_fd, self.name)
@@ -134,12 +134,12 @@ class Segment:
             self._lock_fd = None
 
     def open_window(self, mover: DeviceMover) -> None:
-        """Have a device see the memory too. Raises: DeviceUnavailable if it cannot, which it never
-        can if the memory is in a file on a disk."""
+        """Map the memory to a device. Raises: DeviceUnavailable if that fails, which it always
+        does if the file is on a disk."""
         self.window = mover.open(self.address, self.shape.segment_bytes)
 
     def close(self) -> None:
-        """Let go of everything; nothing may use the address any more."""
+        """Release everything; the address is invalid afterwards. Idempotent."""
         if self._memory.closed:
             return
         before_close, self.before_close = self.before_close, lambda: None
@@ -155,17 +155,17 @@ class Segment:
 
 
 def silence_bell(bell: int) -> None:
-    """Take what was rung. What one read leaves wakes its sleeper once more, for nothing."""
+    """Read the bell's bytes. Bytes beyond one read cause a spurious wake-up."""
     with contextlib.suppress(BlockingIOError):
         os.read(bell, _DRAIN_BYTES)
 
 
 def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segment:
-    """New memory under a new name in `folder`, with all of its pages reserved.
+    """Create memory under a new name in `folder`, with all pages allocated.
 
-    `folder` must be ours with mode 0700, best on a tmpfs.
-    Raises: DaemonUnavailable if the folder cannot be used, or there is no memory or descriptor
-    left; nothing is left behind then.
+    `folder` must belong to this user, with mode 0700, preferably on a tmpfs.
+    Raises: DaemonUnavailable if the folder cannot be used, or memory or descriptors ran out;
+    nothing is left behind then.
     """
     with contextlib.ExitStack() as undo, _as_unavailable(f"cannot share memory in {folder}"):
         folder_fd = _open_folder(folder)
@@ -197,15 +197,15 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
 
 
 def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) -> Segment:
-    """The memory that the other side made, if it is what was agreed.
+    """Open memory that the peer has created, and check it.
 
-    `name` may come from the other side; it names a file of `folder` and nothing else.
-    Raises: DaemonUnavailable if it is not there (the folder may be another one for us), is no plain
-    file of ours, or cannot be mapped; ProtocolError if its size or facts are not those of `shape`
-    and `generation`.
+    `name` may come from the peer; only names that `create_segment` makes are accepted.
+    Raises: DaemonUnavailable if it does not exist (in a container the folder may be another one),
+    is not a regular private file of this user, or cannot be mapped; ProtocolError if its size or
+    header do not match `shape` and `generation`.
     """
     if not _NAME.match(name):
-        raise ProtocolError("the name of the shared memory is none of ours")
+        raise ProtocolError("the name of the shared memory is malformed")
     with contextlib.ExitStack() as undo, _as_unavailable(f"cannot share memory in {folder}"):
         folder_fd = _open_folder(folder)
         undo.callback(os.close, folder_fd)
@@ -216,8 +216,8 @@ def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) 
             raise ProtocolError(
                 f"shared memory of {found.st_size} bytes, expected {shape.segment_bytes}"
             )
-        # Who made the file may cut it and kill us with SIGBUS. It runs as the same user and could
-        # do so anyway.
+        # The creator could truncate the file, which would kill this process with SIGBUS; it runs
+        # as the same user and could kill it anyway.
         memory = mmap.mmap(file, shape.segment_bytes)
         kept = contextlib.ExitStack()
         undo.push(kept)
@@ -243,7 +243,7 @@ def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) 
 
 
 def sweep_segments(folder: Path) -> int:
-    """Remove what dead owners left in `folder`; how many segments that were.
+    """Remove segments of ended processes from `folder`; returns their number.
 
     Raises: DaemonUnavailable if the folder cannot be used.
     """
@@ -266,12 +266,12 @@ def _bells_of(shape: RingShape) -> tuple[str, ...]:
 
 
 def _open_folder(folder: Path) -> int:
-    """Raises: OSError, also if it is not ours alone."""
+    """Raises: OSError, also if the folder is not private."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise PermissionError(errno.EPERM, "the folder is not ours alone")
+            raise PermissionError(errno.EPERM, "the folder is not private to this user")
     except BaseException:
         os.close(fd)
         raise
@@ -279,7 +279,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def _check_ours(fd: int, is_kind: object, name: str) -> os.stat_result:
-    """Raises: DaemonUnavailable if an open file is not of its kind, ours and closed to others."""
+    """Raises: DaemonUnavailable if an open file is of another type or not private to this user."""
     assert callable(is_kind)
     found = os.fstat(fd)
     if (
@@ -287,7 +287,7 @@ def _check_ours(fd: int, is_kind: object, name: str) -> os.stat_result:
         or found.st_uid != os.getuid()
         or stat.S_IMODE(found.st_mode) & 0o077
     ):
-        raise DaemonUnavailable(f"{name} is not a private file of ours")
+        raise DaemonUnavailable(f"{name} has a wrong type or is not private to this user")
     return found
 
 
@@ -298,8 +298,8 @@ def _unlink(folder_fd: int, name: str) -> None:
 
 
 def _new_locked_file(folder_fd: int) -> tuple[str, int]:
-    """Name and descriptor of a new file, locked as long as there is a name: others tell by it that
-    the owner lives, in whatever pid namespace it does. Raises: OSError."""
+    """Name and descriptor of a new file, locked until the name is removed: the lock shows that the
+    owner lives, across pid namespaces. Raises: OSError."""
     flags = _FILE_FLAGS | os.O_CREAT | os.O_EXCL
     for _ in range(_MOST_TRIES):
         name = f"ring-{os.getpid()}-{_start_time(os.getpid()) or '0'}-{secrets.token_hex(16)}"
@@ -309,7 +309,7 @@ def _new_locked_file(folder_fd: int) -> tuple[str, int]:
             if os.fstat(file).st_nlink:
                 return name, file
         except BlockingIOError:
-            pass  # a sweeper has it, which removes it
+            pass  # a sweeper has locked it and removes it
         except BaseException:
             _unlink(folder_fd, name)
             os.close(file)
@@ -319,15 +319,17 @@ def _new_locked_file(folder_fd: int) -> tuple[str, int]:
 
 
 def _is_swept(folder_fd: int, name: str) -> bool:
-    """Remove a segment whose owner has its lock no more, holding the lock meanwhile: its maker,
-    who may just be about to take it, sees that. False if it has an owner."""
+    """Remove a segment that has no locked owner; False if it has one.
+
+    The lock is held meanwhile, so that a creator that is about to lock it sees that.
+    """
     with contextlib.ExitStack() as undo:
         try:
             fd = os.open(name, _FILE_FLAGS | os.O_NONBLOCK, dir_fd=folder_fd)
             undo.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
-            pass  # its bells are there; they are made after it, and removed after it
+            pass  # only bells are left: they are created and removed after the memory
         except OSError:
             return False
         _unlink(folder_fd, name)
@@ -335,12 +337,12 @@ def _is_swept(folder_fd: int, name: str) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty if there is none of that number."""
+    """Start time of a process in the kernel's ticks; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    # The name may hold anything, brackets and blanks too; what follows its last bracket does not.
+    # The process name may contain brackets and blanks; the fields follow the last bracket.
     return text.rpartition(")")[2].split()[19]
 
 

@@ -1,6 +1,6 @@
-"""The ring's kernels of the server: requests in, replies out.
+"""The server's kernels of the ring: take requests, send replies.
 
-Compiled by `ring_native`, where arguments and results are described.
+`compiled` compiles them and describes their arguments and results.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -26,7 +26,7 @@ from dflash_protocol.ring.shared_kernels import (
 
 @helper
 def set_flags(table, value):
-    """Of all links: whether they must ring."""
+    """Set the server's sleep flag of all links: 1 = the client must ring."""
     for link_idx in range(load(table + 8 * native.NUM_LINKS)):
         port = load(table + 8 * (native.FIRST_LINK + link_idx))
         emit.store_ordered(field(port, native.SLEEPS), value)
@@ -34,8 +34,8 @@ def set_flags(table, value):
 
 @helper
 def find(table):
-    """link_idx · MAX_SLOTS + slot_idx of a slot that holds something new, or -1: of the first link
-    that has one, beginning with the link whose turn it is, its oldest."""
+    """link_idx · MAX_SLOTS + slot_idx of the next new request, or -1: the oldest of the first link
+    that has any, round-robin from NEXT_LINK."""
     num_links = load(table + 8 * native.NUM_LINKS)
     first = load(table + 8 * native.NEXT_LINK)
     for turn in range(num_links):
@@ -60,7 +60,7 @@ def find(table):
 
 @helper
 def request_violation(port, sequence):
-    """Of the header's copy; 0 if sizes are right and within the link's limits."""
+    """Check the copy of the header against the link's limits; 0 if it is valid."""
     header = port + HEADER
     if load(header + 8 * ring.SEQUENCE) != sequence:
         return native.WRONG_SEQUENCE
@@ -95,8 +95,10 @@ def request_violation(port, sequence):
 
 @helper
 def note_waiting(link, port, now_ns):
-    """How long the request lay there: what its time from stamp to now is above the least such time
-    of the link. Both ends read one clock, but a container may shift its own by a constant."""
+    """Store in WAITED by how much the request's lag, stamp to now, exceeds the link's least lag.
+
+    Both ends read the same clock, but a time namespace may shift one by a constant.
+    """
     sent_s = emit.load_time(port + HEADER + 8 * ring.OTHER_TIME)
     lag_s = 1e-9 * now_ns - sent_s
     least_lag_s = emit.load_time(link + 8 * native.LEAST_LAG)
@@ -108,14 +110,14 @@ def note_waiting(link, port, now_ns):
 
 @helper
 def index(address, position):
-    """An int32 of an array."""
+    """Load an element of an int32 array."""
     return load_int32(address + 4 * position)
 
 
 @helper
 def routing_bound(port):
-    """As RoutedBatch.check: one more than the largest expert id of what was taken, at least 1; 0 if
-    the private arrays do not hold together."""
+    """The checks of RoutedBatch.check on the private arrays: 0 if they fail, else one more than the
+    largest expert id, at least 1."""
     header = port + HEADER
     num_tokens, num_groups = load(header + 8 * ring.TOKENS), load(header + 8 * ring.GROUPS)
     num_pairs, ids = load(header + 8 * ring.PAIRS), field(port, native.EXPERT_IDS)
@@ -139,7 +141,7 @@ def routing_bound(port):
 
 @helper
 def take(table, port, spin_ns):
-    """Copy what a slot holds into the port's private arrays; 0, or the violation."""
+    """Copy a slot into the port's private arrays; returns 0 or the violation."""
     sequence = emit.load_acquire(field(port, native.REQUEST_WORD))
     slot_idx, num_slots = field(port, native.SLOT_IDX), field(port, native.NUM_SLOTS)
     slot, header, state = field(port, native.REQUEST_SLOT), port + HEADER, port + STATE
@@ -192,13 +194,13 @@ def take(table, port, spin_ns):
 
 @helper
 def sleep_for_request(table, entries, num_entries, timeout_ms):
-    """What `find` finds when some bell is rung or something else is ready, or the time is up."""
+    """Sleep until a bell rings, another entry is ready or time is up; returns `find`'s result."""
     for link_idx in range(load(table + 8 * native.NUM_LINKS)):
         port, entry = load(table + 8 * (native.FIRST_LINK + link_idx)), entries + 8 * link_idx
         if field(port, native.RUNG) != 0:
             emit.silence_bell(load(entry) & 0xFFFFFFFF)
             store(port + 8 * native.RUNG, 0)
-    # First the flags, then the look: see the argument in `ring`.
+    # The flags first, then the words: see `layout`.
     set_flags(table, 1)
     place = find(table)
     if place < 0:
@@ -207,7 +209,7 @@ def sleep_for_request(table, entries, num_entries, timeout_ms):
         if num_ready > 0:
             for link_idx in range(load(table + 8 * native.NUM_LINKS)):
                 port = load(table + 8 * (native.FIRST_LINK + link_idx))
-                # To be silenced before the next sleep, when nobody waits for that.
+                # Silenced before the next sleep, off the path of this request.
                 found = load(entries + 8 * link_idx) >> native.FOUND_SHIFT
                 store(port + 8 * native.RUNG, found)
     set_flags(table, 0)
@@ -219,7 +221,7 @@ def next_request(table, spin_ns, entries, num_entries, timeout_ms):
     if place < 0 and spin_ns > 0 and load(table + 8 * native.IS_QUICK) != 0:
         end_ns = emit.monotonic_ns() + spin_ns
         while place < 0 and emit.monotonic_ns() < end_ns:
-            for _ in range(native.NUM_LOOKS):
+            for _ in range(native.NUM_POLLS):
                 emit.pause()
                 place = find(table)
                 if place >= 0:

@@ -1,7 +1,7 @@
-"""What the ring's kernels of both sides share: a port's fields, headers, publishing.
+"""Functions shared by the client's and server's kernels: port fields, headers, publishing.
 
-Compiled by `ring_native`. Bounds follow from ports, private arrays of this process; of what the
-other process wrote, only copies are used.
+Compiled by `compiled`. Bounds come from ports, which are private to this process; data written by
+the other process is used only through copies.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -53,7 +53,7 @@ def begin_header(port, kind, sequence, payload, num_bytes):
 
 @helper
 def publish(port, slot, word, sequence, num_bytes):
-    """Header into the slot, then the sequence into its word; rings if the other side sleeps."""
+    """Write the header into the slot, then the sequence into its word; ring if the peer sleeps."""
     header = port + HEADER
     store(header + 8 * ring.CHECKSUM, emit.finish_checksum(port + STATE, header))
     for index in range(ring.HEADER_WORDS):
@@ -75,7 +75,7 @@ def has_gaps(rows):
 
 @helper
 def has_times(header):
-    """Whether both are finite: what is not becomes no number when it is taken from itself."""
+    """Whether both times are finite; inf - inf and NaN - NaN are NaN."""
     total = emit.load_time(header + 8 * ring.TIME) + emit.load_time(header + 8 * ring.OTHER_TIME)
     return total - total == 0.0
 

@@ -1,6 +1,5 @@
-"""Settings: the table of them, and how flags, variables, files and defaults are read.
-
-`environment` is the only reader of the environment.
+"""Settings: `table` defines them, `kinds` their types, `file` reads TOML, and `environment`, the
+only reader of the environment, merges flags, variables, file and defaults.
 """
 
 from dflash_protocol.settings.environment import (

@@ -1,9 +1,7 @@
-"""The only reader of the environment: settings from flags, variables, a file and defaults.
+"""The only reader of the environment: settings, folders, and the environments of child processes.
 
-A flag counts before a variable, a variable before the settings file, that before the default. A bad
-value or an unknown ``DFLASH_MOE_*`` name stops the program with the name in the message. What
-settings there are is said in ``settings_table``. Also here, since they are made of the environment:
-our folders, and what child processes are given.
+Precedence: flag, variable, settings file, default. A bad value or an unknown ``DFLASH_MOE_*``
+variable is a SettingsError that names it. `table` defines the settings.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings.file import read_settings_file
-from dflash_protocol.settings.kinds import MOST_DAEMONS, DaemonSetting, checked
+from dflash_protocol.settings.kinds import MOST_DAEMONS, DaemonSetting, checked, unknown
 from dflash_protocol.settings.table import (
     AUTO_TIER,
     CPU_TIERS,
@@ -33,7 +31,6 @@ from dflash_protocol.settings.table import (
     Reader,
     Settings,
 )
-from dflash_protocol.settings.wording import unknown
 
 __all__ = [
     "AUTO_TIER",
@@ -55,16 +52,15 @@ __all__ = [
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30
-"""Containers have 64 MiB there if nobody asks for more, which few segments fit into."""
-_OTHERS_INHERIT = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
-"""What a program of another environment is given of ours: nothing that says where libraries lie."""
+"""Containers have 64 MiB there by default, too little for most segments."""
+_INHERITED = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
+_INHERITED_PREFIXES = ("LC_", "XDG_")
+"""Variables that a daemon with another launcher inherits: none that locates libraries."""
 _BARE = ("LD_LIBRARY_PATH",)
-"""What an interpreter may need to start at all."""
-_OTHERS_INHERIT_PREFIXES = ("LC_", "XDG_")
-
+"""Variables that an interpreter may need to start."""
 
 _SUPERVISION = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""What a service manager says to the process it has started, and to no child of that."""
+"""A service manager's variables, meant for the process it starts and not for its children."""
 _LONGEST_WATCHDOG_USEC = 1 << 53
 
 
@@ -76,9 +72,9 @@ def load_settings(
 ) -> Settings:
     """Read the settings.
 
-    `environment` defaults to this process's; `file` is a settings file and defaults to the one
-    that ``DFLASH_MOE_SETTINGS_FILE`` names. `flags` holds, by field of Settings, the text of a
-    flag, a bool for a switch, or the texts of a repeated flag; None and () = not given.
+    `environment` defaults to this process's, `file` to the one that ``DFLASH_MOE_SETTINGS_FILE``
+    names. `flags` has, by field of Settings, the text of a flag, a bool for a switch, or the texts
+    of a repeated flag; None and () = not given.
     Raises: SettingsError naming the flag, variable or file and key, its value and what is allowed.
     """
     environment = os.environ if environment is None else environment
@@ -124,14 +120,14 @@ def _from_flag(knob: Knob, value: object) -> object:
         return _from_text(knob.flag, knob.kind.from_text, value)
     assert isinstance(value, Sequence)
     if len(value) > MOST_DAEMONS:
-        raise SettingsError(f"{knob.flag} is given {len(value)} times, at most {MOST_DAEMONS} do")
+        raise SettingsError(f"{knob.flag} is given {len(value)} times, allowed are {MOST_DAEMONS}")
     return tuple(_from_text(knob.flag, knob.kind.from_item, each) for each in value)
 
 
 def _from_text(where: str, read: Callable[[str], object], text: str) -> object:
     """Raises: SettingsError."""
     value = checked(where, text, read)
-    # Of a daemon more can turn out to be wrong later, which should be able to name the place too.
+    # Keep where a daemon was set, for errors that are found later.
     if isinstance(value, DaemonSetting):
         return replace(value, source=where)
     if isinstance(value, tuple):
@@ -147,10 +143,10 @@ def _variable(field: str) -> str:
 
 
 def run_directory(settings: Settings) -> Path:
-    """The folder for sockets, locks and memory that is shared, made with mode 0700.
+    """The folder of sockets, locks and shared memory, created with mode 0700.
 
-    In memory, if it can be: GPUs see no shared memory that a disk is behind.
-    Raises: SettingsError if it cannot be made, is a link, or belongs to somebody else.
+    On a tmpfs if possible: GPUs cannot map shared memory of a file on a disk.
+    Raises: SettingsError if it cannot be created, is a link, or belongs to another user.
     """
     if settings.run_dir:
         path = Path(settings.run_dir)
@@ -160,14 +156,16 @@ def run_directory(settings: Settings) -> Path:
         temporary = Path(os.environ.get("TMPDIR") or "/tmp")
         parent = _SHARED_MEMORY if _is_large_and_ours(_SHARED_MEMORY) else temporary
         path = parent / f"dflash-moe-{os.getuid()}"
-    path = path.absolute()  # endpoints are made of it
+    path = path.absolute()  # endpoints need absolute paths
     _make_private(path, "run directory")
     return path
 
 
 def _is_large_and_ours(folder: Path) -> bool:
-    """Whether memory can be shared in a folder. Its size is told, not what is free: whoever asks
-    later must be told the same."""
+    """Whether a folder is writable and on a file system of enough bytes.
+
+    Total size counts, not free space, so that every process gets the same answer.
+    """
     try:
         size = os.statvfs(folder)
     except OSError:
@@ -177,9 +175,9 @@ def _is_large_and_ours(folder: Path) -> bool:
 
 
 def cache_directory(settings: Settings) -> Path:
-    """The folder for what can be made again, made with mode 0700.
+    """The folder of compiled kernels, created with mode 0700.
 
-    Raises: SettingsError if it cannot be made, is a link, or belongs to somebody else.
+    Raises: SettingsError if it cannot be created, is a link, or belongs to another user.
     """
     path = Path(settings.cache_dir or _home("XDG_CACHE_HOME", ".cache")).absolute()
     _make_private(path, "cache directory")
@@ -187,26 +185,26 @@ def cache_directory(settings: Settings) -> Path:
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """`cache_directory` of this value of the setting; None = of the one that `load_settings` reads.
+    """`cache_directory` for this value of the setting; None = the value from `load_settings`.
 
-    Raises: SettingsError, of None as `load_settings` too.
+    Raises: SettingsError.
     """
     return cache_directory(load_settings() if cache_dir is None else Settings(cache_dir=cache_dir))
 
 
 def keys_directory(settings: Settings) -> Path:
-    """The folder for keys, which need not exist."""
+    """The folder of keys; it may not exist."""
     return Path(settings.keys_dir or _home("XDG_CONFIG_HOME", ".config") / "keys").absolute()
 
 
 def _home(variable: str, below_home: str) -> Path:
-    """Our folder in one of the homes that the XDG specification knows."""
+    """Our folder in a base directory of the XDG specification."""
     home = os.environ.get(variable) or Path(os.path.expanduser("~")) / below_home
     return Path(home) / "dflash-moe"
 
 
 def _make_private(path: Path, what: str) -> None:
-    """Raises: SettingsError if the folder is not ours alone."""
+    """Create a folder. Raises: SettingsError if that fails or it is not private to this user."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
@@ -219,11 +217,11 @@ def _make_private(path: Path, what: str) -> None:
 
 
 def child_environment(python_paths: tuple[Path, ...]) -> dict[str, str]:
-    """Environment of a process of this very interpreter: ours, with OpenMP waiting passively, and
-    without what a service manager says to us alone.
+    """Environment of a child of the same interpreter: ours, with OpenMP waiting passively, and
+    without the service manager's variables.
 
-    `python_paths` come first on the child's import path: where our own packages lie, for we may be
-    running uninstalled.
+    `python_paths`, the folders of our packages, come first on the child's import path, since they
+    may not be installed.
     """
     environment = {n: text for n, text in os.environ.items() if n not in _SUPERVISION}
     environment["OMP_WAIT_POLICY"] = "passive"
@@ -241,11 +239,11 @@ def daemon_environment(
     *,
     python_paths: tuple[Path, ...] | None,
 ) -> dict[str, str]:
-    """Environment of a daemon that we spawn, with the settings that hold for it.
+    """Environment of a spawned daemon, with its settings.
 
-    `python_paths` as for `child_environment` if it is run by this very interpreter. None = by
-    another program, which gets a few harmless variables of ours and those of its own table: what
-    says where this environment's libraries, packages and devices are is not for another one.
+    `python_paths` as in `child_environment` if the daemon uses this interpreter. None = another
+    launcher, which inherits only a few harmless variables, none that locates this environment's
+    libraries, packages or devices, and those of its own ``env`` table.
     """
     if python_paths is not None:
         inherited = child_environment(python_paths)
@@ -254,25 +252,25 @@ def daemon_environment(
         environment = {
             name: text
             for name, text in os.environ.items()
-            if name in _OTHERS_INHERIT or name.startswith(_OTHERS_INHERIT_PREFIXES)
+            if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)
         }
         environment["OMP_WAIT_POLICY"] = "passive"
     for knob in KNOBS:
         value = getattr(settings, knob.field)
-        # Only what differs: an older daemon need not know the settings that nobody has set.
+        # Defaults are left out, so that an older daemon need not know every setting.
         if knob.reader is Reader.BOTH and value != knob.default:
             environment[knob.variable] = knob.kind.to_text(value)
     return {**environment, **dict(daemon.environment)}
 
 
 def bare_environment() -> dict[str, str]:
-    """Environment of a process that is to know nothing of ours."""
+    """Environment of an isolated child: only what its interpreter needs to start."""
     return {name: os.environ[name] for name in _BARE if name in os.environ}
 
 
 def supervision() -> tuple[str, float]:
-    """What a service manager wants of us: the socket to notify, empty = none; seconds of its
-    watchdog, 0 = none.
+    """The service manager's notification socket, "" = none, and its watchdog timeout in seconds,
+    0 = none.
 
     Raises: SettingsError naming the variable and its value.
     """
@@ -286,7 +284,7 @@ def supervision() -> tuple[str, float]:
 
 
 def package_roots(packages: Iterable[str]) -> tuple[Path, ...]:
-    """Where our packages lie, so that a child finds them even if nothing is installed."""
+    """The folders that contain these packages, for a child's import path."""
     roots = []
     for package in packages:
         found = importlib.util.find_spec(package)

@@ -1,4 +1,4 @@
-"""Settings files: bounded TOML, its keys those of the table, daemons as ``[[daemon]]`` tables.
+"""Settings files: TOML of limited size with the keys of `table`, and ``[[daemon]]`` tables.
 
 ::
 
@@ -29,9 +29,9 @@ from dflash_protocol.settings.kinds import (
     check_daemon_device,
     checked,
     shown,
+    unknown,
 )
 from dflash_protocol.settings.table import EXPERT_COMPUTE, KNOBS, MAX_THREADS, PREFIX, Reader
-from dflash_protocol.settings.wording import unknown
 
 _LIMIT_BYTES = 1 << 20
 _WHAT = "settings file"
@@ -69,7 +69,7 @@ def _document(path: Path) -> dict[str, object]:
         return tomllib.loads(data.decode())
     except UnicodeDecodeError:
         raise file_error(_WHAT, path, "not UTF-8 text") from None
-    except ValueError as error:  # what tomllib raises, and numbers that are too long
+    except ValueError as error:  # TOMLDecodeError, and numbers that are too long
         raise file_error(_WHAT, path, str(error)) from None
     except RecursionError:
         raise file_error(_WHAT, path, "nested too deeply") from None
@@ -122,7 +122,7 @@ def _environment(value: object) -> tuple[tuple[str, str], ...]:
         raise ValueError("must be a table of variables, as in { NAME = 'text' }")
     for name, text in value.items():
         if not _VARIABLE_NAME.fullmatch(name):
-            raise ValueError(f"{shown(name)} is no name of a variable")
+            raise ValueError(f"{shown(name)} is not the name of a variable")
         if not isinstance(text, str) or "\0" in text or len(text) > _LONGEST_VALUE:
             raise ValueError(f"the value of {name} must be text, at most {_LONGEST_VALUE} long")
         if name.startswith(PREFIX):
@@ -142,4 +142,4 @@ DAEMON_KEYS: dict[str, tuple[str, Callable[..., object]]] = {
     "cores": ("cores", _text),
     "threads": ("threads", Whole(1, MAX_THREADS).from_file),
 }
-"""What a ``[[daemon]]`` table may hold."""
+"""The keys of a ``[[daemon]]`` table."""

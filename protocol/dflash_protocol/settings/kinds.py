@@ -1,32 +1,33 @@
-"""Kinds of setting values: how each is read from text and from TOML, and what is allowed.
+"""Kinds of setting values: how each is parsed from text and from TOML, and what is allowed.
 
-Knows no setting by name; ``settings_table`` says which setting is of which kind.
+`table` says which setting is of which kind.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from dflash_protocol.device import DEVICES_ALLOWED, Device, parse_device
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError, one_line
 
 MOST_DAEMONS = 64
-"""Most daemons, and most endpoints, that one parent may be given."""
+"""Maximum number of daemons, and of endpoints, of one parent."""
 
 _MOST_DIGITS = 19
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonSetting:
-    """A daemon to spawn, as it was asked for; empty or 0 = not said.
+    """A daemon to spawn, as configured; empty or 0 = not given.
 
-    `device` is as `parse_device` reads it, perhaps without an index; `launcher` is a Python
-    interpreter or another executable. `environment` holds variables for this daemon alone; `source`
-    says where it was asked for, for messages.
+    `device` is a name for `parse_device`, possibly without an index; `launcher` is a Python
+    interpreter or another executable. `environment` has variables for this daemon only; `source`
+    is where it was configured, for messages.
     """
 
     device: str
@@ -39,31 +40,31 @@ class DaemonSetting:
 
 
 class Kind:
-    """What values a setting may have. A wrong one is a ValueError that says why, in one line."""
+    """The type of a setting's value. Parsers raise ValueError with a one-line reason."""
 
     allowed = ""
     """Completes ``must be …``."""
     metavar = ""
-    """What stands for the value in ``--help``."""
+    """Placeholder of the value in ``--help``."""
     is_repeatable = False
-    """Whether the flag may be given several times, one item each."""
+    """Whether the flag may be repeated, one item each."""
 
     def from_text(self, text: str) -> object:
-        """The value of a variable, or of a flag that is not repeatable."""
+        """Parse a variable, or a flag that is not repeatable."""
         raise NotImplementedError
 
     def from_item(self, text: str) -> object:
-        """One item of a flag that is repeatable."""
+        """Parse one item of a repeatable flag."""
         return self.from_text(text)
 
     def from_file(self, value: object) -> object:
-        """The value of a TOML key."""
+        """Check the value of a TOML key."""
         if not isinstance(value, str):
             raise self.refused()
         return self.from_text(value)
 
     def to_text(self, value: object) -> str:
-        """What `from_text` reads back."""
+        """The inverse of `from_text`."""
         return str(value)
 
     def refused(self) -> ValueError:
@@ -148,7 +149,7 @@ class Switch(Kind):
 
 
 class PathText(Kind):
-    """A path, as it is written; empty = the default. Relative ones are the working directory's."""
+    """A path, unchanged; empty = the default. Relative to the working directory."""
 
     allowed = "a path"
 
@@ -156,14 +157,14 @@ class PathText(Kind):
         self.metavar = metavar
 
     def from_text(self, text: str) -> str:
-        # Wide blanks, which Python does not call printable, stand in names of files.
+        # Not isprintable(): file names may contain wide blanks, which Python calls unprintable.
         if any(unicodedata.category(character) == "Cc" for character in text):
             raise ValueError("must be a path of printable characters")
         return text
 
 
 class _Items(Kind):
-    """Several items: with commas in a variable, one a flag, an array in TOML."""
+    """Several items: comma-separated in a variable, one a flag, an array in TOML."""
 
     is_repeatable = True
 
@@ -192,8 +193,7 @@ class EndpointText(Kind):
 
 
 class Cores(Kind):
-    """A list of processors, as it is written; empty = the default. Which there are is not known
-    here."""
+    """A list of processors, unchanged; empty = the default. Not checked against the machine."""
 
     metavar = "LIST"
     allowed = "numbers and ranges with commas, as in 0-3,8"
@@ -219,7 +219,7 @@ class Endpoints(_Items):
 
 
 class Daemons(_Items):
-    """Daemons to spawn, each a device and perhaps a launcher."""
+    """Daemons to spawn, each a device with an optional launcher."""
 
     metavar = "DEVICE[@LAUNCHER]"
     allowed = (
@@ -254,7 +254,7 @@ class DeviceOrAuto(Kind):
 
 
 def check_daemon_device(text: str) -> None:
-    """Raises: ValueError unless it is written as a device is. Which there are is not known here."""
+    """Raises: ValueError unless it is the name of a device; not checked against the machine."""
     try:
         parse_device(text)
     except ValueError:
@@ -262,7 +262,7 @@ def check_daemon_device(text: str) -> None:
 
 
 def checked(where: str, value: object, read: Callable[..., object]) -> object:
-    """What `read` makes of a value. Raises: SettingsError with the place, the value, the reason."""
+    """`read(value)`. Raises: SettingsError with `where`, the value and the reason."""
     try:
         return read(value)
     except ValueError as error:
@@ -271,5 +271,22 @@ def checked(where: str, value: object, read: Callable[..., object]) -> object:
 
 
 def shown(value: object) -> str:
-    """A value in a message: on one line, and not longer than one wants to read."""
+    """A value as quoted in messages: one line of at most 80 characters."""
     return one_line(repr(value), 80)
+
+
+def unknown(what: str, name: str, known: Iterable[str], *, prefixes: Sequence[str] = ()) -> str:
+    """Error text for an unknown name; suggests the closest known names, at most three.
+
+    Common `prefixes` are ignored when names are compared.
+    """
+
+    def own_part(name: str) -> str:
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        return name.casefold()
+
+    by_part = {own_part(each): each for each in known}
+    near = [by_part[part] for part in get_close_matches(own_part(name), by_part)]
+    advice = f"did you mean {' or '.join(near)}?" if near else "docs/operations.md lists them all"
+    return f"unknown {what} {shown(name)}; {advice}"

@@ -1,6 +1,6 @@
 """The table of settings: each with its variable, flag, TOML key, kind, default and meaning.
 
-The one place to add a setting. Knows nothing of where values come from; ``settings`` reads them.
+A new setting is added here: a field of Settings and a row of KNOBS. `environment` reads values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dflash_protocol.settings.kinds import (
 )
 
 PREFIX = "DFLASH_MOE_"
-"""Begins every variable of ours; one that is not known is an error."""
+"""Prefix of all our variables; an unknown one is an error."""
 EXPERT_COMPUTE = PREFIX + "EXPERT_COMPUTE_"
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}", re.ASCII)
 
 MAX_THREADS = 1024
-"""Most compute threads a process may be asked to use."""
+"""Maximum number of compute threads of a process."""
 
 AUTO_TIER = "auto"
 YARN_READINGS = ("file", "llama.cpp")
@@ -42,7 +42,7 @@ CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "gene
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings that are not arguments of one run. Times in the unit of their name."""
+    """The value of every setting. Times are in the unit of their name."""
 
     model: str = ""
     """GGUF file; empty = the demo model."""
@@ -53,22 +53,22 @@ class Settings:
     backend: str = "auto"
     """Kernels of a process that computes on the CPU, one of BACKENDS."""
     kv_type: str = "auto"
-    """Type of the keys and values that are kept, one of KV_TYPES."""
+    """Element type of the KV cache, one of KV_TYPES."""
     daemons: tuple[DaemonSetting, ...] = ()
     """Daemons to spawn."""
     connect: tuple[str, ...] = ()
     """Endpoints of daemons that are running already."""
     ipc_required: bool = False
-    """A daemon that is lost is an error, instead of its experts being computed by the parent."""
+    """Whether a lost daemon is an error; else the parent computes its experts."""
     ipc_mode: str = "auto"
     """How prefill is cut into requests: ``batched``, ``stream`` or ``auto``."""
     ipc_transport: str = "auto"
-    """What payloads travel through: ``device``, ``shared``, ``stream`` or ``auto``."""
+    """Transport of payloads: ``device``, ``shared``, ``stream`` or ``auto``."""
     ipc_dtype: str = "f32"
-    """Type of the values in payloads: ``f32``, ``f16`` or ``bf16``."""
+    """Element type of payloads: ``f32``, ``f16`` or ``bf16``."""
     prefill_offload: str = "auto"
-    """Whether a parent on a GPU computes others' experts of prompts with copies of their weights:
-    ``auto``, ``on`` or ``off``."""
+    """Whether a parent on a GPU computes CPU owners' experts during prefill, with copies of their
+    weights: ``auto``, ``on`` or ``off``."""
     batch_capacity: int = 1024
     """Most tokens in one request to a daemon."""
     stream_batch: int = 4
@@ -76,22 +76,22 @@ class Settings:
     stream_batch_max: int = 32
     """Bound of `stream_batch`."""
     ipc_shared_bytes: int = 0
-    """Smallest size of a link's shared segment; what is needed is computed, and holds if larger."""
+    """Minimum size of a link's shared segment; the size needed is used if larger."""
     spin_us: int | None = None
-    """How long a side polls the shared ring before it sleeps; None = by the cores there are."""
+    """How long a side polls the shared ring before it sleeps; None = by the number of cores."""
     check_replies: int | None = None
-    """One reply of so many is computed by the parent too, and compared; 0 = none, None = of some
-    thousands, as long as that takes a thousandth of the time at most."""
+    """The parent recomputes and compares one reply in this many; 0 = none, None = one in some
+    thousands, while that takes at most a thousandth of the time."""
     ipc_profile: bool = False
-    """Times of the boundary as log lines."""
+    """Log where the time at the boundary goes."""
     deadline_ms: int = 250
     """Shortest time a daemon is given to answer one request."""
     step_limit_ms: int = 200
-    """Longest time of a decode step in which GPUs ask each other."""
+    """Time limit of a decode step in which GPUs ask each other."""
     mail_memory: str = "auto"
-    """Memory that they do so through: ``host``, or ``auto``, whichever is faster."""
+    """Memory of the mailbox between GPUs: ``host``, or ``auto``, whichever is faster."""
     heartbeat_ms: int = 1000
-    """Time between two pings on a link; five silent ones and the daemon counts as lost."""
+    """Time between two pings on a link; after five without an answer the daemon counts as lost."""
     connect_timeout_ms: int = 10_000
     """Longest silence while a daemon is started, connected to, or loading."""
     ipc_bin: str = ""
@@ -99,23 +99,23 @@ class Settings:
     ipc_gpu: int = 0
     """Index of a daemon's device if it names a kind without one."""
     device: Device | None = None
-    """What a process computes on; None = it chooses."""
+    """Device that a process computes on; None = it chooses."""
     threads: int = 0
     """Compute threads of a process; 0 = one for each physical core it may use."""
     data_port: int = 0
-    """Port of a tcp daemon's data socket; 0 = one that is free."""
+    """Port of a tcp daemon's data socket; 0 = any free one."""
     listen: str = ""
     """Endpoint of a daemon; empty = one in the run directory, named by its device."""
     placement: str = ""
-    """Placement file of a daemon; empty = it waits for what its first parent asks for."""
+    """Placement file of a daemon; empty = it loads what its parents ask for."""
     cores: str = ""
-    """Processors that a daemon keeps to, as in ``0-3,8``; empty = all that it may use."""
+    """Processors that a daemon is pinned to, as in ``0-3,8``; empty = all that it may use."""
     pin_daemons: bool = False
-    """Daemons that a parent starts on this machine keep to cores of their own."""
+    """Whether each spawned daemon is pinned to its own share of the cores."""
     cpu_tier: str = AUTO_TIER
     """Instruction set of the CPU's kernels, one of CPU_TIERS."""
     yarn: str = YARN_READINGS[0]
-    """Whose numbers YaRN is computed with, one of YARN_READINGS."""
+    """Source of YaRN's parameters, one of YARN_READINGS."""
     run_dir: str = ""
     """Folder of sockets, locks and shared memory; empty = ``$XDG_RUNTIME_DIR/dflash-moe``, or in
     ``/dev/shm``, or in the temp dir."""
@@ -127,15 +127,15 @@ class Settings:
     host: str = "127.0.0.1"
     """Address or name that the server listens on."""
     port: int = 8080
-    """Its port; 0 = one that is free."""
+    """Port of the server; 0 = any free one."""
     api_key_file: str = ""
-    """File with the keys that the server asks for; empty = it asks for none."""
+    """File with the keys that the server requires; empty = none."""
     chat_template_file: str = ""
-    """Jinja template of the server in place of the model's own; empty = the model's."""
+    """Jinja chat template of the server; empty = the model's."""
     queue_capacity: int = 64
-    """Most requests that wait for the server's model."""
+    """Maximum number of requests queued at the server."""
     max_body_bytes: int = 4 << 20
-    """Most bytes of the body of a request to the server."""
+    """Maximum size of the body of a request to the server."""
 
 
 class Reader(StrEnum):
@@ -144,15 +144,15 @@ class Reader(StrEnum):
     PARENT = "parent"
     DAEMON = "daemon"
     EACH = "each"
-    """Parent and daemon, each its own value."""
+    """Parent and daemon, each with its own value."""
     BOTH = "both"
     """Parent and daemon; a parent passes its value on to the daemons that it spawns."""
     SERVER = "server"
-    """A parent that is a server."""
+    """A parent that runs the HTTP server."""
 
 
 class HostName(Kind):
-    """An address, or the name of one."""
+    """An IP address or a host name."""
 
     metavar = "ADDRESS"
     allowed = "an address or a host name, as in 127.0.0.1 or ::1"
@@ -165,10 +165,10 @@ class HostName(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One setting as people meet it. `name` is its variable without the prefix.
+    """A setting's names and help. `name` is its variable without the prefix.
 
-    TOML key and flag are made of the name unless they are given. A flag without dashes is an
-    argument of the command line.
+    TOML key and flag are derived from the name unless given. A flag without dashes is a positional
+    argument.
     """
 
     name: str
@@ -190,12 +190,12 @@ class Knob:
 
     @property
     def is_argument(self) -> bool:
-        """Whether it stands on the command line without a flag."""
+        """Whether it is a positional argument."""
         return not self.flag.startswith("--")
 
     @property
     def key(self) -> str:
-        """In a settings file."""
+        """Its key in a settings file."""
         return self.special_key or self.name.lower()
 
     @property
@@ -204,7 +204,7 @@ class Knob:
 
     @property
     def default_text(self) -> str:
-        """The default as people read it."""
+        """The default, as shown in help and documents."""
         if isinstance(self.kind, Switch):
             return "off"
         return "" if self.default == () else self.kind.to_text(self.default)
@@ -243,7 +243,7 @@ KNOBS = (
     ),
     Knob(
         "KV_TYPE", "kv_type", OneOf(*KV_TYPES), Reader.PARENT,
-        "Type of the keys and values that are kept; auto is f32 for a file of F32, else f16.",
+        "Element type of the KV cache; auto is f32 for a file of F32, else f16.",
     ),
     Knob(
         "DAEMONS", "daemons", Daemons(), Reader.PARENT,
@@ -252,7 +252,7 @@ KNOBS = (
     ),
     Knob(
         "CONNECT", "connect", Endpoints(), Reader.PARENT,
-        "Daemons to use that are running already.",
+        "Running daemons to connect to.",
     ),
     Knob(
         "IPC_REQUIRED", "ipc_required", Switch(), Reader.PARENT,
@@ -274,11 +274,12 @@ KNOBS = (
     ),
     Knob(
         "PREFILL_OFFLOAD", "prefill_offload", OneOf(*_OFFLOADS), Reader.PARENT,
-        "Prompts' experts of CPU owners on the parent's GPU, by copied weights; auto = if faster.",
+        "Compute CPU owners' experts of prompts on the parent's GPU, with copied weights; auto = "
+        "if faster.",
     ),
     Knob(
         "IPC_BATCH_CAPACITY", "batch_capacity", Whole(1, 4096), Reader.BOTH,
-        "Most tokens in one request; the smaller of both sides' holds, twice that between GPUs.",
+        "Most tokens in one request; the smaller of both sides' counts, twice that between GPUs.",
     ),
     Knob(
         "BATCH", "stream_batch", Whole(1, 4096), Reader.PARENT,
@@ -286,11 +287,11 @@ KNOBS = (
     ),
     Knob(
         "BATCH_MAX", "stream_batch_max", Whole(1, 4096), Reader.PARENT,
-        "Bound of BATCH, to be raised with it.",
+        "Upper bound of BATCH; raise both.",
     ),
     Knob(
         "IPC_SHARED_BYTES", "ipc_shared_bytes", Whole(0, 1 << 40), Reader.BOTH,
-        "Smallest size of a link's shared segment; it can only raise what is needed.",
+        "Minimum size of a link's shared segment; what is needed is used if larger.",
     ),
     Knob(
         "IPC_SPIN_US", "spin_us", WholeOrAuto(0, 1_000_000), Reader.BOTH,
@@ -298,8 +299,8 @@ KNOBS = (
     ),
     Knob(
         "CHECK_REPLIES", "check_replies", WholeOrAuto(0, 1_000_000_000), Reader.PARENT,
-        "One reply in so many is computed by the parent too and compared; 0 = none; auto = one in "
-        "4096, at most 0.1 % of the time.",
+        "The parent recomputes and compares one reply in this many; 0 = none; auto = one in 4096, "
+        "at most 0.1 % of the time.",
     ),
     Knob(
         "IPC_PROFILE", "ipc_profile", Switch(), Reader.BOTH,
@@ -315,7 +316,7 @@ KNOBS = (
     ),
     Knob(
         "IPC_MAIL_MEMORY", "mail_memory", OneOf("auto", "host"), Reader.PARENT,
-        "Memory that GPUs ask each other through: whichever is faster, or the host's alone.",
+        "Memory that GPUs ask each other through: whichever is faster, or only the host's.",
     ),
     Knob(
         "HEARTBEAT_MS", "heartbeat_ms", Whole(10, 60_000), Reader.PARENT,
@@ -353,15 +354,15 @@ KNOBS = (
     ),
     Knob(
         "PLACEMENT", "placement", PathText("FILE"), Reader.DAEMON,
-        "Experts that a daemon loads at once, and keeps whatever its parents ask for besides.",
+        "Experts that a daemon loads at start and keeps, besides those that its parents ask for.",
     ),
     Knob(
         "CORES", "cores", Cores(), Reader.DAEMON,
-        "Processors that a daemon keeps to; default: all that it may use.",
+        "Processors that a daemon is pinned to; default: all that it may use.",
     ),
     Knob(
         "PIN_DAEMONS", "pin_daemons", Switch(), Reader.PARENT,
-        "Every daemon that is spawned keeps to its own share of the cores.",
+        "Pin each spawned daemon to its own share of the cores.",
     ),
     Knob(
         "CPU_TIER", "cpu_tier", OneOf(*CPU_TIERS), Reader.BOTH,
@@ -412,15 +413,15 @@ KNOBS = (
 )  # fmt: skip
 
 VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))
-"""Names of all variables of ours that are read."""
+"""Names of all variables that are read."""
 
 
 def knobs_of(*, daemon: bool) -> tuple[Knob, ...]:
     """The settings that a parent or, with `daemon`, a daemon takes as flags."""
-    of_others = (Reader.PARENT if daemon else Reader.DAEMON, Reader.SERVER)
-    return tuple(knob for knob in KNOBS if knob.reader not in of_others)
+    excluded = (Reader.PARENT if daemon else Reader.DAEMON, Reader.SERVER)
+    return tuple(knob for knob in KNOBS if knob.reader not in excluded)
 
 
 def server_knobs() -> tuple[Knob, ...]:
-    """The settings that a parent takes in addition if it is a server."""
+    """The settings that a server takes besides those of a parent."""
     return tuple(knob for knob in KNOBS if knob.reader is Reader.SERVER)

@@ -1,1 +1,1 @@
-"""Transports: ways to carry requests and replies between parent and daemon."""
+"""Transports: ZeroMQ streams and shared memory, their keys, and the checks that both must pass."""

@@ -1,14 +1,14 @@
-"""Keys of tcp links: key files, who may connect, whom we connect to, and putting them on sockets.
+"""Keys of tcp links: key files, authorized clients, known daemons, and the sockets' options.
 
-A folder of keys holds, for the machine and user it belongs to::
+A key folder belongs to one user of one machine::
 
-    secret.key           0600  our secret key; never leaves the machine
-    public.key           0644  our public key, one line, to be copied to others
-    authorized_clients         public keys of the parents that our daemons let in, one a line
-    known_daemons              daemons that our parents connect to: HOST[:PORT] and their public key
+    secret.key           0600  the secret key; never leaves the machine
+    public.key           0644  the public key, one line, to be copied to peers
+    authorized_clients         public keys of parents that may use daemons of this machine
+    known_daemons              daemons of parents of this machine: HOST[:PORT] and their public key
 
-Encryption and authentication are ZeroMQ's CURVE. Knows nothing of who asks (see the daemon's
-authentication) nor of what travels.
+Encryption and authentication are ZeroMQ's CURVE; the daemon's `authentication` answers ZAP
+requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KNOWN_FILE = "known_daemons"
 KEY_BYTES = 32
 ZAP_DOMAIN = b"dflash-moe"
 HANDSHAKE_MS = 1000
-"""A connection that has not proved its key after this long is closed, so that silent ones cannot
+"""A connection that has not completed its handshake by then is closed, so that silent ones cannot
 pile up: a thousand a second take a thousand descriptors."""
 
 _FOLDER, _FILE = "key folder", "key file"
@@ -50,10 +50,10 @@ _PUBLIC_WORD = "dflash-public-key"
 _KEY_FILE_LIMIT_BYTES = 4096
 _LIST_LIMIT_BYTES = 1 << 20
 _WRAPPING_BYTES = 33
-"""What CURVE adds to a frame: the command's name and nonce, the authenticator, and a flag."""
+"""CURVE's overhead of a frame: command name, nonce, authenticator and a flag."""
 _BACKLOG = 1024
 _SETTLED_NS = 100_000_000
-"""A file younger than this may change once more without its time stamps telling."""
+"""A file younger than this may change again without a change of its time stamps."""
 _KEEPALIVE_S = ((zmq.TCP_KEEPALIVE_IDLE, 60), (zmq.TCP_KEEPALIVE_INTVL, 10))
 _HEADERS = {
     AUTHORIZED_FILE: "# Parents that may use the daemons of this machine: "
@@ -73,7 +73,7 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """What the parent's sockets of one link need: our keys, and the only daemon key we accept."""
+    """Security of a parent's sockets of one link: its keys, and the daemon's public key."""
 
     keys: CurveKeys
     server_public_key: bytes
@@ -85,7 +85,7 @@ class ClientSecurity:
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """What the daemon's sockets need: our keys, and who may connect."""
+    """Security of a daemon's sockets: its keys, and the clients that may connect."""
 
     keys: CurveKeys
     clients: AuthorizedClients
@@ -96,9 +96,9 @@ class ServerSecurity:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: CurveKeys, server_public_key: bytes) -> None:
-    """Encrypt what this socket carries, to nobody but the owner of that key.
+    """Encrypt a socket, and accept only a daemon with that public key.
 
-    To be called before connect, and after MAXMSGSIZE is set.
+    Call it before connect, and after MAXMSGSIZE is set.
     """
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -109,11 +109,11 @@ def secure_client(socket: zmq.Socket[Any], keys: CurveKeys, server_public_key: b
 def secure_server(
     socket: zmq.Socket[Any], keys: CurveKeys, *, io_threads: Sequence[int] = ()
 ) -> None:
-    """Encrypt what this socket carries, and let in only whom the context's ZAP handler lets in.
+    """Encrypt a socket, and accept only clients that the context's ZAP handler authorizes.
 
-    Without a handler nobody gets in. With `io_threads` all connections of this socket are served
-    by these threads of the context, so that handshakes here delay no other socket.
-    To be called before bind, and after MAXMSGSIZE is set.
+    Without a handler no client is accepted. With `io_threads`, only these threads of the context
+    serve the socket's connections, so that its handshakes do not delay other sockets.
+    Call it before bind, and after MAXMSGSIZE is set.
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -121,7 +121,7 @@ def secure_server(
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-    # A parent whose machine vanished says no goodbye.
+    # Keepalive finds parents whose machine is gone.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, seconds in _KEEPALIVE_S:
         socket.setsockopt(option, seconds)
@@ -130,7 +130,7 @@ def secure_server(
 
 
 def _make_room(socket: zmq.Socket[Any]) -> None:
-    """The limit counts what is on the wire, and the largest legal frame is wrapped there."""
+    """Raise MAXMSGSIZE, which counts encrypted bytes, by CURVE's overhead."""
     limit_bytes = socket.getsockopt(zmq.MAXMSGSIZE)
     assert isinstance(limit_bytes, int)
     if limit_bytes >= 0:
@@ -138,11 +138,11 @@ def _make_room(socket: zmq.Socket[Any]) -> None:
 
 
 def client_security(folder: Path, endpoint: Endpoint) -> ClientSecurity | None:
-    """What a link to this endpoint needs; None for links that stay on this machine without keys.
+    """Security of a link to this endpoint; None for ipc, and for loopback addresses that
+    `known_daemons` does not name.
 
-    On the loopback address keys are used if `known_daemons` names it.
-    Raises: SettingsError if the endpoint needs keys and they are not there, saying what to do, or
-    if a key file cannot be used.
+    Raises: SettingsError if the endpoint needs keys that are missing, saying what to do, or if a
+    key file cannot be used.
     """
     if endpoint.path is not None:
         return None
@@ -150,7 +150,7 @@ def client_security(folder: Path, endpoint: Endpoint) -> ClientSecurity | None:
     if server_public_key is None:
         if endpoint.is_loopback:
             return None
-        load_keys(folder)  # the first thing to put right is that there are none
+        load_keys(folder)  # if there are none, report that first
         raise SettingsError(
             f"{endpoint.address} is not on this machine, so its daemon's key must be known: add "
             f"the line '{endpoint.host} {_PUBLIC_WORD} …' with what that machine's {PUBLIC_FILE} "
@@ -162,11 +162,11 @@ def client_security(folder: Path, endpoint: Endpoint) -> ClientSecurity | None:
 def server_security(
     folder: Path, endpoint: Endpoint, *, is_configured: bool
 ) -> ServerSecurity | None:
-    """What listening on this endpoint needs; None if it stays on this machine without keys.
+    """Security for listening on this endpoint; None for ipc, and for loopback addresses unless
+    `is_configured`: the key folder was set explicitly.
 
-    On the loopback address keys are used if `is_configured`: the folder was asked for by name.
-    Raises: SettingsError if the endpoint needs keys and they are not there, saying what to do, or
-    if a key file cannot be used.
+    Raises: SettingsError if the endpoint needs keys that are missing, saying what to do, or if a
+    key file cannot be used.
     """
     if endpoint.path is not None or (endpoint.is_loopback and not is_configured):
         return None
@@ -179,10 +179,10 @@ def server_security(
 
 
 def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKeys:
-    """Make a key pair and write it into `folder`, which is made with mode 0700 if need be.
+    """Make a key pair in `folder`, which is created with mode 0700 if missing.
 
-    `comment` follows the public key, for people. Empty lists of friends are made beside them.
-    Raises: SettingsError if there is a key already and not `force`, or the folder cannot be used.
+    `comment` follows the public key. Empty lists of clients and daemons are created as well.
+    Raises: SettingsError if a key exists and `force` is not set, or the folder cannot be used.
     """
     comment = one_line(" ".join(comment.split()))
     try:
@@ -200,7 +200,7 @@ def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKe
     public_text = f"{public_line(public)} {comment}\n"
     lists = {name: text for name, text in _HEADERS.items() if not os.path.lexists(folder / name)}
     with contextlib.ExitStack() as undo:
-        # All are written before one is put in its place: a full disk leaves what was there.
+        # Write all files before renaming any, so that a full disk changes nothing.
         pair = [
             (_staged(folder / SECRET_FILE, secret_text, 0o600, undo), folder / SECRET_FILE),
             (_staged(folder / PUBLIC_FILE, public_text, 0o644, undo), folder / PUBLIC_FILE),
@@ -217,9 +217,9 @@ def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKe
 
 
 def load_keys(folder: Path) -> CurveKeys:
-    """Our key pair; the public half is computed from the secret one.
+    """The key pair in `folder`; the public key is computed from the secret one.
 
-    Raises: SettingsError if there is none, or if others may read, replace or have made it.
+    Raises: SettingsError if there is none, or another user could read, replace or have made it.
     """
     _check_folder(folder)
     path = folder / SECRET_FILE
@@ -231,15 +231,15 @@ def load_keys(folder: Path) -> CurveKeys:
 
 
 def public_line(public_key: bytes) -> str:
-    """The key as people copy it."""
+    """The line of a public key, as in ``public.key`` and the lists."""
     return f"{_PUBLIC_WORD} {public_key.hex()}"
 
 
 class AuthorizedClients:
-    """The clients that may connect: public keys in a file, read again whenever it changes.
+    """The clients that may connect: public keys in a file, which is reread when it changes.
 
-    A file that can no longer be used lets nobody in until it is put right. Used by one thread.
-    Raises: SettingsError, when made, if the file is not there or cannot be used.
+    While the file cannot be used, no client is accepted. Used by one thread.
+    Raises: SettingsError from the constructor if the file is missing or cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -248,7 +248,7 @@ class AuthorizedClients:
         self._keys = self._read()
 
     def allows(self, public_key: bytes) -> bool:
-        """Whether the owner of that key may connect now."""
+        """Whether a client with this key may connect now."""
         if self._signature is None or self._signature != _signature(self._path):
             try:
                 self._keys = self._read()
@@ -256,12 +256,12 @@ class AuthorizedClients:
                 if self._keys:
                     # docs (daemon): `authorized_clients` cannot be used; connections that exist go
                     # on
-                    _LOG.warning("no client is let in until this is put right: %s", error)
+                    _LOG.warning("no client can connect until this is fixed: %s", error)
                 self._keys = frozenset()
         return public_key in self._keys
 
     def _read(self) -> frozenset[bytes]:
-        # Taken before reading: a change in between is then noticed the next time.
+        # Taken before reading, so that a change in between is noticed the next time.
         self._signature = None
         signature = _signature(self._path)
         _check_folder(self._path.parent)
@@ -272,7 +272,7 @@ class AuthorizedClients:
 
 
 def _known_daemon(folder: Path, endpoint: Endpoint) -> bytes | None:
-    """The key of the daemon at this endpoint; a line with its port goes before one without."""
+    """The key of the daemon at this endpoint; a line with its port takes precedence."""
     path = folder / KNOWN_FILE
     if not os.path.lexists(path):
         return None
@@ -289,7 +289,7 @@ def _known_daemon(folder: Path, endpoint: Endpoint) -> bytes | None:
 
 
 def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Number and words of each line that says something."""
+    """Number and words of each line that is neither blank nor a comment."""
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if words and not words[0].startswith("#"):
@@ -314,7 +314,7 @@ def _key(text: str, path: Path, number: int) -> bytes:
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """Changes when the file does; None while that cannot be told from its time stamps."""
+    """A value that changes when the file does; None if missing or too recently changed to tell."""
     try:
         found = path.lstat()
     except OSError:
@@ -325,7 +325,10 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Whoever may write to the folder may replace the keys in it."""
+    """Check that no other user can write to the folder, and so replace its keys.
+
+    Raises: SettingsError.
+    """
     try:
         found = folder.lstat()
     except OSError as error:
@@ -345,9 +348,9 @@ def _check_owner(kind: str, path: Path, found: os.stat_result, forbidden_mode: i
 
 
 def _read(path: Path, limit_bytes: int, *, forbidden_mode: int) -> str:
-    """Text of a file that nobody else may have written. Raises: SettingsError."""
+    """Text of a file that no other user can have written. Raises: SettingsError."""
     try:
-        # Never waits, whatever is there.
+        # O_NONBLOCK: do not wait if it is a pipe.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         reason = f"does not exist; make keys with: dflash-moe keygen {path.parent}"
@@ -375,7 +378,7 @@ def _read(path: Path, limit_bytes: int, *, forbidden_mode: int) -> str:
 
 
 def _staged(path: Path, text: str, mode: int, undo: contextlib.ExitStack) -> Path:
-    """A new file of exactly this mode beside the path; removed by `undo` wherever it is not put.
+    """A new file of exactly this mode beside the path; `undo` removes it if it was not renamed.
 
     Raises: SettingsError.
     """
@@ -392,7 +395,8 @@ def _staged(path: Path, text: str, mode: int, undo: contextlib.ExitStack) -> Pat
 
 
 def _put(staged: Path, path: Path, *, replace: bool) -> None:
-    """Raises: SettingsError, if there is a file already among them unless it is to be replaced."""
+    """Move a staged file into place. Raises: SettingsError, also if the path exists and `replace`
+    is not set."""
     try:
         if replace:
             os.replace(staged, path)

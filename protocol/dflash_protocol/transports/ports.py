@@ -1,7 +1,7 @@
-"""Ports: what a process keeps of a segment's slots for compiled code, and how it reads them.
+"""Ports: a process's private records of a segment's slots, which compiled code works on.
 
-A port is an array of int64 for each slot and side: addresses, what was agreed on, and a copy of the
-header of what was taken. Knows nothing of who sends what.
+A port is an array of int64 for each slot and side: addresses, negotiated limits, and a copy of the
+header of the last message taken. `ring.compiled` defines its words.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ _WORD = struct.Struct("<q")
 
 
 class Ports:
-    """All of a segment's slots, for one side. `narrow` is the payload type that may come besides
-    the wide one; with a window, rows may also have been moved by a device."""
+    """The ports of all of a segment's slots, for one side.
+
+    `narrow` is the payload type allowed besides the wide one; if the segment has a device window,
+    rows may also be moved by a device.
+    """
 
     def __init__(
         self, segment: Segment, *, is_client: bool, narrow: int, limits: LinkLimits
@@ -46,7 +49,7 @@ class Ports:
         first = -words.ctypes.data // 8 % _LINE_WORDS
         words = words[first : first + shape.num_slots * PORT_WORDS]
         self.words: I64Array = words.reshape(shape.num_slots, PORT_WORDS)
-        """Compiled code has its address."""
+        """[slots, PORT_WORDS]; must live as long as compiled code uses its address."""
         self.words.view(np.float64)[:, ring_native.LEAST_LAG] = np.inf
         flags = [base + ring.CLIENT_SLEEPS_AT, base + ring.SERVER_SLEEPS_AT]
         sleeps, peer_sleeps = flags if is_client else reversed(flags)
@@ -77,12 +80,12 @@ class Ports:
         return int(self.words[slot_idx].ctypes.data)
 
     def taken(self, slot_idx: int) -> memoryview:
-        """The bytes of ROUTING_BOUND, WAITED and, from `HEADER_AT` on, of the header's copy."""
+        """View of ROUTING_BOUND, WAITED and, from `HEADER_AT` on, the copy of the header."""
         return self.words[slot_idx, ring_native.ROUTING_BOUND : ring_native.STATE].data.cast("B")
 
 
 def poll_entries(*fds: int, num_more: int = 0) -> I64Array:
-    """Words that poll(2) takes for these descriptors, to be readable, and zeros behind them."""
+    """poll(2) entries that wait for these descriptors to become readable, then `num_more` zeros."""
     entries = [fd | ring_native.POLLIN for fd in fds]
     return np.array(entries + [0] * num_more, np.int64)
 
@@ -91,13 +94,13 @@ HEADER_AT = 8 * (ring_native.HEADER - ring_native.ROUTING_BOUND)
 
 
 def header_word(taken: memoryview, word: int) -> int:
-    """A word of the copy of a slot's header."""
+    """A word of the header's copy in `taken`."""
     value: int = _WORD.unpack_from(taken, HEADER_AT + 8 * word)[0]
     return value
 
 
 def violation_error(violation: int, counters: TransportCounters) -> ProtocolError:
-    """What a slot was refused for, counted."""
+    """The error of a violation; also increments its counter."""
     code, reason = ring_native.VIOLATIONS[violation]
     if code == "checksum":
         counters.checksum_failures += 1

@@ -1,9 +1,8 @@
-"""The shared-memory transport, parent's end: payload in a ring that both processes have mapped.
+"""The shared-memory transport, parent's end: requests and replies in a ring that both sides map.
 
-A SharedClient for each link; `shared_server` is the other end. Whoever waits looks at the ring for
-a short while, then sleeps until its bell is rung; nothing passes through ZeroMQ. `ring` draws the
-layout and argues why the order of things is right. Knows nothing of what is computed, nor of
-handshakes.
+One SharedClient for each link; `shared_server` is the other end. A waiter polls the ring for a
+short time, then sleeps until its bell rings; nothing passes through ZeroMQ. `ring.layout` draws the
+memory and argues why its order of accesses is correct.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from dflash_protocol.wire.transport import DeviceReply, LinkLimits, Reply, Trans
 _SPIN_S, _LONG_SPIN_S = 50e-6, 1e-3
 _MANY_CORES = 8
 _LONGEST_WAIT_S = 1.0
-_FREE_SLOT_LOOK_S = 0.01
-"""Who waits for any slot looks so long at each of those that are taken."""
+_FREE_SLOT_POLL_S = 0.01
+"""How long a wait for a free slot polls each slot in use."""
 
 _DECODE, _DECODE_CODE = Phase.DECODE, PHASES.index(Phase.DECODE)
 _TIMES = struct.Struct("<2d")
@@ -56,8 +55,11 @@ _TIMES_AT = HEADER_AT + 8 * ring.TIME
 
 
 def spin_window_s() -> float:
-    """How long a waiter should look at the ring before it sleeps: not at all on a core that the
-    other side needs, and through a layer of a decode step where one of many is free for that."""
+    """Default time that a waiter polls the ring before it sleeps.
+
+    0 on a single core, which the other side needs; on many cores long enough for a layer of a
+    decode step.
+    """
     num_cores = len(os.sched_getaffinity(0))
     if num_cores >= _MANY_CORES:
         return _LONG_SPIN_S
@@ -65,7 +67,7 @@ def spin_window_s() -> float:
 
 
 class _Slot:
-    """A slot at the parent."""
+    """State of a slot at the parent."""
 
     __slots__ = (
         "expected",
@@ -83,13 +85,13 @@ class _Slot:
     def __init__(self, ports: Ports, shape: RingShape, index: int) -> None:
         self.index = index
         self.num_tokens = 0
-        """Of the request that it holds."""
+        """Tokens of the request in the slot."""
         self.is_moved = False
-        """That request's rows were moved by a device, and so will the sums be."""
+        """Whether a device moves the request's rows, and will move its sums."""
         self.expected: ExpectedSums | None = None
-        """Memory of the device for these."""
+        """Device memory for the sums."""
         self.reading: tuple[int, DmaCopy] | None = None
-        """Of a reply whose header has come: payload bytes, and its sums on their way."""
+        """After the reply's header has arrived: payload bytes, and the copy of the sums."""
         self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
         self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
         self.port = ports.address(index)
@@ -99,7 +101,7 @@ class _Slot:
 
 
 class _Unsent(NamedTuple):
-    """A request whose rows are on their way into its slot: it is published when they are there."""
+    """A request whose rows are being copied into its slot; published when the copy is complete."""
 
     slot: _Slot
     head: tuple[int, ...]
@@ -110,14 +112,16 @@ class _Unsent(NamedTuple):
 
 
 class SharedClient:
-    """Implements transport.ClientTransport over a segment, which it owns from now on.
+    """Implements ClientTransport over a segment, which it owns from now on.
 
-    `lost_fd` becomes readable when the supervisor finds out that the link is lost; `lost_reason`
-    then says why. `payload` is what the handshake agreed on; `counters` are added to. More requests
-    than there are slots may be in flight: replies that have come are then read to make room.
+    `lost_fd` becomes readable when the supervisor finds the link lost; `lost_reason` then says why.
+    `payload` was negotiated; `counters` are incremented; `before_sleep` is called before each
+    sleep. More requests than slots may be in flight: replies that have arrived are then read and
+    kept, to free their slots.
 
-    Rows that a device moves are on their way when `submit` returns, and the request is published as
-    soon as somebody finds out that they are there: `push`, `look`, or the next call but `forget`.
+    Rows that a device moves are still being copied when `submit` returns; the request is published
+    by the next call that finds the copy complete or waits for it: `push`, `poll`, `submit`, `wait`.
+    A slot is free, pending (waiting for a reply) or abandoned (forgotten before its reply).
     """
 
     def __init__(
@@ -148,14 +152,14 @@ class SharedClient:
         self._num_slots = shape.num_slots
         self._hidden_size = shape.hidden_size
         self._window = segment.window if payload is PayloadType.F32 else None
-        # The slot that was free last is used first: it is still in the caches of both.
+        # Last in, first out: the slot used last is still in both sides' caches.
         self._free = [_Slot(self._ports, shape, i) for i in reversed(range(shape.num_slots))]
         self._pending: dict[int, _Slot] = {}
         self._abandoned: dict[int, _Slot] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
         self._unsent: _Unsent | None = None
         self._reading: int | None = None
-        """The request whose sums are on their way into the device's memory."""
+        """Sequence of the request whose sums are being copied to the device."""
         self._sequence = 0
         self._entries = poll_entries(segment.client_bell, lost_fd, num_more=1)
         self._ports.words[:, ring_native.ENTRIES] = self._entries.ctypes.data
@@ -168,20 +172,20 @@ class SharedClient:
         self._load_word = kernels.load_word
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
-        """As ClientTransport.submit. If all slots are taken, waits for one, up to the deadline.
+        """Send a request; if no slot is free, waits for one, up to the deadline.
 
-        Raises: ProtocolError with code ``capacity`` if the batch is larger than was agreed on;
-        DaemonUnavailable if no slot gets free, or none will, since all belong to requests that were
-        given up: the link needs a new segment then.
+        Raises: ProtocolError with code ``capacity`` if the batch exceeds the negotiated size;
+        DaemonUnavailable if no slot becomes free, or all belong to abandoned requests: the link
+        needs a new segment then.
         """
         self._publish()
         free = self._free
         num_tokens, _ = batch.hidden_shape
         slot = free.pop() if free else self._free_slot(deadline_s)
         last = self._sequence
-        # The next of those that belong to this slot.
+        # The next sequence congruent to the slot's index.
         sequence = last + 1 + (slot.index - last - 1) % self._num_slots
-        self._sequence = sequence  # used, whatever happens now
+        self._sequence = sequence  # never reused, even if sending fails
         phase = batch.phase
         phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
         deadline_ms = deadline_s * 1e3
@@ -219,7 +223,7 @@ class SharedClient:
             return self._take_arrived(sequence)
         if slot.is_moved:
             return self._wait_for_moved(sequence, slot, deadline_s)
-        # Whatever can be made before the reply is there costs nothing.
+        # Allocate before the reply arrives, while there is time.
         sums = np.empty((slot.num_tokens, self._hidden_size))
         reply = Reply(sums, 0.0)
         spin_ns = self._spin_ns if self._is_quick else 0
@@ -239,25 +243,24 @@ class SharedClient:
         slot = self._pending.pop(sequence, None)
         if slot is None:
             return
-        slot.expected = slot.reading = None  # the window keeps what it uses
+        slot.expected = slot.reading = None  # the window keeps memory that a copy still uses
         if self._reading == sequence:
             self._reading = None
         if self._unsent is not None and self._unsent.slot is slot:
-            self._unsent = None  # the other side has never seen it
+            self._unsent = None  # it was never published
             self._free.append(slot)
         else:
             self._abandoned[sequence] = slot
 
     def push(self, sequence: int) -> None:
-        """Have a request on its way to the other side, as soon as its rows are in its slot, which
-        is waited for. Raises: DeviceUnavailable."""
+        """Publish a request, after waiting for its rows to be copied. Raises: DeviceUnavailable."""
         unsent = self._unsent
         if unsent is not None and self._pending.get(sequence) is unsent.slot:
             self._publish()
 
     def poll(self) -> None:
-        """Go on with what devices move, as far as nothing has to be waited for: publish a request
-        whose rows are there, begin to take in sums that have come. Raises: DeviceUnavailable."""
+        """Advance device copies without waiting: publish a request whose rows are copied, start to
+        copy sums that have arrived. Raises: DeviceUnavailable."""
         if self._unsent is not None and self._unsent.rows.has_ended():
             self._publish()
         if self._reading is not None:
@@ -284,13 +287,13 @@ class SharedClient:
         batch: RoutedBatch,
         status: int,
     ) -> int:
-        """Send what has gaps, or the negotiated type does not hold.
+        """Send again rows that are not contiguous, or overflow the negotiated type.
 
-        Raises: ProtocolError if that is not why it was not sent.
+        Raises: ProtocolError if the batch was refused for another reason.
         """
         routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
         hidden = np.ascontiguousarray(batch.hidden)
-        if hidden is not batch.hidden:  # routing is made by us; rows may be anybody's, with gaps
+        if hidden is not batch.hidden:  # rows come from the caller and may not be contiguous
             status = self._send(*head, self._payload_code, deadline_ms, hidden, *routing)
         if status == OUT_OF_RANGE:
             hidden, _ = pack_hidden(hidden, self._payload)
@@ -303,9 +306,10 @@ class SharedClient:
     def _move_rows(
         self, slot: _Slot, head: tuple[int, ...], deadline_ms: float, batch: DeviceBatch
     ) -> int:
-        """Send rows that a device writes into the slot. Raises: ProtocolError; DeviceUnavailable.
+        """Start a device copy of the rows into the slot; publish if it is complete at once.
 
-        What does not fit is refused before anything is written.
+        Raises: ProtocolError, before anything is written, if the batch is too large;
+        DeviceUnavailable.
         """
         num_tokens, width = batch.hidden_shape
         shape = self._segment.shape
@@ -314,7 +318,7 @@ class SharedClient:
             raise self._over_capacity(batch)
         slot.expected, slot.reading = self._window.expect_sums((num_tokens, width)), None
         rows = self._window.write_rows(slot.request_at, batch.rows)
-        # Grouped, if it is not yet, while the device is at work.
+        # Reading the routing groups the pairs, while the device copies.
         routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
         self._unsent = _Unsent(slot, head, deadline_ms, num_tokens, rows, routing)
         if rows.has_ended():
@@ -322,7 +326,7 @@ class SharedClient:
         return 0
 
     def _publish(self) -> None:
-        """Have the other side see what was not published yet, once its rows have arrived."""
+        """Wait for the rows of the unpublished request, if any, and publish it."""
         unsent = self._unsent
         if unsent is None:
             return
@@ -331,7 +335,7 @@ class SharedClient:
         status = self._send_moved(
             *unsent.head, unsent.deadline_ms, unsent.num_tokens, digest, *unsent.routing
         )
-        assert status >= 0  # its sizes were checked, and its arrays are ours
+        assert status >= 0  # sizes were checked in _move_rows
         self.bytes_sent += status
 
     def _over_capacity(self, batch: RoutedBatch) -> ProtocolError:
@@ -343,7 +347,7 @@ class SharedClient:
         )
 
     def _wait_for_moved(self, sequence: int, slot: _Slot, deadline_s: float) -> Reply:
-        """As `wait`, of sums that stay on the device."""
+        """`wait` for sums that stay on the device."""
         receive, head, num_tokens = self._receive_moved, (slot.port, sequence), slot.num_tokens
         if slot.reading is None:
             status = receive(*head, 0, 0, num_tokens)
@@ -357,12 +361,12 @@ class SharedClient:
             if status < 0:
                 raise self._failure(sequence, slot, status)
             self._begin_reading(sequence, slot, status)
-        self._publish()  # what goes the other way meanwhile, and is there sooner
+        self._publish()  # its copy, in the other direction, ends sooner
         return self._end_reading(sequence, slot)
 
     def _begin_reading(self, sequence: int, slot: _Slot, num_bytes: int) -> None:
-        """Have the device read sums whose header was received. Raises: DeviceUnavailable."""
-        if self._reading is not None:  # there is one digest at a time
+        """Start to copy sums whose header was received. Raises: DeviceUnavailable."""
+        if self._reading is not None:  # the window has one digest at a time
             self._keep_read(self._reading, self._pending[self._reading])
         assert self._window is not None
         assert slot.expected is not None
@@ -370,9 +374,9 @@ class SharedClient:
         self._reading = sequence
 
     def _end_reading(self, sequence: int, slot: _Slot) -> Reply:
-        """Wait for these sums, and free the slot.
+        """Wait for the copy of the sums, and free the slot.
 
-        Raises: ProtocolError if they are not the sums that were sent; DeviceUnavailable.
+        Raises: ProtocolError if their digest is wrong; DeviceUnavailable.
         """
         assert slot.reading is not None
         num_bytes, crossing = slot.reading
@@ -387,7 +391,7 @@ class SharedClient:
         return reply
 
     def _keep_read(self, sequence: int, slot: _Slot) -> None:
-        """The same, of sums that are kept for their wait."""
+        """`_end_reading`, with the outcome kept for the request's `wait`."""
         try:
             self._arrived[sequence] = self._end_reading(sequence, slot)
         except ProtocolError as error:
@@ -396,13 +400,13 @@ class SharedClient:
     def _take_arrived(self, sequence: int) -> Reply:
         outcome = self._arrived.pop(sequence, None)
         if outcome is None:
-            raise DeadlineExceeded("no reply to a request that nobody waits for")
+            raise DeadlineExceeded("no reply: the request is not pending")
         if isinstance(outcome, ProtocolError):
             raise outcome
         return outcome
 
     def _complete(self, sequence: int, slot: _Slot, num_bytes: int, reply: Reply) -> None:
-        """Its sums were received."""
+        """Fill in the reply of a request whose sums were received, and free its slot."""
         if num_bytes & IS_NOT_FINITE:
             num_bytes ^= IS_NOT_FINITE
             reply.is_finite = False
@@ -413,7 +417,8 @@ class SharedClient:
         self.bytes_received += num_bytes
 
     def _failure(self, sequence: int, slot: _Slot, status: int) -> ProtocolError:
-        """Something else was received; the slot is free unless it may still be written."""
+        """The error of a failure or violation that was received; frees the slot, unless the daemon
+        may still write it."""
         del self._pending[sequence]
         violation = FAILURE - status
         if violation == ring_native.STALE:
@@ -429,9 +434,9 @@ class SharedClient:
         )
 
     def _free_slot(self, deadline_s: float) -> _Slot:
-        """A slot whose reply has come: of one that nobody waits for, else of one that is kept.
+        """Wait for a slot whose reply has arrived: an abandoned one, or one whose reply is kept.
 
-        Raises: DeadlineExceeded; DaemonUnavailable if the link is lost, or all slots are.
+        Raises: DeadlineExceeded; DaemonUnavailable if the link or all slots are lost.
         """
         end_s = time.monotonic() + deadline_s
         while True:
@@ -444,17 +449,17 @@ class SharedClient:
             if self._free:
                 return self._free.pop()
             if not self._pending:
-                raise DaemonUnavailable("all slots belong to requests that were given up")
+                raise DaemonUnavailable("all slots belong to abandoned requests")
             remaining_s = end_s - time.monotonic()
             for sequence, slot in list(self._pending.items()):
-                # Replies come in any order, most often in that of the requests.
-                wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_LOOK_S)
+                # Replies arrive in any order, most often in that of the requests.
+                wait_s = 0.0 if self._free else min(max(remaining_s, 0.0), _FREE_SLOT_POLL_S)
                 self._keep_reply(sequence, slot, int(wait_s * 1e9))
             if not self._free:
                 self._check_timeout(remaining_s, deadline_s, "free slot")
 
     def _keep_reply(self, sequence: int, slot: _Slot, wait_ns: int) -> None:
-        """Free the slot if its reply has come or comes meanwhile, which is kept for its wait."""
+        """If a reply is there or arrives in `wait_ns`, keep it for its `wait` and free the slot."""
         head = (slot.port, sequence, 0, wait_ns)
         sums = np.empty((0 if slot.is_moved else slot.num_tokens, self._hidden_size))
         if slot.reading is not None:
@@ -482,7 +487,10 @@ class SharedClient:
         place: F64Array | int,
         deadline_s: float,
     ) -> int:
-        """Status of what comes. Raises: DeadlineExceeded; DaemonUnavailable if the link is lost."""
+        """Sleep until a reply arrives; returns its status.
+
+        Raises: DeadlineExceeded; DaemonUnavailable if the link is lost.
+        """
         remaining_s, end_s = deadline_s, time.monotonic() + deadline_s
         while True:
             wait_ns = int(min(max(remaining_s, 0.0), _LONGEST_WAIT_S) * 1e9)

@@ -1,7 +1,6 @@
 """The shared-memory transport, daemon's end: one SharedServer for the rings of all links.
 
-Owned by the compute thread, which serves it beside a stream. Knows nothing of what is computed, nor
-of handshakes.
+Owned by the compute thread, which serves it together with a StreamServer.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from dflash_protocol.transports.ports import (
 from dflash_protocol.wire.messages import ExpertRequest
 from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
 
-# ROUTING_BOUND, WAITED, then of the header: sequence, layer, everything from T to the payload
-# type, two times.
+# ROUTING_BOUND, WAITED, then words of the header: sequence, layer, T to payload type, two times.
 _TAKEN = struct.Struct("<qdq16xq40s2d")
 _SHAPE = struct.Struct("<5q")
 _NUM_REQUESTS_KEPT = 32
@@ -47,26 +45,26 @@ _VIOLATION = (1 << ring_native.STATUS_BITS) - 1
 
 @dataclass(slots=True, eq=False)
 class _RingRequest(ReceivedRequest):
-    """A request that remembers its slot."""
+    """A request with its slot."""
 
     slot: _Slot | None = None
     moved: ReadRows | None = None
-    """The rows, if they were moved by a device."""
+    """The rows, if a device moves them."""
 
 
 class _Slot:
-    """A slot at the daemon, with private arrays for what it takes; they are good until answered."""
+    """A slot at the daemon, with private arrays for its request, valid until that is answered."""
 
     def __init__(self, link: _Link, ports: Ports, index: int) -> None:
         self.link = link
         self.port = ports.address(index)
         self.bytes = ports.taken(index)
         self.request: _RingRequest | None = None
-        """What was taken and is not answered."""
+        """The request that was taken and is not answered yet."""
         shape = link.segment.shape
         self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
         self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
-        # Memory that no request ever needed is never touched.
+        # Pages that no request needs are never touched, and so take no memory.
         self._hidden: F32Array = np.empty(shape.max_tokens * shape.hidden_size, np.float32)
         self._indices = [np.empty(shape.max_pairs + extra, np.int32) for extra in (0, 1, 0)]
         self._weights: F32Array = np.empty(shape.max_pairs, np.float32)
@@ -76,7 +74,7 @@ class _Slot:
         self._requests: dict[bytes, _RingRequest] = {}
 
     def forget(self) -> None:
-        """Nothing will be taken any more, and nothing answered."""
+        """Drop the request and the cached records."""
         self.request = None
         self._requests.clear()
 
@@ -85,11 +83,10 @@ class _Slot:
         return header_word(self.bytes, ring.SEQUENCE)
 
     def take(self) -> ReceivedRequest:
-        """What compiled code has left in the port and the private arrays.
+        """The request that compiled code has copied to the port and the private arrays.
 
-        The records are made once for each shape, and what differs is set in them: making them anew
-        would cost a decode step a fifth of its way through here. Like their arrays, they are good
-        until the request is answered.
+        Records are cached by shape and updated in place; making them anew would take a fifth of a
+        decode step's time in here. Like the arrays, they are valid until the request is answered.
         """
         bound, waited_s, sequence, layer_id, shape, deadline_ms, sent_s = _TAKEN.unpack_from(
             self.bytes
@@ -139,7 +136,7 @@ class _Slot:
 
 
 def _moved(request: _RingRequest, window: DeviceWindow, at: int) -> _RingRequest:
-    """The same request with rows that lie in its slot."""
+    """The request with its rows read from the slot by a device."""
     batch = request.batch
     num_tokens, hidden_size = batch.hidden_shape
     rows = window.read_rows(at, (num_tokens, hidden_size))
@@ -168,8 +165,8 @@ class _Link:
         self.slots = [_Slot(self, self._ports, index) for index in range(segment.shape.num_slots)]
 
     def close(self) -> None:
-        """Its arrays, megabytes of a large model's, go with the last that uses them: slots and
-        requests, which know each other, would wait for the collector of garbage, for long."""
+        """Close the segment and break the cycle of slots and requests, so that their arrays, which
+        are megabytes for a large model, are freed at once and not by the garbage collector."""
         for slot in self.slots:
             slot.forget()
         self.slots = []
@@ -177,12 +174,11 @@ class _Link:
 
 
 class SharedServer:
-    """The daemon's end of all rings. Owned by the compute thread, but `add_link` and `drop_link`
-    may be called by any thread and take effect when the owner looks next.
+    """The daemon's end of all rings.
 
-    One thread can serve this and a socket: `receive` returns when either has something.
-
-    `counters` are added to; `refused` counts all slots that were not what they should have been.
+    Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
+    effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
+    when either is ready. `counters` are incremented; `refused` counts invalid requests.
     """
 
     def __init__(self, *, counters: TransportCounters | None = None) -> None:
@@ -200,10 +196,9 @@ class SharedServer:
         self._rebuild()
 
     def add_link(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
-        """Serve a segment, which belongs to this server from now on; a link of the same name is
-        replaced.
+        """Serve a segment, which the server owns from now on; replaces a link of the same id.
 
-        Raises: ValueError if the limits are not for rows of the segment's width.
+        Raises: ValueError if limits and segment differ in the width of a row.
         """
         if limits.hidden_size != segment.shape.hidden_size:
             raise ValueError(
@@ -213,19 +208,19 @@ class SharedServer:
         os.eventfd_write(self._changed_fd, 1)
 
     def drop_link(self, link_id: str) -> None:
-        """Serve it no more; requests of it that are not answered need no answer."""
+        """Stop serving a link; its pending requests need no answer."""
         self._changes.append((link_id, None, None))
         os.eventfd_write(self._changed_fd, 1)
 
     def try_receive(self, *, spin_s: float = 0.0) -> ReceivedRequest | None:
-        """The next good request if there is one, or one comes within `spin_s` of looking at nothing
-        else; bad ones are answered here. It and its batch are good until it is answered."""
+        """The next valid request, spinning up to `spin_s` for it; None if there is none, or an
+        invalid one was answered. It and its batch are valid until it is answered."""
         return self._take_next(spin_s, 0)
 
     def receive(
         self, timeout_s: float, *, spin_s: float = 0.0, others: tuple[int, ...] = ()
     ) -> ReceivedRequest | None:
-        """As `try_receive`, and then sleeps until something comes, or one of the `others` is
+        """`try_receive`, then sleep until a request arrives, one of the descriptors `others` is
         readable, or the time is up."""
         if others != self._others:
             self._others = others
@@ -256,10 +251,10 @@ class SharedServer:
         return slot.take()
 
     def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
-        """Answer a request, unless its link is gone. Shapes: sums [T, H] float64, on the device
-        that has moved the rows if one has, which is waited for.
+        """Send a request's sums, unless its link was dropped. Shapes: sums [T, H] float64.
 
-        Raises: ValueError if the sums are of another shape, or elsewhere; DeviceUnavailable.
+        If a device moved the rows, it moves the sums too, which this waits for.
+        Raises: ValueError if the sums have another shape, or are on a device and the rows were not.
         """
         assert isinstance(request, _RingRequest)
         slot = request.slot
@@ -287,7 +282,7 @@ class SharedServer:
     def _move_reply(
         self, slot: _Slot, request: _RingRequest, rows: ReadRows, sums: Sums, compute_s: float
     ) -> None:
-        """Have the device write sums into the slot, and publish them if the rows were good."""
+        """Copy sums into the slot by the device, and publish them if the rows' digest was right."""
         window, sequence = slot.link.segment.window, request.header.sequence
         if window is None or sums.shape != rows.shape:
             raise ValueError(f"sums of shape {sums.shape} for rows of {rows.shape}")
@@ -305,14 +300,14 @@ class SharedServer:
         if not is_whole:
             self._refuse(slot, ring_native.WRONG_CHECKSUM)
             return
-        compute_s += time.monotonic() - started_s  # until now nobody had waited for the device
+        compute_s += time.monotonic() - started_s  # the first wait for the device was here
         self._send_moved_reply(
             slot.port, sequence, compute_s, request.waited_s, rows.shape[0], digest
         )
         slot.request = None
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
-        """Answer a request that is not computed, with the reason."""
+        """Send the reason why a request was not computed."""
         link = self._links.get(link_id)
         if link is None:
             return
@@ -321,7 +316,7 @@ class SharedServer:
             self._fail(slot, sequence, error)
 
     def close(self) -> None:
-        """Let go of all links."""
+        """Drop all links."""
         self._apply_changes()
         for link_id in list(self._links):
             self._drop(link_id)
@@ -343,13 +338,13 @@ class SharedServer:
             link.close()
 
     def _rebuild(self) -> None:
-        """What follows from the links: the table for compiled code, and what belongs to it."""
+        """Rebuild the table and the poll entries for compiled code from the links."""
         links = list(self._links.values())
         self._table: I64Array = np.array(
             [len(links), 0, 0, *(link.address for link in links)], np.int64
         )
         self._table_address = int(self._table.ctypes.data)
-        # By link_idx · MAX_SLOTS + slot_idx; the gaps are never asked for.
+        # Indexed by link_idx · MAX_SLOTS + slot_idx; padding is never accessed.
         self._slots = []
         for link in links:
             self._slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
@@ -362,7 +357,7 @@ class SharedServer:
     def _refuse(self, slot: _Slot, violation: int) -> None:
         self.refused += 1
         error = violation_error(violation, self._counters)
-        if violation != ring_native.STALE:  # that one names no request that could be answered
+        if violation != ring_native.STALE:  # a stale sequence names no request to answer
             self._fail(slot, slot.sequence, error)
 
     def _fail(self, slot: _Slot, sequence: int, error: ProtocolError) -> None:

@@ -1,7 +1,6 @@
-"""What every transport must pass: `check_transport`, or its checks one by one (`CHECKS`).
+"""Conformance checks for transports: `check_transport`, or the checks one by one (`CHECKS`).
 
-A transport's tests give a function that connects a fresh pair of ends; the checks say nothing of
-how they are connected. Knows nothing of any one transport.
+A transport's tests pass a function that connects a fresh pair of ends.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from dflash_protocol.wire.transport import ClientTransport, ReceivedRequest, Rep
 HIDDEN_SIZE = 37
 MAX_TOKENS = 11
 MAX_EXPERTS_USED = 4
-"""What the ends of a pair must be made for, with float32 payloads."""
+"""Limits that a pair must be connected with; payloads are float32."""
 
 NUM_IN_FLIGHT = 4
-"""Requests that a pair must hold while nobody serves."""
+"""Requests that a pair must hold while none is served."""
 
 TIMEOUT_S = 20.0
-"""Longer than any good message takes on the slowest machine; never waited out."""
+"""Upper bound for a message on the slowest machine; waited out only on failure."""
 _MANY = 50
 _LONG_S = 600.0
 
 
 class TransportPair(Protocol):
-    """Two connected ends, both used by the thread that checks, unless a check says otherwise."""
+    """Two connected ends, both used by the checking thread, unless a check says otherwise."""
 
     @property
     def client(self) -> ClientTransport: ...
 
     def receive(self) -> ReceivedRequest | None:
-        """The next good request; None if none came within a moment, or a bad one was answered."""
+        """The next valid request; None after a short timeout, or if an invalid one was answered."""
 
     def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None: ...
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None: ...
 
     def lose(self) -> None:
-        """Let the client know that the link is lost."""
+        """Signal the client that the link is lost."""
 
     def close(self) -> None:
         """Release both ends."""
@@ -60,7 +59,7 @@ MakePair: TypeAlias = Callable[[], TransportPair]
 def check_transport(make_pair: MakePair) -> None:
     """Run all checks, each on a fresh pair.
 
-    Raises: AssertionError naming the check, from what it found.
+    Raises: AssertionError naming the check, with its failure as the cause.
     """
     for name, check in CHECKS.items():
         try:
@@ -84,7 +83,7 @@ def example_batch(num_tokens: int, *, seed: int = 0, phase: Phase = Phase.PREFIL
 
 
 def sums_of(batch: RoutedBatch) -> F64Array:
-    """What a pretended daemon answers: depends on every array of the batch. Shapes: [T, H]."""
+    """Sums of a fake daemon, which depend on every array of the batch. Shapes: [T, H]."""
     ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
     sums = batch.hidden.astype(np.float64) / 3.0
     np.add.at(sums, batch.token_indices, (batch.weights * (ids + 1.0))[:, None])
@@ -92,7 +91,7 @@ def sums_of(batch: RoutedBatch) -> F64Array:
 
 
 def received(pair: TransportPair) -> ReceivedRequest:
-    """The next good request. Raises: AssertionError if none comes."""
+    """The next valid request. Raises: AssertionError if none arrives."""
     end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
         if (request := pair.receive()) is not None:
@@ -101,7 +100,7 @@ def received(pair: TransportPair) -> ReceivedRequest:
 
 
 def assert_serves(pair: TransportPair, *, seed: int = 0) -> None:
-    """One good request, there and back; others that come before are left unanswered."""
+    """Send one request and check its reply; earlier requests are left unanswered."""
     batch = example_batch(3, seed=seed)
     sequence = pair.client.submit(99, batch, deadline_s=TIMEOUT_S)
     while (request := received(pair)).header.layer_id != 99:
@@ -147,7 +146,7 @@ def _raised(
 
 
 def _check_echo(make_pair: MakePair) -> None:
-    """0, 1 and many tokens arrive bit by bit, in every phase, and so do their sums."""
+    """0, 1 and many tokens arrive bit for bit, in every phase, and so do their sums."""
     with _connected(make_pair) as pair:
         for num_tokens in (1, 0, MAX_TOKENS, 2):
             for phase in Phase:
@@ -184,7 +183,7 @@ def _check_any_order(make_pair: MakePair) -> None:
 
 
 def _check_many(make_pair: MakePair) -> None:
-    """More requests than a transport may hold, if another thread serves them meanwhile."""
+    """More requests than a transport holds at once, served by another thread meanwhile."""
     with _connected(make_pair) as pair:
         batches = [example_batch(n % MAX_TOKENS, seed=n) for n in range(_MANY)]
 
@@ -202,7 +201,7 @@ def _check_many(make_pair: MakePair) -> None:
 
 
 def _check_sleeping(make_pair: MakePair) -> None:
-    """A waiter that has waited for long is woken by the reply, not by its deadline."""
+    """A sleeping waiter is woken by the reply, not by its deadline."""
     with _connected(make_pair) as pair:
         batch = example_batch(2)
 
@@ -223,7 +222,7 @@ def _check_sleeping(make_pair: MakePair) -> None:
 
 
 def _check_forget(make_pair: MakePair) -> None:
-    """A forgotten request is answered to nobody, whether its reply has come or not."""
+    """The reply to a forgotten request is dropped, whether it has arrived or not."""
     with _connected(make_pair) as pair:
         for round_number in range(3 * NUM_IN_FLIGHT):
             arrived, coming = (
@@ -241,7 +240,7 @@ def _check_forget(make_pair: MakePair) -> None:
 
 
 def _check_deadline(make_pair: MakePair) -> None:
-    """Nothing within the deadline is said so, in time; the late reply is harmless."""
+    """A missed deadline raises in time; the late reply does no harm."""
     with _connected(make_pair) as pair:
         for deadline_s in (0.0, 0.02):
             sequence = pair.client.submit(0, example_batch(1), deadline_s=deadline_s)
@@ -256,7 +255,7 @@ def _check_deadline(make_pair: MakePair) -> None:
 
 
 def _check_lost(make_pair: MakePair) -> None:
-    """A reply that is there counts; else whoever waits learns at once that the link is lost."""
+    """A lost link ends a wait at once; a reply that has arrived before is still returned."""
     with _connected(make_pair) as pair:
         batch = example_batch(2)
         answered, pending = (pair.client.submit(0, batch, deadline_s=_LONG_S) for _ in range(2))
@@ -271,7 +270,7 @@ def _check_lost(make_pair: MakePair) -> None:
 
 
 def _check_failed(make_pair: MakePair) -> None:
-    """A request that is refused raises the code and the reason where it is waited for."""
+    """The wait for a failed request raises the daemon's code and reason."""
     with _connected(make_pair) as pair:
         for reason in ("no experts of layer 1 here", "", "ä" * 5000):
             sequence = pair.client.submit(1, example_batch(1), deadline_s=9.0)
@@ -287,7 +286,7 @@ def _check_failed(make_pair: MakePair) -> None:
 
 
 def _check_oversize(make_pair: MakePair) -> None:
-    """More tokens than were agreed on are refused, by either end, and nothing else suffers."""
+    """More tokens than negotiated are refused, by either end; other requests still work."""
     with _connected(make_pair) as pair:
 
         def send() -> None:
@@ -304,7 +303,7 @@ def _check_oversize(make_pair: MakePair) -> None:
 
 
 def _check_wrong_answer(make_pair: MakePair) -> None:
-    """Sums of another number of tokens than were asked about are a ProtocolError."""
+    """Sums of a wrong number of tokens raise ProtocolError."""
     with _connected(make_pair) as pair:
         for num_rows in (1, 3, 0):
             sequence = pair.client.submit(0, example_batch(2), deadline_s=9.0)
@@ -315,7 +314,7 @@ def _check_wrong_answer(make_pair: MakePair) -> None:
 
 
 def _check_close(make_pair: MakePair) -> None:
-    """Closing releases every descriptor, also with requests in flight."""
+    """Closing releases all descriptors, also with requests in flight."""
     with _connected(make_pair) as warm_up:
         assert_serves(warm_up)
     before = len(os.listdir("/proc/self/fd"))

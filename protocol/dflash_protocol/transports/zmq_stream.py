@@ -1,7 +1,7 @@
 """The stream transport: payload in ZeroMQ frames, over ipc:// or tcp://.
 
-Parent: a DEALER whose routing id is the link id that the handshake gave it. Daemon: one ROUTER for
-all links, owned by the compute thread. Knows nothing of what is computed.
+Parent: a DEALER whose routing id is the link id from the handshake. Daemon: one ROUTER for all
+links, owned by the compute thread.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dflash_protocol.wire.transport import LinkLimits as LinkLimits
 from dflash_protocol.wire.transport import ReceivedRequest, Reply, TransportCounters
 
 _QUEUED_REQUESTS = 16
-"""Requests of one link that may wait; further ones stay with the parent."""
+"""High-water mark of a link's requests at the daemon; further ones queue at the parent."""
 _DRAIN_S = 1.0
-"""How long past its deadline a waiter still reads what has arrived already."""
-_LOOK_UP_S = 0.005
-"""A waiter reads this long at a time, then looks whether the link is lost. Waiting inside the read
-saves the poll before each, which costs a decode step more than all else that we do here."""
+"""How long past its deadline `wait` still reads messages that have arrived already."""
+_RECV_S = 0.005
+"""Timeout of one blocking read, after which a lost link is noticed. Blocking in recv saves a poll
+before each one, which would be the largest cost of a decode step here."""
 
 
 class _ParentCodec(Protocol):
-    """What turns requests into frames and frames into outcomes, in one version."""
+    """Encodes requests and decodes replies, in one version of the protocol."""
 
     def encode(
         self, batch: RoutedBatch, *, sequence: int, layer_id: int, deadline_s: float
@@ -48,12 +48,13 @@ class _ParentCodec(Protocol):
 
 
 class StreamClient:
-    """Implements transport.ClientTransport.
+    """The parent's end of a link over ZeroMQ. Implements ClientTransport; owned by one thread.
 
-    `lost_fd` becomes readable when the supervisor finds out that the link is lost, so that nobody
-    sits out a deadline for a daemon that is known to be dead; `lost_reason` then says why.
-    `generation`, `payload` and `version` are what the handshake agreed on; `global_ids`, by layer
-    and local id, is for version 1 alone. `counters` are added to. `secure` puts keys on the socket.
+    `lost_fd` becomes readable when the supervisor finds the link lost, so that a wait for a dead
+    daemon ends before its deadline; `lost_reason` then says why. `generation`, `payload` and
+    `version` were negotiated; `global_ids`, by layer and local id, is for version 1 only.
+    `counters` are incremented. `secure` sets keys on the socket. `before_sleep` is called before
+    each blocking wait.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class StreamClient:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(link_id))
             self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-            self._socket.setsockopt(zmq.RCVTIMEO, int(_LOOK_UP_S * 1e3))
+            self._socket.setsockopt(zmq.RCVTIMEO, int(_RECV_S * 1e3))
             self._socket.setsockopt(zmq.IPV6, is_ipv6(data_address))
             if secure is not None:
                 secure(self._socket)
@@ -137,7 +138,7 @@ class StreamClient:
         self._before_sleep()
         while sequence not in self._arrived:
             remaining_s = end_s - time.monotonic()
-            if remaining_s > _LOOK_UP_S:
+            if remaining_s > _RECV_S:
                 frames = self._received(0)
             elif remaining_s > 0:
                 self._socket.poll(math.ceil(remaining_s * 1e3))
@@ -167,8 +168,8 @@ class StreamClient:
             frame = self._socket.recv(flags)
         except zmq.Again:
             return None
-        # Asking the socket whether more is to come takes as long as receiving. Only what says so
-        # itself is asked; what follows unannounced is taken for a message, and a damaged one.
+        # Reading RCVMORE takes as long as recv, so it is read only if the header announces frames;
+        # an unannounced frame is then taken for a message of its own, and found to be damaged.
         if self._is_single(frame):
             return [frame]
         frames = [frame]
@@ -177,7 +178,7 @@ class StreamClient:
         return frames
 
     def _take(self, message: list[bytes]) -> None:
-        """Take one message in; what answers no request of ours is dropped."""
+        """Decode a message; one that answers no pending request is dropped."""
         counters, started_s = self._counters, time.perf_counter()
         bytes_before = counters.bytes_received
         answer = self._codec.decode(message, self._num_tokens)
@@ -191,9 +192,9 @@ class StreamClient:
 
 
 class StreamServer:
-    """The daemon's end: all links' requests come in here, one at a time, in order of arrival.
+    """The daemon's end of all links: returns their requests one at a time, in order of arrival.
 
-    Owned by the compute thread. `counters` are added to. `secure` puts keys on the socket.
+    Owned by the compute thread. `counters` are incremented. `secure` sets keys on the socket.
     """
 
     def __init__(
@@ -210,13 +211,13 @@ class StreamServer:
         self._counters = TransportCounters() if counters is None else counters
         self._timeout_ms = -1
         self.was_empty = False
-        """`receive` found nothing when it last looked."""
+        """Whether the last `receive` found nothing."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
         self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
-        # A parent that reconnects quickly must not find its name taken by its own dead socket.
+        # Let a parent that reconnects take over the routing id of its own dead socket.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secure is not None:
             secure(self._socket)
@@ -230,11 +231,11 @@ class StreamServer:
 
     @property
     def fd(self) -> int:
-        """Becomes readable when something may have come since `receive` found nothing."""
+        """Becomes readable when a message may have arrived since `receive` found nothing."""
         return self._fd
 
     def receive(self, timeout_s: float) -> ReceivedRequest | None:
-        """The next good request, or None after `timeout_s`; bad ones are answered here."""
+        """The next valid request. None after `timeout_s`, or if an invalid one was answered."""
         timeout_ms = math.ceil(timeout_s * 1e3)
         if timeout_ms != self._timeout_ms:
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
@@ -245,7 +246,7 @@ class StreamServer:
             self.was_empty = True
             return None
         self.was_empty = False
-        frames = [self._socket.recv(zmq.NOBLOCK)]  # whoever connects, a ROUTER puts a name before
+        frames = [self._socket.recv(zmq.NOBLOCK)]  # a ROUTER always prepends the routing id
         while self._socket.get(zmq.RCVMORE):
             frames.append(self._socket.recv(zmq.NOBLOCK))
         link_id = routing_id.hex()
@@ -272,12 +273,12 @@ class StreamServer:
         return ReceivedRequest(link_id, header, batch, waited_s)
 
     def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
-        """Answer a request. Shapes: sums [T, H] float64."""
+        """Send a request's sums. Shapes: sums [T, H] float64."""
         if not isinstance(sums, np.ndarray):
             sums = sums.to_host()
         limits = self._limits_of(request.link_id)
         if limits is None:
-            return  # its parent has said goodbye meanwhile
+            return  # its parent has closed the link meanwhile
         if limits.version == 1:
             frames = version1.encode_reply(request.header, sums)
         else:
@@ -292,7 +293,7 @@ class StreamServer:
         self._send(request.link_id, frames)
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
-        """Answer a request that is not computed, with the reason."""
+        """Send the reason why a request was not computed."""
         limits = self._limits_of(link_id)
         if limits is not None and limits.version == 1:
             frames = version1.encode_failure(sequence, error)
@@ -305,7 +306,7 @@ class StreamServer:
         self._socket.close(linger=0)
 
     def _send(self, link_id: str, frames: Frames) -> None:
-        # A parent that does not read its replies loses them; others must not wait for it.
+        # Drop replies that a parent does not read, so that other parents need not wait.
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart([bytes.fromhex(link_id), *frames], flags=zmq.NOBLOCK)
 

@@ -1,1 +1,1 @@
-"""What goes over a link: messages, requests and replies, and how payload is written in them."""
+"""The wire format of a link: control messages, requests, replies, and the transport interface."""

@@ -1,23 +1,21 @@
-"""Messages between parent and daemon: one typed record each, with a msgpack header.
+"""Control messages between parent and daemon: a frozen dataclass each, encoded as msgpack.
 
-A header is a msgpack map of a record's fields and its ``type``. Every field is checked for
-presence, type and bounds when read; nothing is ever unpickled or evaluated. Knows nothing of
-sockets.
+A header is a msgpack map of the record's fields and its ``type``. Every field is checked for
+presence, type and bounds when read; nothing is ever unpickled or evaluated.
 
 Two families, on two sockets:
 
 ==========  ==========================================================================
 control     Hello → Progress* → Welcome | Refused;  Attach → Attached | Refused;
             Ping → Pong;  Bye
-data        ExpertRequest → sums or failure: `requests` has their form on the wire
-data, v. 1  ComputeBatch → ComputeStatus: `version1`
+data        ExpertRequest → sums or failure; wire format in `requests`
+data, v. 1  ComputeBatch → ComputeStatus; wire format in `version1`
 ==========  ==========================================================================
 
-Hello and Welcome are how versions are agreed upon, so both sides read them before they know what
-the other one is: fields they do not know are passed over, and later fields have defaults. So it is
-with Pong, in which a daemon may come to say more, and with Attach and Attached. A later field at
-its default is not sent, so that a peer which knows no such field, and is strict about it, reads the
-rest.
+Hello and Welcome negotiate the version, so each side reads them before it knows the other's:
+unknown fields are ignored, and fields added later have defaults. The same holds for Pong, Attach
+and Attached. A field at its default is not sent, so that an older peer, which may be strict, reads
+the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import msgpack
 from dflash_protocol.errors import ProtocolError
 
 PROTOCOL_VERSIONS = (1, 2)
-"""Versions this build speaks, best last. Version 1 is the older shape with global ids."""
+"""Versions this build speaks, best last. Version 1 is the older one, with global expert ids."""
 
 HEADER_LIMIT_BYTES = 16 << 10
 _TEXT_LIMIT = 4096
@@ -50,13 +48,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Parent → daemon: what the parent runs and what it wants this daemon to hold.
+    """Parent → daemon: the parent's model, and the experts that this daemon is to hold.
 
-    Frame 1: the owner's experts (OwnedExperts.canonical_bytes). `payload` is the type that the
-    parent would like rows and sums to travel in (`payloads.NEGOTIABLE`). ``nonce`` chooses blocks
-    of the weights that both sides hash (`weight_blocks`); empty: nothing is asked. ``file_stamp``
-    is that of the parent's files (`weight_check`), ``file_digest`` that of all their bytes, empty
-    while it is not known; all three in hexadecimal digits.
+    Frame 1: the owner's experts (OwnedExperts.canonical_bytes). `payload` is the type requested
+    for rows and sums (`payloads.NEGOTIABLE`). ``nonce`` selects blocks of the weights that both
+    sides hash (`weight_blocks`); empty: no check. ``file_stamp`` is that of the parent's files
+    (`weight_check`), ``file_digest`` the digest of all their bytes, empty until it is known. All
+    three are hexadecimal.
     """
 
     TYPE: ClassVar[str] = "hello"
@@ -73,12 +71,12 @@ class Hello(Message):
 
 
 COMPARING = "compare"
-"""Stage of a Progress: blocks of weights will be compared, and the parent can hash its own now."""
+"""Stage of a Progress: weight blocks will be compared; the parent can start hashing its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress(Message):
-    """Daemon → parent: still busy getting ready; expires nobody's timeout."""
+    """Daemon → parent: still loading; restarts the parent's timeout."""
 
     TYPE: ClassVar[str] = "progress"
     stage: str
@@ -88,15 +86,15 @@ class Progress(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Daemon → parent: ready. ``link_id`` names the parent's data socket from now on.
+    """Daemon → parent: ready. ``link_id`` is the routing id of the parent's data socket.
 
     ``data_port`` is 0 for ipc endpoints, whose data socket lies beside the control socket.
-    ``pairs_per_second`` was measured while warming up. Every message of the link carries
-    ``generation``; no other link has it. ``payload`` is the wished type if the daemon knows it.
-    ``can_share``: the parent may offer memory to share, see Attach. ``can_move``: a device here can
-    read and write that by itself. ``mail_bytes``: what a mailbox of the model takes here; 0: none.
-    ``file_stamp`` and ``file_digest`` are those of the daemon's files, as in Hello;
-    ``blocks_digest`` is that of the blocks that the nonce has chosen; empty if stamps are equal.
+    ``pairs_per_second`` was measured during warm-up. ``generation`` is unique to the link; every
+    message carries it. ``payload`` is the requested type if the daemon knows it.
+    ``can_share``: the parent may offer shared memory, see Attach. ``can_move``: a device of the
+    daemon can read and write that memory. ``mail_bytes``: size of a mailbox for this model; 0:
+    none. ``file_stamp`` and ``file_digest`` are those of the daemon's files, as in Hello;
+    ``blocks_digest`` covers the blocks that the nonce selects; empty if the stamps are equal.
     """
 
     TYPE: ClassVar[str] = "welcome"
@@ -122,12 +120,12 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Attach(Message):
-    """Parent → daemon: memory to share, by its name in the folder of the endpoint's socket.
+    """Parent → daemon: a shared-memory segment, by its name in the folder of the endpoint's socket.
 
-    Its shape is `ring.RingShape` of these counts and the model's width. ``nonce``: what is written
-    in it, as hexadecimal digits, so that the daemon can see that it has the same memory.
-    ``moves``: a device of the parent will move payload; one of the daemon is to do so too.
-    ``mail_bytes``: there is a mailbox behind the slots, for which it must move; 0: none.
+    Its shape is `ring.RingShape` of these counts and the model's width. ``nonce``: the bytes
+    written in it, hexadecimal, by which the daemon knows that it has mapped the same memory.
+    ``moves``: a device of the parent copies payload by DMA; one of the daemon is to do so too.
+    ``mail_bytes``: size of the mailbox behind the slots, which requires ``moves``; 0: none.
     """
 
     TYPE: ClassVar[str] = "attach"
@@ -143,8 +141,11 @@ class Attach(Message):
 
 @dataclass(frozen=True, slots=True)
 class Attached(Message):
-    """Daemon → parent: requests may come through that memory now. ``nonce``: our answer in it.
-    ``moves``: as Attach says, and as it was wished. ``mails``: the mailbox is being made ready."""
+    """Daemon → parent: the segment is mapped and requests may come through it.
+
+    ``nonce``: the daemon's bytes in it. ``moves``: whether a device of the daemon copies payload.
+    ``mails``: the daemon is preparing the mailbox.
+    """
 
     TYPE: ClassVar[str] = "attached"
     link_id: str
@@ -155,7 +156,7 @@ class Attached(Message):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """Daemon → parent: no, and why. ``code`` is for programs, ``reason`` for people."""
+    """Daemon → parent: handshake refused. ``code`` is for programs, ``reason`` for people."""
 
     TYPE: ClassVar[str] = "refused"
     code: str
@@ -164,7 +165,7 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Message):
-    """Parent → daemon: are you there?"""
+    """Parent → daemon: heartbeat."""
 
     TYPE: ClassVar[str] = "ping"
     sequence: int
@@ -173,13 +174,13 @@ class Ping(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Message):
-    """Daemon → parent: yes; the compute thread has spent ``busy_s`` on its present request.
+    """Daemon → parent: heartbeat. The compute thread has spent ``busy_s`` on its present request.
 
-    ``known`` is false if the daemon has forgotten the link: the parent must say Hello again. The
-    daemon's own counters, of all its links since it started: requests that it dropped since their
-    deadline had passed before they were begun (``num_late``), messages of another link, repeated or
-    out of order (``num_stale``), messages that were damaged (``num_checksum_failures``).
-    ``file_digest`` as in Welcome: it may become known later.
+    ``known`` is false if the daemon no longer has the link: the parent must send Hello again.
+    Counters over all links since the daemon started: requests dropped because their deadline had
+    passed before they were started (``num_late``); messages of another link, repeated or out of
+    order (``num_stale``); messages with a wrong checksum (``num_checksum_failures``).
+    ``file_digest`` as in Welcome; it may become known later.
     """
 
     TYPE: ClassVar[str] = "pong"
@@ -194,7 +195,7 @@ class Pong(Message):
 
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
-    """Parent → daemon: forget this link."""
+    """Parent → daemon: close this link."""
 
     TYPE: ClassVar[str] = "bye"
     link_id: str
@@ -202,14 +203,14 @@ class Bye(Message):
 
 @dataclass(slots=True)
 class ExpertRequest:
-    """Parent → daemon: one layer's pairs, by local expert ids. `requests` and the transports have
-    forms of their own for it on the wire.
+    """Parent → daemon: header of one layer's pairs, by local expert ids.
 
-    ``payload`` is the type of the hidden rows. ``deadline_ms`` runs from the request's arrival;
-    ``sent_s`` is the sender's own clock, which tells only how requests lie apart.
+    `requests` and the shared ring each encode it in their own way. ``payload`` is the type of the
+    hidden rows. ``deadline_ms`` runs from the request's arrival; ``sent_s`` is the sender's clock,
+    of which only differences have a meaning.
     """
 
-    # Not frozen, as that would cost every request some µs.
+    # Not frozen: that would cost some µs a request.
     sequence: int
     layer_id: int
     num_tokens: int
@@ -224,9 +225,9 @@ class ExpertRequest:
 
 @dataclass(frozen=True, slots=True)
 class ComputeBatch(Message):
-    """Parent → daemon, version 1: one layer's pairs as a rectangle, by global expert ids.
+    """Parent → daemon, version 1: S experts for each of T tokens, by global expert ids.
 
-    Frame 1, without gaps: input [T, H] float32, ids [T, S] int32, weights [T, S] float32.
+    Frame 1, contiguous: input [T, H] float32, ids [T, S] int32, weights [T, S] float32.
     """
 
     TYPE: ClassVar[str] = "compute_batch"
@@ -239,7 +240,7 @@ class ComputeBatch(Message):
 
 @dataclass(frozen=True, slots=True)
 class ComputeStatus(Message):
-    """Daemon → parent, version 1: done, or why not. Frame 1 if done: sums [T, H] float32."""
+    """Daemon → parent, version 1: success or failure. Frame 1 on success: sums [T, H] float32."""
 
     TYPE: ClassVar[str] = "compute_status"
     sequence: int
@@ -281,23 +282,23 @@ _DEFAULTS: dict[type[Message], dict[str, Any]] = {
 
 
 def encode_header(message: Message) -> bytes:
-    """A message's header."""
+    """Encode a message as msgpack, without fields that are at their default."""
     record = type(message)
     values = {name: getattr(message, name) for name in _FIELDS[record]}
     for name, default in _DEFAULTS.get(record, {}).items():
         if values[name] == default:
             del values[name]
     values["type"] = message.TYPE
-    # Reasons may quote file names, which need not be valid text; the peer would refuse them.
+    # Reasons may quote file names that are not valid UTF-8, which the peer would refuse.
     header: bytes = msgpack.packb(values, unicode_errors="replace")
     return header
 
 
 def decode_header(frame: bytes | memoryview) -> Message:
-    """Read a message's header.
+    """Decode and check a header.
 
-    Raises: ProtocolError if it is too long, not a known record, or a field is missing, unknown, of
-    the wrong type or out of bounds.
+    Raises: ProtocolError if it is too long or of an unknown type, or a field is missing, unknown,
+    of the wrong type or out of bounds.
     """
     if len(frame) > HEADER_LIMIT_BYTES:
         raise ProtocolError(f"header of {len(frame)} bytes is longer than {HEADER_LIMIT_BYTES}")

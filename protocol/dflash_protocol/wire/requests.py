@@ -1,16 +1,16 @@
-"""Requests and replies of version 2 as frames, and the checks of what arrives.
+"""Wire format of requests and replies, version 2: encoding, decoding and checks.
 
 A data message is one frame, or several if its arrays are large::
 
     frame 0   header   64 bytes
-              arrays   one after the other, unless they have frames of their own
+              arrays   concatenated, unless they have frames of their own
     frame 1…  an array each
 
     offset  0  uint64  XXH3 of all that follows, further frames included
             8  uint8   kind: 1 request, 2 reply, 3 failure
-            9  uint8   phase, as its place in _PHASES (request)
-           10  uint8   payload type, as its place in _PAYLOADS
-           11  uint8   frames that follow
+            9  uint8   phase, index into _PHASES (request)
+           10  uint8   payload type, index into _PAYLOADS
+           11  uint8   number of frames that follow
            12  uint32  layer (request)
            16  uint64  sequence
            24  uint64  generation of the link
@@ -23,10 +23,9 @@ A data message is one frame, or several if its arrays are large::
     reply     sums [T, H] of the header's payload type
     failure   code ‖ NUL ‖ reason, as UTF-8
 
-One frame for what is small, since every frame costs both ends and ZeroMQ's threads some µs; frames
-for what is large, since they are sent without copying. The header is no msgpack, unlike that of
-control messages: it is read and written some thousand times a second, between two layers.
-Knows nothing of sockets.
+Small messages are one frame, since each frame costs both ends and ZeroMQ's threads some µs; large
+arrays get their own frames, which are sent without a copy. The header is a packed struct, not
+msgpack: it is read and written some thousand times a second, between two layers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import (
     PayloadType,
     are_finite,
-    is_overtaken,
+    is_widened,
     pack_hidden,
     pack_sums,
     unpack_hidden,
@@ -56,7 +55,7 @@ from dflash_protocol.wire.messages import HEADER_LIMIT_BYTES, ExpertRequest, Fra
 from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
 
 INLINE_LIMIT_BYTES = 64 << 10
-"""Arrays up to this size together travel in the frame of their header."""
+"""Arrays of up to this total size travel in the frame of their header."""
 MOST_FRAMES = 3
 _REASON_LIMIT_BYTES = 2048
 
@@ -70,8 +69,9 @@ HEADER_BYTES = _HEADER.size
 
 
 def largest_frame_bytes(*, max_tokens: int, hidden_size: int, max_pairs: int) -> int:
-    """No frame of a legal message is longer: a header with arrays behind it, sums, or the routing
-    of `max_pairs` pairs. In version 1 a request's arrays are one frame."""
+    """Upper bound of a frame of a valid message, in either version: a header with inline arrays,
+    sums, or hidden rows with the routing of `max_pairs` pairs (version 1 sends them as one frame).
+    """
     hidden, routing = 4 * max_tokens * hidden_size, 4 * (4 * max_pairs + 1)
     return max(HEADER_BYTES + INLINE_LIMIT_BYTES, HEADER_LIMIT_BYTES, 2 * hidden, hidden + routing)
 
@@ -88,7 +88,7 @@ def seal(
     counts: tuple[int, int, int, int] = (0, 0, 0, 0),
     times: tuple[float, float] = (0.0, 0.0),
 ) -> Frames:
-    """Frames of a message with its checksum. Large arrays are not copied.
+    """Build the frames of a message, checksum included. Large arrays are not copied.
 
     `num_bytes` is the size of all arrays together.
     """
@@ -120,7 +120,7 @@ def seal(
 
 
 def checksum_of(frames: Sequence[bytes | bytearray | memoryview]) -> int:
-    """Of all bytes of a message but the first eight, where it belongs."""
+    """XXH3 of all bytes of a message except the first eight, which hold the checksum."""
     head = memoryview(frames[0])[_CHECKSUM.size :]
     if len(frames) == 1:
         return xxhash.xxh3_64_intdigest(head)
@@ -131,14 +131,14 @@ def checksum_of(frames: Sequence[bytes | bytearray | memoryview]) -> int:
 
 
 def is_single(frame: bytes) -> bool:
-    """Whether a message says that this first frame is its only one."""
+    """Whether the header in a message's first frame says that no frames follow."""
     return len(frame) >= HEADER_BYTES and not frame[_NUM_MORE_AT]
 
 
 def sequence_of(frames: Sequence[bytes | memoryview]) -> int:
-    """The sequence that a bad message claims to have, 0 if none can be read.
+    """The sequence field of a malformed message, 0 if it is too short to have one.
 
-    Good enough to let a request fail; nothing else must be taken from such a message.
+    Use it only to fail a request; no other field of such a message can be trusted.
     """
     if not frames or len(frames[0]) < HEADER_BYTES:
         return 0
@@ -151,24 +151,24 @@ _Header: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int
 def _unseal(
     frames: Sequence[bytes | memoryview],
 ) -> tuple[_Header, list[memoryview]]:
-    """Header and arrays of a message; a single frame's arrays are left in one piece.
+    """Header and arrays of a message; arrays inline in frame 0 are returned as one piece.
 
-    Raises: ProtocolError if it is too short for what it says, or, under the code ``checksum``, if
-    its bytes are not those that were sent.
+    Raises: ProtocolError if the frames do not fit the header, or, with code ``checksum``, if the
+    checksum is wrong.
     """
     if not frames or len(frames[0]) < HEADER_BYTES:
-        raise ProtocolError("a message without a header")
+        raise ProtocolError("the message has no header")
     head = memoryview(frames[0])
     header = _HEADER.unpack_from(head)
     if checksum_of(frames) != header[0]:
-        raise ProtocolError("the message was damaged on its way", code="checksum")
+        raise ProtocolError("the message was damaged: wrong checksum", code="checksum")
     num_more = len(frames) - 1
     if header[4] != num_more or not (math.isfinite(header[11]) and math.isfinite(header[12])):
-        raise ProtocolError("a header that cannot be")
+        raise ProtocolError("the header has a wrong number of frames, or times that are not finite")
     if not num_more:
         return header, [head[HEADER_BYTES:]]
     if len(head) > HEADER_BYTES:
-        raise ProtocolError("arrays both behind the header and in frames of their own")
+        raise ProtocolError("arrays both in the header's frame and in frames of their own")
     return header, [memoryview(frame) for frame in frames[1:]]
 
 
@@ -182,7 +182,7 @@ def encode_request(
     payload: PayloadType = PayloadType.F32,
     counters: TransportCounters | None = None,
 ) -> Frames:
-    """Frames of one request, with rows of the type `payload` if that holds them."""
+    """Frames of a request. Rows travel as `payload`, or as float32 if that would overflow."""
     hidden, sent_as = pack_hidden(batch.hidden, payload)
     expert_ids, token_indices = batch.expert_ids, batch.token_indices
     routing = b"".join(
@@ -190,7 +190,7 @@ def encode_request(
     )
     num_bytes = len(routing) + hidden.nbytes
     if counters is not None:
-        counters.widened += is_overtaken(sent_as, payload)
+        counters.widened += is_widened(sent_as, payload)
         counters.bytes_sent += num_bytes
     return seal(
         _REQUEST,
@@ -208,18 +208,18 @@ def encode_request(
 def decode_request(
     frames: Sequence[bytes | memoryview], limits: LinkLimits
 ) -> tuple[ExpertRequest, RoutedBatch]:
-    """A request at the daemon's end of its link: in order there, of counts and sizes that fit each
-    other and what was agreed on, that is, at most `max_tokens` tokens and for each of them at most
-    `max_experts_used` pairs.
+    """Decode a request at the daemon.
 
-    Ids are not checked here: only the receiver knows how many experts it has (RoutedBatch.check).
-    Raises: ProtocolError before anything is allocated; `sequence_of` says whose.
+    Checks order, that counts and sizes are consistent, and the link's limits: at most `max_tokens`
+    tokens, at most `max_experts_used` pairs for each. Ids are checked by the receiver, which knows
+    how many experts it has (RoutedBatch.check).
+    Raises: ProtocolError before anything is allocated; `sequence_of` tells the request.
     """
     header, arrays = _unseal(frames)
     _, kind, phase_code, payload_code, _, layer_id, sequence, generation = header[:8]
     num_tokens, num_groups, num_pairs, deadline_ms, sent_s = header[8:]
     if kind != _REQUEST:
-        raise ProtocolError(f"a message of kind {kind} where requests belong", code="unknown_type")
+        raise ProtocolError(f"a message of kind {kind}, expected a request", code="unknown_type")
     if generation != limits.generation:
         raise ProtocolError("the request belongs to another link", code="stale")
     limits.note_sequence(sequence)
@@ -277,10 +277,10 @@ def encode_reply(
     payload: PayloadType = PayloadType.F32,
     counters: TransportCounters | None = None,
 ) -> Frames:
-    """Frames of a reply. Shapes: sums [T, H]."""
+    """Frames of a reply. Shapes: sums [T, H] float64."""
     packed, sent_as = pack_sums(sums, payload)
     if counters is not None:
-        counters.widened += is_overtaken(sent_as, payload)
+        counters.widened += is_widened(sent_as, payload)
         counters.bytes_sent += packed.nbytes
     return seal(
         _REPLY,
@@ -295,13 +295,13 @@ def encode_reply(
 
 
 def encode_failure(sequence: int, error: ProtocolError, *, generation: int = 0) -> Frames:
-    """Frames of the answer to a request that is not computed."""
+    """Frames of a failure: the request was not computed."""
     text = f"{error.code}\0{error}".encode(errors="replace")[:_REASON_LIMIT_BYTES]
     return seal(_FAILURE, sequence, generation, arrays=(text,), num_bytes=len(text))
 
 
 class ParentCodec:
-    """The parent's end of one link in version 2."""
+    """Version 2 at the parent's end of one link: encodes requests, decodes replies."""
 
     def __init__(
         self,
@@ -332,10 +332,10 @@ class ParentCodec:
     def decode(
         self, frames: Sequence[bytes], num_tokens_of: Mapping[int, int]
     ) -> tuple[int, Reply | ProtocolError] | None:
-        """Which request an arrived message answers, and how; None if it is of no use.
+        """The sequence and outcome of a message; None if it answers no pending request.
 
-        `num_tokens_of` holds the requests that are waited for, by sequence.
-        Raises: ProtocolError if the daemon says what it must not.
+        `num_tokens_of` has the number of tokens of each pending request, by sequence.
+        Raises: ProtocolError if the daemon violates the protocol.
         """
         try:
             header, arrays = _unseal(frames)
@@ -364,7 +364,7 @@ class ParentCodec:
             or len(arrays) != 1
             or len(arrays[0]) != num_bytes
         ):
-            raise ProtocolError("the reply has not the shape of its request")
+            raise ProtocolError("the reply does not have the shape of its request")
         if self._payload is not PayloadType.F32 and sent_as is PayloadType.F64:
             self._counters.widened += 1
         self._counters.bytes_received += num_bytes
@@ -373,7 +373,7 @@ class ParentCodec:
 
 
 def _failure(arrays: Sequence[memoryview]) -> ProtocolError:
-    """What a failure message says. Raises: ProtocolError if it says nothing readable."""
+    """The error in a failure message. Raises: ProtocolError if the message is malformed."""
     if len(arrays) != 1 or len(arrays[0]) > _REASON_LIMIT_BYTES:
         raise ProtocolError("a failure without a reason")
     code, _, reason = bytes(arrays[0]).decode(errors="replace").partition("\0")
@@ -383,7 +383,10 @@ def _failure(arrays: Sequence[memoryview]) -> ProtocolError:
 def _split(
     arrays: Sequence[memoryview], first_bytes: int, second_bytes: int
 ) -> Sequence[memoryview]:
-    """The two arrays of these sizes, whether they arrived in one piece or in two."""
+    """The two arrays of these sizes, whether they arrived as one piece or as two.
+
+    Raises: ProtocolError if the sizes differ.
+    """
     if len(arrays) == 1 and len(arrays[0]) == first_bytes + second_bytes:
         return arrays[0][:first_bytes], arrays[0][first_bytes:]
     lengths = [len(array) for array in arrays]

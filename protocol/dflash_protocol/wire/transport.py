@@ -1,7 +1,4 @@
-"""What a transport of expert work offers to each side of a link.
-
-Knows nothing of experts: it carries requests and replies that `messages` describes.
-"""
+"""The transport interface: what carries requests and replies between parent and daemon."""
 
 from __future__ import annotations
 
@@ -22,24 +19,24 @@ _WINDOW_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """A computed request: sums [T, H] float64, and the time the daemon spent computing it and, as
-    far as it could tell, left it waiting."""
+    """The result of a request: sums [T, H] float64, with the daemon's compute and queue times."""
 
     sums: F64Array
     compute_s: float
-    """NaN if the daemon does not say."""
+    """NaN if the daemon does not report it."""
     queue_s: float = 0.0
+    """The daemon's estimate of how long the request waited there."""
     is_finite: bool = True
     """Whether no sum is NaN or infinite."""
 
     @property
     def placed(self) -> Sums:
-        """The sums, wherever they are. Shapes: [T, H]."""
+        """The sums, on the host or on a device. Shapes: [T, H]."""
         return self.sums
 
 
 class DeviceReply(Reply):
-    """A reply whose sums are on a device: `sums` is a copy of them, made for whoever asks."""
+    """A reply whose sums are on a device; each read of `sums` copies them to the host."""
 
     __slots__ = ("_placed",)
 
@@ -71,17 +68,17 @@ class DeviceReply(Reply):
 
 @dataclass(slots=True)
 class TransportCounters:
-    """What happened at one end of a link's data path. Times are this end's own work."""
+    """Counters of one end of a link's data path. Times cover only the work of this end."""
 
     checksum_failures: int = 0
-    """Messages whose bytes were not those that were sent."""
+    """Messages with a wrong checksum."""
     stale: int = 0
-    """Messages of another link, out of order, repeated, or that nobody waits for any more."""
+    """Messages of another link, out of order, repeated, or for a request that was forgotten."""
     widened: int = 0
-    """Messages that went in a wide type since the negotiated one would not hold their values."""
+    """Messages sent in a wider type because the negotiated one would have overflowed."""
     bytes_sent: int = 0
     bytes_received: int = 0
-    """Arrays only, not headers."""
+    """Bytes count arrays, not headers."""
     send_s: float = 0.0
     receive_s: float = 0.0
 
@@ -93,36 +90,36 @@ class ClientTransport(Protocol):
     bytes_received: int
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
-        """Send a request and return its sequence number, under which to wait for it.
+        """Send a request; returns its sequence number, for `wait` and `forget`.
 
         Raises: DaemonUnavailable if nothing can be sent now.
         """
 
     def wait(self, sequence: int, *, deadline_s: float) -> Reply:
-        """The reply to a submitted request; replies to other ones are kept for their own wait.
+        """The reply to a submitted request; replies to other requests are kept until their wait.
 
         Raises: DeadlineExceeded; DaemonUnavailable if the link is lost meanwhile; ProtocolError if
-        the daemon refused the request or answered with the wrong shape. Its code is one of
-        REQUEST_FAILURES if only this request is concerned.
+        the daemon refused the request or its reply has the wrong shape. Its code is one of
+        REQUEST_FAILURES if only this request failed.
         """
 
     def forget(self, sequence: int) -> None:
-        """Nobody will wait for this request: drop its reply, come or to come."""
+        """Abandon a request: its reply is dropped, whether it has arrived or not."""
 
     def close(self) -> None: ...
 
 
 REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "not_finite", "stale"})
-"""Codes of failures that say nothing against the link: the next request may well succeed."""
+"""Error codes of failures of one request that leave the link usable."""
 
 
 @dataclass(slots=True)
 class ArrivalClock:
-    """Tells how long a request had been waiting when it was read, from its sender's clock.
+    """Estimates how long a request had waited when it was read, from its sender's time stamp.
 
-    The clocks of the two ends need not agree. What lies between the sender's stamp and our reading
-    is least for a request that is read as soon as it arrives, so whatever is above the least of the
-    last seconds was waiting. Errs on the side of too little, by what the clocks drift in 20 s.
+    The clocks of the two ends need not agree. The lag between stamp and reading is smallest for a
+    request that is read as soon as it arrives; whatever exceeds the smallest lag of the last 10 to
+    20 s was waiting. Underestimates by what the clocks drift in 20 s.
     """
 
     _began_s: float = -math.inf
@@ -130,7 +127,7 @@ class ArrivalClock:
     _least_before_s: float = math.inf
 
     def waited_s(self, sent_s: float, now_s: float) -> float:
-        """Seconds, for a request stamped `sent_s` by its sender and read at `now_s`."""
+        """Seconds that a request stamped `sent_s` and read at `now_s` has waited."""
         lag_s = now_s - sent_s
         age_s = now_s - self._began_s
         if age_s > _WINDOW_S:
@@ -143,11 +140,11 @@ class ArrivalClock:
 
 @dataclass(slots=True)
 class LinkLimits:
-    """What a link's two ends agreed on, as the daemon's end checks it: width of a row, most tokens
-    of a request, most experts of a token, and what the handshake chose.
+    """The limits and types that the handshake negotiated, and what the daemon tracks of a link.
 
-    `local_ids` serves version 1, whose requests name experts by global id: by layer, the local id
-    of each global one, -1 for those that are not here.
+    `max_tokens` bounds a request, `max_experts_used` the pairs of a token. `local_ids` is for
+    version 1, whose requests have global ids: by layer, the local id of each global one, -1 if the
+    daemon does not have the expert.
     """
 
     hidden_size: int
@@ -161,9 +158,9 @@ class LinkLimits:
     arrivals: ArrivalClock = field(default_factory=ArrivalClock)
 
     def note_sequence(self, sequence: int) -> None:
-        """Take note of a request's place in its link.
+        """Record a request's sequence, which must be greater than the last one.
 
-        Raises: ProtocolError under the code ``stale`` if it does not come after the last one.
+        Raises: ProtocolError with code ``stale`` if it is not.
         """
         if sequence <= self.last_sequence:
             raise ProtocolError(f"request {sequence} came after {self.last_sequence}", code="stale")
@@ -172,15 +169,14 @@ class LinkLimits:
 
 @dataclass(slots=True, eq=False)
 class ReceivedRequest:
-    """A well-formed request at the daemon: from which link, and what, and how long it has waited
-    there since it arrived."""
+    """A well-formed request at the daemon: its link, header, batch and estimated waiting time."""
 
     link_id: str
     header: ExpertRequest
     batch: RoutedBatch
     waited_s: float = 0.0
     routing_bound: int = 0
-    """The routing is known to be sound for so many experts or more; 0 if it was not looked at."""
+    """The routing was checked against this number of experts; 0: not checked."""
 
     def check(self, *, hidden_size: int, num_experts: int) -> None:
         """RoutedBatch.check, unless the transport has done it already.
@@ -193,5 +189,5 @@ class ReceivedRequest:
 
     @property
     def is_late(self) -> bool:
-        """Whether nobody waits for its reply any more."""
+        """Whether its deadline has passed, so that the parent no longer waits for a reply."""
         return self.waited_s * 1e3 > self.header.deadline_ms

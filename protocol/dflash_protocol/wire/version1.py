@@ -1,13 +1,13 @@
-"""Version 1 of requests and replies: rectangles of global expert ids, float32 in both directions.
+"""Wire format of version 1: the same number of experts for every token, global ids, float32.
 
-A peer that agreed on version 1 has no local ids, payload types, checksums, generations, deadlines
-or phases. A request is a header frame and one frame without gaps::
+Version 1 has no local ids, payload types, checksums, generations, deadlines or phases. A request
+is a header frame and one contiguous frame::
 
     input [T, H] float32 ‖ ids [T, S] int32 ‖ weights [T, S] float32
 
-so a ragged batch goes as one request for each number of experts that its tokens have. Pairs of
-weight zero add nothing and are ignored. The answer is a status, and float32 sums if all went well:
-sums lose what float64 would have kept, and splits may show in the bits. Knows nothing of sockets.
+A ragged batch is sent as one request for each number of experts that its tokens have. Pairs of
+weight zero are ignored. The reply is a status, with float32 sums on success; their rounding means
+that the bits of a result may depend on how experts are split among owners.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
 
 
 def rectangles(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[I32Array, RoutedBatch]]:
-    """Cut a batch into pieces of at most `max_tokens` rows, in each of which every token has the
-    same number of experts, with the rows of `batch` that they are. Rows without pairs are left out.
+    """Cut a batch into pieces of at most `max_tokens` rows whose tokens have equally many experts.
+
+    Yields the row indices in `batch` and the piece. Rows without pairs are left out.
     """
     pair_expert_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
     num_experts_of_row = np.bincount(batch.token_indices, minlength=batch.num_tokens)
@@ -63,7 +64,7 @@ def rectangles(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[I32Array, 
 def local_ids_by_layer(
     owned: OwnedExperts, experts_per_layer: Mapping[int, int]
 ) -> dict[int, I32Array]:
-    """Local id of each global one, -1 for those that are not owned. Shapes: [E] each."""
+    """By layer, the local id of each global id, -1 for experts not owned. Shapes: [E] each."""
     tables = {}
     for layer_id, global_ids in owned.by_layer.items():
         table = np.full(experts_per_layer[layer_id], -1, dtype=np.int32)
@@ -73,9 +74,9 @@ def local_ids_by_layer(
 
 
 class Version1ParentCodec:
-    """The parent's end of one link in version 1.
+    """Version 1 at the parent's end of one link: encodes requests, decodes replies.
 
-    `global_ids` holds, by layer, the global id of each of the owner's local ones.
+    `global_ids` has, by layer, the global id of each of the owner's local ids.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class Version1ParentCodec:
     def encode(
         self, batch: RoutedBatch, *, sequence: int, layer_id: int, deadline_s: float
     ) -> Frames:
-        """Frames of a request. Every token of `batch` must have equally many experts."""
+        """Frames of a request. All tokens of `batch` must have the same number of experts."""
         num_tokens, num_pairs = batch.num_tokens, batch.num_pairs
         num_selected = num_pairs // num_tokens if num_tokens else 0
         order = np.argsort(batch.token_indices, kind="stable")
         expected = np.repeat(np.arange(num_tokens, dtype=np.int32), num_selected)
-        assert np.array_equal(batch.token_indices[order], expected), "no rectangle"
+        assert np.array_equal(batch.token_indices[order], expected), "tokens differ in experts"
         local_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[order]
         global_ids = self._global_ids[layer_id][local_ids]
         payload = b"".join(
@@ -114,9 +115,9 @@ class Version1ParentCodec:
     def decode(
         self, frames: Sequence[bytes], num_tokens_of: Mapping[int, int]
     ) -> tuple[int, Reply | ProtocolError] | None:
-        """As requests.ParentCodec.decode."""
+        """Same contract as requests.ParentCodec.decode."""
         if not frames:
-            raise ProtocolError("a message without a header")
+            raise ProtocolError("the message has no header")
         header = decode_header(frames[0])
         if not isinstance(header, ComputeStatus):
             raise ProtocolError(f"the daemon sent {header.TYPE} on the data socket")
@@ -127,11 +128,11 @@ class Version1ParentCodec:
         if not header.is_done:
             return header.sequence, ProtocolError(one_line(header.reason), code="internal")
         if [len(frame) for frame in frames[1:]] != [4 * num_tokens * self._hidden_size]:
-            raise ProtocolError("the reply has not the shape of its request")
+            raise ProtocolError("the reply does not have the shape of its request")
         with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
             sums = np.frombuffer(frames[1], dtype="<f4").astype(np.float64)
         self._counters.bytes_received += len(frames[1])
-        # It says nothing of its own times, so nothing is learned of how fast it is.
+        # Version 1 reports no times, so the daemon's speed stays unknown.
         placed = sums.reshape(num_tokens, self._hidden_size)
         return header.sequence, Reply(placed, math.nan, is_finite=are_finite(placed))
 
@@ -139,13 +140,13 @@ class Version1ParentCodec:
 def decode_request(
     frames: Sequence[bytes], limits: LinkLimits
 ) -> tuple[ExpertRequest, RoutedBatch]:
-    """A request at the daemon's end of a link, as one of version 2 that means the same.
+    """Decode a request at the daemon into the equivalent one of version 2.
 
-    Raises: ProtocolError before anything is allocated that the link's capacity does not cover.
+    Raises: ProtocolError before anything larger than the link's limits is allocated.
     """
     header = decode_header(frames[0]) if frames else None
     if not isinstance(header, ComputeBatch):
-        raise ProtocolError("no compute_batch on the data socket of a version 1 link")
+        raise ProtocolError("expected compute_batch on the data socket of a version 1 link")
     limits.note_sequence(header.sequence)
     num_tokens, num_selected = header.num_tokens, header.num_selected
     if not 1 <= num_tokens <= limits.max_tokens:
@@ -197,7 +198,7 @@ def decode_request(
 
 
 def sequence_of(frames: Sequence[bytes]) -> int:
-    """The sequence that a bad request claims to have, 0 if none can be read."""
+    """The sequence field of a malformed request, 0 if it cannot be read."""
     with contextlib.suppress(ProtocolError):
         header = decode_header(frames[0]) if frames else None
         return header.sequence if isinstance(header, ComputeBatch) else 0
@@ -205,12 +206,12 @@ def sequence_of(frames: Sequence[bytes]) -> int:
 
 
 def encode_reply(request: ExpertRequest, sums: F64Array) -> Frames:
-    """Frames of the answer to a request that was computed. Shapes: sums [T, H]."""
+    """Frames of a successful reply. Shapes: sums [T, H] float64."""
     with np.errstate(over="ignore"):
         rounded = sums.astype("<f4")
     return [encode_header(ComputeStatus(request.sequence, True, "")), rounded.data]
 
 
 def encode_failure(sequence: int, error: ProtocolError) -> Frames:
-    """Frames of the answer to a request that is not computed."""
+    """Frames of a failure: the request was not computed."""
     return [encode_header(ComputeStatus(sequence, False, str(error)[:1000]))]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.process.output import ascii_json
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import ascii_json, noun
 from dflash_runtime.cli.options import (
     SettingsCommand,
     settings_options,

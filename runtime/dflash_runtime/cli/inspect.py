@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dflash_protocol.process.output import ascii_json
+from dflash_protocol.process.output import ascii_json, noun
 from dflash_protocol.settings import cache_directory, load_settings
-from dflash_protocol.settings.wording import noun
 from dflash_runtime.cli.output import write_lines
 
 if TYPE_CHECKING:

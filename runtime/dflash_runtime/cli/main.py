@@ -17,7 +17,7 @@ import click
 from dflash_protocol import __version__
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.process.output import log_to_stderr, say
-from dflash_protocol.process.standard_streams import prepare_standard_streams
+from dflash_protocol.process.startup import prepare_standard_streams
 from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect

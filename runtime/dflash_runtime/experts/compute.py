@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import noun
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.backend import MailRoute, sums_of
 from dflash_runtime.experts.telemetry import PhaseStats

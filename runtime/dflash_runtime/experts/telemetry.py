@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from dflash_protocol.ids import Phase
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import noun
 
 _LOG = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.description import describe, model_id
 from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error
-from dflash_runtime.serving.gate import CLIENT, KEY, Gate
+from dflash_runtime.serving.gate import CLIENT, KEY, RequestGate
 from dflash_runtime.serving.generation import GenerationResponse
 from dflash_runtime.serving.jobs import Channel, Job
 from dflash_runtime.serving.requests import (
@@ -176,7 +176,7 @@ def create_app(state: ServerState) -> ASGIApp:
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     paths = (getattr(route, "path", "") for route in app.routes)
-    return Gate(app, state, frozenset(path for path in paths if "{" not in path))
+    return RequestGate(app, state, frozenset(path for path in paths if "{" not in path))
 
 
 def _model_record(engine: Engine) -> dict[str, Any]:

@@ -28,7 +28,7 @@ KEY = "dflash.key"
 """There stands which API key a request has; empty if the server has none."""
 
 
-class Gate:
+class RequestGate:
     """The outermost application: everything goes through it."""
 
     def __init__(self, app: ASGIApp, state: ServerState, endpoints: frozenset[str]) -> None:

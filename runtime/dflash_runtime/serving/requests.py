@@ -117,7 +117,7 @@ class TextPart(_Body):
     text: str
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """One message; what else it holds is handed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
@@ -135,7 +135,7 @@ class ChatBody(_Generation):
     """``/v1/chat/completions``."""
 
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES), Field(fail_fast=True)
+        list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES), Field(fail_fast=True)
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from dflash_protocol.device import Device, DeviceKind, parse_device
 from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
+from dflash_protocol.process.output import noun
 from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.settings import Settings, run_directory
 from dflash_protocol.settings.kinds import Daemons, DaemonSetting, checked
-from dflash_protocol.settings.wording import noun
 from dflash_runtime.compute.mail_trial import TRIAL_GENERATION, FaultKind, MailTrial, Medium
 from dflash_runtime.experts.daemons.launching import DaemonChoice, choose_daemon
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback

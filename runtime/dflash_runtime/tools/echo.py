@@ -12,7 +12,7 @@ from pathlib import Path
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.errors import DaemonUnavailable, DflashError, SettingsError
 from dflash_protocol.process.output import say
-from dflash_protocol.process.parent import end_with_parent
+from dflash_protocol.process.startup import end_with_parent
 from dflash_protocol.ring.segment import open_segment
 from dflash_protocol.settings import load_settings
 

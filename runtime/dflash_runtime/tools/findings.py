@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import noun
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_protocol.settings.wording import noun
+from dflash_protocol.process.output import noun
 from dflash_runtime.compute.mail_trial import (
     NO_FAULTS,
     FaultKind,

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from dflash_protocol.process.output import OneLineFormatter, ascii_json, log_to_stderr, say
+from dflash_protocol.process.output import OneLineFormatter, ascii_json, log_to_stderr, noun, say
 from support.hostile_texts import FORGED, HOSTILE, HOSTILE_LONG, assert_harmless
 
 
@@ -61,3 +61,9 @@ def test_a_log_that_goes_somewhere_is_left_alone(monkeypatch: pytest.MonkeyPatch
     log_to_stderr("dflash-moe")
     (handler,) = logging.root.handlers
     assert isinstance(handler.formatter, OneLineFormatter)
+
+
+def test_one_is_singular_and_all_else_plural() -> None:
+    assert [noun(number, "request") for number in (0, 1, 2, 100)] == [
+        "requests", "request", "requests", "requests",
+    ]  # fmt: skip

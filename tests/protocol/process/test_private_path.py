@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.process.private_path import is_there_privately
+from dflash_protocol.process.private_path import exists_privately
 
 STRANGER = 54321
 
@@ -30,7 +30,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_there(path: Path) -> bool:
-    return is_there_privately(path, "endpoint X")
+    return exists_privately(path, "endpoint X")
 
 
 def assert_refused(path: Path, reason: str) -> None:

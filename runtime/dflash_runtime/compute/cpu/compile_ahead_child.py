@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from dflash_protocol.process.parent import end_with_parent
+from dflash_protocol.process.startup import end_with_parent
 from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier
 from dflash_runtime.compute.cpu.kernel_jobs import run_job

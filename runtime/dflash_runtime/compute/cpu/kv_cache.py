@@ -11,7 +11,7 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_arguments as a
-from dflash_runtime.compute.cpu.recurrent_state import RecurrentState
+from dflash_runtime.compute.cpu.recurrent_state import BlockedState
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import SequenceState
 from dflash_runtime.compute.sliding_window import WindowRows
@@ -45,7 +45,7 @@ class CpuKvCache(SequenceState):
         kv_type: KvType,
         recurrent: Iterable[RecurrentLayer] = (),
     ) -> None:
-        self.states = [RecurrentState(each) for each in recurrent]
+        self.states = [BlockedState(each) for each in recurrent]
         super().__init__(self.states, [WindowRows(kv.mask, capacity) for kv in layers])
         self.capacity = capacity
         self.kv_type = kv_type

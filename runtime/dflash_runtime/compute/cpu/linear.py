@@ -35,7 +35,7 @@ class _Plan:
     """Bytes of one token's q8 blocks; 0 if no matrix needs them."""
 
 
-class Linear:
+class DenseProducts:
     """Dense products on one backend's threads and scratch memory."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:

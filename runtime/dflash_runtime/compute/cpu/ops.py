@@ -19,7 +19,7 @@ from dflash_runtime.compute.cpu.attention import Attention
 from dflash_runtime.compute.cpu.dense import Dense, result_array
 from dflash_runtime.compute.cpu.kernels.linear_kernel import embed_kernel
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
-from dflash_runtime.compute.cpu.linear import Linear
+from dflash_runtime.compute.cpu.linear import DenseProducts
 from dflash_runtime.compute.cpu.recurrent import Recurrent
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -33,7 +33,7 @@ class CpuOps:
     """Implements ops.Ops over numpy arrays."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
-        self._linear = Linear(workers, scratch)
+        self._linear = DenseProducts(workers, scratch)
         self._attention = Attention(workers, scratch)
         self._dense = Dense(workers, scratch)
         self._recurrent = Recurrent(workers, scratch)

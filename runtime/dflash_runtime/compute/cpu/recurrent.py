@@ -13,7 +13,7 @@ from dflash_runtime.compute.cpu.dense import result_array
 from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tasks, delta_tree
 from dflash_runtime.compute.cpu.kernels import delta_parts as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import products_function
-from dflash_runtime.compute.cpu.recurrent_state import RecurrentState
+from dflash_runtime.compute.cpu.recurrent_state import BlockedState
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.delta_inputs import DeltaInputs
@@ -45,7 +45,7 @@ class Recurrent:
         self,
         x: F32Array,
         weight: F32Array,
-        state: RecurrentState,
+        state: BlockedState,
         positions: I32Array,
         out: F32Array | None = None,
     ) -> F32Array:
@@ -69,7 +69,7 @@ class Recurrent:
         self,
         x: F32Array,
         weight: F32Array,
-        state: RecurrentState,
+        state: BlockedState,
         tree: Tree,
         out: F32Array | None = None,
     ) -> F32Array:
@@ -95,7 +95,7 @@ class Recurrent:
         self,
         x: F32Array,
         weight: F32Array,
-        state: RecurrentState,
+        state: BlockedState,
         out: F32Array | None,
         *,
         first: int = 0,
@@ -118,7 +118,7 @@ class Recurrent:
     def delta_rule(
         self,
         inputs: DeltaInputs,
-        state: RecurrentState,
+        state: BlockedState,
         positions: I32Array,
         out: F32Array | None = None,
     ) -> F32Array:
@@ -160,7 +160,7 @@ class Recurrent:
     def tree_delta(
         self,
         inputs: DeltaInputs,
-        state: RecurrentState,
+        state: BlockedState,
         tree: Tree,
         out: F32Array | None = None,
     ) -> F32Array:
@@ -222,7 +222,7 @@ class Recurrent:
         return known[1]
 
 
-def _check_shape(inputs: DeltaInputs, state: RecurrentState) -> None:
+def _check_shape(inputs: DeltaInputs, state: BlockedState) -> None:
     if inputs.shape != state.delta:
         raise ValueError(f"{inputs.shape} does not fit a state of {state.delta}")
 

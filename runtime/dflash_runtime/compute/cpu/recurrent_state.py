@@ -11,7 +11,7 @@ from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import LayerState
 
 
-class RecurrentState(LayerState):
+class BlockedState(LayerState):
     """A layer's state: float32, every part starting on a cache line.
 
     Shapes: inputs [K - 1, channels], position p's in row ``p % (K - 1)``; matrices [value heads,

@@ -191,7 +191,7 @@ class PlacedSums:
         return self._array
 
 
-class ExpectedSums:
+class ExpectedDeviceSums:
     """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
 
     def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
@@ -319,14 +319,14 @@ class SegmentWindow:
             )
             return self._arrived(num_blocks)
 
-    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+    def expect_sums(self, shape: tuple[int, int]) -> ExpectedDeviceSums:
         """As DeviceWindow.expect_sums."""
         with self.mover.lock:
-            return ExpectedSums(self.mover, shape)
+            return ExpectedDeviceSums(self.mover, shape)
 
     def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> DmaCopy:
         """As DeviceWindow.read_sums."""
-        assert isinstance(expected, ExpectedSums)
+        assert isinstance(expected, ExpectedDeviceSums)
         with self.mover.lock:
             source, array = self._at(offset), expected.array
             self._in.hold(expected)

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import F32Array, U8Array
-from dflash_runtime.compute.cpu.linear import Linear
+from dflash_runtime.compute.cpu.linear import DenseProducts
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import as_matrix
@@ -45,9 +45,9 @@ SCALE_BITS = {
 
 
 @pytest.fixture(scope="module")
-def linear() -> Iterator[Linear]:
+def linear() -> Iterator[DenseProducts]:
     workers = Workers(1)
-    yield Linear(workers, Scratch())
+    yield DenseProducts(workers, Scratch())
     workers.close()
 
 
@@ -80,7 +80,7 @@ def many_columns(tensor_type: TensorType) -> int:
 
 
 def multiply(
-    linear: Linear, data: U8Array, tensor_type: TensorType, rows: int, x: F32Array
+    linear: DenseProducts, data: U8Array, tensor_type: TensorType, rows: int, x: F32Array
 ) -> F32Array:
     out = np.full((x.shape[0], rows), 7.0, np.float32)
     linear(x, (as_matrix(data, tensor_type, rows, x.shape[1]),), out.reshape(-1))
@@ -103,7 +103,7 @@ def assert_close(
 @pytest.mark.parametrize("rows", NUM_ROWS)
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_products_are_exact_but_for_rounding(
-    linear: Linear, tensor_type: TensorType, rows: int
+    linear: DenseProducts, tensor_type: TensorType, rows: int
 ) -> None:
     for columns in (tensor_type.layout.block_elements, many_columns(tensor_type)):
         data = random_blocks(tensor_type, rows, columns).reshape(-1)
@@ -116,7 +116,9 @@ def test_products_are_exact_but_for_rounding(
 
 
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
-def test_bits_depend_on_row_and_vector_alone(linear: Linear, tensor_type: TensorType) -> None:
+def test_bits_depend_on_row_and_vector_alone(
+    linear: DenseProducts, tensor_type: TensorType
+) -> None:
     columns = many_columns(tensor_type)
     data = random_blocks(tensor_type, 33, columns).reshape(-1)
     row_bytes = tensor_type.row_bytes(columns)
@@ -133,7 +135,7 @@ def test_bits_depend_on_row_and_vector_alone(linear: Linear, tensor_type: Tensor
 
 @pytest.mark.parametrize("bits", SCALE_BITS.values(), ids=SCALE_BITS.keys())
 @pytest.mark.parametrize("tensor_type", HALVES, ids=lambda t: t.name)
-def test_scales_at_the_limits(linear: Linear, tensor_type: TensorType, bits: int) -> None:
+def test_scales_at_the_limits(linear: DenseProducts, tensor_type: TensorType, bits: int) -> None:
     columns = many_columns(tensor_type)
     blocks = random_blocks(tensor_type, 16, columns)
     for offset in HALVES[tensor_type]:
@@ -145,7 +147,7 @@ def test_scales_at_the_limits(linear: Linear, tensor_type: TensorType, bits: int
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 127, 200])
-def test_exponents_at_the_limits(linear: Linear, exponent: int) -> None:
+def test_exponents_at_the_limits(linear: DenseProducts, exponent: int) -> None:
     """The two smallest scales of MXFP4 are subnormal numbers."""
     blocks = random_blocks(TensorType.MXFP4, 16, 416)
     blocks[:, 0] = exponent
@@ -155,7 +157,7 @@ def test_exponents_at_the_limits(linear: Linear, exponent: int) -> None:
         assert_close(got, blocks.reshape(-1), TensorType.MXFP4, x)
 
 
-def test_every_scale_of_nvfp4(linear: Linear) -> None:
+def test_every_scale_of_nvfp4(linear: DenseProducts) -> None:
     blocks = random_blocks(TensorType.NVFP4, 64, 64)
     blocks[:, :4] = np.arange(256).reshape(64, 4)
     for num_tokens in (1, 3):
@@ -165,7 +167,7 @@ def test_every_scale_of_nvfp4(linear: Linear) -> None:
 
 
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
-def test_each_weight_alone(linear: Linear, tensor_type: TensorType) -> None:
+def test_each_weight_alone(linear: DenseProducts, tensor_type: TensorType) -> None:
     """Vectors with a single nonzero value show each weight in its place, and nothing else."""
     columns = tensor_type.layout.block_elements
     data = random_blocks(tensor_type, 16, columns).reshape(-1)
@@ -177,14 +179,14 @@ def test_each_weight_alone(linear: Linear, tensor_type: TensorType) -> None:
 EDGE = """
 import ctypes, mmap, sys
 import numpy as np
-from dflash_runtime.compute.cpu.linear import Linear
+from dflash_runtime.compute.cpu.linear import DenseProducts
 from dflash_runtime.compute.cpu.weights.matrix import as_matrix
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
 PAGE, ROWS = mmap.PAGESIZE, 16
-linear = Linear(Workers(1), Scratch())
+linear = DenseProducts(Workers(1), Scratch())
 for tensor_type, form in FORMATS.items():
     print(tensor_type.name, flush=True)
     for num_chunks in (1, 3):

@@ -1,16 +1,10 @@
-"""Words of messages: nouns by number, and names near to a wrong one."""
+"""Unknown names: which known ones are suggested."""
 
 from __future__ import annotations
 
 import pytest
 
-from dflash_protocol.settings.wording import noun, unknown
-
-
-def test_one_is_singular_and_all_else_plural() -> None:
-    assert [noun(number, "request") for number in (0, 1, 2, 100)] == [
-        "requests", "request", "requests", "requests",
-    ]  # fmt: skip
+from dflash_protocol.settings.kinds import unknown
 
 
 @pytest.mark.parametrize(

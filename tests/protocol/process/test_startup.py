@@ -12,7 +12,7 @@ from support.processes import START_S, environment
 
 _PROGRAM = """
 import logging, os, subprocess, sys
-from dflash_protocol.process.standard_streams import prepare_standard_streams
+from dflash_protocol.process.startup import prepare_standard_streams
 
 prepare_standard_streams()
 logging.basicConfig(level=logging.INFO)

@@ -1,28 +1,34 @@
-"""Standard streams as programs find them: closed, full, or with nobody left to read them.
+"""What a process sets up first: usable standard streams, and a signal when its parent ends.
 
-What a program is for does not end because its log cannot be written.
+A program must not fail because its log cannot be written: standard streams may be closed, their
+disk full or their reader gone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
+import platform
+import signal
 import sys
 
+_PR_SET_PDEATHSIG = 1
 _STDERR_FD = 2
 _BUFFER_BYTES = 1 << 16
 
 
 def prepare_standard_streams() -> None:
-    """For programs, first of all. Descriptors 0 to 2 that are closed lead nowhere from now on, so
-    that no file or socket of ours is opened in their place and written to as a log; and a line
-    that stderr does not take, because its disk is full or its reader gone, is dropped.
+    """Open closed descriptors 0 to 2 on /dev/null, and make stderr drop what it cannot write.
+
+    Call it before anything is opened: a file or socket that got descriptor 2 would be written to
+    as a log.
     """
     for fd in range(_STDERR_FD + 1):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest that is free is this one.
+            # open() takes the lowest free descriptor, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
@@ -39,7 +45,7 @@ def prepare_standard_streams() -> None:
 
 
 class _DroppingWriter(io.FileIO):
-    """Descriptor 2; what it does not take is dropped."""
+    """Descriptor 2; drops what cannot be written."""
 
     def __init__(self) -> None:
         super().__init__(_STDERR_FD, "w", closefd=False)
@@ -49,5 +55,17 @@ class _DroppingWriter(io.FileIO):
             num_written = super().write(data)  # type: ignore[arg-type]
         except OSError:
             num_written = None
-        # None: it is somebody's who does not wait, and it is full.
+        # None: the descriptor is non-blocking and full.
         return memoryview(data).nbytes if num_written is None else num_written  # type: ignore[arg-type]
+
+
+def end_with_parent(number: signal.Signals) -> bool:
+    """Ask the kernel to send us signal `number` when the thread that spawned us ends.
+
+    False if the parent has ended already. Linux only; elsewhere the caller has to watch the end of
+    an inherited pipe.
+    """
+    parent_pid = os.getppid()
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent_pid
