@@ -40,7 +40,7 @@ from dflash_runtime.compute.gpu.room import (
     weights_bytes,
     work_bytes,
 )
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
@@ -264,14 +264,14 @@ class CupyBackend:
         banks: Mapping[int, ExpertBank],
         *,
         remote: RemoteExperts,
-    ) -> CapturedStep:
+    ) -> GraphStep:
         """As backend.ComputeBackend.captured_step: there always is one."""
         assert isinstance(cache, DeviceKvCache)
         resident = self._resident(banks, remote)
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
         if all(layer is not None and layer.is_whole for layer in layers):
             whole = DeviceMoe(self.ops, resident, Phase.DECODE, remote=None)
-            return CapturedStep(self.ops, model, cache, moe=whole)
+            return GraphStep(self.ops, model, cache, moe=whole)
         shared = SharedMoe(self.ops, resident, remote)
         mailed = MailedSteps(
             self.ops,
@@ -280,7 +280,7 @@ class CupyBackend:
             remote=remote,
             keeper=self._mail.keeper,
         )
-        return CapturedStep(self.ops, model, cache, moe=shared, mailed=mailed)
+        return GraphStep(self.ops, model, cache, moe=shared, mailed=mailed)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """As backend.ComputeBackend.take_selections."""

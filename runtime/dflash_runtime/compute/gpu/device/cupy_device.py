@@ -44,7 +44,7 @@ from dflash_runtime.compute.gpu.device.devices import (
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
-from dflash_runtime.compute.gpu.device.rtc import KernelCompiler, runtime_compiler
+from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler, runtime_compiler
 from dflash_runtime.compute.gpu.device.side_stream import CupyMark, CupySideStream, Events
 
 _OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
@@ -232,7 +232,7 @@ class CupyDevice:
             self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else NANOSECONDS_PER_MS
         )
         newest = driver.version() // 1000 if driver.vendor is Vendor.CUDA else None
-        self._compiler = KernelCompiler(
+        self._compiler = DeviceCompiler(
             runtime_compiler(driver.vendor, newest),
             self.capabilities,
             lanes=self.lanes,

@@ -190,7 +190,7 @@ def architecture_options(capabilities: Capabilities) -> tuple[str, ...]:
     return (f"--offload-arch={capabilities.architecture}", "-std=c++17", "-O3")
 
 
-class KernelCompiler:
+class DeviceCompiler:
     """Compiles kernel files for one device and keeps what it has made."""
 
     def __init__(

@@ -46,7 +46,7 @@ class Events:
             self._driver.destroy_event(self._unused.pop())
 
 
-class Launch(Protocol):
+class LaunchInStream(Protocol):
     """How the device launches a kernel in any of its streams."""
 
     def __call__(
@@ -64,7 +64,7 @@ class Launch(Protocol):
 class CupySideStream:
     """Implements device.SideStream. Owns: the driver's stream."""
 
-    def __init__(self, driver: Driver, index: int, *, name: str, launch: Launch) -> None:
+    def __init__(self, driver: Driver, index: int, *, name: str, launch: LaunchInStream) -> None:
         """Of the driver's device `index`, which messages call `name`."""
         self._driver = driver
         self._index = index

@@ -19,7 +19,7 @@ from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
@@ -157,7 +157,7 @@ class CapturedExperts:
         weights = steps.buffers.take(box.weights.shape, np.float32)
         choice = Choice(ids.array, weights.array)
         exchanger.take(box, rows.array, choice)
-        sums = steps.sums_of(layer, Rows(rows.array, rows.buffers), choice)
+        sums = steps.sums_of(layer, F32Rows(rows.array, rows.buffers), choice)
         exchanger.give_sums(box, sums)
 
 

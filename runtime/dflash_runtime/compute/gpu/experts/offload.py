@@ -33,7 +33,7 @@ from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
 from dflash_runtime.compute.gpu.layers.values import ExpertSums
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Piece, Transfer
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
 
 _ALIGNMENT = 256
 _NUM_PLACES = 2
@@ -242,7 +242,7 @@ class ExpertOffload:
 
     def _runs(
         self, projection: ExpertProjection, native: DeviceArray, experts: Experts, slots: I64Array
-    ) -> list[Piece]:
+    ) -> list[FilePiece]:
         """Experts that follow each other in the file and on the device, as one each."""
         size = projection.num_bytes
         found: list[tuple[int, int, int, int]] = []  # shard, offset, first slot, experts
@@ -256,7 +256,7 @@ class ExpertOffload:
                     continue
             found.append((shard, offset, slot, 1))
         return [
-            Piece(
+            FilePiece(
                 self._file.region(shard, offset, count * size),
                 native[first * size : (first + count) * size],
             )

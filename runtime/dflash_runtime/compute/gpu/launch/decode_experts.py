@@ -156,7 +156,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """Rows of activations as the weights want them; what they do not want may be None.
 
     Shapes: quants [rows, padded_columns] int8; meta `meta_shape` float32; values [rows, columns]
@@ -201,12 +201,12 @@ class DecodeExperts:
         self._gate_up = module.kernel("experts_gate_up", GateUpArgs)
         self._down = module.kernel("experts_down", DownArgs)
 
-    def hidden_rows(self) -> Rows:
+    def hidden_rows(self) -> StepRows:
         """New arrays for what stands between the two kernels."""
         pairs, ffn_size, empty = self.shape.num_pairs, self.shape.ffn_size, self._device.empty
         if self.shape.h_as_floats:
-            return Rows(values=empty((pairs, ffn_size), np.float32))
-        return Rows(
+            return StepRows(values=empty((pairs, ffn_size), np.float32))
+        return StepRows(
             quants=empty((pairs, padded_columns(ffn_size)), np.int8),
             meta=empty(meta_shape(pairs, ffn_size), np.float32),
         )
@@ -215,8 +215,8 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        x: Rows | MailRequest,
-        hidden: Rows,
+        x: StepRows | MailRequest,
+        hidden: StepRows,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for what is not resident.
 
@@ -250,7 +250,7 @@ class DecodeExperts:
             shared_bytes=self._gate_up_bytes,
         )
 
-    def _set_rows(self, args: GateUpArgs, x: Rows) -> None:
+    def _set_rows(self, args: GateUpArgs, x: StepRows) -> None:
         shape, arrays = self.shape, self._arrays
         tokens, columns = shape.num_tokens, shape.hidden_size
         if shape.x_as_bytes:
@@ -266,7 +266,7 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        hidden: Rows,
+        hidden: StepRows,
         out: DeviceArray | MailReply,
         *,
         replies: MailReplies | None = None,
@@ -353,7 +353,7 @@ class DecodeExperts:
             choices.logits = arrays.address("logits", logits, np.float32, T=tokens, E=num_experts)
         return choices
 
-    def _hidden(self, hidden: Rows) -> tuple[int, int, int]:
+    def _hidden(self, hidden: StepRows) -> tuple[int, int, int]:
         pairs, columns = self.shape.num_pairs, self.shape.ffn_size
         if self.shape.h_as_floats:
             values = given("hidden.values", hidden.values)

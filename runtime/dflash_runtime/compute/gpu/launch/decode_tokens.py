@@ -40,7 +40,7 @@ class EmbedArgs(ctypes.Structure):
     )
 
 
-class SampleArgs(ctypes.Structure):
+class ArgmaxLogitsArgs(ctypes.Structure):
     _fields_ = (
         ("partials", ctypes.c_void_p),
         ("num_partials", ctypes.c_int),
@@ -121,7 +121,7 @@ class Embed:
         )
 
 
-class Sample:
+class ArgmaxLogits:
     """The most likely token of each row, from the partials of a head (DecodeLinear with argmax)."""
 
     def __init__(self, device: KernelDevice, *, num_tokens: int, advances: bool) -> None:
@@ -130,7 +130,9 @@ class Sample:
         self._device, self._arrays, self._num_tokens = device, ArrayChecker(device), num_tokens
         self._warps = _THREADS // device.lanes
         defines = {"TOKENS": num_tokens, "ADVANCE": int(advances), "WARPS": self._warps}
-        self._kernel = device.module("sample.cu", defines).kernel("sample", SampleArgs)
+        self._kernel = device.module("argmax_logits.cu", defines).kernel(
+            "argmax_logits", ArgmaxLogitsArgs
+        )
 
     def launch(
         self,
@@ -150,7 +152,7 @@ class Sample:
         """
         arrays, tokens, num_partials = self._arrays, self._num_tokens, partials.shape[0]
         capacity = 0 if history is None else history.size
-        args = SampleArgs(
+        args = ArgmaxLogitsArgs(
             partials=arrays.address("partials", partials, np.uint64, blocks=num_partials, T=tokens),
             num_partials=num_partials,
             capacity=capacity,
@@ -269,7 +271,7 @@ def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
 
 
 KERNEL_VARIANTS = (
-    KernelVariant("sample.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
+    KernelVariant("argmax_logits.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
     *(
         KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, change=each, warps=4))
         for each in RowChange

@@ -26,7 +26,7 @@ from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     FEW_TILE,
     FMA_TILE,
     TENSOR_TILES,
-    Product,
+    ProductKind,
     Products,
     Tile,
     activation_parts,
@@ -278,7 +278,7 @@ class DensePrefill:
         return self._kernels[columns, parts, is_few]
 
 
-def _defines(product: Product, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
+def _defines(product: ProductKind, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
     return {
         **tile.defines(product),
         "NUM_COLUMNS": columns,
@@ -290,10 +290,10 @@ def _defines(product: Product, tile: Tile, columns: int, parts: int) -> dict[str
 KERNEL_VARIANTS = (
     *(
         KernelVariant(
-            "gemm_dense.cu", _defines(Product.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
+            "gemm_dense.cu", _defines(ProductKind.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
         )
         for tile in (*TENSOR_TILES, FEW_TILE)
     ),
-    KernelVariant("gemm_dense.cu", _defines(Product.HALF, FMA_TILE, 96, 2)),
-    KernelVariant("gemm_dense.cu", _defines(Product.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
+    KernelVariant("gemm_dense.cu", _defines(ProductKind.HALF, FMA_TILE, 96, 2)),
+    KernelVariant("gemm_dense.cu", _defines(ProductKind.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
 )

@@ -13,14 +13,14 @@ from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     FMA_TILE,
     TENSOR_TILES,
-    Product,
+    ProductKind,
     Products,
     Tile,
 )
 from dflash_runtime.compute.gpu.launch.prefill_weights import MatrixChoice, product_row_bytes
 
 
-class Activation(ctypes.Structure):
+class ActivationArgs(ctypes.Structure):
     """See activation.cuh."""
 
     _fields_ = (
@@ -30,7 +30,7 @@ class Activation(ctypes.Structure):
     )
 
 
-class GateUpArgs(ctypes.Structure):
+class GemmGateUpArgs(ctypes.Structure):
     """See gemm_gate_up.cu."""
 
     _fields_ = (
@@ -52,7 +52,7 @@ class GateUpArgs(ctypes.Structure):
         ("gate_stride", ctypes.c_uint64),
         ("up_stride", ctypes.c_uint64),
         ("choice", MatrixChoice),
-        ("form", Activation),
+        ("form", ActivationArgs),
     )
 
 
@@ -68,7 +68,7 @@ class LevelArgs(ctypes.Structure):
     )
 
 
-class DownArgs(ctypes.Structure):
+class GemmDownArgs(ctypes.Structure):
     """See gemm_down.cu."""
 
     _fields_ = (
@@ -111,7 +111,7 @@ class ExpertShape:
     down_parts: int
 
     def gate_up_defines(
-        self, product: Product, tile: Tile, stored: TensorType | None = None
+        self, product: ProductKind, tile: Tile, stored: TensorType | None = None
     ) -> dict[str, int | str]:
         """Of gemm_gate_up.cu; `stored` is the type of matrices that are read as they are stored."""
         return {
@@ -133,7 +133,7 @@ class ExpertShape:
         }
 
     def down_defines(
-        self, product: Product, tile: Tile, stored: TensorType | None = None
+        self, product: ProductKind, tile: Tile, stored: TensorType | None = None
     ) -> dict[str, int | str]:
         """Of gemm_down.cu; `stored` as above."""
         return {
@@ -165,7 +165,7 @@ def compile_stored_gate_up(
 ) -> Kernel:
     """The same as ExpertKernels.gate_up, of matrices that are read as they are stored."""
     defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
-    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GateUpArgs)
+    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GemmGateUpArgs)
 
 
 def compile_stored_down(
@@ -173,7 +173,7 @@ def compile_stored_down(
 ) -> Kernel:
     """The same as ExpertKernels.down."""
     defines = shape.down_defines(*products.of(shape.down_parts), stored)
-    return device.module("gemm_down.cu", defines).kernel("gemm_down", DownArgs)
+    return device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
 
 
 def compile_expert_kernels(
@@ -185,22 +185,22 @@ def compile_expert_kernels(
     level = device.module("level_activations.cu", shape.level_defines(tile))
     down = device.module("gemm_down.cu", shape.down_defines(*products.of(shape.down_parts)))
     return ExpertKernels(
-        gate_up=gate_up.kernel("gemm_gate_up", GateUpArgs),
+        gate_up=gate_up.kernel("gemm_gate_up", GemmGateUpArgs),
         level=level.kernel("level_activations", LevelArgs),
-        down=down.kernel("gemm_down", DownArgs),
+        down=down.kernel("gemm_down", GemmDownArgs),
     )
 
 
 def _product_variants() -> Iterator[KernelVariant]:
     for product, tile, parts in (
-        (Product.TENSOR, TENSOR_TILES[-1], 1),
-        (Product.TENSOR, TENSOR_TILES[-1], 2),
-        (Product.HALF, FMA_TILE, 1),
-        (Product.HALF, FMA_TILE, 2),
-        (Product.FLOAT, FMA_TILE, 0),
+        (ProductKind.TENSOR, TENSOR_TILES[-1], 1),
+        (ProductKind.TENSOR, TENSOR_TILES[-1], 2),
+        (ProductKind.HALF, FMA_TILE, 1),
+        (ProductKind.HALF, FMA_TILE, 2),
+        (ProductKind.FLOAT, FMA_TILE, 0),
     ):
         shape = ExpertShape(hidden_size=96, ffn_size=160, hidden_parts=parts, down_parts=parts)
-        is_tensor = product is Product.TENSOR
+        is_tensor = product is ProductKind.TENSOR
         needs, lanes = (("mma",), (32,)) if is_tensor else ((), (32, 64))
         for file, defines in (
             ("gemm_gate_up.cu", shape.gate_up_defines(product, tile)),
@@ -210,8 +210,8 @@ def _product_variants() -> Iterator[KernelVariant]:
     shape = ExpertShape(hidden_size=512, ffn_size=512, hidden_parts=1, down_parts=1)
     tile = TENSOR_TILES[0]
     for file, defines in (
-        ("gemm_gate_up.cu", shape.gate_up_defines(Product.TENSOR, tile, TensorType.Q4_K)),
-        ("gemm_down.cu", shape.down_defines(Product.TENSOR, tile, TensorType.Q8_0)),
+        ("gemm_gate_up.cu", shape.gate_up_defines(ProductKind.TENSOR, tile, TensorType.Q4_K)),
+        ("gemm_down.cu", shape.down_defines(ProductKind.TENSOR, tile, TensorType.Q8_0)),
     ):
         yield KernelVariant(file, defines, needs=("mma",), lanes=(32,))
 

@@ -24,12 +24,12 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
-    Activation,
+    ActivationArgs,
     CombineArgs,
-    DownArgs,
     ExpertKernels,
     ExpertShape,
-    GateUpArgs,
+    GemmDownArgs,
+    GemmGateUpArgs,
     LevelArgs,
     compile_expert_kernels,
     compile_stored_down,
@@ -249,7 +249,7 @@ class ExpertPrefill:
         gate, up = experts.gate, experts.up
         hidden_parts, _ = _parts_of(experts)
         hidden, hidden_scales, hidden_part_bytes = rows
-        given = GateUpArgs(
+        given = GemmGateUpArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
             token_indices=address(groups.token_indices),
@@ -267,7 +267,7 @@ class ExpertPrefill:
             activation_part_bytes=self._activation_part_bytes,
             gate_stride=gate.stride_bytes,
             up_stride=up.stride_bytes,
-            form=Activation(
+            form=ActivationArgs(
                 limit=experts.activation_limit,
                 alpha=experts.activation_alpha,
                 up_offset=experts.activation_up_offset,
@@ -282,7 +282,7 @@ class ExpertPrefill:
             is_stored = True
             kernel = self._stored_gate_up[gate.tensor_type, _parts_of(experts)[1]]
         for choice in self._passes(groups, experts, is_stored=is_stored):
-            args = GateUpArgs.from_buffer_copy(given)
+            args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
             if not is_stored:
                 args.gate = self._scratch.place()
@@ -313,7 +313,7 @@ class ExpertPrefill:
     ) -> Iterator[PreparedLaunch]:
         down = experts.down
         _, down_parts = _parts_of(experts)
-        given = DownArgs(
+        given = GemmDownArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
             activations=address(self._activations),
@@ -334,7 +334,7 @@ class ExpertPrefill:
         if self._is_stored(down, groups=groups):
             is_stored, kernel = True, self._stored_down[down.tensor_type]
         for choice in self._passes(groups, experts, is_stored=is_stored):
-            args = DownArgs.from_buffer_copy(given)
+            args = GemmDownArgs.from_buffer_copy(given)
             args.choice = choice
             if not is_stored:
                 args.down = self._scratch.place()

@@ -14,7 +14,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 
 
-class Product(IntEnum):
+class ProductKind(IntEnum):
     """PRODUCT of gemm_tile.cuh."""
 
     FLOAT = 0
@@ -49,7 +49,7 @@ class Tile:
         """Elements of an activation row that are divided by the same power of two."""
         return self.columns // self.warps_n // 2
 
-    def defines(self, product: Product) -> dict[str, int | str]:
+    def defines(self, product: ProductKind) -> dict[str, int | str]:
         """Of gemm_tile.cuh."""
         return {
             "PRODUCT": int(product),
@@ -82,7 +82,7 @@ DENSE_FLOAT_TILE = Tile(rows=64, columns=64, warps_m=4, warps_n=2, stages=2, blo
 class Products:
     """What a device uses for halves and for floats."""
 
-    half: Product
+    half: ProductKind
     half_tile: Tile
     float_tile: Tile = FMA_TILE
     dense_float_tile: Tile = DENSE_FLOAT_TILE
@@ -90,7 +90,7 @@ class Products:
     """See FEW_TILE; of halves."""
 
     def __post_init__(self) -> None:
-        if self.half is Product.FLOAT:
+        if self.half is ProductKind.FLOAT:
             raise ValueError("halves are not multiplied as floats")
         if self.half_tile.rows != self.float_tile.rows:
             raise ValueError("groups are cut into tiles of one size")
@@ -100,15 +100,15 @@ class Products:
         """Size of the tiles that groups of pairs are cut into."""
         return self.half_tile.rows
 
-    def of(self, parts: int) -> tuple[Product, Tile]:
+    def of(self, parts: int) -> tuple[ProductKind, Tile]:
         """Of experts, for activations of that many rows of halves each; 0: floats."""
-        return (self.half, self.half_tile) if parts else (Product.FLOAT, self.float_tile)
+        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.float_tile)
 
-    def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[Product, Tile]:
+    def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[ProductKind, Tile]:
         """The same of dense matrices; `is_few`: of which there would be few tiles."""
         if parts and is_few and self.few_tile is not None:
             return self.half, self.few_tile
-        return (self.half, self.half_tile) if parts else (Product.FLOAT, self.dense_float_tile)
+        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.dense_float_tile)
 
 
 def products_of(device: KernelDevice) -> Products:
@@ -116,13 +116,13 @@ def products_of(device: KernelDevice) -> Products:
     if device.capabilities.mma and device.lanes == 32:
         for tile in TENSOR_TILES:
             if tile.shared_bytes <= device.max_shared_bytes:
-                return Products(Product.TENSOR, tile, few_tile=FEW_TILE)
+                return Products(ProductKind.TENSOR, tile, few_tile=FEW_TILE)
     if device.max_shared_bytes < FMA_TILE.shared_bytes:
         raise SettingsError(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, "
             f"prefill needs {FMA_TILE.shared_bytes}"
         )
-    return Products(Product.HALF, FMA_TILE)
+    return Products(ProductKind.HALF, FMA_TILE)
 
 
 @cache

@@ -24,10 +24,10 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, int8_rows
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers import attention_args as a
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
-from dflash_runtime.compute.gpu.layers.kv_rows import CachedRows, LayerKvCache
+from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
 
 _ALIGNMENT = 16
 
@@ -94,7 +94,7 @@ class DecodeAttention:
         *,
         positions: DeviceArray,
         scratch: DeviceArray,
-        out: Rows,
+        out: StepRows,
         sinks: DeviceArray | None = None,
     ) -> None:
         """Write the step's keys and values, then let every token see all up to its own.
@@ -254,7 +254,7 @@ class PrefillAttention:
 def merge_args(
     arrays: ArrayChecker,
     shape: AttentionShape,
-    out: Rows,
+    out: StepRows,
     *,
     num_tokens: int,
     sinks: DeviceArray | None,
@@ -331,7 +331,7 @@ def _aligned(array: DeviceArray, name: str) -> int:
 def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
     """A layer's arrays, as kernels are given them."""
 
-    def scales(rows: CachedRows) -> int | None:
+    def scales(rows: KvRows) -> int | None:
         return None if rows.scales is None else address(rows.scales)
 
     return a.LayerCacheArgs(

@@ -20,7 +20,7 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     int8_rows,
     padded_columns,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 
 RING = 16
 """Inputs that are kept: of the last positions."""
@@ -124,7 +124,7 @@ class DeltaPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaInputs:
+class DeltaArrays:
     """What projections have given, and the gate.
 
     Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
@@ -183,12 +183,12 @@ class DeltaStep:
 
     def launch(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
         positions: DeviceArray,
-        out: Rows,
+        out: StepRows,
     ) -> None:
         """`positions` ascend by one, and are read before the preceding kernel has ended.
 
@@ -224,7 +224,7 @@ class DeltaChunk:
 
     def launch(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
@@ -290,7 +290,7 @@ class DeltaChunk:
 
 
 def input_args(
-    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, *, count: int
+    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaArrays, *, count: int
 ) -> dict[str, int]:
     """Addresses, by the names that kernels' arguments have; as those below.
 
@@ -328,7 +328,7 @@ def state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dic
 def _finish_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
-    inputs: DeltaInputs,
+    inputs: DeltaArrays,
     *,
     weights: DeltaWeights,
     count: int,
@@ -345,10 +345,10 @@ def _finish_args(
 def result_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
-    inputs: DeltaInputs,
+    inputs: DeltaArrays,
     *,
     weights: DeltaWeights,
-    out: Rows,
+    out: StepRows,
     count: int,
 ) -> dict[str, int]:
     """Where a step's results go, and what they are normalised and gated by."""

@@ -9,12 +9,12 @@ import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
     VARIANT_SHAPES,
-    DeltaInputs,
+    DeltaArrays,
     DeltaPlan,
     DeltaState,
     DeltaWeights,
@@ -75,12 +75,12 @@ class DeltaTree:
 
     def launch(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
         branch: Branch,
-        out: Rows,
+        out: StepRows,
     ) -> None:
         """`state` is that before the tree, and stays as it is. Arrays as DeltaStep.launch has them,
         of the tree's W tokens.
@@ -118,7 +118,7 @@ class DeltaTree:
 
     def accept(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,

@@ -46,7 +46,7 @@ def row_elements(kv_type: KvType, dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CachedRows:
+class KvRows:
     """Keys or values of one layer.
 
     Shapes: elements [kv_heads, N, row] of the cache's element type, zeros past the head's dim;
@@ -65,8 +65,8 @@ class LayerKvCache:
     kv_type: KvType
     capacity: int
     """Positions."""
-    keys: CachedRows
-    values: CachedRows
+    keys: KvRows
+    values: KvRows
 
     @property
     def num_rows(self) -> int:
@@ -119,13 +119,13 @@ def new_layer_cache(
     """With anything in it. Raises: DeviceOutOfMemory."""
     kept = rows_kept(kv, capacity)
 
-    def rows(dim: int) -> CachedRows:
+    def rows(dim: int) -> KvRows:
         row = row_elements(kv_type, dim)
         scales = None
         if kv_type is KvType.Q8_0:
             shape = (kv.num_heads, kept, row // Q8_BLOCK)
             halves = device.empty(_scale_halves(kv.num_heads * kept, row), np.float16)
             scales = halves[: prod(shape)].reshape(shape)
-        return CachedRows(device.empty((kv.num_heads, kept, row), _ELEMENTS[kv_type]), scales)
+        return KvRows(device.empty((kv.num_heads, kept, row), _ELEMENTS[kv_type]), scales)
 
     return LayerKvCache(kv, kv_type, capacity, rows(kv.key_dim), rows(kv.value_dim))

@@ -18,7 +18,7 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.device.buffers import Buffer, array_of
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows as StepRows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.kept_rows import KeptRows
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 
@@ -47,7 +47,7 @@ class Sides:
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
+class F32Rows:
     """Float32 rows. Shapes: array [T, columns], contiguous.
 
     Owns: `buffers`, whose memory others may take once nobody holds these rows.
@@ -85,17 +85,17 @@ class Rows:
             meta=None if sides is None else array_of(sides.meta),
         )
 
-    def __getitem__(self, tokens: slice) -> Rows:
+    def __getitem__(self, tokens: slice) -> F32Rows:
         """Some of the rows, in place."""
         sides = None if self.sides is None else self.sides[tokens]
-        return Rows(self.array[tokens], self.buffers, sides=sides, of_step=self.of_step)
+        return F32Rows(self.array[tokens], self.buffers, sides=sides, of_step=self.of_step)
 
 
 @dataclass(slots=True, eq=False)
 class Normed:
     """``rms_norm(rows)``, to be computed by whoever multiplies them."""
 
-    rows: Rows
+    rows: F32Rows
     weight: DeviceArray
     eps: float
     version: int = field(init=False)
@@ -111,7 +111,7 @@ class Normed:
 
     @property
     def is_step(self) -> bool:
-        """As Rows.is_step."""
+        """As F32Rows.is_step."""
         return self.rows.is_step
 
     def __getitem__(self, tokens: slice) -> Normed:
@@ -136,10 +136,10 @@ class Rotation:
 
 
 @dataclass(slots=True, eq=False)
-class Heads:
+class HeadRows:
     """Rows as heads: [T, heads, D], or `part` of each: from its first column to its last."""
 
-    rows: Rows
+    rows: F32Rows
     num_heads: int
     rotation: Rotation | None = None
     part: tuple[int, int] | None = None
@@ -158,8 +158,8 @@ class Heads:
 class Activated:
     """``silu(gate) * up`` of a step, to be computed by whoever multiplies it."""
 
-    gate: Rows
-    up: Rows
+    gate: F32Rows
+    up: F32Rows
     sides: None = None
 
     @property
@@ -168,7 +168,7 @@ class Activated:
 
     @property
     def is_step(self) -> bool:
-        """As Rows.is_step."""
+        """As F32Rows.is_step."""
         return self.gate.is_step
 
     def __getitem__(self, tokens: slice) -> Activated:
@@ -180,14 +180,14 @@ class Activated:
 class Product:
     """``x @ matrix.T``, to be computed by whoever reads it first."""
 
-    x: Normed | Rows | Activated
+    x: Normed | F32Rows | Activated
     matrix: DeviceMatrix
-    rows: Rows | None = None
+    rows: F32Rows | None = None
     """It, once somebody has."""
 
     @property
     def is_step(self) -> bool:
-        """As Rows.is_step."""
+        """As F32Rows.is_step."""
         return self.x.is_step
 
 
@@ -199,14 +199,14 @@ class GatedProduct:
     """
 
     product: Product
-    gate: Rows
+    gate: F32Rows
 
 
 @dataclass(slots=True, eq=False)
 class Choosing:
     """Experts to be chosen from logits, by whoever needs to know first."""
 
-    logits: Rows
+    logits: F32Rows
     rule: RoutingRule
     ids: Buffer
     weights: Buffer
@@ -233,7 +233,7 @@ class Chosen:
         return self.buffer.array
 
 
-ExpertInputs: TypeAlias = Normed | Rows
+ExpertInputs: TypeAlias = Normed | F32Rows
 """What experts are given: normalised rows, or rows as they are, which nobody writes to any more."""
 
 
@@ -251,13 +251,13 @@ class ExpertSums:
     parts: tuple[Buffer, ...] = ()
     """Float64 sums [T, H] of all pairs, of experts here and elsewhere, if somebody else has had a
     share: at most two."""
-    add_to: Callable[[Rows], None] | None = None
+    add_to: Callable[[F32Rows], None] | None = None
     """Launches what adds all of it to a residual, if somebody else has put that off."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[T, H]."""
-        return (self.x if isinstance(self.x, Rows) else self.x.rows).array.shape
+        return (self.x if isinstance(self.x, F32Rows) else self.x.rows).array.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +267,7 @@ class Columns:
     Shapes: rows [T, heads * D]; what is meant: [T, heads * (last - first)].
     """
 
-    rows: Rows
+    rows: F32Rows
     num_heads: int
     first: int
     last: int
@@ -280,7 +280,7 @@ class Convolved:
     Shapes: rows [T, channels]; weight [channels, taps].
     """
 
-    rows: Rows
+    rows: F32Rows
     weight: DeviceArray
     cache: KeptRows
     layer: int
@@ -294,8 +294,8 @@ class DeltaHeads:
     """
 
     mixed: Convolved
-    alpha: Rows
-    beta: Rows
+    alpha: F32Rows
+    beta: F32Rows
     shape: DeltaShape
     a: DeviceArray
     dt_bias: DeviceArray
@@ -306,10 +306,10 @@ class DeltaHeads:
 
 
 DeviceValue: TypeAlias = (
-    Rows
+    F32Rows
     | Normed
     | Activated
-    | Heads
+    | HeadRows
     | Product
     | GatedProduct
     | Chosen

@@ -15,7 +15,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, Kernel
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, given
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS, MailArgs, MailReplies
 from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
@@ -171,7 +171,7 @@ class MailKernels:
         self,
         layer: MoeLayer,
         rule: RoutingRule | None,
-        rows: Rows,
+        rows: StepRows,
         *,
         choice: Choice,
         local_ids: Sequence[DeviceArray],
@@ -245,7 +245,7 @@ class MailKernels:
     def take(
         self,
         layer: MoeLayer,
-        rows: Rows,
+        rows: StepRows,
         choice: Choice,
         *,
         slot_of_expert: DeviceArray,
@@ -341,7 +341,7 @@ class MailKernels:
         return self._kernels[key]
 
 
-def _parts(layer: MoeLayer, rows: Rows, num_tokens: int) -> MailPartsArgs:
+def _parts(layer: MoeLayer, rows: StepRows, num_tokens: int) -> MailPartsArgs:
     """Raises: ValueError if rows that are needed are not there."""
     args = MailPartsArgs()
     given = (rows.quants, rows.meta, rows.values)

@@ -19,7 +19,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.launch.mailbox_args import MailReplies
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 
@@ -70,7 +70,7 @@ class MailMoe:
     def _compute(
         self, phase: Phase, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any
     ) -> ExpertSums:
-        assert isinstance(hidden, Normed | Rows)
+        assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         ops, here = self._ops, self._resident.get(layer_id)
@@ -114,6 +114,6 @@ class MailMoe:
         rule: RoutingRule | None,
         replies: MailReplies,
         rounded: bool,
-        residual: Rows,
+        residual: F32Rows,
     ) -> None:
         self.mail.kernels.add(layer, rule, residual.array, replies=replies, rounded=rounded)

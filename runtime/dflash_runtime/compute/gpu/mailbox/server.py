@@ -58,7 +58,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     host_lines,
 )
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan, new_faults, probe_args
-from dflash_runtime.compute.gpu.mailbox.step import MailStep, Medium
+from dflash_runtime.compute.gpu.mailbox.step import MailboxMemory, MailStep
 from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
 
 _LOG = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class MailServer:
         self._words = MailWords(segment)
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
         self._words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
-        self._media: list[Medium] = []
+        self._media: list[MailboxMemory] = []
         """Lines in the host's memory; and those in devices', if that can be had."""
         self._medium = 0
         self._own_memory: PeerMemory | None = None
@@ -197,11 +197,11 @@ class MailServer:
                 self._segment.write_mail(REQUEST_MEMORY_AT, self._own_memory.handle)
 
     def _add_medium(self, lines: MailLines, relay: tuple[DeviceArray, MailLines] | None) -> None:
-        medium = Medium(lines, relay)
+        medium = MailboxMemory(lines, relay)
         self._record(medium, 1)
         self._media.append(medium)
 
-    def _record(self, medium: Medium, num_tokens: int) -> None:
+    def _record(self, medium: MailboxMemory, num_tokens: int) -> None:
         """A step of so many tokens, tried before. The parent begins anew after that."""
         assert self._kernels is not None
         side, layers = self._kernels.side, self._layers

@@ -9,12 +9,12 @@ import numpy as np
 
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, StepRows
 from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines
-from dflash_runtime.compute.gpu.ops.steps import Steps
+from dflash_runtime.compute.gpu.ops.steps import StepOps
 
 
 class MailStep:
@@ -39,9 +39,9 @@ class MailStep:
         self._relay = relay
         self._num_tokens, self._by_all = num_tokens, by_all
         # Others may compute at the same time, in another stream: nothing is shared with them.
-        self._steps = Steps(device)
+        self._steps = StepOps(device)
         self._choices: dict[int, Choice] = {}
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, StepRows] = {}
 
     def launch(self, layers: Sequence[tuple[int, ResidentLayer]]) -> None:
         """Shapes: layers by their place in the model."""
@@ -65,7 +65,7 @@ class MailStep:
             self._kernels.relay(layer, self._num_tokens, request=request, to=asked.lines)
         return asked
 
-    def _taken(self, index: int, resident: ResidentLayer, choice: Choice) -> Rows:
+    def _taken(self, index: int, resident: ResidentLayer, choice: Choice) -> StepRows:
         """Rows that were asked for; `choice` is written."""
         layer = resident.layer
         if layer.hidden_size not in self._rows:
@@ -90,7 +90,7 @@ class MailStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
+class MailboxMemory:
     """Memory that lines go through, and steps that were captured for it, by their tokens and by who
     looks for requests: what each uses, and its graph."""
 

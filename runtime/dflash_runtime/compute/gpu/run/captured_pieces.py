@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph, KernelDevice
-from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.interrupts import uninterrupted
 
 Then: TypeAlias = Callable[[], None]
@@ -23,7 +23,7 @@ Pause: TypeAlias = Callable[[Then], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GraphPiece:
     """Launches, and what the host does next, if anything."""
 
     graph: Graph
@@ -34,8 +34,8 @@ class Piece:
 class Capture:
     """A step of one context bucket, and what must stay as it is for it."""
 
-    pieces: list[Piece]
-    logits: Rows
+    pieces: list[GraphPiece]
+    logits: F32Rows
     kept: list[Buffer]
 
     def close(self) -> None:
@@ -101,17 +101,17 @@ class _Stretches:
         self._stopped.release()
 
 
-def capture_pieces(device: KernelDevice, record: Callable[[Pause], None]) -> list[Piece]:
+def capture_pieces(device: KernelDevice, record: Callable[[Pause], None]) -> list[GraphPiece]:
     """What `record` launches, cut where it calls the pause that it is given.
 
     Nothing is run. Raises: whatever `record` raises; DeviceUnavailable.
     """
-    pieces: list[Piece] = []
+    pieces: list[GraphPiece] = []
     stretches = _Stretches(record)
     try:
         while not stretches.is_done:
             graph = device.capture(stretches.proceed)
-            pieces.append(Piece(graph, stretches.then))
+            pieces.append(GraphPiece(graph, stretches.then))
     except BaseException:
         for piece in pieces:
             piece.graph.close()

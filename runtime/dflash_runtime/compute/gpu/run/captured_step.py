@@ -20,22 +20,22 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.draw_tokens import (
+from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
     UNDECIDED,
-    DrawInputs,
+    SampleInputs,
     option_values,
 )
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import Product, Rows, StepPositions, StepTokens
+from dflash_runtime.compute.gpu.layers.values import F32Rows, Product, StepPositions, StepTokens
 from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
 from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.run.captured_pieces import (
     Capture,
+    GraphPiece,
     Pause,
-    Piece,
     capture_pieces,
 )
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
@@ -52,13 +52,13 @@ _TIMEOUT_S = 0.5
 """A step that takes longer may have failed: the driver is asked."""
 
 
-class CapturedStep:
+class GraphStep:
     """Steps of one token of one sequence. Implements backend.CapturedStep.
 
     `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces. As long as
     `mailed` has daemons that devices can ask by themselves, its steps go that way; one that fails
     is computed once more in pieces, as is all that follows until such daemons are there again.
-    What draws tokens is captured apart, so that it costs nothing where it is not wanted.
+    Sampling is captured separately, so that greedy steps do not pay for it.
     Trees of draft tokens are captured too, but for those that hosts have a part in.
     Owns: the graphs of each context bucket that was met, and mapped memory of the host.
     """
@@ -83,10 +83,10 @@ class CapturedStep:
         self._chosen = whole_pages(cache.capacity + 1, _NONE)
         self._mapping = device.map_host(self._chosen)
         self._history = mapped_array(device, self._mapping, self._chosen)
-        self._drawing = DrawInputs(
+        self._sampling = SampleInputs(
             device.zeros(NUM_OPTIONS, np.float64), device.zeros(self._chosen.size, np.float64)
         )
-        self._is_drawing = False
+        self._is_sampling = False
         self._shared = moe if isinstance(moe, SharedMoe) else None
         self._mailed = mailed
         self._mail: MailMoe | None = None
@@ -101,7 +101,7 @@ class CapturedStep:
         """Of the step that was begun last."""
         self._captures: dict[tuple[int, bool, MailMoe | None], Capture] = {}
         self._trees = CapturedTrees(ops, model, cache)
-        self._last: Rows | None = None
+        self._last: F32Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
 
@@ -167,8 +167,8 @@ class CapturedStep:
         capacity, position = self._cache.capacity, 0
         while position < capacity:
             self._place(0, position)
-            for is_drawing in (True, False):
-                self._is_drawing = is_drawing
+            for is_sampling in (True, False):
+                self._is_sampling = is_sampling
                 self._capture()
             position = context_bucket(position + 1)
         self.begin(0, 0)
@@ -177,12 +177,12 @@ class CapturedStep:
         """As backend.CapturedStep.choose_by."""
         vocab_size = self._model.spec.vocab_size
         values = option_values(options, vocab_size=vocab_size)
-        self._ops.device.write(self._drawing.options, values)
-        self._is_drawing = options is not None
+        self._ops.device.write(self._sampling.options, values)
+        self._is_sampling = options is not None
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         """As backend.CapturedStep.expect."""
-        places = self._drawing.numbers[first_position : first_position + numbers.size]
+        places = self._sampling.numbers[first_position : first_position + numbers.size]
         self._ops.device.write(places, numbers)
 
     def begin(self, token_id: int, position: int) -> None:
@@ -430,12 +430,12 @@ class CapturedStep:
         if self._shared is not None:
             self._shared.close()
         del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
-        del self._token_ids, self._positions, self._drawing, self._trees
+        del self._token_ids, self._positions, self._sampling, self._trees
 
     def _capture(self) -> Capture:
         """Of the bucket that the next step is in: tried out and captured when first needed."""
         bucket = context_bucket(self._position + 1)
-        key = bucket, self._is_drawing, self._mail
+        key = bucket, self._is_sampling, self._mail
         if key not in self._captures:
             self._captures[key] = self._captured(bucket)
         return self._captures[key]
@@ -456,11 +456,11 @@ class CapturedStep:
         self._chosen[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
-        results: list[Rows] = []
+        results: list[F32Rows] = []
         if shared is None:
             with buffers.repeated(noted):
                 graph = device.capture(lambda: results.append(self._record(bucket)))
-            return Capture([Piece(graph, None)], results[0], [])
+            return Capture([GraphPiece(graph, None)], results[0], [])
 
         def record(pause: Pause) -> None:
             shared.begin_capture(pause)
@@ -474,7 +474,7 @@ class CapturedStep:
                 shared.end_capture()
         return Capture(pieces, results[0], kept)
 
-    def _record(self, bucket: int) -> Rows:
+    def _record(self, bucket: int) -> F32Rows:
         tokens: Any = StepTokens(self._token_ids)
         positions: Any = StepPositions(self._positions, bucket)
         moe = self._moe
@@ -491,5 +491,5 @@ class CapturedStep:
             self._token_ids,
             self._positions,
             history=history,
-            drawing=self._drawing if self._is_drawing else None,
+            sampling=self._sampling if self._is_sampling else None,
         )

@@ -50,7 +50,7 @@ class DmaCopies:
         """Keep these until all that was begun has ended, whoever forgets them meanwhile."""
         self._held = *self._held, *used
 
-    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> DmaCopy:
+    def begin(self, source: int, target: int, shape: tuple[int, int], **how: Any) -> StreamCopy:
         """As PayloadKernels.move, in the stream."""
         address = self.shares.device_address
         if self.not_finite is not None:
@@ -58,7 +58,7 @@ class DmaCopies:
         num_blocks = self.kernels.move(
             source, target, shape, shares=address, side=self.stream, **how
         )
-        return DmaCopy(self, num_blocks)
+        return StreamCopy(self, num_blocks)
 
     def settle(self) -> None:
         """Wait for all that was begun. Raises: DeviceUnavailable."""
@@ -66,7 +66,7 @@ class DmaCopies:
         self._held = ()
 
 
-class DmaCopy:
+class StreamCopy:
     """Implements device_payload.DmaCopy: what its direction has begun last."""
 
     def __init__(self, dma_copies: DmaCopies, num_blocks: int) -> None:

@@ -36,7 +36,7 @@ _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class FilePiece:
     """Bytes of a file, and where they go. Shapes: both [bytes] uint8."""
 
     source: U8Array
@@ -52,7 +52,7 @@ class _Lane:
     half: int = 0
     """The one that is to be filled next."""
 
-    def copy(self, piece: Piece) -> None:
+    def copy(self, piece: FilePiece) -> None:
         """Begin to copy; what was begun before has ended when this returns."""
         staged = self.block.host[self.half][: piece.source.size]
         np.copyto(staged, piece.source)
@@ -69,7 +69,7 @@ class _Lane:
 class Transfer:
     """Pieces on their way."""
 
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     num_bytes: int
     counter: itertools.count[int] = field(default_factory=itertools.count)
     runs: list[Future[None]] = field(default_factory=list)
@@ -139,11 +139,13 @@ class FileCopier:
         """Memory of the host that nobody else can have."""
         return self._num_threads * _HALVES * self._piece_bytes
 
-    def begin(self, runs: Iterable[Piece]) -> Transfer:
+    def begin(self, runs: Iterable[FilePiece]) -> Transfer:
         """Copy these, of any length, cut into pieces; their arrays must be there until it ends."""
         at_once = self._piece_bytes
         pieces = [
-            Piece(each.source[first : first + at_once], each.destination[first : first + at_once])
+            FilePiece(
+                each.source[first : first + at_once], each.destination[first : first + at_once]
+            )
             for each in runs
             for first in range(0, each.source.size, at_once)
         ]

@@ -29,8 +29,8 @@ from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.transfers.dma_copies import (
     COPY_DEADLINE_S,
     DmaCopies,
-    DmaCopy,
     Shares,
+    StreamCopy,
 )
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 
@@ -191,7 +191,7 @@ class PlacedSums:
         return self._array
 
 
-class ExpectedSums:
+class ReservedSums:
     """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
 
     def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
@@ -289,7 +289,7 @@ class SegmentWindow:
         """As DeviceWindow.device_address."""
         return self._at(offset)
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> DmaCopy:
+    def write_rows(self, offset: int, rows: DeviceRows) -> StreamCopy:
         """As DeviceWindow.write_rows."""
         mover = self.mover
         with mover.lock:
@@ -319,14 +319,14 @@ class SegmentWindow:
             )
             return self._arrived(num_blocks)
 
-    def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:
+    def expect_sums(self, shape: tuple[int, int]) -> ReservedSums:
         """As DeviceWindow.expect_sums."""
         with self.mover.lock:
-            return ExpectedSums(self.mover, shape)
+            return ReservedSums(self.mover, shape)
 
-    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> DmaCopy:
+    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> StreamCopy:
         """As DeviceWindow.read_sums."""
-        assert isinstance(expected, ExpectedSums)
+        assert isinstance(expected, ReservedSums)
         with self.mover.lock:
             source, array = self._at(offset), expected.array
             self._in.hold(expected)

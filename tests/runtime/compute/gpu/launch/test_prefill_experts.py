@@ -16,7 +16,7 @@ from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
-from dflash_runtime.compute.gpu.launch.prefill_tiles import TENSOR_TILES, Product, Products
+from dflash_runtime.compute.gpu.launch.prefill_tiles import TENSOR_TILES, ProductKind, Products
 from dflash_runtime.compute.gpu.launch.prefill_weights import IN_UNITS
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedModule
@@ -211,7 +211,7 @@ class EagerDevice(EmulatedDevice):
         return super().module(file, defines)
 
 
-BIG_TENSOR = Products(Product.TENSOR, TENSOR_TILES[0])
+BIG_TENSOR = Products(ProductKind.TENSOR, TENSOR_TILES[0])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     LINE_BYTES,
@@ -85,7 +85,7 @@ def layer(file: Path) -> Iterator[MoeLayer]:
         yield adapter_for(opened).read_spec(opened).moe.layers[0]
 
 
-def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> Rows:
+def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> StepRows:
     """Rows as experts read them, with numbers or without."""
     rng = np.random.default_rng(seed)
     shapes = ((1, padded_columns(columns)), np.int8), (meta_shape(1, columns), np.float32)
@@ -95,7 +95,7 @@ def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> 
         else device.upload(rng.integers(-99, 99, shape).astype(dtype))
         for shape, dtype in (*shapes, ((1, columns), np.float32))
     ]
-    return Rows(*arrays)
+    return StepRows(*arrays)
 
 
 @pytest.mark.parametrize("rounds", [False, True])

@@ -49,7 +49,7 @@ struct GateUpArgs {
     i8 *h_quants;               // [P, padded], if TYPE_DOWN is quantised
     float2 *h_meta;             // [P, padded / 16]
     float *h;                   // [P, FFN], if it is not
-    Activation form;
+    ActivationArgs form;
     MailRequest request;        // if MAIL, which says all that choices.slot_of_expert does not
 };
 

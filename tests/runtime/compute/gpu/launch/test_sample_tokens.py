@@ -15,12 +15,12 @@ from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.launch.draw_tokens import (
+from dflash_runtime.compute.gpu.launch.sample_tokens import (
     MOST_VOCABULARY,
     NUM_OPTIONS,
     UNDECIDED,
-    DrawInputs,
-    DrawTokens,
+    SampleInputs,
+    SampleTokens,
     option_values,
 )
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
@@ -47,9 +47,9 @@ class Rig:
 
     def __init__(self, device: KernelDevice, vocab_size: int, **options: int) -> None:
         self.device = device
-        self.draw = DrawTokens(device, vocab_size=vocab_size, **options)
+        self.draw = SampleTokens(device, vocab_size=vocab_size, **options)
         self.vocab_size = vocab_size
-        self.inputs = DrawInputs(
+        self.inputs = SampleInputs(
             device.zeros(NUM_OPTIONS, np.float64), device.zeros(CAPACITY, np.float64)
         )
         self.token_ids = device.empty(1, np.int32)
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused() -> None:
     device = EmulatedDevice()
     for size in (0, MOST_VOCABULARY + 1):
         with pytest.raises(ValueError, match="drawn"):
-            DrawTokens(device, vocab_size=size)
+            SampleTokens(device, vocab_size=size)
     device_rig = rig(67, 32, False)
     with pytest.raises(ValueError, match=r"\blogits\b.* float32 \[1, 66\]"):
         device_rig.sample(np.zeros(66, np.float32), None, 0.0)
