@@ -1,7 +1,7 @@
-"""What a compute backend offers: Ops for the parent's dense work, and expert FFNs.
+"""Interface of a compute backend: Ops for the parent's dense layers, and banks of expert FFNs.
 
-Knows nothing of placement or processes: a bank holds the experts it was told to hold, numbered by
-local id, and computes the pairs it is given.
+A bank holds the experts it was loaded with, numbered by local id, and computes the pairs it is
+given; which experts these are is decided in `placement`, and who is asked in `experts`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ MEMORY_ADVICE = (
     "keep fewer experts there (--local-experts, the others in a --daemon), "
     "or ask for a smaller --context"
 )
-"""What to do where a parent's device has too little memory."""
+"""Advice in errors when the parent's device has too little memory."""
 DAEMON_MEMORY_ADVICE = (
     "give this daemon fewer experts: the parent more (--local-experts), or another --daemon"
 )
-"""What to do where a daemon's device has too little memory for what a parent asks of it."""
+"""Advice in errors when a daemon's device has too little memory for the experts asked of it."""
 
 
 NOT_FINITE = -3
-"""In place of a token: some logit that it would follow from is NaN or infinite."""
+"""Returned in place of a token id: one of its logits is NaN or infinite."""
 
 
 class ExpertBank(Protocol):
-    """The experts of one layer that one owner holds, by local id."""
+    """The experts of one layer held by one owner, by local id."""
 
     @property
     def layer(self) -> MoeLayer: ...
@@ -62,10 +62,10 @@ class ExpertBank(Protocol):
 
 @runtime_checkable
 class DivisibleBank(ExpertBank, Protocol):
-    """A bank for which memory was taken that a part of it can use as well."""
+    """A bank from which smaller banks can be made that share its memory."""
 
     def part(self, file: GgufFile, local_expert_ids: I32Array) -> ExpertBank:
-        """Some of its experts, in this order, as a bank of their own, which keeps all in memory.
+        """A bank of some of these experts, in this order; it keeps the whole bank in memory.
 
         Raises: DeviceOutOfMemory.
         """
@@ -73,14 +73,14 @@ class DivisibleBank(ExpertBank, Protocol):
 
 @runtime_checkable
 class DeviceBank(ExpertBank, Protocol):
-    """A bank on a device, where rows may lie already."""
+    """A bank on a device, which takes rows that are on the device too."""
 
     def sums_of(self, batch: DeviceBatch) -> DeviceSums:
-        """As `accumulate`, of rows that a device has, to sums that begin as zero."""
+        """As `accumulate`, from rows on the device into new sums."""
 
 
 def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
-    """What a bank computes of a batch: on its device if the rows are there. Shapes: [T, H]."""
+    """Weighted sums of a batch, on the bank's device if the rows are there. Shapes: [T, H]."""
     if isinstance(batch, DeviceBatch) and isinstance(bank, DeviceBank):
         return bank.sums_of(batch)
     sums = np.zeros(batch.hidden_shape)
@@ -89,7 +89,7 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
 
 
 def argmax_of(logits: F32Array) -> I32Array:
-    """As ComputeBackend.most likely, of rows on the host. Shapes: logits [T, V]; result [T]."""
+    """ComputeBackend.argmax for rows on the host. Shapes: logits [T, V]; result [T]."""
     argmax: I32Array = np.argmax(logits, axis=1).astype(np.int32)
     argmax[~np.isfinite(logits).all(axis=1)] = NOT_FINITE
     return argmax
@@ -97,23 +97,23 @@ def argmax_of(logits: F32Array) -> I32Array:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How prompts are cut for a backend."""
+    """Sizes of the chunks in which a backend computes prompts, in tokens."""
 
     preferred: int
-    """Tokens computed at once, if nothing else is asked for."""
+    """Default size."""
     largest: int | None
-    """More cannot be; None: any number can."""
+    """Upper bound; None: none."""
     invariant_from: int | None
-    """A position has the same bits in whatever chunk of at least so many tokens it is computed;
-    None: they depend on the chunk."""
+    """In chunks of at least this size a position's bits do not depend on the chunk; None: they
+    always do."""
 
     overlapped_from: int | None = None
-    """A chunk of at least so many tokens, while others compute experts of it, goes through the
-    layers as two halves, one behind the other; None: never."""
+    """From this size on a chunk with remote experts is split into two overlapped halves (two-batch
+    overlap); None: never."""
 
     @property
     def smallest(self) -> int:
-        """No chunk of a longer prompt should have fewer tokens."""
+        """Least size of a chunk of a longer prompt."""
         return self.invariant_from or 1
 
 
@@ -121,32 +121,32 @@ class Chunking:
 class MailRoute:
     """A daemon whose device answers ours through a mailbox, with no host in between.
 
-    `local_ids`: by layer id of layers that it has experts of, its names for those that it is to
-    compute. Shapes: each [E] int32, negative: not its.
+    `local_ids`: for each layer id of which it has experts, the local id of every expert it is to
+    compute. Shapes: each [E] int32, negative: not computed there.
     """
 
     name: str
     segment: Segment
     local_ids: Mapping[int, I32Array]
     is_live: Callable[[], bool]
-    """Whether it can still be used: its session lasts."""
+    """Whether its session still lasts."""
     fail: Callable[[str], None]
-    """To be told why it cannot."""
+    """Marks the daemon as lost, with the reason."""
 
 
 class RemoteExperts(Protocol):
-    """The owners of what a device's own MoE block does not compute, asked by that block."""
+    """Owners of the experts that a device's MoE block does not compute; the block asks them."""
 
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
-        """Which experts the block is to compute. Shapes: result [E]."""
+        """Experts that the block computes itself. Shapes: result [E]."""
 
     def count_local(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
     ) -> None:
-        """The block computes all pairs of so many tokens, in one layer or more."""
+        """Count tokens all of whose pairs the block has computed, in one layer or more."""
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        """What was chosen, if the host knows it and nothing is started. Shapes: topk_ids [T, K]."""
+        """Count chosen experts where `start` is not called. Shapes: topk_ids [T, K]."""
 
     @property
     def may_offload(self) -> bool:
@@ -155,11 +155,11 @@ class RemoteExperts(Protocol):
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """Whose experts of a chunk the block is to compute with weights that are copied for it,
-        since that is quicker: bringing one expert takes `expert_s`. None: nobody's.
+        """Remote experts of a chunk that the block should compute with copied weights, because
+        that is faster; copying one expert takes `expert_s`. None: none of them.
 
-        Without `topk_ids`: what is to be expected of a layer whose choice is not known yet, after
-        the last one. Shapes: topk_ids [T, K]; result [E], all experts of these owners.
+        Without `topk_ids`: a prediction for a layer that has not been routed yet, from the layer
+        before. Shapes: topk_ids [T, K]; result [E], all experts of the owners concerned.
         """
 
     def start(
@@ -172,25 +172,25 @@ class RemoteExperts(Protocol):
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
-        """Begin what the block does not compute: to be finished, or abandoned. It computes the
-        experts that are `offloaded`; None if nothing is left then.
+        """Ask the owners for the remote experts, except those `offloaded` to the block. The result
+        must be passed to `finish` or `abandon`; None: nothing remote was chosen.
 
         Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
         """
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:
-        """Wait for it. Shapes: result [T, H]: weighted sums, not rounded, where the rows were; in
-        `out` if that is given, for rows of the host.
+        """Wait for the unrounded weighted sums: on the device or host where the rows were; in `out`
+        if that is given, for rows on the host. Shapes: result [T, H].
 
-        Raises: DaemonUnavailable if nobody can compute it.
+        Raises: DaemonUnavailable if an expert's owner is lost and it has no fallback.
         """
 
     def abandon(self, started: Any) -> None:
-        """Nobody will finish it."""
+        """Drop work that was started; its result is not used."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
-        """To all owners of what the block does not compute, if each is there and has a mailbox.
-        The same ones as before while their sessions last."""
+        """Routes to all remote owners, if each is connected and has a mailbox, else none. The same
+        objects as before while their sessions last."""
 
     def count_mailed(
         self,
@@ -200,19 +200,19 @@ class RemoteExperts(Protocol):
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
-        """Steps of so many tokens have gone through mailboxes; their pairs are told apart."""
+        """Count steps of `num_tokens` that went through mailboxes, apart from other steps."""
 
     def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
-        """Whether a step that has gone through these mailboxes is to be computed with the host's
-        help, so that a reply can be checked."""
+        """Whether a step that went through these mailboxes should be recomputed through the host,
+        so that a reply can be checked."""
 
     def note_checked_step(self, elapsed_s: float) -> None:
-        """That has been done, and took so long."""
+        """Such a step was recomputed, in this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """How a token is drawn from logits, as engine.sampling.SamplingParams has it."""
+    """How a token is sampled from logits; see engine.sampling.SamplingParams."""
 
     temperature: float
     """Above 0."""
@@ -223,68 +223,68 @@ class DeviceSampling:
 
 
 class DeviceMail(Protocol):
-    """A device whose kernels can ask those of another, or answer them."""
+    """A device whose kernels can ask another device's kernels through mailboxes, or answer them."""
 
     def num_bytes(self, moe: MoeSpec) -> int:
-        """Of a model's mailbox in shared memory."""
+        """Size of a model's mailbox in shared memory."""
 
     def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
-        """What a daemon is to know before it is told of a mailbox: how long a step may take; and,
-        for us, whether all of it is to stay in the host's memory."""
+        """Parent: initialise a mailbox before the daemon is told of it. `limit_ms`: how long a step
+        may take; `in_host`: all of it stays in the host's memory."""
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailService:
-        """Answer a parent, as the daemon whose experts these are.
+        """Daemon: answer a parent's requests for the experts of `banks`.
 
-        Raises: DeviceUnavailable if our device does not see the memory.
+        Raises: DeviceUnavailable if our device cannot map the memory.
         """
 
     @property
     def trial_shape(self) -> RingShape:
-        """Of memory for a trial of a mailbox, without any model."""
+        """Shape of the memory for a trial of a mailbox, which needs no model."""
 
     def try_out(self, segment: Segment, *, seed: int) -> MailTrial:
-        """A trial with a process that does the other thing; `begin` must have been called."""
+        """The parent's end of a trial, after `begin`; another process calls `serve_trial`."""
 
     def serve_trial(self, segment: Segment) -> MailService:
-        """Answer a trial in another process."""
+        """The daemon's end of a trial."""
 
 
 class MailService(Protocol):
     """The daemon's end of one mailbox."""
 
     def close(self) -> None:
-        """What is asked now is not answered any more; the segment is used no longer."""
+        """Stop answering; the segment is not used afterwards."""
 
 
 class CapturedStep(Protocol):
-    """Decode steps of one sequence that cost the host next to nothing.
+    """Decode steps of one sequence as a captured graph, replayed at little cost to the host.
 
-    A step chooses the token that is the next step's at the next position: several can be started
-    without waiting for any.
+    A step samples the token that the next step computes at the next position, so several can be
+    started without waiting for any.
     """
 
     @property
     def needs_host(self) -> bool:
-        """The host asks others for their share in each step: it has ended when it was started."""
+        """The host asks remote owners during each step: `start` returns when the step has ended."""
 
     @property
     def counts_itself(self) -> bool:
-        """What others and this device have computed is counted by whom it asks."""
+        """Its RemoteExperts counts all pairs computed; the caller must not."""
 
     def prepare(self) -> None:
-        """Have everything compiled and captured; nothing in the cache may be wanted any more."""
+        """Compile and capture everything. Overwrites the cache."""
 
     def choose_by(self, options: DeviceSampling | None) -> None:
-        """From the next `begin` on tokens are drawn so; None, as at first: the most likely ones."""
+        """How tokens are sampled from the next `begin` on; None, the default: argmax."""
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
-        """What tokens of these positions are drawn with, before a step that does is started.
+        """Random numbers to sample the tokens of these positions with, before their steps start.
 
-        Shapes: numbers [N], from 0 to below 1.
+        Shapes: numbers [N] in [0, 1).
         """
 
     def begin(self, token_id: int, position: int) -> None:
-        """The next step computes this token at this position.
+        """Set the token and position of the next step.
 
         Raises: ContextExceeded.
         """
@@ -296,23 +296,23 @@ class CapturedStep(Protocol):
         """
 
     def token(self, position: int) -> int | None:
-        """The token that a step has chosen for this position, once it has.
+        """Wait for the token that a step has sampled for this position.
 
-        None: the caller is to draw it from the step's logits, and to begin anew with it.
-        NOT_FINITE: its logits are not, and nothing that was started after it is of any use.
+        None: the caller must sample it from the step's logits, and `begin` again with it.
+        NOT_FINITE: its logits are not finite, and steps started after it are void.
 
         Raises: DeviceUnavailable if the device has failed.
         """
 
     def logits(self) -> F32Array:
-        """Of the step that was started last, once it is done. Shapes: result [V]."""
+        """Wait for the logits of the step started last. Shapes: result [V]."""
 
     def verify(
         self, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
-        """A tree's tokens through all layers, as a step of all of them: at least one. The sequence
-        stays as it is, and a path may be accepted. `features` are layers whose results are wanted.
-        None: this is not captured, as others must be asked by the host, for one.
+        """Compute a tree of at least one draft token in one step. The sequence stays as it is until
+        a path is accepted. `features`: layers whose hidden states are returned.
+        None: the step cannot be captured, for example because the host must ask remote owners.
 
         Shapes: token_ids [W].
         Raises: ContextExceeded, CheckpointMissing; DeviceUnavailable.
@@ -320,14 +320,14 @@ class CapturedStep(Protocol):
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """How often experts were chosen since the last call, by phase and layer id, in layers that
-        others have a share of without any host. Shapes: each [E]."""
+        devices ask through mailboxes. Shapes: each [E]."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release graphs and memory."""
 
 
 class ComputeBackend(Protocol):
-    """One device's way to compute: dense Ops and expert banks of the same numeric class."""
+    """Dense Ops and expert banks of one device, of the same numeric class."""
 
     @property
     def name(self) -> str:
@@ -347,18 +347,17 @@ class ComputeBackend(Protocol):
     def is_host(self) -> bool:
         """It computes in the host's memory, with experts where their file is mapped.
 
-        Otherwise all that it computes with is copied to a device, and kernels are compiled for the
-        model's shapes, when it is first tried.
+        Otherwise weights are copied to a device, and kernels are compiled for the model's shapes
+        when they are first used.
         """
 
     @property
     def mover(self) -> DeviceMover | None:
-        """What brings its rows into memory that is shared with others, if it does not lie in the
-        host's memory."""
+        """Copies rows between a device and shared memory; None if `is_host`."""
 
     @property
     def mail(self) -> DeviceMail | None:
-        """Its part in mailboxes, if it has a device for them."""
+        """The device's mailboxes, if it has any."""
 
     @property
     def trial_batches(self) -> tuple[tuple[Phase, int], ...]:
@@ -366,7 +365,7 @@ class ComputeBackend(Protocol):
         compiled and have run. The first is one token of a decode step."""
 
     def free_memory_bytes(self) -> int:
-        """Of the memory that its experts take, as far as can be said."""
+        """Free memory for experts, as far as known."""
 
     def require_room(
         self,
@@ -378,29 +377,28 @@ class ComputeBackend(Protocol):
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
     ) -> None:
-        """Look, before anything is loaded, whether so many experts of these layers fit a device;
-        and with `kv_layers` a whole model with a cache of that many positions, and the states of
-        its recurrent layers.
+        """Check, before anything is loaded, that so many experts of these layers fit the device;
+        with `kv_layers` a whole model, its cache of `num_positions` and its recurrent states.
 
-        Raises: DeviceOutOfMemory with the amounts, and what to do.
+        Raises: DeviceOutOfMemory with the amounts, and advice.
         """
 
     def to_host(self, rows: AnyArray) -> F32Array:
-        """Rows that Ops gave, where the host can read them. Shapes: rows, result [T, columns]."""
+        """Rows from Ops as an array of the host. Shapes: rows, result [T, columns]."""
 
     def argmax(self, logits: AnyArray) -> I32Array:
-        """Of each row of logits that Ops gave, which is largest; of equal ones the first; and
-        NOT_FINITE for a row that is not. Shapes: logits [T, V]; result [T]."""
+        """Index of the largest logit of each row, the lowest of equal ones; NOT_FINITE if any of
+        the row is not finite. Shapes: logits [T, V]; result [T]."""
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
-        """Rows that Ops gave, one after the other. Shapes: parts [T, columns]; result alike."""
+        """Rows from Ops, concatenated. Shapes: parts, result [T, columns]."""
 
     def moe(
         self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
     ) -> MoeBlock[AnyArray] | None:
-        """A model's routed experts, by layer id those of `banks`, on rows as Ops has them.
+        """A MoE block for rows of Ops, with the experts of `banks` by layer id.
 
-        None if the host computes all experts, with rows as they are.
+        None: all experts are computed through host arrays.
         """
 
     def captured_step(
@@ -411,34 +409,34 @@ class ComputeBackend(Protocol):
         *,
         remote: RemoteExperts,
     ) -> CapturedStep | None:
-        """A step of a model whose experts are in `banks` or `remote`, as with `moe`; None if
-        there is nothing to record."""
+        """A captured step of a model whose experts are in `banks` or `remote`; None if the backend
+        captures none."""
 
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
-        """Be ready to compute experts of chunks that others own, with weights that are copied from
-        the file, if `remote` may ever want that and there is room for it on the device.
+        """Prepare to compute remote experts of prompt chunks with weights copied from the file, if
+        `remote` may ever ask for that and the device has room.
 
-        To be called last: everything else has its memory. Without room it is said, and not done.
+        Call it last, when everything else has its memory. Without room it logs a warning.
         """
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        """How often experts were chosen since the last call, by layer id, in those layers whose
-        choice the host does not see. Shapes: each [E]."""
+        """How often experts were chosen since the last call, by layer id, in layers routed on the
+        device. Shapes: each [E]."""
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> ExpertBank:
-        """Make the given experts ready; local id = position in `global_expert_ids`. [E_local]
+        """Load experts; local id = position in `global_expert_ids`. Shapes: [E_local].
 
-        Banks share what they have made of the same expert of the same file.
+        Banks share the loaded weights of the same expert of the same file.
         """
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
-        """Give back the memory of what was made of these experts; no bank of them is used again.
+        """Free the memory of these experts' loaded weights; no bank of them is used again.
 
-        The file's own bytes are the caller's business.
+        The mapped file's own pages are left to the caller.
         """
 
     def warm_up(
@@ -449,21 +447,21 @@ class ComputeBackend(Protocol):
         is_recurrent: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Have every kernel ready that experts of these types need; with `kv_type` a whole model,
-        with recurrent layers or without.
+        """Compile every kernel that experts of these types need; with `kv_type` those of a whole
+        model, with recurrent layers or without.
 
-        `on_progress` is called with the number of steps that are done, and of all.
+        `on_progress(done, total)` is called after each step.
         """
 
     def idle(self) -> None:
-        """Nothing will be asked of this backend for a while: others may have the cores."""
+        """Stop spinning: the backend will not be used for a while."""
 
     def close(self) -> None:
         """End worker threads. The backend must not be used afterwards."""
 
 
 class BackendName(StrEnum):
-    """Backends that can be asked for by name; ``auto`` picks the fastest that works here."""
+    """Backends by name; ``auto`` picks the fastest one that works on this machine."""
 
     AUTO = "auto"
     REFERENCE = "reference"

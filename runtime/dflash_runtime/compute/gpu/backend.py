@@ -30,7 +30,7 @@ from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
-from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.room import (
     Room,
@@ -193,15 +193,12 @@ class CupyBackend:
             self.device.trim()
 
     def to_host(self, rows: Any) -> F32Array:
-        """As backend.ComputeBackend.to_host."""
         return self.ops.to_host(rows)
 
     def argmax(self, logits: Any) -> I32Array:
-        """As backend.ComputeBackend.most likely."""
         return self.ops.argmax(logits)
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """As backend.ComputeBackend.joined."""
         return self.ops.joined(parts)
 
     def moe(
@@ -218,7 +215,6 @@ class CupyBackend:
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
-        """As backend.ComputeBackend.offload_prompts."""
         self._close_offload()
         if not remote.may_offload:
             return
@@ -273,17 +269,16 @@ class CupyBackend:
             whole = DeviceMoe(self.ops, resident, Phase.DECODE, remote=None)
             return GraphStep(self.ops, model, cache, moe=whole)
         shared = SharedMoe(self.ops, resident, remote)
-        mailed = MailedSteps(
+        sessions = MailboxSessions(
             self.ops,
             model.spec.moe,
             resident,
             remote=remote,
             keeper=self._mail.keeper,
         )
-        return GraphStep(self.ops, model, cache, moe=shared, mailed=mailed)
+        return GraphStep(self.ops, model, cache, moe=shared, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        """As backend.ComputeBackend.take_selections."""
         taken: dict[int, I64Array] = {}
         for layer_id, bank in banks.items():
             assert isinstance(bank, CupyExpertBank)

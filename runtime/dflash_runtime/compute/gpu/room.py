@@ -1,7 +1,4 @@
-"""What a model, or a share of its experts, takes of a device's memory, counted before it is loaded.
-
-Knows nothing of drivers.
-"""
+"""Device memory of a model, or of some of its experts, counted before anything is loaded."""
 
 from __future__ import annotations
 

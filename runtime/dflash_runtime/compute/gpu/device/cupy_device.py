@@ -69,7 +69,6 @@ class CupyModule:
         self.handle = handle
 
     def kernel(self, name: str, args: type[ctypes.Structure]) -> CupyKernel:
-        """As KernelModule.kernel."""
         return self._device.kernel_of(self.handle, name, args)
 
 
@@ -83,7 +82,6 @@ class CupyGraph:
         self._executable: int | None = executable
 
     def replay(self) -> None:
-        """As Graph.replay."""
         self.replay_in(self._stream)
 
     def replay_in(self, stream: int) -> None:
@@ -110,19 +108,16 @@ class CupyQueue:
         self._stream: int | None = driver.create_stream()
 
     def replay(self, graph: Graph) -> None:
-        """As Queue.replay."""
         assert isinstance(graph, CupyGraph)
         assert self._stream is not None
         graph.replay_in(self._stream)
 
     def synchronize(self) -> None:
-        """As Queue.synchronize."""
         assert self._stream is not None
         self._driver.use(self._index)
         self._driver.synchronize_stream(self._stream)
 
     def close(self) -> None:
-        """As Queue.close."""
         if self._stream is not None:
             self._driver.use(self._index)
             self._driver.destroy_stream(self._stream)
@@ -143,7 +138,6 @@ class CupyPeerMemory:
             self.device_address, self.handle = driver.import_memory(handle, num_bytes), handle
 
     def close(self) -> None:
-        """As PeerMemory.close."""
         if self.device_address:
             self._driver.use(self._index)
             give_back = self._driver.free if self._is_ours else self._driver.close_memory
@@ -177,7 +171,6 @@ class CupyCopyStream:
         self._stream: int | None = driver.create_stream()
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As CopyStream.write."""
         assert source.flags.c_contiguous
         assert source.nbytes == destination.nbytes
         self._driver.use(self._index)
@@ -186,12 +179,10 @@ class CupyCopyStream:
         )
 
     def wait(self) -> None:
-        """As CopyStream.wait."""
         self._driver.use(self._index)
         self._driver.synchronize_stream(self._opened())
 
     def close(self) -> None:
-        """As CopyStream.close."""
         if self._stream is not None:
             stream, self._stream = self._stream, None
             self._driver.use(self._index)
@@ -257,7 +248,6 @@ class CupyDevice:
         return memory_of(self._driver, self._index)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """As KernelDevice.empty."""
         sizes = (shape,) if isinstance(shape, int) else shape
         if self._is_capturing:  # naming what is wanted takes longer than having it
             self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
@@ -278,20 +268,17 @@ class CupyDevice:
             ) from error
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """As KernelDevice.zeros."""
         array = self.empty(shape, dtype)
         if array.nbytes:
             self._driver.clear(address(array), array.nbytes, self.stream)
         return array
 
     def upload(self, array: AnyArray) -> DeviceArray:
-        """As KernelDevice.upload."""
         copy = self.empty(array.shape, array.dtype)
         self.write(copy, array)
         return copy
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As KernelDevice.write."""
         self._begin("write")
         source = np.ascontiguousarray(source)
         if source.nbytes != destination.nbytes:
@@ -304,7 +291,6 @@ class CupyDevice:
             self._driver.synchronize_stream(self.stream)
 
     def download(self, array: DeviceArray) -> AnyArray:
-        """As KernelDevice.download."""
         self._begin("download")
         self._driver.synchronize_stream(self.stream)
         given: Any = array
@@ -313,7 +299,6 @@ class CupyDevice:
         return copy
 
     def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
-        """As KernelDevice.copy."""
         self._begin("copy")
         if source.nbytes != destination.nbytes:
             raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
@@ -323,7 +308,6 @@ class CupyDevice:
             )
 
     def module(self, file: str, defines: Defines) -> CupyModule:
-        """As KernelDevice.module."""
         self._begin(f"load {file}")
         key = file, define_options(defines)
         if key not in self._modules:
@@ -383,7 +367,6 @@ class CupyDevice:
         )
 
     def capture(self, record: Callable[[], None]) -> CupyGraph:
-        """As KernelDevice.capture."""
         self._begin("capture")
         self._is_capturing = True
         try:
@@ -393,43 +376,35 @@ class CupyDevice:
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
 
     def new_queue(self) -> CupyQueue:
-        """As KernelDevice.new_queue."""
         self._begin("make a stream")
         return CupyQueue(self._driver, self._index)
 
     def export_memory(self, num_bytes: int) -> CupyPeerMemory:
-        """As KernelDevice.export_memory."""
         self._begin("export memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
 
     def import_memory(self, handle: bytes, num_bytes: int) -> CupyPeerMemory:
-        """As KernelDevice.import_memory."""
         self._begin("import memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes, handle=handle)
 
     def map_host(self, array: AnyArray) -> CupyHostMapping:
-        """As KernelDevice.map_host."""
         self._begin("map memory")
         return CupyHostMapping(self._driver, self._index, array)
 
     def copy_stream(self) -> CupyCopyStream:
-        """As KernelDevice.copy_stream."""
         self._begin("open a stream")
         return CupyCopyStream(self._driver, self._index)
 
     def trim(self) -> None:
-        """As KernelDevice.trim."""
         self._begin("free memory")
         with self._cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
 
     def mark(self) -> CupyMark:
-        """As KernelDevice.mark."""
         self._begin("mark")
         return self._events.record(self.stream)
 
     def side_stream(self, name: str) -> CupySideStream:
-        """As KernelDevice.side_stream."""
         side = self._sides.get(name)
         if side is None:
             self._begin("make a stream")
@@ -443,7 +418,6 @@ class CupyDevice:
         self._driver.use(self._index)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        """As KernelDevice.synchronize."""
         self._begin("synchronise")
         self._driver.synchronize_stream(self.stream, deadline_s)
 

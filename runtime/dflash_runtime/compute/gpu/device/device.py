@@ -1,7 +1,7 @@
 """What kernels run on, as the rest of the backend sees it: arrays, modules, launches, graphs.
 
 Two things implement it: ``cupy_device.CupyDevice``, and the emulation of the tests, whose arrays
-are numpy's. Knows nothing of models.
+are numpy's.
 """
 
 from __future__ import annotations
@@ -284,7 +284,6 @@ class PreparedLaunch:
     shared_bytes: int = 0
 
     def start(self, device: KernelDevice) -> None:
-        """As KernelDevice.launch."""
         device.launch(self.kernel, self.grid, self.block, self.args, shared_bytes=self.shared_bytes)
 
 

@@ -73,12 +73,10 @@ class CupySideStream:
         self._stream: int | None = driver.create_stream(priority=_BEFORE_OTHERS)
 
     def wait_for(self, mark: Mark) -> None:
-        """As SideStream.wait_for."""
         assert isinstance(mark, CupyMark)
         self._driver.wait_for_event(self._begun(), mark.handle)
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As SideStream.write."""
         stream = self._begun()
         if source.nbytes != destination.nbytes or not source.flags.c_contiguous:
             raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
@@ -88,15 +86,12 @@ class CupySideStream:
             )
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
-        """As SideStream.launch."""
         self._launch(kernel, grid, block, args, overlaps_previous=False, stream=self._begun())
 
     def is_empty(self) -> bool:
-        """As SideStream.is_empty."""
         return self._driver.is_empty(self._begun())
 
     def synchronize(self, deadline_s: float) -> None:
-        """As SideStream.synchronize."""
         self._driver.synchronize_stream(self._begun(), deadline_s)
 
     def close(self) -> None:

@@ -23,12 +23,12 @@ from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
-_MOST_RECORDINGS = 1024
+_MOST_CAPTURES = 1024
 """Those that were needed last are kept: of each, a graph and buffers of some 20 kB a token."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class RecordedLayer:
+class CapturedLayer:
     """A bank's experts, whose steps stay captured for as long as the bank holds this."""
 
     resident: ResidentLayer
@@ -49,7 +49,7 @@ class CapturedExperts:
         self._boxes: dict[tuple[int, int, int], StepBox] = {}
         self._captures: OrderedDict[tuple[int, int], _Capture] = OrderedDict()
 
-    def add_token(self, layer: RecordedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
+    def add_token(self, layer: CapturedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
         """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
         must cost no more than it needs to."""
         box = layer.token_box
@@ -71,7 +71,7 @@ class CapturedExperts:
 
     def add_steps(
         self,
-        layer: RecordedLayer,
+        layer: CapturedLayer,
         *,
         hidden: F32Array,
         ids: I32Array,
@@ -121,7 +121,7 @@ class CapturedExperts:
             )
         return box
 
-    def _capture(self, layer: RecordedLayer, box: StepBox, *, size: int) -> _Capture:
+    def _capture(self, layer: CapturedLayer, box: StepBox, *, size: int) -> _Capture:
         """Tried out and captured when it is first needed."""
         key = id(layer), size
         found = self._captures.get(key)
@@ -129,13 +129,13 @@ class CapturedExperts:
             self._captures.move_to_end(key)
             return found
         self.forget_dropped()
-        while len(self._captures) >= _MOST_RECORDINGS:
+        while len(self._captures) >= _MOST_CAPTURES:
             _, oldest = self._captures.popitem(last=False)
             oldest.graph.close()
         capture = self._captures[key] = self._captured(layer, box)
         return capture
 
-    def _captured(self, layer: RecordedLayer, box: StepBox) -> _Capture:
+    def _captured(self, layer: CapturedLayer, box: StepBox) -> _Capture:
         device, buffers = self._ops.device, self._ops.steps.buffers
         if self._exchanger is None:
             self._exchanger = Exchanger(device)
@@ -168,6 +168,6 @@ def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    layer: weakref.ref[RecordedLayer]
+    layer: weakref.ref[CapturedLayer]
     graph: Graph
     kept: list[Buffer]

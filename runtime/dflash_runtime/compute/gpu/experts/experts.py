@@ -17,7 +17,7 @@ from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums, add_sums, slic
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.experts.captured_experts import (
     CapturedExperts,
-    RecordedLayer,
+    CapturedLayer,
     too_many_pairs,
 )
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
@@ -49,7 +49,7 @@ class CupyExpertBank:
         self.by_global = by_global
         self._ops = ops
         self.by_local = by_local
-        self._steps = RecordedLayer(by_local)
+        self._steps = CapturedLayer(by_local)
 
     def part(self, file: GgufFile, local_expert_ids: I32Array) -> CupyExpertBank:
         """As backend.DivisibleBank.part: only tables and vectors are made anew."""

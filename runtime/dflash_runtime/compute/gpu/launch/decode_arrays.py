@@ -1,7 +1,4 @@
-"""What the launch records of decode kernels share: checks of arrays, rows on lanes.
-
-Knows nothing of any kernel.
-"""
+"""What the launch records of decode kernels share: checks of arrays, rows on lanes."""
 
 from __future__ import annotations
 

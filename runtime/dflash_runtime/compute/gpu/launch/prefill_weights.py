@@ -1,7 +1,4 @@
-"""Weights as prefill's products read them: as they lie on the device, or as halves in scratch.
-
-Knows nothing of activations.
-"""
+"""Weights as prefill's products read them: as they lie on the device, or as halves in scratch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Launches attention on a device: checks shapes and memory, fills in arguments.
 
-Everything that reaches a kernel is checked here. Knows nothing of the mathematics, nor of how work
-is cut (attention_plan).
+Everything that reaches a kernel is checked here.
 """
 
 from __future__ import annotations

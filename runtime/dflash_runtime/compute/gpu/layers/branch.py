@@ -1,7 +1,4 @@
-"""Trees of draft tokens on a device, as kernels read them: brought there once for all layers.
-
-Knows nothing of what layers keep.
-"""
+"""Trees of draft tokens on a device, as kernels read them: brought there once for all layers."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ class Branch:
         return self.tree.position
 
     def check_size(self, num_tokens: int) -> None:
-        """As Tree.check_size."""
         self.tree.check_size(num_tokens)
 
     def begin_keeping(self, keep: Callable[[OnAccept], None]) -> None:
@@ -165,7 +161,6 @@ def _bucket_of(tree: Tree) -> int:
 
 
 def _paths_of(tree: Tree) -> I32Array:
-    """As Branch.paths."""
     paths = np.zeros((tree.parents.size, MOST_NODES), np.int32)
     depths = tree.depths.tolist()
     for node, parent in enumerate(tree.parents.tolist()):

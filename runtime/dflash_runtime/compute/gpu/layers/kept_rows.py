@@ -72,7 +72,6 @@ class KeptRows:
         self.states = RecurrentStates(device, recurrent)
 
     def can_resume(self, num_positions: int) -> bool:
-        """As ops.KvCache.can_resume."""
         has_rows = all(window.can_resume(num_positions) for window in self.windows)
         return has_rows and self.states.can_resume(num_positions)
 
@@ -91,7 +90,6 @@ class KeptRows:
         self.states.count_step()
 
     def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> CacheSnapshot:
-        """As ops.KvCache.snapshot."""
         states: DeviceSnapshot | None = None
         windows: tuple[WindowSnapshot | None, ...] = (None,) * len(self.windows)
         if instead_of is not None:
@@ -109,7 +107,6 @@ class KeptRows:
         )
 
     def restore(self, snapshot: ops.Snapshot) -> None:
-        """As ops.KvCache.restore."""
         assert isinstance(snapshot, CacheSnapshot)
         self.states.restore(snapshot.states)
         for window, kept in zip(self.windows, snapshot.windows, strict=True):

@@ -1,7 +1,4 @@
-"""Keys and values of a layer on a device, in the layout that kernels/attention/kv_rows.cuh reads.
-
-Knows nothing of attention, and of whose positions these are.
-"""
+"""Keys and values of a layer on a device, in the layout of kernels/attention/kv_rows.cuh."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Weights on the device: read from the file, laid out by the device itself.
-
-Knows nothing of what a matrix is for.
-"""
+"""Weights on the device: read from the file, laid out by the device itself."""
 
 from __future__ import annotations
 

@@ -94,7 +94,6 @@ class RecurrentStates:
             )
 
     def can_resume(self, num_positions: int) -> bool:
-        """As ops.KvCache.can_resume."""
         return all(kept.has(num_positions) for kept in self._kept)
 
     def begin_step(self, position: int) -> None:
@@ -116,7 +115,6 @@ class RecurrentStates:
     def snapshot(
         self, num_positions: int, instead_of: ops.Snapshot | None = None
     ) -> DeviceSnapshot:
-        """As ops.KvCache.snapshot."""
         if self.layers:
             self.require(num_positions)
         if instead_of is None:
@@ -132,7 +130,6 @@ class RecurrentStates:
         return taken
 
     def restore(self, snapshot: ops.Snapshot) -> None:
-        """As ops.KvCache.restore."""
         assert isinstance(snapshot, DeviceSnapshot)
         num_positions = snapshot.num_positions
         for layer, ring, state in zip(self.layers, snapshot.rings, snapshot.states, strict=True):

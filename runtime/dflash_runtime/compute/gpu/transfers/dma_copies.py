@@ -1,7 +1,4 @@
-"""Copies of payload that are under way beside what a device computes, in one direction of a window.
-
-Knows nothing of what is copied.
-"""
+"""DMA copies of payload beside what the device computes, in one direction of a window."""
 
 from __future__ import annotations
 
@@ -74,18 +71,15 @@ class StreamCopy:
         self._num_blocks = num_blocks
 
     def has_ended(self) -> bool:
-        """As device_payload.DmaCopy.has_ended."""
         with self._dma_copies.kernels.lock:
             return self._dma_copies.stream.is_empty()
 
     def digest(self) -> int:
-        """As device_payload.DmaCopy.digest."""
         with self._dma_copies.kernels.lock:
             self._dma_copies.settle()
             return int(self._dma_copies.shares.host[: self._num_blocks].sum())
 
     def is_finite(self) -> bool:
-        """As device_payload.DmaCopy.is_finite."""
         not_finite = self._dma_copies.not_finite
         assert not_finite is not None
         return not not_finite.host[: self._num_blocks].any()

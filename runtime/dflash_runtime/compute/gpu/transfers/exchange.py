@@ -22,8 +22,8 @@ from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 
 _THREADS = 512
 _MOST_COPIES = 3
-_LOOKS = 64
-"""Looks at the word between two looks at the clock."""
+_POLLS_PER_CLOCK = 64
+"""Polls of the word between two reads of the clock."""
 _BUSY_S = 0.5e-3
 """A step's piece takes less: until then the word is looked at without pause."""
 _PAUSE_S = 20e-6
@@ -133,7 +133,7 @@ class StepBox:
             return
         busy_until_s = time.monotonic() + _BUSY_S
         while time.monotonic() < busy_until_s:
-            for _ in range(_LOOKS):
+            for _ in range(_POLLS_PER_CLOCK):
                 if signal[0]:
                     return
         patient_until_s = busy_until_s + _TIMEOUT_S

@@ -50,7 +50,6 @@ class PayloadMover:
         self.kernels = PayloadKernels(device, lock)
 
     def open(self, address: int, num_bytes: int) -> SegmentWindow:
-        """As DeviceMover.open."""
         with self.lock:
             return SegmentWindow(self, address, num_bytes)
 
@@ -117,7 +116,6 @@ class PlacedRows:
         return self._on_host
 
     def chosen(self, rows: SomeRows) -> PlacedRows:
-        """As DeviceRows.chosen."""
         if self._indices is None and isinstance(rows, slice):
             return PlacedRows(self.mover, self._array[rows], mark=self.mark)
         indices = self._indices
@@ -128,7 +126,6 @@ class PlacedRows:
         return PlacedRows(self.mover, self._array, whole=whole, indices=indices, mark=self.mark)
 
     def new_sums(self) -> PlacedSums:
-        """As DeviceRows.new_sums."""
         return PlacedSums(self.mover, self.shape)
 
     def array(self) -> DeviceArray:
@@ -179,7 +176,6 @@ class PlacedSums:
                 mover.kernels.add_to_rows(self.array(), more, mover.device.upload(rows))
 
     def to_host(self) -> F64Array:
-        """As DeviceSums.to_host."""
         with self.mover.lock:
             sums: F64Array = self.mover.device.download(self.array())
         return sums
@@ -212,18 +208,15 @@ class SlotRows:
         self._digest: int | None = None
 
     def to_host(self) -> F32Array:
-        """As DeviceRows.to_host."""
         with self.mover.lock:
             rows: F32Array = self.mover.device.download(self.array())
         return rows
 
     def chosen(self, rows: SomeRows) -> PlacedRows:
-        """As DeviceRows.chosen."""
         with self.mover.lock:
             return PlacedRows(self.mover, self.array()).chosen(rows)
 
     def new_sums(self) -> PlacedSums:
-        """As DeviceRows.new_sums."""
         return PlacedSums(self.mover, self.shape)
 
     def array(self) -> DeviceArray:
@@ -233,7 +226,6 @@ class SlotRows:
         return self._array
 
     def digest(self) -> int:
-        """As ReadRows.digest."""
         with self.mover.lock:
             self.array()
             if self._digest is None:
@@ -242,7 +234,6 @@ class SlotRows:
         return self._digest
 
     def abandon(self) -> None:
-        """As ReadRows.abandon."""
         with self.mover.lock:
             if self._array is not None and self._digest is None:
                 self._window.settle()
@@ -286,11 +277,9 @@ class SegmentWindow:
         """Of rows that are gathered on their way out."""
 
     def device_address(self, offset: int) -> int:
-        """As DeviceWindow.device_address."""
         return self._at(offset)
 
     def write_rows(self, offset: int, rows: DeviceRows) -> StreamCopy:
-        """As DeviceWindow.write_rows."""
         mover = self.mover
         with mover.lock:
             if not isinstance(rows, PlacedRows) or rows.mover is not mover:
@@ -306,11 +295,9 @@ class SegmentWindow:
             return self._out.begin(address(array), target, rows.shape, itemsize=4, rows=places)
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
-        """As DeviceWindow.read_rows."""
         return SlotRows(self, offset, shape)
 
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
-        """As DeviceWindow.write_sums."""
         with self.mover.lock:
             source = self.mover.array_of_sums(sums)
             shares = self._shares.device_address
@@ -320,12 +307,10 @@ class SegmentWindow:
             return self._arrived(num_blocks)
 
     def expect_sums(self, shape: tuple[int, int]) -> ReservedSums:
-        """As DeviceWindow.expect_sums."""
         with self.mover.lock:
             return ReservedSums(self.mover, shape)
 
     def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> StreamCopy:
-        """As DeviceWindow.read_sums."""
         assert isinstance(expected, ReservedSums)
         with self.mover.lock:
             source, array = self._at(offset), expected.array
@@ -351,7 +336,6 @@ class SegmentWindow:
             self._settle()
 
     def close(self) -> None:
-        """As DeviceWindow.close."""
         with self.mover.lock:
             if self._base:
                 self._base = 0

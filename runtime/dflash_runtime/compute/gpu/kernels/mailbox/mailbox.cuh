@@ -1,5 +1,5 @@
 // A mailbox: what a parent's step asks of a daemon's device and what that answers, layer by layer, with
-// no host in between. `mailbox_layout.py` draws where everything lies, and says why it is right.
+// no host in between. mailbox/layout.py has the memory layout and says why it is right.
 //
 // A line is 16 bytes: {data, check, data, check}. A check is of its word and the step's epoch, so that a
 // reader which finds the one that it waits for has the data that belongs to it: no flag, no fence, one
