@@ -1,4 +1,4 @@
-"""A real device: CuPy holds its memory, the driver table does all else.
+"""A real device: CuPy manages its memory; everything else calls the driver.
 
 Imports CuPy when a device is opened, not before.
 """
@@ -85,14 +85,14 @@ class CupyGraph:
         self.replay_in(self._stream)
 
     def replay_in(self, stream: int) -> None:
-        """The same in another stream of the driver."""
+        """Replay in another stream of the driver."""
         if self._executable is None:
-            raise SettingsError("a graph that was closed is replayed")
+            raise SettingsError("the graph is closed")
         self._driver.use(self._index)
         self._driver.launch_graph(self._executable, stream)
 
     def close(self) -> None:
-        """As Graph.close; closing twice does nothing."""
+        """Idempotent."""
         if self._executable is not None:
             self._driver.use(self._index)
             self._driver.destroy_graph(self._executable)
@@ -125,10 +125,10 @@ class CupyQueue:
 
 
 class CupyPeerMemory:
-    """Implements device.PeerMemory: ours, or another process's."""
+    """Implements device.PeerMemory for exported and imported memory."""
 
     def __init__(self, driver: Driver, index: int, *, num_bytes: int, handle: bytes = b"") -> None:
-        """New memory of so many bytes, or what the handle is of, if it has so many."""
+        """Export new memory, or import that of `handle`, which must have so many bytes."""
         self._driver, self._index = driver, index
         self._is_ours = not handle
         driver.use(index)
@@ -151,11 +151,11 @@ class CupyHostMapping:
     def __init__(self, driver: Driver, index: int, array: AnyArray) -> None:
         self._driver = driver
         self._index = index
-        self._array: AnyArray | None = array  # which must not go before the mapping
+        self._array: AnyArray | None = array  # must outlive the mapping
         self.device_address = driver.register_host(address(array), array.nbytes)
 
     def close(self) -> None:
-        """As HostMapping.close; closing twice does nothing."""
+        """Idempotent."""
         if self._array is not None:
             self._driver.use(self._index)
             self._driver.unregister_host(address(self._array))
@@ -190,7 +190,7 @@ class CupyCopyStream:
 
     def _opened(self) -> int:
         if self._stream is None:
-            raise SettingsError("a copy stream that was closed is used")
+            raise SettingsError("the copy stream is closed")
         return self._stream
 
 
@@ -234,22 +234,22 @@ class CupyDevice:
         self._is_closed = False
         driver.use(device.index)
         self.stream = driver.create_stream()
-        """The driver's handle of the stream that everything runs on."""
+        """The driver's handle of the main stream."""
         self._sides: dict[str, CupySideStream] = {}
         self._events = Events(driver)
-        # A block is taken again as soon as nothing refers to it. That is safe because all that uses
-        # it runs in the order of our one stream.
+        # The pool reuses a block as soon as nothing refers to it. That is safe because everything
+        # that uses the pool runs in the order of the main stream.
         self._pool = self._cupy.cuda.MemoryPool()
         self._empty_outlived_pools()
         self.capabilities.log(f"{device} ({driver.device_name(device.index)})")
 
     def memory(self) -> DeviceMemory:
-        """What is free now. Raises: DeviceUnavailable."""
+        """Free and total memory. Raises: DeviceUnavailable."""
         return memory_of(self._driver, self._index)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         sizes = (shape,) if isinstance(shape, int) else shape
-        if self._is_capturing:  # naming what is wanted takes longer than having it
+        if self._is_capturing:  # composing the message takes longer than allocating
             self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
         self.use()
         num_bytes = prod(sizes) * np.dtype(dtype).itemsize
@@ -287,7 +287,7 @@ class CupyDevice:
             self._driver.copy(
                 address(destination), address(source), source.nbytes, stream=self.stream
             )
-            # Not every driver has read the source when it returns.
+            # Some drivers return before they have read the source.
             self._driver.synchronize_stream(self.stream)
 
     def download(self, array: DeviceArray) -> AnyArray:
@@ -316,14 +316,14 @@ class CupyDevice:
         return self._modules[key]
 
     def prepare(self, kernels: list[tuple[str, Defines]], *, num_threads: int) -> None:
-        """Compile several files side by side, so that `module` finds them on the disk.
+        """Compile several files in parallel, so that `module` finds them on disk.
 
         Raises: KernelCompileError.
         """
         self._compiler.prepare(kernels, num_threads=num_threads)
 
     def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
-        """A function that may use all the shared memory there is."""
+        """A function that may use all of a block's shared memory."""
         self._begin("load a kernel")
         driver = self._driver
         handle = driver.module_function(module, name)
@@ -349,12 +349,12 @@ class CupyDevice:
         overlaps_previous: bool = True,
         stream: int | None = None,
     ) -> None:
-        """As KernelDevice.launch; in a side stream, if that is given."""
+        """In the main stream, or in `stream`."""
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
-        if block % self.lanes:  # the others of the last logical warp would be waited for for ever
-            raise SettingsError(f"{kernel.name}: {block} threads are no logical warps")
+        if block % self.lanes:  # a partial logical warp would wait for its missing lanes for ever
+            raise SettingsError(f"{kernel.name}: {block} threads are not whole logical warps")
         self._driver.use(self._index)
         self._driver.launch(
             kernel.handle,
@@ -366,11 +366,11 @@ class CupyDevice:
             overlaps_previous=overlaps_previous and self.capabilities.dependent_launch,
         )
 
-    def capture(self, record: Callable[[], None]) -> CupyGraph:
+    def capture(self, launch: Callable[[], None]) -> CupyGraph:
         self._begin("capture")
         self._is_capturing = True
         try:
-            executable = self._driver.capture(self.stream, record)
+            executable = self._driver.capture(self.stream, launch)
         finally:
             self._is_capturing = False
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
@@ -414,7 +414,7 @@ class CupyDevice:
         return side
 
     def use(self) -> None:
-        """Calls of this thread mean this device from now on."""
+        """Make this device the calling thread's current one."""
         self._driver.use(self._index)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
@@ -422,14 +422,14 @@ class CupyDevice:
         self._driver.synchronize_stream(self.stream, deadline_s)
 
     def close(self) -> None:
-        """Give back every byte of whatever no array refers to any more. Twice does nothing.
+        """Release everything, and all memory that no array refers to any more. Idempotent.
 
         Graphs and mappings are closed by who has made them, before.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
+        with suppress(DeviceUnavailable):  # a failed device releases nothing
             self._driver.use(self._index)
             for side in self._sides.values():
                 side.close()
@@ -443,7 +443,7 @@ class CupyDevice:
         self._modules.clear()
 
     def _empty_outlived_pools(self) -> None:
-        """Give the driver what arrays of closed devices have left in their pools."""
+        """Return to the driver what arrays of closed devices have left in their pools."""
         for _ in range(len(_OUTLIVED_POOLS)):
             index, pool = _OUTLIVED_POOLS.popleft()
             with self._cupy.cuda.Device(index):
@@ -453,7 +453,7 @@ class CupyDevice:
 
     def _begin(self, what: str) -> None:
         if self._is_capturing:
-            raise DeviceUnavailable(f"cannot {what} while launches are captured")
+            raise DeviceUnavailable(f"cannot {what} during a capture")
         self._driver.use(self._index)
 
     def _attribute(self, attribute: DeviceAttribute) -> int:
@@ -463,12 +463,12 @@ class CupyDevice:
 def _import_cupy(device: Device) -> Any:
     """Raises: DeviceUnavailable if there is none, or one for another vendor."""
     if device.kind not in VENDORS:
-        raise SettingsError(f"{device} is no GPU")
+        raise SettingsError(f"{device} is not a GPU")
     try:
         cupy = importlib.import_module("cupy")
         is_hip = bool(cupy.cuda.runtime.is_hip)
-    except Exception as error:  # libraries that it finds or does not find raise whatever they like
+    except Exception as error:  # libraries that it loads may raise anything
         raise DeviceUnavailable(f"{device}: CuPy cannot be used: {one_line(str(error))}") from error
     if is_hip != (VENDORS[device.kind] is Vendor.HIP):
-        raise DeviceUnavailable(f"{device}: the CuPy that is installed is for another vendor")
+        raise DeviceUnavailable(f"{device}: the installed CuPy is for another vendor")
     return cupy

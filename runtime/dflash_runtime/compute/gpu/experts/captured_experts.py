@@ -1,7 +1,6 @@
-"""Steps of experts that a host asks for: captured once for each layer and number of tokens.
+"""Expert steps for host code (ExpertBank.accumulate), captured for each layer and number of tokens.
 
-What goes in and out lies in memory that host and device both see, so that a step is one word to the
-driver, and no copy has to be asked of it.
+Inputs and sums lie in mapped memory: a step is a single graph launch, without copies by the driver.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
 _MOST_CAPTURES = 1024
-"""Those that were needed last are kept: of each, a graph and buffers of some 20 kB a token."""
+"""Captures kept, least recently used dropped: each has a graph and some 20 kB of buffers a token."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CapturedLayer:
-    """A bank's experts, whose steps stay captured for as long as the bank holds this."""
+    """A bank's experts; captures of them last as long as the bank refers to this."""
 
     resident: ResidentLayer
-    """Named by local ids."""
+    """By local ids."""
     token_box: StepBox | None = None
-    """What steps of one token go through, once there was one."""
+    """Mapped memory for steps of one token; None before the first."""
 
 
 class CapturedExperts:
-    """Steps of all banks of a backend, which holds its lock while one is computed.
+    """Captured steps of all banks of a backend; callers hold the backend's lock.
 
     Owns: graphs, and mapped memory of the host.
     """
@@ -50,8 +49,7 @@ class CapturedExperts:
         self._captures: OrderedDict[tuple[int, int], _Capture] = OrderedDict()
 
     def add_token(self, layer: CapturedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
-        """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
-        must cost no more than it needs to."""
+        """`add_steps` for one token, where every group is one pair: the fast path of decode."""
         box = layer.token_box
         num_pairs, num_used = batch.num_pairs, layer.resident.layer.num_experts_used
         if num_pairs > num_used:
@@ -80,7 +78,7 @@ class CapturedExperts:
     ) -> None:
         """Add the weighted sums of a few tokens' experts to `out`.
 
-        Rows are added to those of a batch until there are kernels for so many: without experts.
+        The batch is padded with rows without experts to the next size in STEP_SIZES.
         Shapes: hidden, out [T, H], T up to MOST_TOKENS; ids, weights [T, K].
         Raises: DeviceUnavailable.
         """
@@ -98,13 +96,13 @@ class CapturedExperts:
         out += box.sums[:num_tokens]
 
     def forget_dropped(self) -> None:
-        """Give back what was captured of banks that are no more."""
+        """Close captures of banks that no longer exist."""
         for key, capture in list(self._captures.items()):
             if capture.layer() is None:
                 self._captures.pop(key).graph.close()
 
     def close(self) -> None:
-        """Give back everything; nothing of it may still run."""
+        """Release everything; no step may be running."""
         for capture in self._captures.values():
             capture.graph.close()
         self._captures.clear()
@@ -122,7 +120,7 @@ class CapturedExperts:
         return box
 
     def _capture(self, layer: CapturedLayer, box: StepBox, *, size: int) -> _Capture:
-        """Tried out and captured when it is first needed."""
+        """The capture of this layer and size, made when first needed."""
         key = id(layer), size
         found = self._captures.get(key)
         if found is not None and found.layer() is layer:
@@ -140,12 +138,11 @@ class CapturedExperts:
         if self._exchanger is None:
             self._exchanger = Exchanger(device)
         with buffers.noted() as noted:
-            self._launch(
-                self._exchanger, layer.resident, box
-            )  # compiles and allocates what is needed
+            # A trial, which compiles and allocates what is needed.
+            self._launch(self._exchanger, layer.resident, box)
         device.synchronize()
         exchanger, resident = self._exchanger, layer.resident
-        # Others may use buffers between two steps, but a graph always writes to the same ones.
+        # The graph's buffers are kept: a graph always writes to the same ones.
         with buffers.repeated(noted) as kept:
             graph = device.capture(lambda: self._launch(exchanger, resident, box))
         return _Capture(weakref.ref(layer), graph, kept)
@@ -162,7 +159,7 @@ class CapturedExperts:
 
 
 def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:
-    """Of one token."""
+    """The error for a token with too many pairs."""
     return ValueError(f"a token with {num_pairs} pairs, {num_used} experts are used")
 
 

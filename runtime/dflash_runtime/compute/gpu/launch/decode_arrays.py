@@ -1,4 +1,4 @@
-"""What the launch records of decode kernels share: checks of arrays, rows on lanes."""
+"""Shared by the launches of decode kernels: checks of arrays, rows on lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch records of ``experts_decode.cu``: the routed experts of a decode step of 1 to 8 tokens.
+"""Launches of ``experts_decode.cu``: the routed experts of a decode step of 1 to 8 tokens.
 
 Which experts are used, and where they lie, is read or chosen on the device: nothing here knows.
 Pairs of experts that are not resident are left out of the result.

@@ -1,6 +1,6 @@
-"""Launch records of ``linear_decode.cu``: matrices times the 1 to 8 rows of a decode step.
+"""Launches of ``linear_decode.cu``: matrices times the 1 to 8 rows of a decode step.
 
-One record is one compiled kernel with its grid; `launch` only checks arrays and fills a struct.
+Each class is one compiled kernel with its grid; `launch` only checks arrays and fills a struct.
 """
 
 from __future__ import annotations

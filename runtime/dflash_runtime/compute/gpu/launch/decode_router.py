@@ -1,4 +1,4 @@
-"""Launch record of ``router.cu``: router logits of 1 to 8 rows, and the rows for experts."""
+"""Launches of ``router.cu``: router logits of 1 to 8 rows, and the rows for experts."""
 
 from __future__ import annotations
 

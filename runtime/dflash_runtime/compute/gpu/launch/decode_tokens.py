@@ -1,4 +1,4 @@
-"""Launch records of the small kernels of a decode step: embed, sample, quantise; repack."""
+"""Launches of the small kernels of a decode step: embed, sample, quantise; repack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch records of what is done to rows element by element: gates, SwiGLU, biases, columns."""
+"""Launches of elementwise kernels: gates, SwiGLU, biases, columns."""
 
 from __future__ import annotations
 

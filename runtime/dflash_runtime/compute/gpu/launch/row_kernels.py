@@ -1,4 +1,4 @@
-"""Launch records of small kernels on whole rows: choosing experts, adding what is elsewhere."""
+"""Launches of small kernels on whole rows: choosing experts, adding remote sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch records of a Gated DeltaNet layer's own kernels: steps of a few tokens, and chunks.
+"""Launches of a Gated DeltaNet layer's own kernels: steps of a few tokens, and chunks.
 
 Knows nothing of what surrounds them: projections are made before, the output's after.
 """

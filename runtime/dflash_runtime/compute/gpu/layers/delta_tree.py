@@ -1,4 +1,4 @@
-"""Launch record of a Gated DeltaNet layer's own kernels for a tree's tokens, and for the path that
+"""Launches of a Gated DeltaNet layer's own kernels for a tree's tokens, and for the path that
 is accepted. The layer's state is only read until then."""
 
 from __future__ import annotations
