@@ -23,7 +23,7 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
 _MOST_CAPTURES = 1024
-"""Captures kept, least recently used dropped: each has a graph and some 20 kB of buffers a token."""
+"""Captures kept; the least recently used is dropped. Each has some 20 kB of buffers per token."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -4,7 +4,7 @@
 
     file ──threads──► locked memory ──copies──► place 0 │ place 1 ──(repacked)──► products
 
-Layers alternate between the two places. While a layer is computed from one, the next layer's experts
+Layers alternate between the two places. While a layer is computed from one, the next one's experts
 are copied into the other: all of them if this layer's tokens chose nearly all of its own, else the
 chosen ones once they are known. The parent maps the file anyway, for the experts of lost daemons.
 `RemoteExperts` decides which experts are offloaded.

@@ -1,4 +1,4 @@
-"""Kernels of a prefill chunk's expert FFNs: their arguments, and what they are compiled for."""
+"""Kernels of a prefill chunk's expert FFNs: their arguments and compile-time shapes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class CombineArgs(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of an expert, and in how many parts its products read rows (activation_parts)."""
+    """Sizes of an expert, and the parts in which products read rows (activation_parts)."""
 
     hidden_size: int
     ffn_size: int
@@ -113,7 +113,7 @@ class ExpertShape:
     def gate_up_defines(
         self, product: ProductKind, tile: Tile, stored: TensorType | None = None
     ) -> dict[str, int | str]:
-        """Of gemm_gate_up.cu; `stored` is the type of matrices that are read as they are stored."""
+        """Defines of gemm_gate_up.cu; `stored`: the type of matrices read without conversion."""
         return {
             **tile.defines(product),
             "NUM_COLUMNS": self.hidden_size,
@@ -124,7 +124,7 @@ class ExpertShape:
         }
 
     def level_defines(self, tile: Tile) -> dict[str, int | str]:
-        """Of level_activations.cu; `tile` is that of gate and up."""
+        """Defines of level_activations.cu; `tile`: that of gate and up."""
         return {
             "NUM_COLUMNS": self.ffn_size,
             "NUM_PARTS": max(self.down_parts, 1),
@@ -135,7 +135,7 @@ class ExpertShape:
     def down_defines(
         self, product: ProductKind, tile: Tile, stored: TensorType | None = None
     ) -> dict[str, int | str]:
-        """Of gemm_down.cu; `stored` as above."""
+        """Defines of gemm_down.cu; `stored` as above."""
         return {
             **tile.defines(product),
             "NUM_COLUMNS": self.ffn_size,
@@ -153,7 +153,7 @@ def _weight_rows(columns: int, parts: int, stored: TensorType | None) -> dict[st
 
 @dataclass(frozen=True)
 class ExpertKernels:
-    """Compiled for one shape."""
+    """The kernels, compiled for one shape."""
 
     gate_up: Kernel
     level: Kernel
@@ -163,7 +163,7 @@ class ExpertKernels:
 def compile_stored_gate_up(
     device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
 ) -> Kernel:
-    """The same as ExpertKernels.gate_up, of matrices that are read as they are stored."""
+    """ExpertKernels.gate_up for matrices read without conversion to halves."""
     defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
     return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GemmGateUpArgs)
 
@@ -171,7 +171,7 @@ def compile_stored_gate_up(
 def compile_stored_down(
     device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
 ) -> Kernel:
-    """The same as ExpertKernels.down."""
+    """ExpertKernels.down for such matrices."""
     defines = shape.down_defines(*products.of(shape.down_parts), stored)
     return device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
 
@@ -179,7 +179,7 @@ def compile_stored_down(
 def compile_expert_kernels(
     device: KernelDevice, shape: ExpertShape, products: Products
 ) -> ExpertKernels:
-    """Compiled, or found where the device keeps its modules."""
+    """Compile the kernels; the device caches modules."""
     product, tile = products.of(shape.hidden_parts)
     gate_up = device.module("gemm_gate_up.cu", shape.gate_up_defines(product, tile))
     level = device.module("level_activations.cu", shape.level_defines(tile))

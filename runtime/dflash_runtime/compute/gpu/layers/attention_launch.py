@@ -1,4 +1,4 @@
-"""Attention of steps, chunks and trees: which kernels a call takes, and the memory between them."""
+"""Attention of steps, chunks and trees: picks the kernels of a call, and keeps their scratch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.values import F32Rows, HeadRows, StepPositions
 
 _KINDS_OF_LAYERS = 8
-"""Of a model, more than any has."""
+"""Most different kinds of attention layers in a model."""
 
 
 class AttentionLauncher:
-    """One serves a whole model."""
+    """Launches of attention; one object serves a whole model."""
 
     def __init__(self, device: KernelDevice, buffers: Buffers) -> None:
         self._device = device
@@ -122,9 +122,9 @@ class AttentionLauncher:
         sinks: DeviceArray | None,
         out: F32Rows,
     ) -> None:
-        """A tree's W tokens, of which the accepted ones are to be in the cache.
+        """A tree's W tokens; those that are accepted get into the cache.
 
-        Shapes: sinks [heads]; out [W, heads * D], with sides if they are wanted.
+        Shapes: sinks [heads]; out [W, heads * D], with sides if wanted.
         """
         layer, window = cache.layers[cache_layer], cache.windows[cache_layer]
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)

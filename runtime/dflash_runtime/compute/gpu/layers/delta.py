@@ -1,7 +1,4 @@
-"""Launches of a Gated DeltaNet layer's own kernels: steps of a few tokens, and chunks.
-
-Knows nothing of what surrounds them: projections are made before, the output's after.
-"""
+"""Launches of a Gated DeltaNet layer's own kernels (no projections), for steps and chunks."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 
 RING = 16
-"""Inputs that are kept: of the last positions."""
+"""Inputs kept: those of the last positions."""
 PLACES = 4
-"""States that are kept: before the last positions."""
+"""States kept: those before the last positions."""
 _STEP_WARPS, _CHUNK_WARPS, _CHUNK_ROWS = 16, 4, 8
 
 
@@ -71,7 +68,7 @@ class DeltaFinishArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """What kernels are compiled for."""
+    """Compile-time shape of the kernels."""
 
     delta: DeltaShape
     num_taps: int
@@ -125,7 +122,7 @@ class DeltaPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaArrays:
-    """What projections have given, and the gate.
+    """Projected inputs, and the gate.
 
     Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
     [T, value channels], if the shape finishes; all float32.
@@ -155,7 +152,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaState:
-    """A layer's state of one sequence; with anything in it, for a sequence that begins at 0.
+    """A layer's state of one sequence; uninitialised memory will do for one that begins at 0.
 
     Shapes: ring, state as the shape has them, float32.
     """
@@ -170,7 +167,7 @@ def step_warps(device: KernelDevice) -> int:
 
 
 class DeltaStep:
-    """A step of 1 to 8 tokens, in one launch without any work of the host."""
+    """A step of 1 to 8 tokens, in one launch that needs no host work."""
 
     def __init__(self, device: KernelDevice, shape: DeltaPlan, num_tokens: int) -> None:
         check_tokens(num_tokens)
@@ -292,7 +289,7 @@ class DeltaChunk:
 def input_args(
     arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaArrays, *, count: int
 ) -> dict[str, int]:
-    """Addresses, by the names that kernels' arguments have; as those below.
+    """Addresses by the names of kernels' arguments.
 
     Raises: ValueError for an array that is missing, or not of this shape, type or device.
     """
@@ -351,7 +348,7 @@ def result_args(
     out: StepRows,
     count: int,
 ) -> dict[str, int]:
-    """Where a step's results go, and what they are normalised and gated by."""
+    """Addresses of a step's results, norm weight and gate."""
     columns = shape.value_channels
     found = {"values": arrays.optional("values", out.values, np.float32, T=count, columns=columns)}
     if shape.finishes:

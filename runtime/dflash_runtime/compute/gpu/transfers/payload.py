@@ -1,9 +1,9 @@
-"""Rows and sums of a GPU that others compute, or that it computes for others: they go from and to
-shared memory by kernels of ours, which take the digest of what they copy.
+"""Copies of a GPU's rows and sums from and to shared memory, by kernels that compute the digest of
+what they copy.
 
-Implements dflash_protocol.device_payload. What a parent sends and takes in goes through the
-device's side stream, beside what it computes meanwhile; all else runs in the device's own order.
-The host waits only where it must know that something has arrived, and never without end.
+Implements dflash_protocol.device_payload. A parent's copies run in side streams, beside its
+kernels; all others run in the device's main stream. The host waits only where it must know that
+something has arrived, and always with a deadline.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _FEWEST_PLACES = 1024
 class PayloadMover:
     """Implements device_payload.DeviceMover for one device.
 
-    `lock` is held while anything of it uses the device, as everybody else's must be who may do so
-    from another thread.
+    `lock` is held while it uses the device; other threads that use the device must hold it too.
     """
 
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
@@ -54,15 +53,15 @@ class PayloadMover:
             return SegmentWindow(self, address, num_bytes)
 
     def rows(self, array: DeviceArray) -> PlacedRows:
-        """Rows that must not be written to any more. Shapes: array [T, H] float32, contiguous."""
+        """Wrap rows, which must not change any more. Shapes: array [T, H] float32, contiguous."""
         return PlacedRows(self, array)
 
     def sums(self, array: DeviceArray) -> PlacedSums:
-        """Sums that are nobody else's from now on. Shapes: array [T, H] float64, contiguous."""
+        """Wrap sums, taking over the array. Shapes: array [T, H] float64, contiguous."""
         return PlacedSums(self, array.shape, array)
 
     def array_of(self, hidden: Hidden) -> DeviceArray:
-        """Rows in this device's memory, wherever they are now. Shapes: result [T, H] float32."""
+        """Rows in this device's memory, copied if need be. Shapes: result [T, H] float32."""
         with self.lock:
             if isinstance(hidden, np.ndarray):
                 return self.device.upload(hidden)
@@ -71,7 +70,7 @@ class PayloadMover:
             return self.device.upload(hidden.to_host())
 
     def array_of_sums(self, sums: F64Array | DeviceSums) -> DeviceArray:
-        """The same of sums. Shapes: result [T, H] float64."""
+        """Sums in this device's memory, copied if need be. Shapes: result [T, H] float64."""
         with self.lock:
             if isinstance(sums, np.ndarray):
                 return self.device.upload(sums)
@@ -81,7 +80,7 @@ class PayloadMover:
 
 
 class PlacedRows:
-    """Implements device_payload.DeviceRows: rows of an array, some of them perhaps."""
+    """Implements device_payload.DeviceRows: all or some rows of an array."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class PlacedRows:
         indices: I32Array | None = None,
         mark: Mark | None = None,
     ) -> None:
-        """They are there after `mark`, or else after what was launched until now."""
+        """They are complete at `mark`; by default after all launches so far."""
         self.mover = mover
         self.mark = mover.device.mark() if mark is None else mark
         self._array = array
@@ -106,7 +105,7 @@ class PlacedRows:
         return num_rows, self._array.shape[1]
 
     def to_host(self) -> F32Array:
-        """As DeviceRows.to_host: all rows of the array are brought there, once for all."""
+        """Downloads all rows of the array at the first call."""
         if self._on_host is None:
             if self._whole is not None and self._indices is not None:
                 self._on_host = self._whole.to_host()[self._indices]
@@ -129,7 +128,7 @@ class PlacedRows:
         return PlacedSums(self.mover, self.shape)
 
     def array(self) -> DeviceArray:
-        """The rows one after the other, to be read only. To be called with the mover's lock."""
+        """The rows as one array, read only. Call with the mover's lock held."""
         if self._indices is None:
             return self._array
         gathered = self.mover.device.empty(self.shape, np.float32)
@@ -141,12 +140,12 @@ class PlacedRows:
 
     @property
     def chosen_rows(self) -> tuple[DeviceArray, I32Array | None]:
-        """An array, and which of its rows these are: None = all. Shapes: [N, H], [T] int32."""
+        """The array and the indices of the rows in it; None: all. Shapes: [N, H], [T] int32."""
         return self._array, self._indices
 
 
 class PlacedSums:
-    """Implements device_payload.DeviceSums: an array, once there is something in it."""
+    """Implements device_payload.DeviceSums; the array is made when something is added."""
 
     def __init__(
         self, mover: PayloadMover, shape: tuple[int, ...], array: DeviceArray | None = None
@@ -161,7 +160,7 @@ class PlacedSums:
         return num_rows, columns
 
     def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
-        """As DeviceSums.add; the first that is added to all is taken over."""
+        """If the first sums added have all rows, their array is taken over."""
         mover = self.mover
         with mover.lock:
             more = mover.array_of_sums(sums)
@@ -181,14 +180,14 @@ class PlacedSums:
         return sums
 
     def array(self) -> DeviceArray:
-        """The sums; with the mover's lock. Shapes: result [T, H] float64."""
+        """The sums. Call with the mover's lock held. Shapes: result [T, H] float64."""
         if self._array is None:
             self._array = self.mover.device.zeros(self._shape, np.float64)
         return self._array
 
 
 class ReservedSums:
-    """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
+    """Implements device_payload.ExpectedSums: an array unused since `mark`."""
 
     def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
         self.array = mover.device.empty(shape, np.float64)
@@ -197,7 +196,7 @@ class ReservedSums:
 
 
 class SlotRows:
-    """Implements device_payload.ReadRows: rows in a window, and then in the device's memory."""
+    """Implements device_payload.ReadRows: rows in a window, copied to the device when needed."""
 
     def __init__(self, window: SegmentWindow, offset: int, shape: tuple[int, int]) -> None:
         self.mover = window.mover
@@ -220,7 +219,7 @@ class SlotRows:
         return PlacedSums(self.mover, self.shape)
 
     def array(self) -> DeviceArray:
-        """The rows, read when this is called first. To be called with the mover's lock."""
+        """The rows, copied at the first call. Call with the mover's lock held."""
         if self._array is None:
             self._array = self._window.read(self, self._offset)
         return self._array
@@ -239,7 +238,7 @@ class SlotRows:
                 self._window.settle()
 
     def settle(self, digest: int) -> None:
-        """What was read has this digest."""
+        """Set the digest of the rows read."""
         self._digest = digest
 
 
@@ -252,7 +251,7 @@ class SegmentWindow:
     def __init__(self, mover: PayloadMover, address: int, num_bytes: int) -> None:
         device = mover.device
         self.mover = mover
-        # Not a view of the caller's object: that must stay closable.
+        # Not a view of the caller's object, which must stay closable.
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -270,11 +269,11 @@ class SegmentWindow:
             for host, array in zip(block.host, block.device, strict=True)
         )
         self._reading: tuple[SlotRows, int] | None = None
-        """What was begun last, if nobody knows its digest yet; in how many blocks."""
+        """The last read, if its digest was not fetched yet, and its number of blocks."""
         self._out = DmaCopies(mover.kernels, "out", self._shares)
         self._in = DmaCopies(mover.kernels, "in", self._read_shares, not_finite=not_finite)
         self._places: DeviceArray | None = None
-        """Of rows that are gathered on their way out."""
+        """Indices of rows that are gathered while they are sent."""
 
     def device_address(self, offset: int) -> int:
         return self._at(offset)
@@ -330,7 +329,7 @@ class SegmentWindow:
         return array
 
     def settle(self) -> None:
-        """Wait for what was begun to be read, and tell it its digest."""
+        """Wait for the read under way, and set its digest."""
         if self._reading is not None:
             self.mover.device.synchronize(COPY_DEADLINE_S)
             self._settle()
@@ -355,7 +354,7 @@ class SegmentWindow:
         return self._base + offset
 
     def _arrived(self, num_blocks: int) -> int:
-        """Wait for everything; the digest of what was copied last."""
+        """Wait for all copies; returns the digest of the last one."""
         with self.mover.lock:
             self.mover.device.synchronize(COPY_DEADLINE_S)
             if self._reading is not None:
@@ -363,7 +362,7 @@ class SegmentWindow:
             return int(self._shares.host[:num_blocks].sum())
 
     def _places_for(self, count: int) -> DeviceArray:
-        """Memory that only the stream of what goes out uses. Shapes: result [count] int32."""
+        """Memory used by the outgoing stream only. Shapes: result [count] int32."""
         if self._places is None or self._places.size < count:
             device = self.mover.device
             size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())

@@ -175,7 +175,7 @@ def test_nothing_but_launches_goes_into_a_graph(device: CupyDevice, fake: FakeDr
     }
     for what, action in forbidden.items():
         fake.take_notes()
-        with pytest.raises(DeviceUnavailable, match=f"{what}.*while"):
+        with pytest.raises(DeviceUnavailable, match=what):
             device.capture(action)  # type: ignore[arg-type]
         assert fake.take_notes()[1].startswith("end_capture")
     device.synchronize()  # it has ended

@@ -229,7 +229,7 @@ def test_nobody_rounds_what_others_add_to(device: EmulatedDevice, layer: MoeLaye
     choice = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
     table = device.zeros(layer.num_experts, np.int32)
     rows = new_rows(device, layer.hidden_size, seed=4)
-    with pytest.raises(ValueError, match="answers"):
+    with pytest.raises(ValueError, match="rounds"):
         side_of(device).kernels.post(
             layer,
             None,
