@@ -188,7 +188,7 @@ class Chunks:
         return F32Rows(self.prepare(x).floats)
 
     def copy_of_normed(self, x: ExpertInputs) -> F32Rows:
-        """The same rows, for as long as somebody has them."""
+        """A copy of the rows, in a buffer of its own."""
         if isinstance(x, F32Rows):
             return x
         copy = self.rows(x.num_tokens, x.rows.columns)

@@ -111,7 +111,7 @@ class GatedOps:
     def swiglu(self, gate: Any, up: Any, out: Any = None) -> F32Rows | Activated:
         gates, ups = self._rows_of(gate), self._rows_of(up)
         if gates.is_step:
-            return Activated(gates, ups)  # whatever `out` is: nobody needs it
+            return Activated(gates, ups)  # `out` is not needed
         return self._activated(gates, ups, out)
 
     def _activated(self, gates: F32Rows, ups: F32Rows, out: Any = None) -> F32Rows:
@@ -155,7 +155,7 @@ class GatedOps:
         eps: float,
         out: Any = None,
     ) -> DeltaHeads:
-        """Put off until norm and gate are known, or somebody reads it."""
+        """Deferred until norm and gate are known, or it is read."""
         assert isinstance(cache, DeviceKvCache)
         if not isinstance(mixed, Convolved) or (mixed.cache, mixed.layer) != (cache, layer):
             self.lacks("a delta rule without its convolution")
@@ -254,7 +254,7 @@ class GatedOps:
         state = states.layers[layer]
         delta.launch(given, weights, state, branch=tree, out=out)
         inputs = replace(given, gate=None)
-        kept = heads.mixed.rows, heads.alpha, heads.beta  # nobody else's until then
+        kept = heads.mixed.rows, heads.alpha, heads.beta  # their buffers are in use until then
 
         def accept(path: I32Array) -> None:
             assert kept

@@ -75,7 +75,7 @@ class CupyOps(GatedOps):
         scratch_bytes: int,
         lock: threading.RLock,
     ) -> None:
-        """`lock` is held by whoever moves payload; see payload.PayloadMover."""
+        """`lock`: see payload.PayloadMover."""
         super().__init__(device)
         self.steps = StepOps(device)
         self.trees = Branching(device)
@@ -179,7 +179,7 @@ class CupyOps(GatedOps):
 
     def merge_heads(self, x: Any) -> Any:
         if isinstance(x, DeltaHeads):
-            return x  # nobody has them yet
+            return x  # not written yet
         assert isinstance(x, HeadRows)
         return x.rows if x.part is None else Columns(x.rows, x.num_heads, *x.part)
 
@@ -292,17 +292,17 @@ class CupyOps(GatedOps):
         return rows
 
     def local_sums(self, sums: ExpertSums) -> Buffer:
-        """Sums of those of a layer's experts that are here. Shapes: result [T, H] float64."""
+        """Sums of a layer's local experts. Shapes: result [T, H] float64."""
         return self._of_phase(sums.phase).local_sums(sums)
 
     def hidden_of(self, sums: ExpertSums) -> F32Array:
-        """The rows that experts are given, as those here get them. Shapes: result [T, H]."""
+        """The input rows of experts, on the host. Shapes: result [T, H]."""
         rows = self._of_phase(sums.phase).normed_rows(sums.x)
         hidden: F32Array = self.device.download(rows.array)
         return hidden
 
     def uploaded(self, sums: F64Array) -> Buffer:
-        """Sums of others, on the device. Shapes: sums [T, H]."""
+        """Remote sums, uploaded. Shapes: sums [T, H]."""
         if sums.shape[0] > MOST_TOKENS:
             return Buffer(self.device.upload(sums))
         buffer = self.steps.buffers.take(sums.shape, np.float64)
@@ -323,7 +323,7 @@ class CupyOps(GatedOps):
         self._elementwise.take_columns(self._columns_of(value), out)
 
     def argmax(self, logits: Any) -> I32Array:
-        """As backend.ComputeBackend.most likely: of a step on the device, where logits stay."""
+        """See ComputeBackend.argmax; for a step it is computed on the device, where logits stay."""
         if isinstance(logits, Product) and logits.x.is_step:
             return self.steps.argmax(logits)
         return argmax_of(self.to_host(logits))

@@ -81,7 +81,7 @@ class StepOps:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is chosen meanwhile is wanted by nobody."""
+        """A context in which choices are not counted."""
         self._counts = False
         try:
             yield
@@ -89,7 +89,7 @@ class StepOps:
             self._counts = True
 
     def counted_in(self, selections: DeviceArray | None) -> DeviceArray | None:
-        """Where choices are to be counted, if they are. Shapes: [E] uint32."""
+        """`selections`, or None while choices are not counted. Shapes: [E] uint32."""
         return selections if self._counts else None
 
     def rows(self, num_tokens: int, columns: int) -> F32Rows:
@@ -162,7 +162,7 @@ class StepOps:
         return self._routers[router]
 
     def choose(self, chosen: Chosen) -> None:
-        """Have ids and weights written now, unless that is done or under way already."""
+        """Write ids and weights now, unless a kernel has done so."""
         choosing = chosen.choosing
         if choosing is None or choosing.is_done:
             return
@@ -252,7 +252,7 @@ class StepOps:
         return _expert_rows(self._sides(x))
 
     def new_rows(self, num_tokens: int, columns: int) -> ExpertRows:
-        """The same, with anything in them, kept by nobody else."""
+        """New uninitialised rows for experts, in arrays of their own."""
         empty = self._device.empty
         return ExpertRows(
             quants=empty((num_tokens, padded_columns(columns)), np.int8),
@@ -263,7 +263,7 @@ class StepOps:
     def sums_of(self, layer: ResidentLayer, x: F32Rows, choice: Choice) -> DeviceArray:
         """Weighted sums of the chosen experts of rows that are normalised already.
 
-        Shapes: result [T, H] float64, to be read before it is taken for something else.
+        Shapes: result [T, H] float64, to be read before its buffer is reused.
         """
         here = self.buffers.take((x.num_tokens, x.columns), np.float64)
         self._run_experts(layer, choice, self._sides(x), here.array, gives_sums=True)
@@ -472,8 +472,8 @@ class StepOps:
         return sides
 
     def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        """Of a step's tokens; those of a large tree are not kept for another of the same size,
-        but for whoever records it."""
+        """A buffer for a step's tokens; for a large tree taken apart, so that only a capture of it
+        keeps the memory."""
         if shape[0] <= MOST_TOKENS:
             return self.buffers.take(shape, dtype)
         if self.buffers.is_capturing:
