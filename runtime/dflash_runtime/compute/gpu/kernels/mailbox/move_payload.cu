@@ -1,4 +1,4 @@
-// Rows on their way into and out of memory that other processes see, and what comes of them here.
+// Copies rows into and out of memory shared with other processes, with their digest; adds sums.
 //
 // Defines: THREADS.
 #include "common.cuh"
