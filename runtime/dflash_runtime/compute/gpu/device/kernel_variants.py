@@ -1,4 +1,4 @@
-"""Which kernels there are, for whoever checks or compiles all of them.
+"""Representative variants of all kernels, for tools that check or compile all of them.
 
 A module of this package that launches kernels exports ``KERNEL_VARIANTS``, a tuple of
 KernelVariant that names each of its files at least once: small shapes that reach every branch of

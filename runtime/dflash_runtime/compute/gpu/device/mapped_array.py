@@ -16,7 +16,7 @@ from dflash_protocol.ids import AnyArray, I32Array
 from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
 
 _ALIGNMENT = 256
-"""Of each array of a block, the same as of device arrays."""
+"""Alignment of each array in a block, the same as of device arrays."""
 
 Layout: TypeAlias = Sequence[tuple[tuple[int, ...], DTypeLike]]
 """Shapes and types."""

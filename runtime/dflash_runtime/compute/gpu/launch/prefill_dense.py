@@ -92,7 +92,7 @@ class _Piece:
     """Rows of a matrix that share a launch with other matrices."""
 
     index: int
-    """Of the product."""
+    """Index of the product in the call."""
     product: DenseProduct
     first_row: int
     num_rows: int
@@ -104,7 +104,7 @@ class _Result:
 
     entry: DenseMatrixArgs
     index: int
-    """Of the product."""
+    """Index of the product in the call."""
     offset_bytes: int
 
 

@@ -81,7 +81,7 @@ class DeltaPlan:
 
     @property
     def num_heads(self) -> int:
-        """Of values."""
+        """Value heads."""
         return self.delta.num_value_heads
 
     @property
@@ -90,7 +90,7 @@ class DeltaPlan:
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Of a layer's states, that before position p in place ``p % PLACES``."""
+        """Shape of a layer's states; that before position p is in place ``p % PLACES``."""
         return PLACES, self.num_heads, self.delta.value_dim, self.delta.key_dim
 
     @property
@@ -103,7 +103,7 @@ class DeltaPlan:
         return self.delta.value_dim % GRANULE == 0 and self.value_channels % 32 == 0
 
     def step_defines(self, num_warps: int) -> dict[str, int | str]:
-        """Of kernels whose blocks have a head each."""
+        """Defines of kernels with a head per block."""
         padded = padded_columns(self.value_channels) if self.has_quants else 0
         return {**self.defines(), "WARPS": num_warps, "PADDED_COLUMNS": padded}
 
@@ -363,7 +363,7 @@ def result_args(
 
 
 def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:
-    """Of a file whose blocks have a head each."""
+    """Variants of a file with a head per block."""
     return [
         KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
         for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS // 2))

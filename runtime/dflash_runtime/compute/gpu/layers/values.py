@@ -111,7 +111,7 @@ class Normed:
 
     @property
     def is_step(self) -> bool:
-        """As F32Rows.is_step."""
+        """See F32Rows.is_step."""
         return self.rows.is_step
 
     def __getitem__(self, tokens: slice) -> Normed:
@@ -144,7 +144,7 @@ class HeadRows:
     rotation: Rotation | None = None
     part: tuple[int, int] | None = None
     temperature: AttentionTemperature | None = None
-    """Of queries, applied by attention."""
+    """Temperature of queries, applied by attention."""
 
     @property
     def dim(self) -> int:
@@ -168,7 +168,7 @@ class Activated:
 
     @property
     def is_step(self) -> bool:
-        """As F32Rows.is_step."""
+        """See F32Rows.is_step."""
         return self.gate.is_step
 
     def __getitem__(self, tokens: slice) -> Activated:
@@ -187,7 +187,7 @@ class Product:
 
     @property
     def is_step(self) -> bool:
-        """As F32Rows.is_step."""
+        """See F32Rows.is_step."""
         return self.x.is_step
 
 

@@ -385,7 +385,7 @@ def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
     np.testing.assert_allclose(device.download(x), wanted, rtol=0, atol=2e-6)
 
 
-def test_nobody_is_resident(tmp_path: Path) -> None:
+def test_no_expert_is_resident(tmp_path: Path) -> None:
     rig = small_rig(tmp_path)
     ids, weights = choose(np.random.default_rng(12), 12, NUM_EXPERTS, 2)
     nobody = rig.device.upload(np.full(NUM_EXPERTS, -1, np.int32))

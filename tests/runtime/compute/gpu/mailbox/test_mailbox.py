@@ -224,7 +224,7 @@ def test_a_rounded_reply_is_taken_for_nothing_else(
             np.testing.assert_array_equal(device.download(residual), expected)
 
 
-def test_nobody_rounds_what_others_add_to(device: EmulatedDevice, layer: MoeLayer) -> None:
+def test_only_a_single_reply_may_be_rounded(device: EmulatedDevice, layer: MoeLayer) -> None:
     used = layer.num_experts_used
     choice = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
     table = device.zeros(layer.num_experts, np.int32)

@@ -91,7 +91,7 @@ INLINE int bin_at(double distance) {
 }
 
 // Calls take(four, token) for this thread's share of all tokens: the logits of that one and the three
-// that follow. What is behind the last token cannot be.
+// that follow. Logits behind the last token are -inf.
 template <typename Take>
 INLINE void each_four(const float *logits, Take take) {
     const int first = block_index_x() * num_threads() + thread_index();

@@ -1,5 +1,5 @@
-// What stands between an expert's gate and up and its down projection; see moe_spec.ActivationArgs,
-// whose forms are this one with other numbers.
+// The activation between an expert's gate and up and its down projection: all forms of spec.Activation
+// are this one with other numbers.
 #pragma once
 #include "common.cuh"
 

@@ -31,7 +31,7 @@ INLINE TileRows rows_of_tile(const GemmDownArgs &a, const GroupTile &tile) {
 }
 
 #ifdef STORED_TYPE
-// The row of down that this thread reads; one that is not used, for columns of nobody.
+// The row of down that this thread reads; an unused one for columns beyond the matrix.
 INLINE const u8 *stored_row(const GemmDownArgs &a, const GroupTile &tile) {
     const int row = block_index_x() * TILE_N + thread_index() % TILE_N;
     return a.down + matrix_of(a.choice, tile) * (i64)a.stride +

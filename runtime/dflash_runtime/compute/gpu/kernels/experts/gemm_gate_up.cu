@@ -65,7 +65,7 @@ INLINE Finish finish_of(const float *scales, const float *biases, int expert_id,
 }
 
 #ifdef STORED_TYPE
-// The row of gate or up that this thread reads; one that is not used, for columns of nobody.
+// The row of gate or up that this thread reads; an unused one for columns beyond the matrix.
 INLINE const u8 *stored_row(const GemmGateUpArgs &a, const GroupTile &tile) {
     const i64 matrix = matrix_of(a.choice, tile);
     const int column = thread_index() % TILE_N;

@@ -159,8 +159,8 @@ struct ProbeLines {
         }
         return false;
     }
-    // What was right must still be so: nobody writes it again before he is answered.
-    INLINE void look_again(u32 epoch, MailFaults *faults) const {
+    // What was right must still be so: it is written again only after our answer.
+    INLINE void reread(u32 epoch, MailFaults *faults) const {
         for (int i = thread_index(); i < num_lines; i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
             const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
@@ -204,7 +204,7 @@ KERNEL(mail_ping, MailProbeArgs, THREADS, 1) {
         block_barrier();
         if (thread_index() == 0 && a.ticks) a.ticks[round] = clock_ticks() - began;
         if (!a.longest_pause) continue;
-        if (goes_on && is_right) replies.look_again(epoch, a.faults);
+        if (goes_on && is_right) replies.reread(epoch, a.faults);
         block_barrier();  // nothing is asked before all have looked
     }
     block_barrier();
@@ -225,7 +225,7 @@ KERNEL(mail_echo, MailProbeArgs, THREADS, 1) {
         if (goes_on) goes_on = requests.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
         block_barrier();  // an answer says that all has arrived
         if (a.longest_pause) {
-            if (goes_on && is_right) requests.look_again(epoch, a.faults);
+            if (goes_on && is_right) requests.reread(epoch, a.faults);
             if (goes_on) pause_before(~a.seed, epoch, a.longest_pause);
             block_barrier();  // and that all have looked
         }
