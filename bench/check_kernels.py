@@ -102,7 +102,7 @@ HIPRTC_TARGETS = tuple(
 STEP_FILES = frozenset(
     (
         *("attention_decode.cu", "attention_merge.cu", "attention_nodes.cu", "attention_tree.cu"),
-        *("delta_step.cu", "delta_tree.cu", "draw.cu", "embed.cu", "experts_decode.cu"),
+        *("argmax_logits.cu", "delta_step.cu", "delta_tree.cu", "embed.cu", "experts_decode.cu"),
         *("linear_decode.cu", "quantise_rows.cu", "router.cu", "sample.cu"),
     )
 )

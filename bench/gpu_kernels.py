@@ -28,7 +28,7 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 
 _ROUNDS = 7
 _STEPS = 64
@@ -69,10 +69,10 @@ class StepModel:
         self._note_cache()
         backend.device.synchronize()
 
-    def captured(self) -> CapturedStep:
+    def captured(self) -> GraphStep:
         """A new step, captured once it is started."""
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return CapturedStep(self.backend.ops, self.model, self.cache, moe=moe)
+        return GraphStep(self.backend.ops, self.model, self.cache, moe=moe)
 
     def close(self) -> None:
         """Give the file back, and the device if it was opened here."""

@@ -26,13 +26,18 @@ from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
 from dflash_runtime.compute.gpu.launch.decode_linear import DecodeLinear
 from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
 from dflash_runtime.compute.gpu.launch.decode_router import DecodeRouter, RouterShape
-from dflash_runtime.compute.gpu.launch.decode_tokens import Embed, QuantiseRows, RowChange, Sample
-from dflash_runtime.compute.gpu.launch.draw_tokens import DrawTokens
+from dflash_runtime.compute.gpu.launch.decode_tokens import (
+    ArgmaxLogits,
+    Embed,
+    QuantiseRows,
+    RowChange,
+)
 from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
     ExpertShape,
     compile_expert_kernels,
 )
 from dflash_runtime.compute.gpu.launch.prefill_tiles import products_of
+from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
@@ -185,8 +190,8 @@ def _tokens(device: Any) -> None:
     device.label = "Q4_K"
     Embed(device, Q4, rows=_VOCABULARY, columns=_HIDDEN)
     device.label = "1 token"
-    Sample(device, num_tokens=1, advances=True)
-    DrawTokens(device, vocab_size=_VOCABULARY)
+    ArgmaxLogits(device, num_tokens=1, advances=True)
+    SampleTokens(device, vocab_size=_VOCABULARY)
     QuantiseRows(device, columns=_HIDDEN, change=RowChange.NORM)
 
 

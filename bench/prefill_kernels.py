@@ -28,7 +28,7 @@ from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
 from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     TENSOR_TILES,
-    Product,
+    ProductKind,
     Products,
     Tile,
     products_of,
@@ -268,12 +268,12 @@ def with_sorting_as_one(launches: list[Launch]) -> list[Launch]:
 def choices(device: KernelDevice) -> Iterator[Products]:
     """Tile sizes that can be compared on a device."""
     usual = products_of(device)
-    if usual.half is not Product.TENSOR:
+    if usual.half is not ProductKind.TENSOR:
         yield usual
         return
     for tile in CANDIDATES:
         if tile.shared_bytes * tile.blocks_per_sm <= device.max_shared_bytes:
-            yield Products(Product.TENSOR, tile, float_tile=_float_tile(tile.rows))
+            yield Products(ProductKind.TENSOR, tile, float_tile=_float_tile(tile.rows))
 
 
 def _float_tile(rows: int) -> Tile:

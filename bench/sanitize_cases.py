@@ -49,8 +49,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "layers/test_delta.py::test_tokens_of_a_tree_go_on_from_their_parents[tiled]",
     ),
     "dequantise.cu": ("launch/test_prefill_dense.py::test_every_type_is_dequantised[Q4_0]",),
-    "draw.cu": (
-        "launch/test_draw_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",
+    "sample.cu": (
+        "launch/test_sample_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",
     ),
     "elementwise.cu": ("launch/test_elementwise.py",),
     "embed.cu": ("launch/test_layouts.py::test_rows_of_an_embedding[32-14-512]",),
@@ -121,6 +121,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "router.cu": (
         "launch/test_decode_router.py::test_logits_and_the_rows_beside_them[(32, False)-0-12-3-96]",
     ),
-    "sample.cu": ("launch/test_decode_linear.py::test_a_row_that_is_not_finite_has_no_token",),
+    "argmax_logits.cu": (
+        "launch/test_decode_linear.py::test_a_row_that_is_not_finite_has_no_token",
+    ),
 }
 """Tests by kernel file."""

@@ -89,7 +89,7 @@ def test_what_was_compiled_is_counted(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"of {num_files} kernel files" in lines[0]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--vendor", "cuda"], ["--file", "sample.cu"]])
+@pytest.mark.parametrize("arguments", [[], ["--vendor", "cuda"], ["--file", "argmax_logits.cu"]])
 def test_a_complaint_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

@@ -36,7 +36,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, counts: Counts) -> No
     monkeypatch.setattr(sanitize_gpu, "describe_gpus", lambda kind: ([], None))
     launched = [
         f"launched {file} {kernel}"
-        for file in ("embed.cu", "draw.cu")
+        for file in ("embed.cu", "sample.cu")
         for kernel in sanitize_gpu.kernels_of(file)
     ]
     program = f"print({chr(10).join(launched)!r})"
@@ -66,7 +66,7 @@ def test_nothing_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch, tmp_path, MISTAKES)
-    assert sanitize_gpu.main(["--file", "embed.cu", "--file", "draw.cu", "--jobs", "2"]) == 0
+    assert sanitize_gpu.main(["--file", "embed.cu", "--file", "sample.cu", "--jobs", "2"]) == 0
     said = capsys.readouterr().out
     assert "embed.cu                 results are right\n" in said
     assert "memcheck 0 found in 0 s, racecheck 0 found in 0 s" in said
@@ -77,7 +77,7 @@ def test_what_is_found_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch, tmp_path, {**MISTAKES, ("racecheck", "embed"): 3})
-    assert sanitize_gpu.main(["--file", "embed.cu", "--file", "draw.cu", "--jobs", "2"]) == 1
+    assert sanitize_gpu.main(["--file", "embed.cu", "--file", "sample.cu", "--jobs", "2"]) == 1
     said = capsys.readouterr().out
     assert "racecheck: 3 found, status 9\n" in said
     assert "1 of 2 files clean" in said

@@ -12,7 +12,7 @@ from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.attention import (
     DecodeAttention,
     NewRows,
@@ -185,12 +185,12 @@ class AttentionRig:
         """A step of `count` tokens."""
         bucket = bucket or context_bucket(first + count)
         out = self.device.empty((count, self.case.num_heads, self.case.value_dim), np.float32)
-        self.decode_into(Rows(values=out), first, count, bucket=bucket)
+        self.decode_into(StepRows(values=out), first, count, bucket=bucket)
         return self.device.download(out)
 
     def decode_into(
         self,
-        out: Rows,
+        out: StepRows,
         first: int,
         count: int,
         *,

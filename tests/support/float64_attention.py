@@ -10,7 +10,7 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.spec import CAUSAL, Mask
 from dflash_protocol.ids import AnyArray, F64Array, I32Array
-from dflash_runtime.compute.gpu.layers.kv_rows import CachedRows
+from dflash_runtime.compute.gpu.layers.kv_rows import KvRows
 
 
 def normalised_and_rotated(
@@ -33,7 +33,7 @@ def normalised_and_rotated(
     return x
 
 
-def cached_numbers(rows: CachedRows, dim: int) -> F64Array:
+def cached_numbers(rows: KvRows, dim: int) -> F64Array:
     """What a downloaded cache stands for. Shapes: result [kv_heads, N, dim]."""
     elements = np.asarray(rows.elements).astype(np.float64)
     if rows.scales is not None:
@@ -44,7 +44,7 @@ def cached_numbers(rows: CachedRows, dim: int) -> F64Array:
     return elements[..., :dim]
 
 
-def fill(rows: CachedRows, numbers: AnyArray, kv_type: KvType) -> None:
+def fill(rows: KvRows, numbers: AnyArray, kv_type: KvType) -> None:
     """Store rows in an emulated cache from position 0 on. Shapes: numbers [kv_heads, n, dim]."""
     num_heads, count, dim = numbers.shape
     elements: Any = rows.elements  # numpy's, or written as these are

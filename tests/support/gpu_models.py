@@ -15,7 +15,7 @@ from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from support.poison import Poison
 from support.random_gguf import RandomShape
 from support.random_laguna import LagunaShape
@@ -91,9 +91,9 @@ class GpuModel:
         assert first == ids.size
         return np.concatenate(rows)
 
-    def captured_step(self) -> CapturedStep:
+    def captured_step(self) -> GraphStep:
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return CapturedStep(self.backend.ops, self.model, self.cache, moe=moe)
+        return GraphStep(self.backend.ops, self.model, self.cache, moe=moe)
 
     def close(self) -> None:
         self.poison.close()

@@ -75,8 +75,8 @@ class Rings:
 
 def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
-    monkeypatch.setattr(captured_step, "_TRIED_STEPS", TRIED_STEPS)
-    monkeypatch.setattr(captured_step, "_TRIED_TIMES", 1)
+    monkeypatch.setattr(captured_step, "_TIMED_STEPS", TRIED_STEPS)
+    monkeypatch.setattr(captured_step, "_TIMED_RUNS", 1)
     monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
     return install_emulated_gpus(monkeypatch)
 

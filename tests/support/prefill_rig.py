@@ -18,7 +18,7 @@ from dflash_runtime.compute.gpu.launch.layouts import repack, row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
 from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import Product, Products, Tile
+from dflash_runtime.compute.gpu.launch.prefill_tiles import ProductKind, Products, Tile
 from dflash_runtime.compute.gpu.launch.prefill_weights import (
     StoredExperts,
     StoredProjection,
@@ -28,8 +28,8 @@ from dflash_runtime.compute.gpu.launch.prefill_weights import (
 
 SMALL_TILE = Tile(rows=32, columns=64, warps_m=2, warps_n=2, stages=2)
 """Little enough that small shapes have several; warps of 16 x 32."""
-SMALL_TENSOR = Products(Product.TENSOR, SMALL_TILE, float_tile=SMALL_TILE)
-SMALL_HALF = Products(Product.HALF, SMALL_TILE, float_tile=SMALL_TILE)
+SMALL_TENSOR = Products(ProductKind.TENSOR, SMALL_TILE, float_tile=SMALL_TILE)
+SMALL_HALF = Products(ProductKind.HALF, SMALL_TILE, float_tile=SMALL_TILE)
 
 
 class ExpertsOnDevice:

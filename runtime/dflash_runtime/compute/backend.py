@@ -244,7 +244,7 @@ class DeviceMail(Protocol):
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailService:
         """Answer a parent's requests for the experts in `banks`, on the daemon's side.
 
-        Raises: DeviceUnavailable if our device does not see the memory.
+        Raises: DeviceUnavailable if our device cannot map the memory.
         """
 
     @property
@@ -309,7 +309,7 @@ class CapturedStep(Protocol):
         """
 
     def token(self, position: int) -> int | None:
-        """The token that a step has chosen for this position, once it has.
+        """Wait for the token that a step has sampled for this position.
 
         None: the caller must sample it from the step's logits and call `begin` with it. NOT_FINITE:
         its logits are not finite, and steps started after it are useless.

@@ -14,7 +14,7 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.engine import decoding
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedGraph
@@ -108,13 +108,13 @@ def test_a_token_that_is_drawn_costs_one_launch_of_a_graph(
 def test_what_the_device_is_not_sure_of_the_host_draws(
     model: Path, gpus: EmulatedGpus, by_host: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = CapturedStep.token
+    token = GraphStep.token
 
-    def unsure(step: CapturedStep, position: int) -> int | None:
+    def unsure(step: GraphStep, position: int) -> int | None:
         chosen = token(step, position)
         return None if position in unsure_of and WISHES[index] else chosen
 
-    monkeypatch.setattr(CapturedStep, "token", unsure)
+    monkeypatch.setattr(GraphStep, "token", unsure)
     monkeypatch.setattr(decoding, "_ALONE", 2)
     monkeypatch.setattr(decoding, "_NUMBERS", 3)
     num_steps: list[int] = []

@@ -24,7 +24,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.run import captured_trees
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
@@ -178,7 +178,7 @@ def test_what_a_tree_needs_is_given_back(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where trees are not captured, as others have experts; all are here, so that it is said."""
-    monkeypatch.setattr(CapturedStep, "verify", lambda *_: None)
+    monkeypatch.setattr(GraphStep, "verify", lambda *_: None)
     chain = list(range(-1, 8))
     with opened(model) as engine:
         engine.prefill(prompt_of(12))

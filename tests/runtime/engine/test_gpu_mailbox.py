@@ -37,8 +37,8 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailState,
 )
 from dflash_runtime.compute.gpu.mailbox.link import MailLink
-from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
+from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
@@ -237,7 +237,7 @@ def test_mailboxes_may_lie_in_the_devices_memory(
     mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As whichever is the faster is taken, either is made to seem so."""
-    choose_memory, use_peers = MailedSteps.choose_memory, ParentMail.use_peers
+    choose_memory, use_peers = MailboxSessions.choose_memory, ParentMail.use_peers
     chosen: list[bool] = []
 
     def used(mail: ParentMail, uses_peers: bool) -> None:
@@ -252,11 +252,11 @@ def test_mailboxes_may_lie_in_the_devices_memory(
     for num_local, times_s in ((2, [2.0, 1.0]), (2, [1.0, 2.0])):
         tried = iter(times_s)
 
-        def seems(mailed: MailedSteps, step_s: Any, tried: Iterator[float] = tried) -> None:
+        def seems(mailed: MailboxSessions, step_s: Any, tried: Iterator[float] = tried) -> None:
             assert step_s() > 0
             choose_memory(mailed, tried.__next__)
 
-        monkeypatch.setattr(MailedSteps, "choose_memory", seems)
+        monkeypatch.setattr(MailboxSessions, "choose_memory", seems)
         with mailing.opened(local_experts=num_local) as engine:
             assert chosen[-1] == (times_s[1] < times_s[0])
             rings.count = 0

@@ -13,7 +13,7 @@ import pytest
 
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from support.gpu_devices import EMULATED
 from support.mailbox_faults import Mailing, mailing, remove_sockets
 from support.mailbox_pairs import GPU, PAIRS, QWEN3MOE, DevicePair
@@ -105,13 +105,13 @@ def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
     with spoilt(pair, tmp_path, endpoint, monkeypatch, NAN) as (mailed, daemon):
         engine, count = mailed.engine, mailed.pace.num_tokens
         refused: list[str] = []
-        refuse = MailedSteps.refuse
+        refuse = MailboxSessions.refuse
 
-        def noted(steps: MailedSteps, error: DaemonUnavailable) -> None:
+        def noted(steps: MailboxSessions, error: DaemonUnavailable) -> None:
             refused.append(str(error))
             refuse(steps, error)
 
-        monkeypatch.setattr(MailedSteps, "refuse", noted)
+        monkeypatch.setattr(MailboxSessions, "refuse", noted)
         captured = engine._steps._captured
         assert captured is not None
         token, is_told = captured.token, list[int]()
@@ -120,7 +120,7 @@ def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
             if not is_told and mailed.rings.count:
                 is_told.append(position)
                 token(position)
-                captured._chosen[position] = -3  # type: ignore[attr-defined]
+                captured._tokens[position] = -3  # type: ignore[attr-defined]
             return token(position)
 
         monkeypatch.setattr(captured, "token", once_not_finite)

@@ -18,7 +18,7 @@ from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory, DeviceU
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Piece, Transfer
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
@@ -66,7 +66,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     begin = FileCopier.begin
 
-    def noted(copier: FileCopier, runs: list[Piece]) -> Transfer:
+    def noted(copier: FileCopier, runs: list[FilePiece]) -> Transfer:
         transfer = begin(copier, runs)
         sizes.append(transfer.num_bytes)
         return transfer

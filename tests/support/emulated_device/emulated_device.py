@@ -250,7 +250,7 @@ class EmulatedDevice:
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
         """As KernelDevice.empty; every byte is 0xFF, a NaN in most types."""
-        self._must_not_record("allocate")
+        self._must_not_capture("allocate")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
         buffer = np.full(num_bytes + 3 * _GUARD_BYTES, _POISON, np.uint8)
@@ -275,7 +275,7 @@ class EmulatedDevice:
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
         """As KernelDevice.write."""
-        self._must_not_record("write")
+        self._must_not_capture("write")
         assert isinstance(destination, np.ndarray)
         assert destination.flags.c_contiguous
         assert destination.nbytes == source.nbytes
@@ -284,20 +284,20 @@ class EmulatedDevice:
 
     def download(self, array: DeviceArray) -> AnyArray:
         """As KernelDevice.download."""
-        self._must_not_record("download")
+        self._must_not_capture("download")
         assert isinstance(array, np.ndarray)
         return array.copy()
 
     def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
         """As KernelDevice.copy."""
-        self._must_not_record("copy")
+        self._must_not_capture("copy")
         assert isinstance(destination, np.ndarray)
         assert isinstance(source, np.ndarray)
         destination.reshape(-1).view(np.uint8)[:] = source.reshape(-1).view(np.uint8)
 
     def module(self, file: str | Path, defines: Defines) -> EmulatedModule:
         """As KernelDevice.module; `file` may also be the path of a test's own."""
-        self._must_not_record("compile")
+        self._must_not_capture("compile")
         options = define_options({"LANES": self.lanes, **defines})
         key = str(file), options
         if key not in self._modules:
@@ -370,13 +370,13 @@ class EmulatedDevice:
             raise KernelFailure("something is written into an array that is not there any more")
         ctypes.memmove(place, origin, num_bytes)
 
-    def capture(self, record: Callable[[], None]) -> EmulatedGraph:
+    def capture(self, launch: Callable[[], None]) -> EmulatedGraph:
         """As KernelDevice.capture."""
-        self._must_not_record("capture")
+        self._must_not_capture("capture")
         captured: list[Callable[[], None]] = []
         self._captured = captured
         try:
-            record()
+            launch()
         finally:
             self._captured = None
         return EmulatedGraph(captured)
@@ -395,12 +395,12 @@ class EmulatedDevice:
 
     def map_host(self, array: AnyArray) -> EmulatedHostMapping:
         """As KernelDevice.map_host."""
-        self._must_not_record("map memory")
+        self._must_not_capture("map memory")
         return EmulatedHostMapping(self, array)
 
     def copy_stream(self) -> EmulatedCopyStream:
         """As KernelDevice.copy_stream."""
-        self._must_not_record("open a stream")
+        self._must_not_capture("open a stream")
         return EmulatedCopyStream(self)
 
     def require_mapped(self, array: AnyArray) -> None:
@@ -425,7 +425,7 @@ class EmulatedDevice:
 
     def mark(self) -> EmulatedMark:
         """As KernelDevice.mark."""
-        self._must_not_record("mark")
+        self._must_not_capture("mark")
         return EmulatedMark()
 
     def side_stream(self, name: str) -> EmulatedSideStream:
@@ -434,7 +434,7 @@ class EmulatedDevice:
 
     def synchronize(self, deadline_s: float | None = None) -> None:
         """As KernelDevice.synchronize; everything has ended already."""
-        self._must_not_record("synchronise")
+        self._must_not_capture("synchronise")
 
     def add_range(self, begin: int, num_bytes: int) -> None:
         """Kernels may read this."""
@@ -464,7 +464,7 @@ class EmulatedDevice:
 
         return forget
 
-    def _must_not_record(self, what: str) -> None:
+    def _must_not_capture(self, what: str) -> None:
         if self._captured is not None:
             raise DeviceUnavailable(f"cannot {what} while launches are captured")
 

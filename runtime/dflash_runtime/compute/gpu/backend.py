@@ -30,7 +30,7 @@ from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
-from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.room import (
     Room,
@@ -40,37 +40,37 @@ from dflash_runtime.compute.gpu.room import (
     weights_bytes,
     work_bytes,
 )
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
 _LOG = logging.getLogger(__name__)
 
 MAX_CHUNK = 4096
-"""Tokens of a chunk of a prompt: the more, the less often matrices are made halves of."""
+"""Tokens of a prompt chunk. Larger ones convert matrices to halves less often."""
 
 HALVED_FROM = 1536
-"""Tokens of a chunk that goes through the layers as two halves while others compute experts: fewer
-take longer to launch, and to make halves of matrices for twice, than they would stand still."""
+"""Tokens from which on a chunk with remote experts is split into two overlapped halves. For fewer,
+launching and converting matrices twice takes longer than waiting."""
 
 _SCRATCH_BYTES = 1 << 30
-"""For matrices as halves: all experts of a layer of a 30B model at once."""
+"""For matrices converted to halves: all experts of a layer of a 30B model at once."""
 
 _LEFT_BYTES = 256 << 20
-"""What must stay free beside weights of prompts: they are not worth a failure of something else."""
+"""Memory left free beside the offload's weights, so that nothing else fails for lack of it."""
 
 _HEAD_ROWS = 512
-"""Rows of logits that are computed at once."""
+"""Rows of logits computed at once."""
 
 KERNEL_VERSION = 1
-"""To be raised with every change that changes bits."""
+"""Raise it with every change that changes bits."""
 
 
 class CupyBackend:
     """Implements backend.ComputeBackend.
 
-    A model is run by one thread; banks may be loaded and asked by others meanwhile.
-    Owns: the device that it has opened, and with it all memory on it.
+    One thread runs a model; other threads may load and use banks at the same time.
+    Owns: the device if it has opened it, with all memory on it.
     """
 
     name = "cupy"
@@ -86,8 +86,8 @@ class CupyBackend:
         memory: Callable[[], DeviceMemory] | None = None,
         cache_dir: str | None = None,
     ) -> None:
-        """`memory` says what is free; nothing is checked beforehand without it, unless the device
-        is opened here. Kernels of that one are kept in `cache_dir`, as `cache_folder` has it.
+        """`memory` reports free memory; without it `require_room` checks nothing, unless the device
+        is opened here. Its compiled kernels are cached in `cache_dir`, see `cache_folder`.
 
         Raises: DeviceUnavailable, KernelCompileError.
         """
@@ -98,7 +98,7 @@ class CupyBackend:
             device, memory = opened, opened.memory
         self.device: KernelDevice = device
         self.numeric_class = f"cupy-{KERNEL_VERSION}/{device.capabilities.architecture}"
-        # Fewer tokens than that are a step's kernels' work, which have other bits.
+        # Fewer tokens are computed by step kernels, which have other bits.
         self.chunking = Chunking(
             max_chunk,
             max_chunk,
@@ -130,16 +130,16 @@ class CupyBackend:
 
     @property
     def mover(self) -> PayloadMover:
-        """As backend.ComputeBackend.mover: there always is one."""
+        """Never None."""
         return self.ops.payload
 
     @property
     def mail(self) -> CupyMail:
-        """As backend.ComputeBackend.mail: there always is one."""
+        """Never None."""
         return self._mail
 
     def free_memory_bytes(self) -> int:
-        """As backend.ComputeBackend; what is not known is 0."""
+        """0 if unknown."""
         return 0 if self._memory is None else self._memory().free_bytes
 
     def require_room(
@@ -187,21 +187,18 @@ class CupyBackend:
         )
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
-        """A bank's memory goes with it; here it goes on to whoever else wants it."""
+        """A bank's memory is freed with it; this returns it to the driver."""
         with self._lock:
             self._captured_experts.forget_dropped()
             self.device.trim()
 
     def to_host(self, rows: Any) -> F32Array:
-        """As backend.ComputeBackend.to_host."""
         return self.ops.to_host(rows)
 
     def argmax(self, logits: Any) -> I32Array:
-        """As backend.ComputeBackend.most likely."""
         return self.ops.argmax(logits)
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """As backend.ComputeBackend.joined."""
         return self.ops.joined(parts)
 
     def moe(
@@ -210,7 +207,7 @@ class CupyBackend:
         phase: Phase,
         remote: RemoteExperts | None,
     ) -> DeviceMoe:
-        """As backend.ComputeBackend.moe; without `remote` all that is in the banks is used."""
+        """Without `remote` all experts of the banks are used."""
         resident = self._resident(banks, remote)
         offload = self._offload if phase is Phase.PREFILL else None
         return DeviceMoe(self.ops, resident, phase, remote=remote, offload=offload)
@@ -218,12 +215,11 @@ class CupyBackend:
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
-        """As backend.ComputeBackend.offload_prompts."""
         self._close_offload()
         if not remote.may_offload:
             return
-        here = ((layer, remote.local_experts_mask(layer.layer_id)) for layer in layers)
-        missing = {layer.layer_id: (layer, ~some) for layer, some in here if not some.all()}
+        local = ((layer, remote.local_experts_mask(layer.layer_id)) for layer in layers)
+        missing = {layer.layer_id: (layer, ~mask) for layer, mask in local if not mask.all()}
         if not missing:
             return
         try:
@@ -239,12 +235,12 @@ class CupyBackend:
             # docs (parent): there is no room on the device for two layers' experts beside all else,
             # or no memory can be locked, or no kernel reads them; prompts take as long as their
             # owners do
-            _LOG.warning("experts of prompts stay with their owners: %s", str(error))
+            _LOG.warning("no offload of remote experts in prompts: %s", str(error))
         else:
             # docs (parent): how fast weights come from the file, and the memory on the device that
             # is kept for them
             _LOG.info(
-                "experts of prompts can be brought here at %.1f GB/s, through %.2f GiB on %s",
+                "remote experts of prompts can be copied at %.1f GB/s, through %.2f GiB on %s",
                 self._offload.bytes_per_s / 1e9,
                 num_bytes / 2**30,
                 self.device.name,
@@ -264,26 +260,25 @@ class CupyBackend:
         banks: Mapping[int, ExpertBank],
         *,
         remote: RemoteExperts,
-    ) -> CapturedStep:
-        """As backend.ComputeBackend.captured_step: there always is one."""
+    ) -> GraphStep:
+        """Never None."""
         assert isinstance(cache, DeviceKvCache)
         resident = self._resident(banks, remote)
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
         if all(layer is not None and layer.is_whole for layer in layers):
             whole = DeviceMoe(self.ops, resident, Phase.DECODE, remote=None)
-            return CapturedStep(self.ops, model, cache, moe=whole)
+            return GraphStep(self.ops, model, cache, moe=whole)
         shared = SharedMoe(self.ops, resident, remote)
-        mailed = MailedSteps(
+        sessions = MailboxSessions(
             self.ops,
             model.spec.moe,
             resident,
             remote=remote,
             keeper=self._mail.keeper,
         )
-        return CapturedStep(self.ops, model, cache, moe=shared, mailed=mailed)
+        return GraphStep(self.ops, model, cache, moe=shared, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        """As backend.ComputeBackend.take_selections."""
         taken: dict[int, I64Array] = {}
         for layer_id, bank in banks.items():
             assert isinstance(bank, CupyExpertBank)
@@ -295,7 +290,7 @@ class CupyBackend:
     def _resident(
         self, banks: Mapping[int, ExpertBank], remote: RemoteExperts | None
     ) -> dict[int, ResidentLayer]:
-        """What of the banks is to be computed here, by layer id."""
+        """The banks' experts that are computed here, by layer id."""
         resident: dict[int, ResidentLayer] = {}
         for layer_id, bank in banks.items():
             assert isinstance(bank, CupyExpertBank)  # another backend's are never given to this one
@@ -314,14 +309,14 @@ class CupyBackend:
         is_recurrent: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Nothing: kernels are compiled for a model's shapes, when it is first tried."""
+        """Does nothing: kernels are compiled for a model's shapes when they are first used."""
 
     def idle(self) -> None:
-        """Nothing: no thread here waits for work."""
+        """Does nothing: no thread spins."""
 
     def close(self) -> None:
-        """Give back the device with all that it holds, of whatever nothing refers to any more."""
-        with contextlib.suppress(DeviceUnavailable):  # one that has failed is left all the same
+        """Release the device, and all memory that nothing refers to any more."""
+        with contextlib.suppress(DeviceUnavailable):  # a failed device is closed as well
             self.device.synchronize()
         self._close_offload()
         self._captured_experts.close()

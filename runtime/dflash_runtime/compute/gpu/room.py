@@ -1,7 +1,4 @@
-"""What a model, or a share of its experts, takes of a device's memory, counted before it is loaded.
-
-Knows nothing of drivers.
-"""
+"""Device memory of a model, or of some of its experts, counted before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from dflash_runtime.compute.gpu.layers.matrix import PRODUCT_COLUMNS, require_ke
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that are needed, by what for."""
+    """Bytes needed, by purpose."""
 
     experts: int
     weights: int = 0
@@ -34,7 +31,7 @@ class Room:
         return self.experts + self.weights + self.cache + self.scratch + self.offload
 
     def require(self, device: str, memory: DeviceMemory) -> None:
-        """Raises: DeviceOutOfMemory with the amounts if it is not free."""
+        """Raises: DeviceOutOfMemory with the amounts if so much is not free."""
         if self.total <= memory.free_bytes:
             return
         parts = {
@@ -55,7 +52,7 @@ class Room:
 
 
 def experts_bytes(file: GgufFile, experts: Iterable[tuple[MoeLayer, int]]) -> int:
-    """Of so many experts of each of these layers, as they lie on a device.
+    """Bytes of so many experts of each of these layers in the device's layout.
 
     Raises: UnsupportedModel.
     """
@@ -68,7 +65,7 @@ def experts_bytes(file: GgufFile, experts: Iterable[tuple[MoeLayer, int]]) -> in
 
 
 def weights_bytes(file: GgufFile, layers: Iterable[MoeLayer]) -> int:
-    """Of everything in a file but the experts of these layers. Raises: UnsupportedModel."""
+    """Bytes of all tensors of a file but the experts of these layers. Raises: UnsupportedModel."""
     left_out = {
         name
         for layer in layers
@@ -90,18 +87,18 @@ def weights_bytes(file: GgufFile, layers: Iterable[MoeLayer]) -> int:
 
 
 def logits_bytes(file: GgufFile, num_rows: int) -> int:
-    """Of so many rows of logits: no tensor has more rows than the head."""
+    """Bytes of so many rows of logits, bounded by the tensor with the most rows (the head)."""
     tables = [each.shape[0] for each in file.tensors.values() if len(each.shape) == 2]
     return 4 * num_rows * max(tables, default=0)
 
 
 def cache_bytes(kv_layers: Iterable[KvLayer], num_positions: int, kv_type: KvType) -> int:
-    """Of keys and values, and of rings' snapshots. Raises: SettingsError as DeviceKvCache does."""
+    """Bytes of the KV cache, and of windows' snapshots. Raises: SettingsError as DeviceKvCache."""
     return sum(bytes_with_snapshots(kv, num_positions, kv_type) for kv in kv_layers)
 
 
 def work_bytes(layers: Iterable[MoeLayer], *, max_chunk: int, scratch_bytes: int) -> int:
-    """Of what stands between weights and results while a chunk is computed, roughly."""
+    """Bytes of intermediate results while a chunk is computed, roughly."""
     of_token = max(
         (
             # Each pair's terms, activations in two halves, and a few rows of everything else.

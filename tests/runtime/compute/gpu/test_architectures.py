@@ -22,7 +22,7 @@ from dflash_protocol.ids import F32Array
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.gpu_devices import EMULATED, EMULATED_AND_GPU, opened_device
 from support.gpu_models import SHAPES, GpuModel, largest_error, reference_logits
@@ -97,7 +97,7 @@ def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> N
 
     def on_device(array: F32Array) -> Any:
         uploaded = any_device.upload(array)
-        return uploaded if array.ndim == 1 else Rows(uploaded)
+        return uploaded if array.ndim == 1 else F32Rows(uploaded)
 
     found = attended(backend.ops, on_device)
     for ours, theirs in zip(found, attended(ReferenceOps(), lambda array: array), strict=True):

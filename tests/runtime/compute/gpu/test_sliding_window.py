@@ -15,7 +15,7 @@ from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
-from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.compute.gpu.room import cache_bytes
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from support.emulated_device import EmulatedDevice
@@ -58,7 +58,8 @@ class Sequence:
         for first, last in pairwise(ends):
             q, k, v = (
                 ops.split_heads(
-                    Rows(device.upload(rows[first:last].reshape(last - first, -1))), rows.shape[1]
+                    F32Rows(device.upload(rows[first:last].reshape(last - first, -1))),
+                    rows.shape[1],
                 )
                 for rows in (QUERIES, KEYS, VALUES)
             )

@@ -1,1 +1,1 @@
-"""Devices: memory, streams, graphs, drivers, and compiling at run time."""
+"""Devices: memory, streams, graphs, drivers, and run-time compilation."""

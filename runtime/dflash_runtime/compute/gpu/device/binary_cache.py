@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: one file each, named by the digest of all that decides its content.
+"""Compiled kernels on disk: one file each, named by the digest of all compiler inputs.
 
 Trouble with the folder costs time and never more. A file is written whole or not at all, and one
 that is damaged is found by its checksum and compiled again.
@@ -23,7 +23,7 @@ _CHECKSUM_BYTES = 32
 
 
 class BinaryCache:
-    """Files of one folder, the least recently used removed beyond `max_bytes`.
+    """Files of one folder; beyond `max_bytes` the least recently used are removed.
 
     The `folder` is by default one in `cache_dir`, as `cache_folder` has it.
     """
@@ -40,7 +40,7 @@ class BinaryCache:
         self._max_bytes = max_bytes
 
     def get(self, key: bytes) -> bytes | None:
-        """What was put under the key, or None."""
+        """The binary of this key, or None."""
         folder = self._folder()
         if folder is None:
             return None
@@ -52,7 +52,7 @@ class BinaryCache:
         checksum, content = found[:_CHECKSUM_BYTES], found[_CHECKSUM_BYTES:]
         if hashlib.sha256(content).digest() != checksum:
             # docs: once: nothing to do; often: look at the disk
-            _LOG.warning("a compiled kernel was damaged on disk and is compiled again: %s", path)
+            _LOG.warning("cached kernel is damaged and will be compiled again: %s", path)
             path.unlink(missing_ok=True)
             return None
         with suppress(OSError):
@@ -60,7 +60,7 @@ class BinaryCache:
         return content
 
     def put(self, key: bytes, content: bytes) -> None:
-        """Keep it, if there is a place for it."""
+        """Store a binary, if there is a usable folder."""
         folder = self._folder()
         if folder is None or len(content) > self._max_bytes:
             return
@@ -72,7 +72,7 @@ class BinaryCache:
             os.replace(temporary, folder / key.hex())
         except OSError as error:
             # docs: it is compiled again at the next start; look at the cache folder, `CACHE_DIR`
-            _LOG.warning("a compiled kernel could not be kept: %s", error)
+            _LOG.warning("cannot cache a compiled kernel: %s", error)
             if temporary is not None:
                 with suppress(OSError):
                     os.unlink(temporary)
@@ -80,7 +80,7 @@ class BinaryCache:
         self._remove_old(folder, folder / key.hex())
 
     def _folder(self) -> Path | None:
-        """Made and ours, or None after a warning."""
+        """The folder, created and checked to be ours; None after a warning."""
         try:
             folder = self._given_folder or cache_folder(self._cache_dir) / _FOLDER
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,8 +90,8 @@ class BinaryCache:
         return folder
 
     def _remove_old(self, folder: Path, newest: Path) -> None:
-        """Another process may do the same at the same time. `newest` is that whatever the clock
-        says."""
+        """Remove old files beyond `max_bytes`, never `newest`. Another process may do the same at
+        the same time."""
         with suppress(OSError):
             found = [(path, path.stat()) for path in folder.iterdir()]
             found.sort(key=lambda each: (each[0] == newest, each[1].st_mtime_ns))

@@ -1,8 +1,8 @@
-"""Memory for results of operations: taken again as soon as nobody holds the result any more.
+"""Memory for results of operations, reused as soon as a result is not referred to any more.
 
-A step that is captured must not allocate, so it is tried out before. What the trial took is noted,
-and the capture takes the very same arrays in the same order: whether one is free just then, which
-may depend on when garbage is collected, does not matter to it.
+A capture must not allocate, so a step is run once as a trial before it is captured. The arrays that
+the trial takes are noted, and the capture takes the same ones in the same order, whether they are
+free at that moment (which depends on garbage collection) or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Key: TypeAlias = tuple[tuple[int, ...], np.dtype]
 
 
 class Buffer:
-    """An array that is in use as long as this object is referred to."""
+    """An array; in use as long as this object is referred to."""
 
     __slots__ = ("__weakref__", "array")
 
@@ -30,7 +30,7 @@ class Buffer:
 
 
 class Place:
-    """An array, and who uses it now, if anybody does."""
+    """An array, and a weak reference to the Buffer that uses it, if any."""
 
     __slots__ = ("_user", "array", "key")
 
@@ -44,21 +44,21 @@ class Place:
         return self._user is None or self._user() is None
 
     def use(self) -> Buffer:
-        """It is this buffer's from now on, whoever had it before."""
+        """A new Buffer for the array, which replaces an earlier one."""
         buffer = Buffer(self.array)
         self._user = weakref.ref(buffer)
         return buffer
 
 
 Places: TypeAlias = dict[_Key, list[Place]]
-"""By what they are taken for."""
+"""Places by shape and type."""
 
 
 class Buffers:
     """Arrays of one device by shape, each used by one Buffer at a time.
 
-    Everything that uses them runs in the order of the device's stream, so that an array may be
-    written again while its last reader has not begun yet.
+    All kernels that use them run in the order of the device's main stream, so an array may be
+    reused before its last reader has begun.
     """
 
     def __init__(self, device: KernelDevice) -> None:
@@ -74,13 +74,13 @@ class Buffers:
 
     @property
     def is_capturing(self) -> bool:
-        """What is taken now is noted, or repeated."""
+        """Whether `noted` or `repeated` is active."""
         return self._noted is not None or self._repeated is not None
 
     @contextmanager
     def noted(self, apart: Places | None = None) -> Iterator[list[Place]]:
-        """What is taken meanwhile, in order: for `repeated`. What is taken apart is put in `apart`,
-        whose owner keeps it."""
+        """Note what is taken, in order, for `repeated`. Arrays taken with ``apart=True`` are kept
+        in `apart`, which belongs to the caller."""
         noted: list[Place] = []
         self._noted = noted
         if apart is not None:
@@ -92,10 +92,10 @@ class Buffers:
 
     @contextmanager
     def repeated(self, noted: Sequence[Place]) -> Iterator[list[Buffer]]:
-        """The same operations in the same order take what is `noted`, and nothing is allocated.
+        """The same operations in the same order take the noted arrays; nothing is allocated.
 
-        As long as the result is referred to, nobody else is given any of these arrays.
-        Raises: RuntimeError if something else is taken.
+        As long as the result is referred to, these arrays are in use.
+        Raises: RuntimeError if a different shape or type is taken.
         """
         repetition = self._repeated = _Repetition(noted)
         try:
@@ -104,10 +104,10 @@ class Buffers:
             self._repeated = None
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike, *, apart: bool = False) -> Buffer:
-        """The first array of this shape that is free, or a new one; `apart`, of those that only
-        what is noted now has.
+        """The first free array of this shape and type, or a new one; with `apart` from the places
+        given to `noted`.
 
-        Raises: DeviceOutOfMemory; RuntimeError as `repeated` says.
+        Raises: DeviceOutOfMemory; RuntimeError inside `repeated`.
         """
         key = shape, np.dtype(dtype)
         if self._repeated is not None:
@@ -123,21 +123,21 @@ class Buffers:
 
 
 class _Repetition:
-    """What was taken before, taken once more."""
+    """Hands out noted arrays a second time."""
 
     def __init__(self, noted: Sequence[Place]) -> None:
         self._noted = noted
         self._num_taken = 0
-        # Whatever was taken of the same place twice was free in between, and is here again.
+        # A place noted twice was free in between, so one Buffer can serve both.
         self._buffers = {place: place.use() for place in dict.fromkeys(noted)}
 
     @property
     def buffers(self) -> list[Buffer]:
-        """Each once."""
+        """Without duplicates."""
         return list(self._buffers.values())
 
     def take(self, key: _Key) -> Buffer:
-        """The next one. Raises: RuntimeError if it is another."""
+        """The next noted array. Raises: RuntimeError if it has another shape or type."""
         index = self._num_taken
         expected = self._noted[index].key if index < len(self._noted) else None
         if key != expected:

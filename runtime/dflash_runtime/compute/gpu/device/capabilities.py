@@ -1,4 +1,4 @@
-"""What a device can do, by its architecture: the table that decides which kernels it is given.
+"""Capabilities of a device by its architecture; they decide which kernels it gets.
 
 A kernel that is unsafe or unknown on a device is left out because a line here says so.
 """
@@ -26,36 +26,36 @@ class Vendor(StrEnum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Of one architecture. Kernels have a portable path beside each of these."""
+    """Capabilities of one architecture. Kernels have a portable path beside each."""
 
     vendor: Vendor
     architecture: str
-    """As its compiler names it: ``sm_90a``, ``gfx1030``."""
+    """The compiler's name: ``sm_90a``, ``gfx1030``."""
     lanes: int
     """Lanes of a warp or wavefront."""
     dot4: bool
-    """Four products of signed bytes in one instruction."""
+    """Dot product of four signed bytes in one instruction."""
     dependent_launch: bool
     """A kernel may begin while the one before it still runs."""
     clusters: bool
-    """Blocks that share their shared memory."""
+    """Clusters: blocks that access each other's shared memory."""
     mma: bool
-    """Matrix products of 16x8x16 halves by a warp, and what loads their fragments."""
+    """Tensor cores: 16x8x16 products of halves by a warp, and loads of their fragments."""
     wgmma: bool
     """Products of four warps with operands in shared memory."""
     async_copy: bool
-    """Copies into shared memory that pass no register."""
+    """Asynchronous copies into shared memory that bypass registers."""
     redux: bool
     """Integer reductions of a warp in one instruction."""
     large_clusters: bool
-    """Clusters of 16 blocks; others have at most 8."""
+    """Clusters of 16 blocks; without, at most 8."""
 
     def missing(self) -> tuple[str, ...]:
-        """Names of what kernels use and this architecture lacks."""
+        """Capabilities that kernels use and this architecture lacks, by name."""
         return tuple(each.name for each in fields(self) if getattr(self, each.name) is False)
 
     def log(self, device_name: str) -> None:
-        """Say what kernels will do without here."""
+        """Log the architecture and what it lacks."""
         missing = ", ".join(self.missing()) or "nothing"
         # docs: what a GPU is and which instructions it lacks
         _LOG.info(
@@ -68,7 +68,7 @@ class Capabilities:
 
 
 _OLDEST_CUDA = (6, 1)
-"""The first with products of bytes that every later one has too."""
+"""The first from which on all have dot products of bytes."""
 
 # Instructions that came with a compute capability and stayed.
 _CUDA_SINCE = {
@@ -97,7 +97,7 @@ _GFX_DOT4_MIXED = ("gfx11", "gfx12")
 
 
 def cuda_capabilities(major: int, minor: int) -> Capabilities:
-    """Of a compute capability.
+    """Capabilities of a compute capability.
 
     Raises: SettingsError if it is older than our kernels can use.
     """
@@ -119,7 +119,7 @@ def cuda_capabilities(major: int, minor: int) -> Capabilities:
 
 
 def hip_capabilities(architecture: str) -> Capabilities:
-    """Of an AMD architecture as the driver names it, ``gfx90a:sramecc+:xnack-``.
+    """Capabilities of an AMD architecture by the driver's name, ``gfx90a:sramecc+:xnack-``.
 
     Raises: SettingsError if it is not known.
     """
@@ -132,7 +132,7 @@ def hip_capabilities(architecture: str) -> Capabilities:
         architecture=name,
         lanes=64 if match[1] == "9" else 32,
         dot4=name in _GFX_DOT4 or name.startswith(_GFX_DOT4_MIXED),
-        # Our kernels use NVIDIA's forms of these alone.
+        # Our kernels have only NVIDIA's forms of these.
         dependent_launch=False,
         clusters=False,
         mma=False,

@@ -1,4 +1,4 @@
-"""A real device: CuPy holds its memory, the driver table does all else.
+"""A real device: CuPy manages its memory; everything else calls the driver.
 
 Imports CuPy when a device is opened, not before.
 """
@@ -44,7 +44,7 @@ from dflash_runtime.compute.gpu.device.devices import (
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
-from dflash_runtime.compute.gpu.device.rtc import KernelCompiler, runtime_compiler
+from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler, runtime_compiler
 from dflash_runtime.compute.gpu.device.side_stream import CupyMark, CupySideStream, Events
 
 _OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
@@ -69,7 +69,6 @@ class CupyModule:
         self.handle = handle
 
     def kernel(self, name: str, args: type[ctypes.Structure]) -> CupyKernel:
-        """As KernelModule.kernel."""
         return self._device.kernel_of(self.handle, name, args)
 
 
@@ -83,18 +82,17 @@ class CupyGraph:
         self._executable: int | None = executable
 
     def replay(self) -> None:
-        """As Graph.replay."""
         self.replay_in(self._stream)
 
     def replay_in(self, stream: int) -> None:
-        """The same in another stream of the driver."""
+        """Replay in another stream of the driver."""
         if self._executable is None:
-            raise SettingsError("a graph that was closed is replayed")
+            raise SettingsError("the graph is closed")
         self._driver.use(self._index)
         self._driver.launch_graph(self._executable, stream)
 
     def close(self) -> None:
-        """As Graph.close; closing twice does nothing."""
+        """Idempotent."""
         if self._executable is not None:
             self._driver.use(self._index)
             self._driver.destroy_graph(self._executable)
@@ -110,19 +108,16 @@ class CupyQueue:
         self._stream: int | None = driver.create_stream()
 
     def replay(self, graph: Graph) -> None:
-        """As Queue.replay."""
         assert isinstance(graph, CupyGraph)
         assert self._stream is not None
         graph.replay_in(self._stream)
 
     def synchronize(self) -> None:
-        """As Queue.synchronize."""
         assert self._stream is not None
         self._driver.use(self._index)
         self._driver.synchronize_stream(self._stream)
 
     def close(self) -> None:
-        """As Queue.close."""
         if self._stream is not None:
             self._driver.use(self._index)
             self._driver.destroy_stream(self._stream)
@@ -130,10 +125,10 @@ class CupyQueue:
 
 
 class CupyPeerMemory:
-    """Implements device.PeerMemory: ours, or another process's."""
+    """Implements device.PeerMemory for exported and imported memory."""
 
     def __init__(self, driver: Driver, index: int, *, num_bytes: int, handle: bytes = b"") -> None:
-        """New memory of so many bytes, or what the handle is of, if it has so many."""
+        """Export new memory, or import that of `handle`, which must have so many bytes."""
         self._driver, self._index = driver, index
         self._is_ours = not handle
         driver.use(index)
@@ -143,7 +138,6 @@ class CupyPeerMemory:
             self.device_address, self.handle = driver.import_memory(handle, num_bytes), handle
 
     def close(self) -> None:
-        """As PeerMemory.close."""
         if self.device_address:
             self._driver.use(self._index)
             give_back = self._driver.free if self._is_ours else self._driver.close_memory
@@ -157,11 +151,11 @@ class CupyHostMapping:
     def __init__(self, driver: Driver, index: int, array: AnyArray) -> None:
         self._driver = driver
         self._index = index
-        self._array: AnyArray | None = array  # which must not go before the mapping
+        self._array: AnyArray | None = array  # must outlive the mapping
         self.device_address = driver.register_host(address(array), array.nbytes)
 
     def close(self) -> None:
-        """As HostMapping.close; closing twice does nothing."""
+        """Idempotent."""
         if self._array is not None:
             self._driver.use(self._index)
             self._driver.unregister_host(address(self._array))
@@ -177,7 +171,6 @@ class CupyCopyStream:
         self._stream: int | None = driver.create_stream()
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As CopyStream.write."""
         assert source.flags.c_contiguous
         assert source.nbytes == destination.nbytes
         self._driver.use(self._index)
@@ -186,12 +179,10 @@ class CupyCopyStream:
         )
 
     def wait(self) -> None:
-        """As CopyStream.wait."""
         self._driver.use(self._index)
         self._driver.synchronize_stream(self._opened())
 
     def close(self) -> None:
-        """As CopyStream.close."""
         if self._stream is not None:
             stream, self._stream = self._stream, None
             self._driver.use(self._index)
@@ -199,7 +190,7 @@ class CupyCopyStream:
 
     def _opened(self) -> int:
         if self._stream is None:
-            raise SettingsError("a copy stream that was closed is used")
+            raise SettingsError("the copy stream is closed")
         return self._stream
 
 
@@ -232,7 +223,7 @@ class CupyDevice:
             self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else NANOSECONDS_PER_MS
         )
         newest = driver.version() // 1000 if driver.vendor is Vendor.CUDA else None
-        self._compiler = KernelCompiler(
+        self._compiler = DeviceCompiler(
             runtime_compiler(driver.vendor, newest),
             self.capabilities,
             lanes=self.lanes,
@@ -243,23 +234,22 @@ class CupyDevice:
         self._is_closed = False
         driver.use(device.index)
         self.stream = driver.create_stream()
-        """The driver's handle of the stream that everything runs on."""
+        """The driver's handle of the main stream."""
         self._sides: dict[str, CupySideStream] = {}
         self._events = Events(driver)
-        # A block is taken again as soon as nothing refers to it. That is safe because all that uses
-        # it runs in the order of our one stream.
+        # The pool reuses a block as soon as nothing refers to it. That is safe because everything
+        # that uses the pool runs in the order of the main stream.
         self._pool = self._cupy.cuda.MemoryPool()
         self._empty_outlived_pools()
         self.capabilities.log(f"{device} ({driver.device_name(device.index)})")
 
     def memory(self) -> DeviceMemory:
-        """What is free now. Raises: DeviceUnavailable."""
+        """Free and total memory. Raises: DeviceUnavailable."""
         return memory_of(self._driver, self._index)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """As KernelDevice.empty."""
         sizes = (shape,) if isinstance(shape, int) else shape
-        if self._is_capturing:  # naming what is wanted takes longer than having it
+        if self._is_capturing:  # composing the message takes longer than allocating
             self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
         self.use()
         num_bytes = prod(sizes) * np.dtype(dtype).itemsize
@@ -278,20 +268,17 @@ class CupyDevice:
             ) from error
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """As KernelDevice.zeros."""
         array = self.empty(shape, dtype)
         if array.nbytes:
             self._driver.clear(address(array), array.nbytes, self.stream)
         return array
 
     def upload(self, array: AnyArray) -> DeviceArray:
-        """As KernelDevice.upload."""
         copy = self.empty(array.shape, array.dtype)
         self.write(copy, array)
         return copy
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As KernelDevice.write."""
         self._begin("write")
         source = np.ascontiguousarray(source)
         if source.nbytes != destination.nbytes:
@@ -300,11 +287,10 @@ class CupyDevice:
             self._driver.copy(
                 address(destination), address(source), source.nbytes, stream=self.stream
             )
-            # Not every driver has read the source when it returns.
+            # Some drivers return before they have read the source.
             self._driver.synchronize_stream(self.stream)
 
     def download(self, array: DeviceArray) -> AnyArray:
-        """As KernelDevice.download."""
         self._begin("download")
         self._driver.synchronize_stream(self.stream)
         given: Any = array
@@ -313,7 +299,6 @@ class CupyDevice:
         return copy
 
     def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
-        """As KernelDevice.copy."""
         self._begin("copy")
         if source.nbytes != destination.nbytes:
             raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
@@ -323,7 +308,6 @@ class CupyDevice:
             )
 
     def module(self, file: str, defines: Defines) -> CupyModule:
-        """As KernelDevice.module."""
         self._begin(f"load {file}")
         key = file, define_options(defines)
         if key not in self._modules:
@@ -332,14 +316,14 @@ class CupyDevice:
         return self._modules[key]
 
     def prepare(self, kernels: list[tuple[str, Defines]], *, num_threads: int) -> None:
-        """Compile several files side by side, so that `module` finds them on the disk.
+        """Compile several files in parallel, so that `module` finds them on disk.
 
         Raises: KernelCompileError.
         """
         self._compiler.prepare(kernels, num_threads=num_threads)
 
     def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
-        """A function that may use all the shared memory there is."""
+        """A function that may use all of a block's shared memory."""
         self._begin("load a kernel")
         driver = self._driver
         handle = driver.module_function(module, name)
@@ -365,12 +349,12 @@ class CupyDevice:
         overlaps_previous: bool = True,
         stream: int | None = None,
     ) -> None:
-        """As KernelDevice.launch; in a side stream, if that is given."""
+        """In the main stream, or in `stream`."""
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
-        if block % self.lanes:  # the others of the last logical warp would be waited for for ever
-            raise SettingsError(f"{kernel.name}: {block} threads are no logical warps")
+        if block % self.lanes:  # a partial logical warp would wait for its missing lanes for ever
+            raise SettingsError(f"{kernel.name}: {block} threads are not whole logical warps")
         self._driver.use(self._index)
         self._driver.launch(
             kernel.handle,
@@ -382,54 +366,45 @@ class CupyDevice:
             overlaps_previous=overlaps_previous and self.capabilities.dependent_launch,
         )
 
-    def capture(self, record: Callable[[], None]) -> CupyGraph:
-        """As KernelDevice.capture."""
+    def capture(self, launch: Callable[[], None]) -> CupyGraph:
         self._begin("capture")
         self._is_capturing = True
         try:
-            executable = self._driver.capture(self.stream, record)
+            executable = self._driver.capture(self.stream, launch)
         finally:
             self._is_capturing = False
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
 
     def new_queue(self) -> CupyQueue:
-        """As KernelDevice.new_queue."""
         self._begin("make a stream")
         return CupyQueue(self._driver, self._index)
 
     def export_memory(self, num_bytes: int) -> CupyPeerMemory:
-        """As KernelDevice.export_memory."""
         self._begin("export memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
 
     def import_memory(self, handle: bytes, num_bytes: int) -> CupyPeerMemory:
-        """As KernelDevice.import_memory."""
         self._begin("import memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes, handle=handle)
 
     def map_host(self, array: AnyArray) -> CupyHostMapping:
-        """As KernelDevice.map_host."""
         self._begin("map memory")
         return CupyHostMapping(self._driver, self._index, array)
 
     def copy_stream(self) -> CupyCopyStream:
-        """As KernelDevice.copy_stream."""
         self._begin("open a stream")
         return CupyCopyStream(self._driver, self._index)
 
     def trim(self) -> None:
-        """As KernelDevice.trim."""
         self._begin("free memory")
         with self._cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
 
     def mark(self) -> CupyMark:
-        """As KernelDevice.mark."""
         self._begin("mark")
         return self._events.record(self.stream)
 
     def side_stream(self, name: str) -> CupySideStream:
-        """As KernelDevice.side_stream."""
         side = self._sides.get(name)
         if side is None:
             self._begin("make a stream")
@@ -439,23 +414,22 @@ class CupyDevice:
         return side
 
     def use(self) -> None:
-        """Calls of this thread mean this device from now on."""
+        """Make this device the calling thread's current one."""
         self._driver.use(self._index)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        """As KernelDevice.synchronize."""
         self._begin("synchronise")
         self._driver.synchronize_stream(self.stream, deadline_s)
 
     def close(self) -> None:
-        """Give back every byte of whatever no array refers to any more. Twice does nothing.
+        """Release everything, and all memory that no array refers to any more. Idempotent.
 
         Graphs and mappings are closed by who has made them, before.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
+        with suppress(DeviceUnavailable):  # a failed device releases nothing
             self._driver.use(self._index)
             for side in self._sides.values():
                 side.close()
@@ -469,7 +443,7 @@ class CupyDevice:
         self._modules.clear()
 
     def _empty_outlived_pools(self) -> None:
-        """Give the driver what arrays of closed devices have left in their pools."""
+        """Return to the driver what arrays of closed devices have left in their pools."""
         for _ in range(len(_OUTLIVED_POOLS)):
             index, pool = _OUTLIVED_POOLS.popleft()
             with self._cupy.cuda.Device(index):
@@ -479,7 +453,7 @@ class CupyDevice:
 
     def _begin(self, what: str) -> None:
         if self._is_capturing:
-            raise DeviceUnavailable(f"cannot {what} while launches are captured")
+            raise DeviceUnavailable(f"cannot {what} during a capture")
         self._driver.use(self._index)
 
     def _attribute(self, attribute: DeviceAttribute) -> int:
@@ -489,12 +463,12 @@ class CupyDevice:
 def _import_cupy(device: Device) -> Any:
     """Raises: DeviceUnavailable if there is none, or one for another vendor."""
     if device.kind not in VENDORS:
-        raise SettingsError(f"{device} is no GPU")
+        raise SettingsError(f"{device} is not a GPU")
     try:
         cupy = importlib.import_module("cupy")
         is_hip = bool(cupy.cuda.runtime.is_hip)
-    except Exception as error:  # libraries that it finds or does not find raise whatever they like
+    except Exception as error:  # libraries that it loads may raise anything
         raise DeviceUnavailable(f"{device}: CuPy cannot be used: {one_line(str(error))}") from error
     if is_hip != (VENDORS[device.kind] is Vendor.HIP):
-        raise DeviceUnavailable(f"{device}: the CuPy that is installed is for another vendor")
+        raise DeviceUnavailable(f"{device}: the installed CuPy is for another vendor")
     return cupy

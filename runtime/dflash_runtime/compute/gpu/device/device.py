@@ -1,7 +1,7 @@
-"""What kernels run on, as the rest of the backend sees it: arrays, modules, launches, graphs.
+"""Interface of a device that runs kernels: arrays, modules, launches, graphs.
 
-Two things implement it: ``cupy_device.CupyDevice``, and the emulation of the tests, whose arrays
-are numpy's. Knows nothing of models.
+Implemented by ``cupy_device.CupyDevice``, and by the emulation of the tests, whose arrays are
+numpy's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceArray(Protocol):
 
 
 class Kernel(Protocol):
-    """One function of a module; launched by the device that made it."""
+    """A function of a module; launched by the device that loaded it."""
 
     @property
     def name(self) -> str: ...
@@ -60,159 +60,158 @@ class KernelModule(Protocol):
 
 
 class Graph(Protocol):
-    """Launches that were captured once."""
+    """A captured CUDA or HIP graph."""
 
     def replay(self) -> None:
-        """Start all of them, in order; returns before they have run."""
+        """Start its launches, in order; returns before they have run."""
 
     def close(self) -> None:
-        """Give back what the driver keeps for it. Must not be replayed afterwards."""
+        """Release the driver's memory for it. Must not be replayed afterwards. Idempotent."""
 
 
 class Queue(Protocol):
-    """A stream beside the device's own, in whose order graphs run; for any one thread."""
+    """A stream beside the device's main one, in which graphs run; used by any one thread."""
 
     def replay(self, graph: Graph) -> None:
-        """Start all of its launches; returns before they have run."""
+        """Start the graph's launches; returns before they have run."""
 
     def synchronize(self) -> None:
-        """Wait until everything here has ended. Raises what a kernel did wrong."""
+        """Wait until the stream is empty. Raises the error of a kernel that failed."""
 
     def close(self) -> None:
-        """Nothing of it may still run. Twice does nothing."""
+        """Destroy the stream, which must be empty. Idempotent."""
 
 
 class PeerMemory(Protocol):
-    """Memory of a device that kernels of another process's device see."""
+    """Device memory shared with another process's device."""
 
     @property
     def device_address(self) -> int: ...
 
     @property
     def handle(self) -> bytes:
-        """What another process opens it by."""
+        """Handle by which another process imports it."""
 
     def close(self) -> None:
-        """Nothing that uses it may still run. Twice does nothing."""
+        """Free or unmap it; no kernel that uses it may be running. Idempotent."""
 
 
 class HostMapping(Protocol):
-    """Memory of the host that kernels can read and write."""
+    """Host memory mapped for kernels to read and write."""
 
     @property
     def device_address(self) -> int: ...
 
     def close(self) -> None:
-        """Unmap it; nothing that uses it may still run."""
+        """Unmap it; no kernel that uses it may be running."""
 
 
 class Mark(Protocol):
-    """A place in the order of a device's launches: when all before it has ended."""
+    """An event in the main stream: reached when all launches before it have ended."""
 
 
 class SideStream(Protocol):
-    """Another order of launches on a device, beside that of all else: for copies.
+    """A stream beside the device's main one, for copies.
 
-    Memory that is used here must be kept by the caller until `synchronize` has returned: that of
-    the device is otherwise given to whoever comes next in the device's own order.
+    The caller keeps memory used here until `synchronize` has returned: freed device memory is
+    reused in the order of the main stream, which does not wait for this one.
     """
 
     def wait_for(self, mark: Mark) -> None:
-        """What comes here from now on begins after that."""
+        """Later work in this stream begins after the mark."""
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """Copy from the host into a contiguous array of the same bytes; `source`, without gaps, is
-        kept and left as it is until `synchronize` has returned."""
+        """Copy contiguous host memory into a contiguous array of the same bytes; keep `source`
+        unchanged until `synchronize` has returned."""
 
     def launch(self, kernel: Kernel, grid: Grid, block: int, args: ctypes.Structure) -> None:
-        """Start a kernel after all that came here before it has ended."""
+        """Start a kernel when all earlier work in this stream has ended."""
 
     def is_empty(self) -> bool:
-        """Whether everything here has ended. Raises: what a kernel did wrong."""
+        """Whether all work has ended. Raises: the error of a kernel that failed."""
 
     def synchronize(self, deadline_s: float) -> None:
-        """Wait until everything here has ended.
+        """Wait until all work has ended.
 
-        Raises: what a kernel did wrong; DeviceUnavailable if it takes longer.
+        Raises: the error of a kernel that failed; DeviceUnavailable after the deadline.
         """
 
 
 class CopyStream(Protocol):
-    """Copies to the device beside all that is launched, in an order of their own. Used by one
-    thread at a time, of which each has its own."""
+    """A stream for copies to the device beside kernels. Used by one thread."""
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """Begin to copy contiguous memory of the host, which must be mapped (`map_host`) and stay
-        as it is until `wait`, into an array of the same bytes, which nobody may be using.
+        """Begin to copy contiguous host memory, which must be mapped (`map_host`) and unchanged
+        until `wait`, into an unused array of the same bytes.
 
         Raises: DeviceUnavailable.
         """
 
     def wait(self) -> None:
-        """Until everything has arrived: what is launched from now on reads it. Raises:
+        """Wait until all copies have arrived; kernels launched afterwards read them. Raises:
         DeviceUnavailable."""
 
     def close(self) -> None:
-        """Give it back; nothing may be on its way. Twice does nothing."""
+        """Destroy the stream; no copy may be under way. Idempotent."""
 
 
 class KernelDevice(Protocol):
-    """One device and the stream that everything of ours runs on, in order.
+    """A device and its main stream, in whose order everything runs unless stated otherwise.
 
-    Everything raises DeviceUnavailable with the driver's own words if the device fails.
+    All methods raise DeviceUnavailable with the driver's message if the device fails.
     """
 
     @property
     def name(self) -> str:
-        """As settings name it, ``cuda:0``."""
+        """Its name in settings, ``cuda:0``."""
 
     @property
     def lanes(self) -> int:
-        """Lanes of a logical warp, that is LANES of every module."""
+        """Lanes of a logical warp; LANES of every module."""
 
     @property
     def num_multiprocessors(self) -> int: ...
 
     @property
     def max_shared_bytes(self) -> int:
-        """Dynamic shared memory that one block can ask for."""
+        """Most dynamic shared memory of a block."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def uuid(self) -> bytes:
-        """16 bytes, the same for this very device in every process."""
+        """16 bytes that identify the device in every process."""
 
     @property
     def ticks_per_ms(self) -> int:
-        """Of the clock that kernels read by clock_ticks()."""
+        """Rate of the clock that kernels read by clock_ticks()."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """New memory, 256-byte aligned, with anything in it.
+        """New memory, 256-byte aligned, uninitialised.
 
         Raises: DeviceOutOfMemory with the amounts.
         """
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """The same, zero in every byte."""
+        """New memory, zeroed."""
 
     def upload(self, array: AnyArray) -> DeviceArray:
         """A copy on the device; the source may change once this has returned."""
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """Copy into a contiguous array of the same bytes, after everything that was launched."""
+        """Copy into a contiguous array of the same bytes, after all earlier launches."""
 
     def download(self, array: DeviceArray) -> AnyArray:
-        """A copy on the host, after everything that was launched has ended."""
+        """A copy on the host; waits for all earlier launches."""
 
     def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
-        """From one contiguous array to another of the same bytes, after everything launched."""
+        """Copy a contiguous array to another of the same bytes, after all earlier launches."""
 
     def module(self, file: str, defines: Defines) -> KernelModule:
-        """A kernel file compiled for these defines (LANES is added): once, then kept.
+        """A kernel file compiled with these defines (LANES is added); compiled once and cached.
 
-        Raises: KernelCompileError with the compiler's first words.
+        Raises: KernelCompileError with the compiler's first error.
         """
 
     def launch(
@@ -227,54 +226,55 @@ class KernelDevice(Protocol):
     ) -> None:
         """Start a kernel with `block` threads a block and a copy of `args`.
 
-        With `overlaps_previous` it may begin while the one before it ends, where the device can:
-        it must call wait_for_previous(). Without, it begins when all before it has ended.
+        With `overlaps_previous` it may begin while the kernel before it ends, if the device can
+        do that, and must call wait_for_previous(). Without, it begins when that one has ended.
         """
 
-    def capture(self, record: Callable[[], None]) -> Graph:
-        """Record what `record` launches, without running it. Inside, nothing but launches goes."""
+    def capture(self, launch: Callable[[], None]) -> Graph:
+        """Capture what `launch` launches as a graph, without running it. `launch` may not allocate
+        or wait."""
 
     def new_queue(self) -> Queue:
         """Raises: DeviceUnavailable."""
 
     def export_memory(self, num_bytes: int) -> PeerMemory:
-        """New memory of ours, zero. Raises: DeviceUnavailable, also if that cannot be had."""
+        """New zeroed memory that other processes can import. Raises: DeviceUnavailable."""
 
     def import_memory(self, handle: bytes, num_bytes: int) -> PeerMemory:
-        """Another process's, of which so many bytes will be used.
+        """Map another process's memory, of which `num_bytes` will be used.
 
-        Raises: DeviceUnavailable if our kernels cannot see it, or it has fewer.
+        Raises: DeviceUnavailable if our device cannot map it, or it is smaller.
         """
 
     def map_host(self, array: AnyArray) -> HostMapping:
-        """Have kernels see a contiguous array of the host, which must outlive the mapping."""
+        """Map a contiguous array of the host, which must outlive the mapping."""
 
     def copy_stream(self) -> CopyStream:
-        """A new one."""
+        """A new copy stream."""
 
     def trim(self) -> None:
-        """Give memory that no array refers to any more back to the driver, for others to take."""
+        """Return cached memory that no array uses to the driver."""
 
     def mark(self) -> Mark:
-        """After all that was launched until now, but for what is in side streams."""
+        """Record an event in the main stream."""
 
     def side_stream(self, name: str) -> SideStream:
-        """The one of that name; it is the device's, and made when somebody asks first."""
+        """The side stream of that name, created at its first use. The device owns it."""
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        """Wait until everything has ended, but for what is in side streams.
+        """Wait until the main stream is empty.
 
-        Raises: what a kernel did wrong; DeviceUnavailable if it takes longer than `deadline_s`.
+        Raises: the error of a kernel that failed; DeviceUnavailable after `deadline_s`.
         """
 
 
 @dataclass(slots=True, eq=False)
 class PreparedLaunch:
-    """A kernel and all that it is launched with, again and again; `args`, which are copied by each
-    launch, may be changed in between.
+    """A kernel with checked arguments, to be launched repeatedly. Every launch copies `args`, which
+    may be changed in between.
 
-    To fill in and check a kernel's arguments takes longer than to start it, and the layers of a
-    chunk are launched with the same ones, chunk after chunk, but for where their rows are.
+    Filling in and checking arguments takes longer than a launch, and chunk after chunk a layer's
+    arguments differ in the addresses of its rows only.
     """
 
     kernel: Kernel
@@ -284,14 +284,13 @@ class PreparedLaunch:
     shared_bytes: int = 0
 
     def start(self, device: KernelDevice) -> None:
-        """As KernelDevice.launch."""
         device.launch(self.kernel, self.grid, self.block, self.args, shared_bytes=self.shared_bytes)
 
 
 def address(array: DeviceArray, offset_bytes: int = 0) -> int:
-    """Where a contiguous array begins on its device, `offset_bytes` further on.
+    """Device address of a contiguous array, plus `offset_bytes`.
 
-    Raises: SettingsError if elements do not follow each other.
+    Raises: SettingsError if the array is not contiguous.
     """
     if isinstance(array, np.ndarray):
         contiguous, begin = array.flags.c_contiguous, array.ctypes.data
@@ -299,12 +298,12 @@ def address(array: DeviceArray, offset_bytes: int = 0) -> int:
         given: Any = array
         contiguous, begin = bool(given.flags.c_contiguous), int(given.data.ptr)
     if not contiguous:
-        raise SettingsError("a kernel cannot be given an array with gaps")
+        raise SettingsError("an argument of a kernel must be a contiguous array")
     return begin + offset_bytes
 
 
 def optional_address(array: DeviceArray | None, offset_bytes: int = 0) -> int:
-    """The same; 0 of None, as kernels want it."""
+    """The same; 0, a kernel's null pointer, for None."""
     return 0 if array is None else address(array, offset_bytes)
 
 

@@ -1,4 +1,4 @@
-"""GPUs of this machine: which there are, what they can do, how much memory is left on each.
+"""GPUs of this machine: their names, capabilities and free memory.
 
 Asks the drivers themselves, so that what can be said without CuPy is said.
 """
@@ -31,15 +31,15 @@ class DeviceMemory:
     free_bytes: int
     total_bytes: int
     is_shared_with_host: bool
-    """One memory for processor and GPU: what one takes, the other lacks."""
+    """Processor and GPU share this memory."""
     note: str = ""
-    """What had to be corrected of the driver's figures; empty = nothing."""
+    """How the driver's figures were corrected; empty: they were not."""
 
 
 def corrected_memory(
     free_bytes: int, total_bytes: int, *, is_shared_with_host: bool
 ) -> DeviceMemory:
-    """A driver's figures as they can be meant.
+    """Memory from a driver's figures, made plausible.
 
     Drivers of memory that is shared with the host report more free than there is in all: free
     pages of the system, beside the part that was set aside for the GPU.
@@ -68,7 +68,7 @@ class GpuDescription:
 
 
 def memory_of(driver: Driver, index: int) -> DeviceMemory:
-    """Of one device, which this thread uses afterwards.
+    """Memory of a device, which becomes the calling thread's current one.
 
     Raises: DeviceUnavailable.
     """
@@ -85,7 +85,7 @@ def memory_of(driver: Driver, index: int) -> DeviceMemory:
 
 
 def capabilities_of(driver: Driver, index: int) -> Capabilities:
-    """Of one device.
+    """Capabilities of a device.
 
     Raises: SettingsError if our kernels cannot run on it, DeviceUnavailable.
     """
@@ -98,7 +98,7 @@ def capabilities_of(driver: Driver, index: int) -> Capabilities:
 
 
 def describe_gpus(kind: DeviceKind) -> tuple[list[GpuDescription], str | None]:
-    """All of a kind, and why there are none; one that fails does not hide the others."""
+    """All GPUs of a kind; if there are none, the reason. One that fails does not hide the rest."""
     try:
         driver = open_driver(VENDORS[kind])
         count = driver.device_count()
@@ -110,7 +110,7 @@ def describe_gpus(kind: DeviceKind) -> tuple[list[GpuDescription], str | None]:
             found.append(_describe(driver, Device(kind, index)))
         except DeviceUnavailable as error:
             # docs: a GPU does not answer its driver; the others are used
-            _LOG.warning("%s cannot be asked: %s", Device(kind, index), error)
+            _LOG.warning("%s does not answer: %s", Device(kind, index), error)
     return found, None if found else f"the {kind} driver sees no device"
 
 

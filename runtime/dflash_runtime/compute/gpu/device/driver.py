@@ -1,7 +1,7 @@
 """One vendor's driver, by ctypes: every call checked, every error in the driver's own words.
 
 Handles are ints. A thread must have said whose device it means (`use`) before all but the first
-questions. Knows nothing of arrays.
+questions.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _PROPERTIES_BYTES = 8192
 """More than hipDeviceProp_t has in any version."""
 _ARCHITECTURE = re.compile(rb"(gfx[0-9a-f]+(?::[a-z]+[+-])*)\0")
 _OUT_OF_MEMORY = 2  # of both
-_LOOK_S, _PAUSE_S = 0.05, 1e-4
-"""Who waits with a deadline asks again and again for so long, and then with pauses."""
+_SPIN_S, _PAUSE_S = 0.05, 1e-4
+"""A wait with a deadline spins for so long, then polls with pauses."""
 
 
 class Driver:
@@ -69,7 +69,7 @@ class Driver:
             function.restype = ctypes.c_int
             self._functions[name] = function
         self._contexts: dict[int, int] = {}
-        # Of every launch, and never changed.
+        # Shared by all launches, and never changed.
         overlaps = LaunchAttribute(id=OVERLAPS_PREVIOUS, value=1)
         self._overlaps_previous = ctypes.pointer(overlaps)
         self._call("init", 0)
@@ -81,7 +81,7 @@ class Driver:
     # Devices
 
     def version(self) -> int:
-        """1000 * major + 10 * minor of what the driver supports; AMD counts otherwise."""
+        """1000 * major + 10 * minor of the supported version; AMD numbers it differently."""
         return self._int("version")
 
     def device_count(self) -> int:
@@ -95,7 +95,7 @@ class Driver:
         return one_line(text.value.decode(errors="replace").strip())
 
     def device_uuid(self, index: int) -> str:
-        """The same for this very card in every process; 32 hexadecimal digits."""
+        """Identifies the device in every process; 32 hexadecimal digits."""
         uuid = ctypes.create_string_buffer(_UUID_BYTES)
         self._call("device_uuid", uuid, self._device(index))
         return uuid.raw.hex()
@@ -127,7 +127,7 @@ class Driver:
         return self._int("device_attribute", number, self._device(index))
 
     def use(self, index: int) -> None:
-        """Calls of this thread mean that device from now on."""
+        """Make a device the calling thread's current one."""
         if self.vendor is Vendor.HIP:
             self._call("set_device", index)
             return
@@ -140,7 +140,7 @@ class Driver:
             self._check("set_context", status)
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the device in use, as the driver has them."""
+        """Free and total bytes of the current device, as the driver reports them."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("memory_info", byref(free), byref(total))
         return free.value, total.value
@@ -148,11 +148,11 @@ class Driver:
     # Kernels
 
     def load_module(self, binary: bytes) -> int:
-        """Machine code onto the device in use."""
+        """Load machine code on the current device."""
         return self._handle("load_module", binary)
 
     def unload_module(self, module: int) -> None:
-        """Its functions must not run any more."""
+        """Unload it; its functions must not be running."""
         self._call("unload_module", module)
 
     def module_function(self, module: int, name: str) -> int:
@@ -177,7 +177,7 @@ class Driver:
     def set_function_attribute(
         self, function: int, attribute: FunctionAttribute, value: int
     ) -> None:
-        """Ask for what a kernel must be allowed; on HIP everything is."""
+        """Request the shared memory that a kernel needs; HIP needs no request."""
         if self.vendor is Vendor.CUDA:
             self._call("set_function_attribute", function, int(attribute), value)
 
@@ -196,7 +196,7 @@ class Driver:
 
         `overlaps_previous` is for devices that can, where the driver knows of it.
         """
-        # Called for every kernel: what can be made once, or left out, is.
+        # Called for every kernel, so everything that can be is prepared once or left out.
         parameters = byref(ctypes.c_void_p(ctypes.addressof(args)))
         name = "launch_with_attributes"
         launch = self._functions.get(name) if overlaps_previous else None
@@ -212,18 +212,18 @@ class Driver:
     # Streams and graphs
 
     def create_stream(self, *, priority: int = 0) -> int:
-        """One that waits for no other. Below 0: its kernels' blocks go before those of others."""
+        """A non-blocking stream. With a priority below 0 its blocks are scheduled first."""
         if priority:
             return self._handle("create_stream_of_priority", NON_BLOCKING_STREAM, priority)
         return self._handle("create_stream", NON_BLOCKING_STREAM)
 
     def destroy_stream(self, stream: int) -> None:
-        """What is in it still ends."""
+        """Work in it is still completed."""
         self._call("destroy_stream", stream)
 
     def synchronize_stream(self, stream: int, deadline_s: float | None = None) -> None:
-        """Wait until it is empty. Raises what a kernel in it did wrong; DeviceUnavailable if it is
-        not empty within `deadline_s`."""
+        """Wait until it is empty. Raises the error of a kernel that failed; DeviceUnavailable after
+        `deadline_s`."""
         if deadline_s is None:
             self._call("synchronize_stream", stream)
             return
@@ -232,41 +232,41 @@ class Driver:
             waited_s = time.monotonic() - started_s
             if waited_s > deadline_s:
                 raise DeviceUnavailable(f"a copy has not ended within {deadline_s:g} s")
-            if waited_s > _LOOK_S:
+            if waited_s > _SPIN_S:
                 time.sleep(_PAUSE_S)
 
     def is_empty(self, stream: int) -> bool:
-        """Whether everything in a stream has ended. Raises what a kernel in it did wrong."""
+        """Whether all work in a stream has ended. Raises the error of a kernel that failed."""
         status = self._functions["query_stream"](stream)
         if status != NOT_READY:
             self._check("query_stream", status)
         return bool(status != NOT_READY)
 
     def create_event(self) -> int:
-        """A place in the order of a stream, once it is captured."""
+        """A new event, not recorded yet."""
         return self._handle("create_event", EVENT_WITHOUT_TIME)
 
     def destroy_event(self, event: int) -> None:
-        """Whoever waits for it still does."""
+        """Streams that wait for it still do."""
         self._call("destroy_event", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        """It is when all that is in the stream now has ended."""
+        """Record it: it completes when all work that is now in the stream has ended."""
         self._call("record_event", event, stream)
 
     def wait_for_event(self, stream: int, event: int) -> None:
-        """What comes into the stream from now on begins after what was captured last."""
+        """Later work in the stream begins after the event's last record."""
         self._call("wait_for_event", stream, event, 0)
 
-    def capture(self, stream: int, record: Callable[[], None]) -> int:
-        """What `record` puts into the stream as a graph that can be launched.
+    def capture(self, stream: int, launch: Callable[[], None]) -> int:
+        """Capture what `launch` puts into the stream as an executable graph.
 
-        Whatever happens in `record`, the stream is an ordinary one afterwards.
+        If `launch` raises, the capture ends and the stream is usable again.
         """
         self._call("begin_capture", stream, CAPTURE_OF_THIS_THREAD)
         graph = ctypes.c_void_p()
         try:
-            record()
+            launch()
         except BaseException:
             self._functions["end_capture"](stream, byref(graph))
             if graph.value:
@@ -279,17 +279,17 @@ class Driver:
             self._call("destroy_graph", graph)
 
     def launch_graph(self, executable: int, stream: int) -> None:
-        """Start all of its launches."""
+        """Launch an executable graph."""
         self._call("launch_graph", executable, stream)
 
     def destroy_graph(self, executable: int) -> None:
-        """Give back what it takes."""
+        """Destroy an executable graph."""
         self._call("destroy_executable", executable)
 
     # Memory
 
     def register_host(self, address: int, num_bytes: int) -> int:
-        """Lock memory of the host; the address under which kernels see it."""
+        """Lock host memory and map it; returns its device address."""
         self._call("register_host", address, num_bytes, MAPPED_FOR_ALL_CONTEXTS)
         try:
             return self._handle("host_pointer", address, 0)
@@ -298,11 +298,11 @@ class Driver:
             raise
 
     def unregister_host(self, address: int) -> None:
-        """Unlock it."""
+        """Unmap and unlock it."""
         self._call("unregister_host", address)
 
     def export_memory(self, num_bytes: int) -> tuple[int, bytes]:
-        """New memory of the device in use, zero, and what another process opens it by."""
+        """New zeroed memory of the current device, and its handle for other processes."""
         address = self._handle("allocate", num_bytes)
         try:
             handle = MemoryHandle()
@@ -315,7 +315,7 @@ class Driver:
         return address, bytes(handle.reserved)
 
     def free(self, address: int) -> None:
-        """What `export_memory` gave; nothing may use it any more."""
+        """Free memory from `export_memory`; it must not be in use."""
         self._call("free", address)
 
     def import_memory(self, handle: bytes, num_bytes: int) -> int:
@@ -328,21 +328,21 @@ class Driver:
         try:
             begin, size = ctypes.c_void_p(), ctypes.c_size_t()
             self._call("memory_range", byref(begin), byref(size), address)
-            # What a driver has opened may be more than what was shown, and begin before it.
+            # The mapped allocation may be larger than the exported part, and begin before it.
             num_there = (begin.value or 0) + size.value - address
             if num_there < num_bytes:
-                raise DeviceUnavailable(f"memory of {num_there} bytes is shown, not {num_bytes}")
+                raise DeviceUnavailable(f"{num_there} bytes are exported, not {num_bytes}")
         except BaseException:
             self.close_memory(address)
             raise
         return address
 
     def close_memory(self, address: int) -> None:
-        """What `import_memory` gave."""
+        """Unmap memory from `import_memory`."""
         self._call("close_memory", address)
 
     def copy(self, destination: int, source: int, num_bytes: int, *, stream: int) -> None:
-        """Between any two of host and devices, in the order of the stream."""
+        """Copy between host and devices, in the order of the stream."""
         if self.vendor is Vendor.CUDA:
             self._call("copy", destination, source, num_bytes, stream)
         else:

@@ -19,7 +19,7 @@ _OUT_INT = POINTER(c_int)
 _OUT_SIZE = POINTER(c_size_t)
 
 HANDLE_BYTES = 64
-"""Of memory that another process may open."""
+"""Bytes of a handle for memory that another process may import."""
 
 
 class MemoryHandle(ctypes.Structure):
@@ -60,7 +60,7 @@ class DriverFunction:
     hip: str | None
     types: tuple[Any, ...]
     is_optional: bool = False
-    """Older drivers lack it, and we can do without."""
+    """Older drivers may lack it."""
 
 
 _LAUNCH = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), POINTER(c_void_p))
@@ -188,7 +188,7 @@ LIBRARIES = {
 
 
 class DeviceAttribute(IntEnum):
-    """What a device is asked; the numbers of CUDA."""
+    """Device attributes, numbered as in CUDA."""
 
     MULTIPROCESSORS = 16
     INTEGRATED = 18
@@ -196,7 +196,7 @@ class DeviceAttribute(IntEnum):
     COMPUTE_CAPABILITY_MINOR = 76
     MAX_SHARED_BYTES = 97
     WALL_CLOCK_KHZ = -1
-    """Of AMD's alone."""
+    """Attributes that only AMD has."""
 
 
 HIP_ATTRIBUTES = {
@@ -207,11 +207,11 @@ HIP_ATTRIBUTES = {
     DeviceAttribute.MAX_SHARED_BYTES: 74,
     DeviceAttribute.WALL_CLOCK_KHZ: 10017,
 }
-"""Their numbers in HIP since ROCm 5."""
+"""The attributes' numbers in HIP since ROCm 5."""
 
 
 class FunctionAttribute(IntEnum):
-    """Of a kernel; the same numbers in both."""
+    """Kernel attributes; CUDA and HIP number them alike."""
 
     STATIC_SHARED_BYTES = 1
     MAX_DYNAMIC_SHARED_BYTES = 8
@@ -225,6 +225,6 @@ NON_BLOCKING_STREAM = 1
 WITH_PEER_ACCESS = 1
 EVENT_WITHOUT_TIME = 2
 NOT_READY = 600
-"""What a stream that is not empty answers; no error."""
+"""Status of a stream that is not empty; not an error."""
 MAPPED_FOR_ALL_CONTEXTS = 3
 COPY_BY_ADDRESSES = 4

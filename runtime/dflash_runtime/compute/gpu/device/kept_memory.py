@@ -1,9 +1,9 @@
-"""Exported memory whose other side is lost: kept for as long as that may still use it.
+"""Exported memory of a lost peer: kept for as long as the peer's kernels may still use it.
 
-Freeing what another process has open is undefined (CUDA Driver API, `cuIpcOpenMemHandle`; HIP API,
-`hipIpcOpenMemHandle`). Where the other side can be asked, it is asked first;
-this is for where nobody answers. A process that was killed has nothing open; one that hangs has
-kernels that end by themselves, soon after our abort word is set.
+Freeing memory that another process has open is undefined (CUDA Driver API, `cuIpcOpenMemHandle`;
+HIP API, `hipIpcOpenMemHandle`). A peer that answers is asked to close it first; this is for one
+that does not. A killed process has nothing open; the kernels of a hanging one end by themselves
+soon after our abort word is set.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute.gpu.device.device import PeerMemory
 
 KEPT_S = 1.0
-"""Kernels that wait for a side that has given up see that within a millisecond or two; what they
-still compute is a step's."""
+"""Waiting kernels see an abort word within 2 ms or so; then they compute a step at most."""
 
 
 class MemoryKeeper:
-    """Gives memory back when its time has come. `lock` is held while that uses the device.
+    """Frees memory after KEPT_S. `lock` is held while that uses the device.
 
-    Owns: what it keeps, and a thread for each.
+    Owns: the memory kept, and a timer thread for each piece.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
@@ -30,7 +29,7 @@ class MemoryKeeper:
         self._timers: list[threading.Timer] = []
 
     def keep(self, memory: PeerMemory) -> None:
-        """It is not the caller's any more. The other side must have been told to give up."""
+        """Take over memory whose peer was told to abort."""
         self._timers = [timer for timer in self._timers if timer.is_alive()]
         timer = threading.Timer(KEPT_S, self._give_back, (memory,))
         timer.daemon = True
@@ -38,7 +37,7 @@ class MemoryKeeper:
         self._timers.append(timer)
 
     def close(self) -> None:
-        """Wait until everything is given back. Twice does nothing."""
+        """Wait until all memory is freed. Idempotent."""
         timers, self._timers = self._timers, []
         for timer in timers:
             timer.join()

@@ -1,6 +1,6 @@
 """Kernel files and all they include: their text, and a digest of it.
 
-Knows nothing of compilers: what is found here is handed to NVRTC, hipRTC, hipcc or g++.
+The texts are handed to NVRTC, hipRTC, hipcc or g++.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_protocol.errors import SettingsError
 KERNELS_FOLDER = Path(__file__).parents[1] / "kernels"
 
 Defines = Mapping[str, int | str]
-"""Preprocessor names and their values; what a kernel file is compiled for."""
+"""Preprocessor names and values that a kernel file is compiled with."""
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -26,7 +26,7 @@ _VALUE = re.compile(r"[A-Za-z0-9_:.+-]*")
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel file with the headers it reaches."""
+    """A kernel file with the headers that it includes, directly or not."""
 
     name: str
     text: str
@@ -70,7 +70,7 @@ def kernel_folders() -> tuple[Path, ...]:
 
 
 def kernel_path(name: str | Path) -> Path:
-    """Where a kernel file of this name lies; a path stays as it is."""
+    """Path of the kernel file of this name; a path is returned unchanged."""
     return _found(Path(name), kernel_folders()) or KERNELS_FOLDER / name
 
 
@@ -90,7 +90,7 @@ def define_options(defines: Defines) -> tuple[str, ...]:
 
 
 def digest_of(parts: Iterable[str | bytes]) -> bytes:
-    """Of all parts, told apart by their lengths."""
+    """Digest of all parts, each preceded by its length."""
     state = hashlib.sha256()
     for part in _as_bytes(parts):
         state.update(len(part).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Which kernels there are, for whoever checks or compiles all of them.
+"""Representative variants of all kernels, for tools that check or compile all of them.
 
 A module of this package that launches kernels exports ``KERNEL_VARIANTS``, a tuple of
 KernelVariant that names each of its files at least once: small shapes that reach every branch of
@@ -24,12 +24,12 @@ class KernelVariant:
     file: str
     defines: Mapping[str, int | str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    """Fields of Capabilities without which no device is given this."""
+    """Fields of Capabilities that a device needs for it."""
     lanes: tuple[int, ...] = (32, 64)
-    """Logical warps that it can have."""
+    """Sizes of logical warps that it supports."""
 
     def why_not(self, capabilities: Capabilities, *, lanes: int) -> str | None:
-        """Why a device is never given this; None if it may be."""
+        """Why a device cannot run it; None if it can."""
         missing = [name for name in self.needs if not getattr(capabilities, name)]
         if missing:
             return f"no {', '.join(missing)}"
@@ -40,7 +40,7 @@ class KernelVariant:
 
 
 def all_variants() -> tuple[KernelVariant, ...]:
-    """Of every module of this package, none of which needs a GPU to be imported."""
+    """Variants of all modules of this package; importing them needs no GPU."""
     variants: list[KernelVariant] = []
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         module = importlib.import_module(found.name)
@@ -49,6 +49,6 @@ def all_variants() -> tuple[KernelVariant, ...]:
 
 
 def files_without_variant(variants: Iterable[KernelVariant]) -> list[str]:
-    """Kernel files that nobody would check."""
+    """Kernel files without a variant."""
     declared = {variant.file for variant in variants}
     return sorted({path.name for path in KERNELS_FOLDER.rglob("*.cu")} - declared)

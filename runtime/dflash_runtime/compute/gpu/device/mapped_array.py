@@ -1,4 +1,4 @@
-"""Memory of the host that kernels are given: made for it, and named as they want it."""
+"""Host memory mapped for kernels, as arrays that launches accept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_protocol.ids import AnyArray, I32Array
 from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
 
 _ALIGNMENT = 256
-"""Of each array of a block, as that of arrays of a device."""
+"""Alignment of each array in a block, the same as of device arrays."""
 
 Layout: TypeAlias = Sequence[tuple[tuple[int, ...], DTypeLike]]
 """Shapes and types."""
@@ -24,7 +24,7 @@ Layout: TypeAlias = Sequence[tuple[tuple[int, ...], DTypeLike]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a mapped array is on a device, in the words that CuPy has for it."""
+    """A mapped array's device and address, with the attributes of CuPy's arrays."""
 
     id: int | None = None
     ptr: int = 0
@@ -33,7 +33,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedArray:
-    """Memory of the host as kernels are given it: of a device.DeviceArray, what is needed here."""
+    """Mapped host memory; has the attributes of device.DeviceArray that launches read."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -44,7 +44,7 @@ class MappedArray:
 
 
 def whole_pages(count: int, fill: int) -> I32Array:
-    """At least so many elements, in pages that nothing else is in: drivers lock pages, each once.
+    """At least `count` elements in pages of their own: drivers lock whole pages, each only once.
 
     Shapes: result [count or more] int32.
     """
@@ -56,7 +56,7 @@ def whole_pages(count: int, fill: int) -> I32Array:
 def mapped_array(
     device: KernelDevice, mapping: HostMapping, array: AnyArray, *, offset_bytes: int = 0
 ) -> MappedArray:
-    """An array that was mapped, or lies in what was, at the address that the device has for it."""
+    """An array inside mapped memory, `offset_bytes` from its start, with its device address."""
     family, _, index = device.name.partition(":")
     address = mapping.device_address + offset_bytes
     place = _Place(None if family == "host" else int(index), address)
@@ -64,7 +64,7 @@ def mapped_array(
 
 
 class MappedBlock:
-    """Several arrays in one mapped piece of the host's memory, zero to begin with.
+    """Several zeroed arrays in one mapped piece of host memory.
 
     Owns: the mapping. Raises: DeviceUnavailable.
     """
@@ -78,9 +78,9 @@ class MappedBlock:
         memory = _pages(end)
         self._mapping = device.map_host(memory)
         self.host: list[Any] = []
-        """As the host sees them."""
+        """The arrays for the host."""
         self.device: list[Any] = []
-        """As kernels do: MappedArrays, which launch records take as arrays of the device."""
+        """The same as MappedArrays for kernels."""
         for (shape, dtype), offset in zip(layout, offsets, strict=True):
             num_bytes = prod(shape) * np.dtype(dtype).itemsize
             array = memory[offset : offset + num_bytes].view(dtype).reshape(shape)
@@ -88,7 +88,7 @@ class MappedBlock:
             self.device.append(mapped_array(device, self._mapping, array, offset_bytes=offset))
 
     def close(self) -> None:
-        """Nothing that uses it may still run. Twice does nothing."""
+        """Unmap it; no kernel that uses it may be running. Idempotent."""
         self._mapping.close()
 
 

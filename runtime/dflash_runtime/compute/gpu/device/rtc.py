@@ -1,4 +1,4 @@
-"""Compiling kernels at run time: NVRTC and hipRTC behind one table of functions, by ctypes.
+"""Run-time compilation of kernels: NVRTC and hipRTC through ctypes, with one interface.
 
 Neither needs a GPU. What they make is kept on disk by all that decides it: text, options, compiler,
 architecture.
@@ -42,7 +42,7 @@ once, of which one process in five died here; later ones have a lock of their ow
 
 @dataclass(frozen=True)
 class _Names:
-    """How a vendor calls the functions that both have alike."""
+    """A vendor's names for the functions that both have."""
 
     prefix: str
     code_size: str
@@ -79,7 +79,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a device loads, and what the compiler had to say although it was content."""
+    """Machine code, and the compiler's warnings."""
 
     binary: bytes
     warnings: str
@@ -103,7 +103,7 @@ class RuntimeCompiler:
         self.major = major.value
 
     def supports(self, architecture: str) -> bool:
-        """Whether it can make code for ``sm_90a``; of AMD's it is not said beforehand."""
+        """Whether it can compile for ``sm_90a``; AMD's compiler does not tell, so True."""
         if self.vendor is not Vendor.CUDA:
             return True
         count = ctypes.c_int()
@@ -177,21 +177,21 @@ class RuntimeCompiler:
 
 
 def _without_deprecation(log: str) -> str:
-    """That a compiler will not know old devices for ever is no fault of a kernel."""
+    """The log without warnings that an old architecture is deprecated."""
     lines = (line for line in log.splitlines() if "are deprecated and may be removed" not in line)
     return "\n".join(lines).strip()
 
 
 def architecture_options(capabilities: Capabilities) -> tuple[str, ...]:
-    """What its vendor's compiler must be told to make code for an architecture."""
+    """Compiler options for an architecture."""
     if capabilities.vendor is Vendor.CUDA:
-        # Line numbers for compute-sanitizer and profilers, which cost nothing at run time.
+        # Line numbers for compute-sanitizer and profilers cost nothing at run time.
         return (f"-arch={capabilities.architecture}", "-std=c++17", "-lineinfo")
     return (f"--offload-arch={capabilities.architecture}", "-std=c++17", "-O3")
 
 
-class KernelCompiler:
-    """Compiles kernel files for one device and keeps what it has made."""
+class DeviceCompiler:
+    """Compiles kernel files for one device and caches the binaries on disk."""
 
     def __init__(
         self,
@@ -204,7 +204,8 @@ class KernelCompiler:
         """Raises: DeviceUnavailable if the compiler does not know the architecture."""
         if not compiler.supports(capabilities.architecture):
             raise DeviceUnavailable(
-                f"{compiler.version} knows no {capabilities.architecture}; install a newer one"
+                f"{compiler.version} does not support {capabilities.architecture}; "
+                "install a newer one"
             )
         self._compiler = compiler
         self._options = architecture_options(capabilities)
@@ -212,7 +213,7 @@ class KernelCompiler:
         self._cache = cache or BinaryCache()
 
     def binary(self, file: str, defines: Defines) -> bytes:
-        """Machine code of a file with its defines and LANES, from the disk where it is there.
+        """Machine code of a file with its defines and LANES, from the disk if it is cached there.
 
         Raises: KernelCompileError.
         """
@@ -230,7 +231,7 @@ class KernelCompiler:
         return found
 
     def prepare(self, kernels: Iterable[tuple[str, Defines]], *, num_threads: int) -> None:
-        """Have several on the disk, compiled side by side.
+        """Compile several in parallel and cache them on disk.
 
         Raises: KernelCompileError of the first that cannot be compiled.
         """
@@ -241,7 +242,7 @@ class KernelCompiler:
 
 @cache
 def runtime_compiler(vendor: Vendor, newest_major: int | None = None) -> RuntimeCompiler:
-    """The vendor's library, first of packages of this interpreter, then of the system.
+    """The vendor's library, first from this interpreter's packages, then from the system.
 
     A driver loads nothing that a compiler of a newer major version made: `newest_major` is the
     newest that will do.

@@ -1,4 +1,4 @@
-"""Further streams of a real device: copies that run beside whatever the first one computes."""
+"""Side streams of a real device: copies that run beside the main stream's kernels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Mark, ad
 from dflash_runtime.compute.gpu.device.driver import Driver
 
 _BEFORE_OTHERS = -1
-"""Its few blocks go before the thousands of a product: they wait for memory far away."""
+"""Priority: its few blocks, which wait for remote memory, go before a product's thousands."""
 
 
 class CupyMark:
-    """An event; goes back to its device when nobody refers to it."""
+    """An event; returned to its pool when it is not referred to any more."""
 
     def __init__(self, handle: int, unused: list[int]) -> None:
         self.handle = handle
@@ -27,27 +27,27 @@ class CupyMark:
 
 
 class Events:
-    """Events of one device, used again and again."""
+    """A pool of one device's events."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._unused: list[int] = []
 
     def record(self, stream: int) -> CupyMark:
-        """Where the stream is now. Raises: DeviceUnavailable."""
+        """Record an event in the stream. Raises: DeviceUnavailable."""
         handle = self._unused.pop() if self._unused else self._driver.create_event()
         mark = CupyMark(handle, self._unused)
         self._driver.record_event(handle, stream)
         return mark
 
     def close(self) -> None:
-        """Give back those that nobody refers to; the device is in use."""
+        """Destroy unused events; the calling thread uses the device."""
         while self._unused:
             self._driver.destroy_event(self._unused.pop())
 
 
-class Launch(Protocol):
-    """How the device launches a kernel in any of its streams."""
+class LaunchInStream(Protocol):
+    """The device's function that launches a kernel in a given stream."""
 
     def __call__(
         self,
@@ -64,8 +64,8 @@ class Launch(Protocol):
 class CupySideStream:
     """Implements device.SideStream. Owns: the driver's stream."""
 
-    def __init__(self, driver: Driver, index: int, *, name: str, launch: Launch) -> None:
-        """Of the driver's device `index`, which messages call `name`."""
+    def __init__(self, driver: Driver, index: int, *, name: str, launch: LaunchInStream) -> None:
+        """A stream of the driver's device `index`; `name` is for messages."""
         self._driver = driver
         self._index = index
         self._name = name
@@ -73,12 +73,10 @@ class CupySideStream:
         self._stream: int | None = driver.create_stream(priority=_BEFORE_OTHERS)
 
     def wait_for(self, mark: Mark) -> None:
-        """As SideStream.wait_for."""
         assert isinstance(mark, CupyMark)
         self._driver.wait_for_event(self._begun(), mark.handle)
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As SideStream.write."""
         stream = self._begun()
         if source.nbytes != destination.nbytes or not source.flags.c_contiguous:
             raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
@@ -88,27 +86,24 @@ class CupySideStream:
             )
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
-        """As SideStream.launch."""
         self._launch(kernel, grid, block, args, overlaps_previous=False, stream=self._begun())
 
     def is_empty(self) -> bool:
-        """As SideStream.is_empty."""
         return self._driver.is_empty(self._begun())
 
     def synchronize(self, deadline_s: float) -> None:
-        """As SideStream.synchronize."""
         self._driver.synchronize_stream(self._begun(), deadline_s)
 
     def close(self) -> None:
-        """What is in it ends first. Twice does nothing."""
+        """Wait for its work and destroy it. Idempotent."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            with suppress(DeviceUnavailable):  # a device that has failed gives nothing back
+            with suppress(DeviceUnavailable):  # a failed device releases nothing
                 self._driver.synchronize_stream(stream)
                 self._driver.destroy_stream(stream)
 
     def _begun(self) -> int:
-        """The stream, of the device that this thread uses from now on."""
+        """The stream, after making its device the calling thread's current one."""
         if self._stream is None:
             raise DeviceUnavailable(f"{self._name} is closed")
         self._driver.use(self._index)

@@ -1,1 +1,1 @@
-"""Experts that are asked for by the host, on this device or for another one."""
+"""Experts asked for by the host: banks, MoE blocks, and remote experts offloaded to this device."""

@@ -1,7 +1,6 @@
-"""Steps of experts that a host asks for: captured once for each layer and number of tokens.
+"""Expert steps for host code (ExpertBank.accumulate), captured for each layer and number of tokens.
 
-What goes in and out lies in memory that host and device both see, so that a step is one word to the
-driver, and no copy has to be asked of it.
+Inputs and sums lie in mapped memory: a step is a single graph launch, without copies by the driver.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
-_MOST_RECORDINGS = 1024
-"""Those that were needed last are kept: of each, a graph and buffers of some 20 kB a token."""
+_MOST_CAPTURES = 1024
+"""Captures kept; the least recently used is dropped. Each has some 20 kB of buffers per token."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class RecordedLayer:
-    """A bank's experts, whose steps stay captured for as long as the bank holds this."""
+class CapturedLayer:
+    """A bank's experts; captures of them last as long as the bank refers to this."""
 
     resident: ResidentLayer
-    """Named by local ids."""
+    """By local ids."""
     token_box: StepBox | None = None
-    """What steps of one token go through, once there was one."""
+    """Mapped memory for steps of one token; None before the first."""
 
 
 class CapturedExperts:
-    """Steps of all banks of a backend, which holds its lock while one is computed.
+    """Captured steps of all banks of a backend; callers hold the backend's lock.
 
     Owns: graphs, and mapped memory of the host.
     """
@@ -49,9 +48,8 @@ class CapturedExperts:
         self._boxes: dict[tuple[int, int, int], StepBox] = {}
         self._captures: OrderedDict[tuple[int, int], _Capture] = OrderedDict()
 
-    def add_token(self, layer: RecordedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
-        """`add_steps` of one token, whose every group is one pair: what decode asks for, so that it
-        must cost no more than it needs to."""
+    def add_token(self, layer: CapturedLayer, batch: RoutedBatch, *, out: F64Array) -> None:
+        """`add_steps` for one token, where every group is one pair: the fast path of decode."""
         box = layer.token_box
         num_pairs, num_used = batch.num_pairs, layer.resident.layer.num_experts_used
         if num_pairs > num_used:
@@ -71,7 +69,7 @@ class CapturedExperts:
 
     def add_steps(
         self,
-        layer: RecordedLayer,
+        layer: CapturedLayer,
         *,
         hidden: F32Array,
         ids: I32Array,
@@ -80,7 +78,7 @@ class CapturedExperts:
     ) -> None:
         """Add the weighted sums of a few tokens' experts to `out`.
 
-        Rows are added to those of a batch until there are kernels for so many: without experts.
+        The batch is padded with rows without experts to the next size in STEP_SIZES.
         Shapes: hidden, out [T, H], T up to MOST_TOKENS; ids, weights [T, K].
         Raises: DeviceUnavailable.
         """
@@ -98,13 +96,13 @@ class CapturedExperts:
         out += box.sums[:num_tokens]
 
     def forget_dropped(self) -> None:
-        """Give back what was captured of banks that are no more."""
+        """Close captures of banks that no longer exist."""
         for key, capture in list(self._captures.items()):
             if capture.layer() is None:
                 self._captures.pop(key).graph.close()
 
     def close(self) -> None:
-        """Give back everything; nothing of it may still run."""
+        """Release everything; no step may be running."""
         for capture in self._captures.values():
             capture.graph.close()
         self._captures.clear()
@@ -121,31 +119,30 @@ class CapturedExperts:
             )
         return box
 
-    def _capture(self, layer: RecordedLayer, box: StepBox, *, size: int) -> _Capture:
-        """Tried out and captured when it is first needed."""
+    def _capture(self, layer: CapturedLayer, box: StepBox, *, size: int) -> _Capture:
+        """The capture of this layer and size, made when first needed."""
         key = id(layer), size
         found = self._captures.get(key)
         if found is not None and found.layer() is layer:
             self._captures.move_to_end(key)
             return found
         self.forget_dropped()
-        while len(self._captures) >= _MOST_RECORDINGS:
+        while len(self._captures) >= _MOST_CAPTURES:
             _, oldest = self._captures.popitem(last=False)
             oldest.graph.close()
         capture = self._captures[key] = self._captured(layer, box)
         return capture
 
-    def _captured(self, layer: RecordedLayer, box: StepBox) -> _Capture:
+    def _captured(self, layer: CapturedLayer, box: StepBox) -> _Capture:
         device, buffers = self._ops.device, self._ops.steps.buffers
         if self._exchanger is None:
             self._exchanger = Exchanger(device)
         with buffers.noted() as noted:
-            self._launch(
-                self._exchanger, layer.resident, box
-            )  # compiles and allocates what is needed
+            # A trial, which compiles and allocates what is needed.
+            self._launch(self._exchanger, layer.resident, box)
         device.synchronize()
         exchanger, resident = self._exchanger, layer.resident
-        # Others may use buffers between two steps, but a graph always writes to the same ones.
+        # The graph's buffers are kept: a graph always writes to the same ones.
         with buffers.repeated(noted) as kept:
             graph = device.capture(lambda: self._launch(exchanger, resident, box))
         return _Capture(weakref.ref(layer), graph, kept)
@@ -157,17 +154,17 @@ class CapturedExperts:
         weights = steps.buffers.take(box.weights.shape, np.float32)
         choice = Choice(ids.array, weights.array)
         exchanger.take(box, rows.array, choice)
-        sums = steps.sums_of(layer, Rows(rows.array, rows.buffers), choice)
+        sums = steps.sums_of(layer, F32Rows(rows.array, rows.buffers), choice)
         exchanger.give_sums(box, sums)
 
 
 def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:
-    """Of one token."""
+    """The error for a token with too many pairs."""
     return ValueError(f"a token with {num_pairs} pairs, {num_used} experts are used")
 
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    layer: weakref.ref[RecordedLayer]
+    layer: weakref.ref[CapturedLayer]
     graph: Graph
     kept: list[Buffer]

@@ -1,8 +1,8 @@
-"""The experts of one layer on a GPU, asked by a parent's or a daemon's host code.
+"""The experts of one layer on a GPU, for host code of a parent or daemon.
 
-Hidden rows come from the host's memory and sums go back there. Step kernels compute decode and
-verify, chunk kernels prefill, as the phase says and whatever the number of tokens, so that a slice
-has the bits of the whole.
+Hidden rows come from the host's memory and sums go back there. The phase decides the kernels, step
+kernels for decode and verify and chunk kernels for prefill, whatever the number of tokens, so that
+a slice of a batch has the same bits as the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums, add_sums, slic
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.experts.captured_experts import (
     CapturedExperts,
-    RecordedLayer,
+    CapturedLayer,
     too_many_pairs,
 )
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
@@ -29,8 +29,8 @@ from dflash_runtime.compute.gpu.transfers.payload import PlacedSums
 class CupyExpertBank:
     """Implements backend.ExpertBank.
 
-    `by_global` and `by_local` are the same experts, named by global and by local ids. `lock` is
-    held while a batch is computed: buffers, captured steps and the device's stream are everybody's.
+    `by_global` and `by_local` are the same experts by global and by local ids. Any thread may use
+    it: `lock`, which guards the backend's buffers, captures and stream, is held for each batch.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class CupyExpertBank:
         self.by_global = by_global
         self._ops = ops
         self.by_local = by_local
-        self._steps = RecordedLayer(by_local)
+        self._steps = CapturedLayer(by_local)
 
     def part(self, file: GgufFile, local_expert_ids: I32Array) -> CupyExpertBank:
-        """As backend.DivisibleBank.part: only tables and vectors are made anew."""
+        """Shares the weights; only tables and vectors are new."""
         places = self.by_local.slot_of_expert[local_expert_ids]
         slots = self.by_global.slot_of_expert
         global_of_slot = np.zeros(slots.max() + 1, np.int64)
@@ -75,7 +75,7 @@ class CupyExpertBank:
         )
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        """See backend.ExpertBank; expert ids of the batch are local."""
+        """Raises: ValueError for a wrong shape or ids; DeviceUnavailable."""
         shape = batch.hidden_shape
         if shape != out.shape or shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
@@ -83,7 +83,7 @@ class CupyExpertBank:
         if not batch.num_pairs:
             return
         if batch.expert_ids[0] < 0 or batch.expert_ids[-1] >= self.num_experts:
-            raise ValueError("the batch names experts that are not here")
+            raise ValueError(f"the batch has expert ids beyond 0 to {self.num_experts - 1}")
         with self._lock:
             if batch.phase is Phase.PREFILL:
                 self._add_chunks(batch, out)
@@ -104,7 +104,7 @@ class CupyExpertBank:
                 )
 
     def sums_of(self, batch: DeviceBatch) -> PlacedSums:
-        """As backend.DeviceBank.sums_of: those of a prefill never leave the device."""
+        """Sums of a prefill never leave the device."""
         sums = PlacedSums(self._ops.payload, batch.hidden_shape)
         if batch.phase is Phase.PREFILL and batch.num_pairs:
             with self._lock:
@@ -116,7 +116,7 @@ class CupyExpertBank:
         return sums
 
     def _add_chunks(self, batch: RoutedBatch, out: Sums) -> None:
-        """To be called with the lock. Shapes: out [T, H]."""
+        """Call with the lock held. Shapes: out [T, H]."""
         chunks, payload = self._ops.chunks, self._ops.payload
         for first, piece in slice_tokens(batch, chunks.max_chunk):
             sums = payload.sums(chunks.sums_of_batch(self.by_local, piece))
@@ -126,7 +126,7 @@ class CupyExpertBank:
 
 
 def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:
-    """A batch's pairs by token: ids, negative where a token has fewer pairs than others, weights.
+    """A batch's pairs by token: ids, padded with -1, and weights.
 
     Shapes: both [T, K]. Raises: ValueError if a token has more than K pairs.
     """

@@ -1,9 +1,9 @@
-"""Routed experts of a GPU parent: those on its device without any work of the host.
+"""Routed experts of a GPU parent, local ones on its device, remote ones through the host.
 
-Where all of a layer's experts are on the device, nothing leaves it. Else the choice comes to the
-host, and unless all that was chosen is on the device, others are asked for their share; what is
-here is computed while they are at work. Rows of a chunk and sums that come back stay on the device
-unless somebody computes on a CPU; experts of such an owner may be computed here, see offload.py.
+If all of a layer's experts are on the device, nothing leaves it. Otherwise the choice is copied to
+the host, and if it has remote experts their owners are asked, while the device computes the local
+ones. Rows of a chunk and the sums that return stay on the device unless an owner computes on a CPU;
+the experts of such an owner may be computed locally, see offload.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 
 
 class DeviceMoe:
-    """Implements ops.MoeBlock for one phase; `resident` has what is to be computed here.
+    """Implements ops.MoeBlock for one phase. Used by the thread that runs the model.
 
-    `remote` leaves out just that; it may be None if every layer is whole. `offload`, for chunks,
-    computes what would take others longer.
+    `resident`: the experts computed here; `remote` asks for the rest, None if every layer is whole.
+    `offload` computes remote experts of chunks if that is faster than asking.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class DeviceMoe:
         self._remote = remote
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
-        """Raises: DaemonUnavailable if nobody can compute what is not here."""
-        assert isinstance(hidden, Normed | Rows)
+        """Raises: DaemonUnavailable if a remote expert's owner is lost and it has no fallback."""
+        assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         layer, remote = self._resident.get(layer_id), self._remote
@@ -60,7 +60,7 @@ class DeviceMoe:
         if layer is None or not layer.is_whole:
             device, both = self._ops.device, self._both(topk_ids, topk_weights)
             ids = device.download(topk_ids.array) if both is None else both[0]
-            if layer is None or _has_others(layer.slot_of_expert, ids):
+            if layer is None or _has_remote(layer.slot_of_expert, ids):
                 weights = device.download(topk_weights.array) if both is None else both[1]
                 sums.parts = self._parts(layer_id, sums, (ids, weights), remote)
                 return sums
@@ -69,7 +69,7 @@ class DeviceMoe:
         return sums
 
     def _both(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array] | None:
-        """What was chosen, once that is done, if one copy brings it. Shapes: both [T, K]."""
+        """Wait for ids and weights, if a single copy brings both. Shapes: both [T, K]."""
         if topk_ids.both is None or topk_ids.both is not topk_weights.both:
             return None
         both: I32Array = self._ops.device.download(topk_ids.both)
@@ -82,46 +82,46 @@ class DeviceMoe:
         chosen: tuple[I32Array, F32Array],
         remote: RemoteExperts,
     ) -> tuple[Buffer, ...]:
-        """Sums of what is here, if anything is, and of what is not.
+        """Sums of the local experts, if any, and of the remote ones.
 
         Shapes: chosen [T, K], of global ids; all results [T, H] float64.
         """
         (ids, weights), offload = chosen, self._offload
         hidden = self._hidden_of(sums)
         offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
-        # Launched first: the device is at work while the host groups pairs, and while rows go out.
-        here = None if sums.layer is None else self._ops.local_sums(sums)
+        # Launched first, so that the device works while the host groups pairs and sends rows.
+        local = None if sums.layer is None else self._ops.local_sums(sums)
         started = remote.start(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
         try:
             if offload is not None and offloaded is not None:
-                here = offload.sums(layer_id, sums, experts=offloaded, before=here)
+                local = offload.sums(layer_id, sums, experts=offloaded, before=local)
         except BaseException:
             if started is not None:
                 remote.abandon(started)
             raise
-        parts = () if here is None else (here,)
+        parts = () if local is None else (local,)
         return parts if started is None else (*parts, self._on_device(remote.finish(started)))
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
-        """The rows that experts are given; those of a chunk stay on the device.
+        """The experts' input rows; those of a chunk stay on the device.
 
-        They are a copy, which others may need while the device goes on with other rows.
+        They are a copy, which may be sent while the device goes on with other rows.
         """
         if self._phase is not Phase.PREFILL:
             return self._ops.hidden_of(sums)
         return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
 
     def _on_device(self, sums: Sums) -> Buffer:
-        """Sums of others. Shapes: sums [T, H]."""
+        """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
         if isinstance(sums, np.ndarray):
             return self._ops.uploaded(sums)
         return Buffer(self._ops.payload.array_of_sums(sums))
 
 
-def _has_others(slot_of_expert: I32Array, ids: I32Array) -> bool:
-    """Whether experts were chosen that are not here. Shapes: slot_of_expert [E]; ids [T, K]."""
-    if (slot_of_expert[ids[0]] < 0).any():  # of thousands, the first one's mostly tell
+def _has_remote(slot_of_expert: I32Array, ids: I32Array) -> bool:
+    """Whether remote experts were chosen. Shapes: slot_of_expert [E]; ids [T, K]."""
+    if (slot_of_expert[ids[0]] < 0).any():  # mostly the first of thousands of tokens decides
         return True
     return bool((slot_of_expert[ids] < 0).any())

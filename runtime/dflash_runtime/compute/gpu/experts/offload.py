@@ -1,14 +1,13 @@
-"""Experts of a chunk that others own, computed here: their weights come from the mapped file.
+"""Remote experts of a prompt chunk, computed locally with weights copied from the mapped file.
 
 ::
 
-    file ──threads──► locked memory ──copies──► place 0 │ place 1 ──(laid out)──► products
+    file ──threads──► locked memory ──copies──► place 0 │ place 1 ──(repacked)──► products
 
-Layers take the two places in turn. While a layer is computed from one, the next layer's experts are
-on their way into the other: all of them where this layer's tokens have chosen nearly all of its
-own, else those that were chosen, once that is known. The parent maps the file anyway, for what
-becomes of a lost daemon's experts. Knows nothing of owners: `RemoteExperts` says whose experts
-it is to be.
+Layers alternate between the two places. While a layer is computed from one, the next one's experts
+are copied into the other: all of them if this layer's tokens chose nearly all of its own, else the
+chosen ones once they are known. The parent maps the file anyway, for the experts of lost daemons.
+`RemoteExperts` decides which experts are offloaded.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
 from dflash_runtime.compute.gpu.layers.values import ExpertSums
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Piece, Transfer
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
 
 _ALIGNMENT = 256
 _NUM_PLACES = 2
 _NEARLY_ALL = 0.75
-"""Of a layer's experts: when so many were chosen, the next layer's are copied unseen."""
+"""If this share of a layer's experts was chosen, all of the next layer's are copied ahead."""
 _TRIAL_BYTES = 128 << 20
-"""Copied twice at the start, to know how fast that is."""
+"""Copied twice at the start, to measure the rate."""
 _TELLING_BYTES = 16 << 20
-"""A transfer of so much says something of how fast copies are."""
+"""Transfers from this size on update the measured rate."""
 _RATE_WEIGHT = 0.2
 
 Experts = npt.NDArray[np.bool_]
-"""Some of a layer's. Shapes: [E]."""
+"""A mask of a layer's experts. Shapes: [E]."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Memory for the experts of one layer, as the file has them; whose they are now."""
+    """Memory for the experts of one layer in the file's layout, and the layer in it now."""
 
     memory: DeviceArray
     layer_id: int = -1
     loaded: Experts = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """What is there, or on its way."""
+    """Experts in it, or being copied."""
     transfers: list[Transfer] = field(default_factory=list)
     is_read: bool = False
-    """By kernels that may not have ended."""
+    """Kernels that read it may be running."""
 
     def clear(self) -> None:
-        """Nothing is there, nor on its way."""
+        """Cancel transfers and forget the content."""
         for transfer in self.transfers:
             transfer.cancel()
         self.transfers.clear()
@@ -71,36 +70,37 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """A layer that is not wholly here."""
+    """A layer with remote experts."""
 
     layer: MoeLayer
     missing: Experts
     place: _Place
     native: tuple[DeviceArray, ...]
-    """Of each projection, the missing experts one after another as the file has them."""
+    """For each projection, the missing experts one after another in the file's layout."""
     weights: tuple[DeviceArray, ...]
-    """The same as the device has them; the same arrays, where that is the same."""
+    """The same in the device's layout; the same arrays if the layouts agree."""
     resident: ResidentLayer
-    """All of them, as if they were here."""
+    """All missing experts as a resident layer."""
     some: tuple[Experts, ResidentLayer] | None = None
-    """Those that were to be computed last."""
+    """The experts computed last, as a resident layer."""
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether some of it lies otherwise on the device than in the file."""
+        """Whether any projection has another layout on the device than in the file."""
         pairs = zip(self.native, self.weights, strict=True)
         return any(native is not weights for native, weights in pairs)
 
     @property
     def slots(self) -> I64Array:
-        """Places of experts in the arrays, by expert, where they are missing. Shapes: [E]."""
+        """Index of each missing expert in the arrays. Shapes: [E]."""
         return np.cumsum(self.missing) - 1
 
 
 class ExpertOffload:
-    """Computes experts of chunks with weights that are copied for them. Used by one thread.
+    """Computes experts of chunks with weights copied for them. Used by one thread.
 
-    Owns: memory on the device, and a FileCopier, until it is closed.
+    Per layer: `begin` starts the copies, `sums` waits for them and computes. Owns: memory on the
+    device, and a FileCopier, until it is closed.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ExpertOffload:
         uploader: Uploader,
         new_copier: Callable[[KernelDevice], FileCopier] = FileCopier,
     ) -> None:
-        """`missing` are the experts that are not here, by layer id in the order of the model.
+        """`missing`: the remote experts by layer id, in the model's order.
 
         Raises: UnsupportedModel if there are no kernels for them; SettingsError, DeviceUnavailable.
         """
@@ -127,7 +127,7 @@ class ExpertOffload:
         self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(_NUM_PLACES)]
         laid_out = device.empty(laid_out_bytes, np.uint8)
         self._laid_out_of: tuple[int, bytes] | None = None
-        device.synchronize()  # what had this memory before must not be running any more
+        device.synchronize()  # kernels that used this memory before must have ended
         self._layers = {
             layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES], laid_out)
             for index, (layer_id, (layer, experts)) in enumerate(missing.items())
@@ -139,11 +139,11 @@ class ExpertOffload:
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast weights come, as it was found at the start and since."""
+        """Measured rate of copies."""
         return self._bytes_per_s
 
     def prepare(self) -> None:
-        """Find out how fast copies are, and have every kernel compiled and all memory taken.
+        """Measure the rate of copies, compile every kernel and allocate all memory.
 
         Raises: SettingsError, DeviceUnavailable, DeviceOutOfMemory among them.
         """
@@ -158,7 +158,7 @@ class ExpertOffload:
         first_id, first = next(iter(self._layers.items()))
         most = max(1, _TRIAL_BYTES // first.layer.expert_bytes)
         some = first.missing & (first.slots < most)
-        for _ in range(2):  # the first time, pages come from the disk
+        for _ in range(2):  # the first time pages are read from the disk
             first.place.clear()
             self._load(first_id, some)
             for transfer in first.place.transfers:
@@ -167,8 +167,8 @@ class ExpertOffload:
             first.place.transfers.clear()
 
     def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
-        """Decide whose experts of a layer are to be computed here, and have those of them that were
-        chosen copied; None if there are none. Everything launched for the chunk must have ended.
+        """Decide which of a layer's remote experts to compute here, and start to copy those that
+        were chosen; None: none. All kernels launched for the chunk must have ended.
 
         Shapes: topk_ids [T, K]; result [E]. Raises: ModelFileError if the file was written to.
         """
@@ -202,7 +202,7 @@ class ExpertOffload:
         return self._ops.chunks.local_sums(replace(sums, layer=resident), before)
 
     def close(self) -> None:
-        """Give everything back. Twice does nothing."""
+        """Release everything. Idempotent."""
         for place in self._places:
             place.clear()
         self._copier.close()
@@ -220,7 +220,7 @@ class ExpertOffload:
         return wanted & known.missing
 
     def _load(self, layer_id: int, experts: Experts) -> None:
-        """Have these in the layer's place, or on their way there."""
+        """Start to copy those of these experts that are not in the layer's place yet."""
         known = self._layers[layer_id]
         place = known.place
         if place.layer_id != layer_id:
@@ -242,8 +242,8 @@ class ExpertOffload:
 
     def _runs(
         self, projection: ExpertProjection, native: DeviceArray, experts: Experts, slots: I64Array
-    ) -> list[Piece]:
-        """Experts that follow each other in the file and on the device, as one each."""
+    ) -> list[FilePiece]:
+        """Copies for these experts, one for each run contiguous in the file and on the device."""
         size = projection.num_bytes
         found: list[tuple[int, int, int, int]] = []  # shard, offset, first slot, experts
         for global_expert_id in np.flatnonzero(experts).tolist():
@@ -256,7 +256,7 @@ class ExpertOffload:
                     continue
             found.append((shard, offset, slot, 1))
         return [
-            Piece(
+            FilePiece(
                 self._file.region(shard, offset, count * size),
                 native[first * size : (first + count) * size],
             )
@@ -264,7 +264,7 @@ class ExpertOffload:
         ]
 
     def _arrived(self, layer_id: int, known: _Layer, experts: Experts) -> ResidentLayer:
-        """What was loaded of a layer, ready to be multiplied; `experts` are to be computed."""
+        """Wait for a layer's copies and return `experts` in the device's layout."""
         place = known.place
         assert place.layer_id == layer_id
         try:
@@ -287,7 +287,7 @@ class ExpertOffload:
         return known.some[1]
 
     def _lay_out(self, layer_id: int, known: _Layer) -> None:
-        """Bring what is there into the device's layout, if that is another one."""
+        """Repack what was copied into the device's layout, if that differs."""
         loaded = known.place.loaded
         state = layer_id, loaded.tobytes()
         if state == self._laid_out_of or not known.is_laid_out:
@@ -311,7 +311,7 @@ class ExpertOffload:
     def _made(
         self, layer: MoeLayer, missing: Experts, place: _Place, laid_out: DeviceArray
     ) -> _Layer:
-        """`laid_out` is memory for what does not lie on the device as in the file."""
+        """`laid_out`: memory for projections whose layout on the device differs."""
         num = int(missing.sum())
         native: list[DeviceArray] = []
         weights: list[DeviceArray] = []
@@ -331,7 +331,7 @@ class ExpertOffload:
         return _Layer(layer, missing, place, tuple(native), tuple(weights), resident)
 
     def _try_out(self, layer_id: int, known: _Layer) -> None:
-        """A chunk of the fewest tokens, all of which have chosen the same expert."""
+        """Compute the smallest chunk, with all tokens routed to one expert."""
         layer, num_tokens = known.layer, MOST_TOKENS + 1
         expert = np.zeros(layer.num_experts, np.bool_)
         expert[np.flatnonzero(known.missing)[0]] = True
@@ -349,13 +349,13 @@ class ExpertOffload:
 
 
 def offload_bytes(missing: Mapping[int, tuple[MoeLayer, Experts]]) -> int:
-    """Memory on the device that an ExpertOffload takes for weights."""
+    """Device memory for weights of an ExpertOffload."""
     place_bytes, laid_out_bytes = _memory_of(missing)
     return _NUM_PLACES * place_bytes + laid_out_bytes
 
 
 def _memory_of(missing: Mapping[int, tuple[MoeLayer, Experts]]) -> tuple[int, int]:
-    """Bytes of a place, and for what has another layout on the device."""
+    """Bytes of a place, and of memory for projections whose layout on the device differs."""
     place_bytes = laid_out_bytes = 0
     for layer, experts in missing.values():
         num = int(experts.sum())

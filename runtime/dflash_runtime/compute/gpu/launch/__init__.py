@@ -1,1 +1,1 @@
-"""Launch records: for each kernel its arguments, what it is compiled for, and its grid."""
+"""Launches: for each kernel its argument struct, the defines it is compiled with, and its grid."""

@@ -1,7 +1,4 @@
-"""What the launch records of decode kernels share: checks of arrays, rows on lanes.
-
-Knows nothing of any kernel.
-"""
+"""Shared by the launches of decode kernels: checks of arrays, rows on lanes."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, 
 from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, num_units, row_bytes
 
 MOST_TOKENS = 8
-"""That a step's kernels take at once."""
+"""Most tokens that a step's kernels take at once."""
 
 STEP_SIZES = (1, 2, 4, MOST_TOKENS)
-"""Numbers of tokens that steps are cut into, or filled up to: as few as will do, since each has
-kernels of its own."""
+"""Sizes that steps are cut into or padded to; few, since each has kernels of its own."""
 
 GRANULE = 16
 """Elements of a row of int8 activations that share a scale."""
@@ -36,13 +32,13 @@ def meta_shape(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def staged_bytes(rows: int, columns: int, *, as_bytes: bool, as_floats: bool) -> int:
-    """Shared memory that rows of activations take in a block."""
+    """Bytes of shared memory for rows of activations in a block."""
     padded = padded_columns(columns)
     return rows * (as_bytes * (padded + padded // 2) + as_floats * 4 * padded)
 
 
 def check_shared_bytes(device: KernelDevice, num_bytes: int, what: str) -> int:
-    """The same number. Raises: ValueError if no block can have so much."""
+    """Returns the number. Raises: ValueError if a block cannot have so much."""
     if num_bytes > device.max_shared_bytes:
         raise ValueError(
             f"{what} take {num_bytes} bytes of shared memory, {device.name} has "
@@ -52,9 +48,9 @@ def check_shared_bytes(device: KernelDevice, num_bytes: int, what: str) -> int:
 
 
 def team_lanes(num_units: int, most: int) -> int:
-    """How many lanes share a row: as many as possible with few of them idle at its end.
+    """Lanes that share a row: as many as possible with few of them idle at its end.
 
-    It decides the order of a row's sum, so it depends on nothing but the row and the device.
+    It decides the order of a row's sum, so it depends only on the row and the device.
     """
     lanes = 1
     while lanes * 2 <= most:
@@ -74,7 +70,7 @@ def check_columns(columns: int, tensor_types: tuple[TensorType, ...]) -> None:
 
 
 def step_parts(num_tokens: int) -> list[slice]:
-    """How a step's kernels take so many tokens: at once, or more than MOST_TOKENS in parts."""
+    """Slices of a step's tokens, each of at most MOST_TOKENS."""
     if num_tokens <= MOST_TOKENS:
         return [slice(0, num_tokens)]
     parts, first = [], 0
@@ -92,14 +88,14 @@ def check_tokens(num_tokens: int) -> None:
 
 
 def units_of(tensor_type: TensorType, columns: int) -> int:
-    """Units of a row as the kernels take them: 64 quantised weights, or 16 bytes of floats."""
+    """Units of a row in the kernels: 64 quantised weights, or 16 bytes of floats."""
     if tensor_type is TensorType.F32:
         return -(-columns // 4)
     return -(-columns // 8) if tensor_type in FLOAT_TYPES else num_units(columns)
 
 
 class ArrayChecker:
-    """Turns arrays into addresses, having checked them."""
+    """Checks arrays and returns their addresses."""
 
     def __init__(self, device: KernelDevice) -> None:
         family, _, index = device.name.partition(":")
@@ -107,7 +103,7 @@ class ArrayChecker:
         self._device_id = None if family == "host" else int(index)
 
     def address(self, name: str, array: DeviceArray, dtype: DTypeLike, **sizes: int) -> int:
-        """Where `array` begins. `sizes` are its dimensions in order, by shape letter.
+        """Address of `array`. `sizes` are its dimensions in order, by shape letter.
 
         Raises: ValueError naming the array, what it is and what is expected.
         """
@@ -150,7 +146,7 @@ def int8_rows(
     rows: int,
     columns: int,
 ) -> tuple[int, int]:
-    """Addresses of int8 rows and of what belongs to them."""
+    """Addresses of int8 rows and of their scales and sums."""
     _, granules, two = meta_shape(rows, columns)
     return (
         arrays.address(
@@ -172,7 +168,7 @@ def int8_rows(
 
 
 def given(name: str, array: DeviceArray | None) -> DeviceArray:
-    """The array. Raises: ValueError if there is none."""
+    """Returns the array. Raises: ValueError if it is None."""
     if array is None:
         raise ValueError(f"{name} is missing")
     return array

@@ -1,6 +1,6 @@
-"""Launch records of ``experts_decode.cu``: the routed experts of a decode step of 1 to 8 tokens.
+"""Launches of ``experts_decode.cu``: the routed experts of a decode step of 1 to 8 tokens.
 
-Which experts are used, and where they lie, is read or chosen on the device: nothing here knows.
+The chosen experts and their slots are read or computed on the device; the host does not know them.
 Pairs of experts that are not resident are left out of the result.
 """
 
@@ -91,7 +91,7 @@ class DownArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class MailReply:
-    """Lines of a mailbox that sums go to, and the state of that, by addresses of the device."""
+    """Device addresses of a mailbox's reply lines for the sums, and of the mailbox's state."""
 
     lines: int
     state: int
@@ -99,7 +99,7 @@ class MailReply:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionArrays:
-    """One projection of the experts in S slots; biases and scales are those of all experts.
+    """One projection of the experts in S slots; biases and scales are of all experts.
 
     Shapes: weights [S * rows] rows in the device's layout, uint8; bias [E, rows] float32;
     scale [E] float32.
@@ -114,7 +114,7 @@ class ProjectionArrays:
 class ResidentExperts:
     """The experts of a layer that are on the device.
 
-    Shapes: slot_of_expert [E] int32, -1 for one that is not here.
+    Shapes: slot_of_expert [E] int32, -1 for an expert that is not resident.
     """
 
     gate: ProjectionArrays
@@ -124,16 +124,16 @@ class ResidentExperts:
     activation_limit: float = float("inf")
     activation_alpha: float = 1.0
     up_offset: float = 0.0
-    """These three as moe_spec.MoeLayer and its Activation have them."""
+    """These three: see spec.MoeLayer and its Activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen; or logits, if the shape has a rule: ids and weights are written then.
+    """The chosen experts; or, with a rule in the shape, logits, from which these are written.
 
-    With `selections` it is added to them, once. With `slots` it is known already where they lie.
+    `selections`: counts that the choice is added to, once. `slots`: the experts' slots, if known.
     Shapes: topk_ids [T, K] int32, negative for none; topk_weights [T, K] float32; logits [T, E];
-    selections [E] uint32; slots [T, K] int32, negative for what is not resident.
+    selections [E] uint32; slots [T, K] int32, negative for experts that are not resident.
     """
 
     topk_ids: DeviceArray
@@ -143,7 +143,7 @@ class Choice:
     slots: DeviceArray | None = None
 
     def __getitem__(self, tokens: slice) -> Choice:
-        """That of some of the tokens, in place."""
+        """The choice of some of the tokens, in place."""
         logits = None if self.logits is None else self.logits[tokens]
         slots = None if self.slots is None else self.slots[tokens]
         return Choice(
@@ -156,8 +156,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of activations as the weights want them; what they do not want may be None.
+class StepRows:
+    """Rows of activations in the forms that the weights' types need; the others may be None.
 
     Shapes: quants [rows, padded_columns] int8; meta `meta_shape` float32; values [rows, columns]
     float32.
@@ -169,7 +169,7 @@ class Rows:
 
 
 class DecodeExperts:
-    """Both kernels for one shape, ready to be launched one after the other."""
+    """Launches both kernels, gate and up, then down, for one shape."""
 
     def __init__(
         self, device: KernelDevice, shape: ExpertsShape, tuning: ExpertsTuning | None = None
@@ -201,12 +201,12 @@ class DecodeExperts:
         self._gate_up = module.kernel("experts_gate_up", GateUpArgs)
         self._down = module.kernel("experts_down", DownArgs)
 
-    def hidden_rows(self) -> Rows:
-        """New arrays for what stands between the two kernels."""
+    def hidden_rows(self) -> StepRows:
+        """New arrays for the results of gate and up."""
         pairs, ffn_size, empty = self.shape.num_pairs, self.shape.ffn_size, self._device.empty
         if self.shape.h_as_floats:
-            return Rows(values=empty((pairs, ffn_size), np.float32))
-        return Rows(
+            return StepRows(values=empty((pairs, ffn_size), np.float32))
+        return StepRows(
             quants=empty((pairs, padded_columns(ffn_size)), np.int8),
             meta=empty(meta_shape(pairs, ffn_size), np.float32),
         )
@@ -215,12 +215,13 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        x: Rows | MailRequest,
-        hidden: Rows,
+        x: StepRows | MailRequest,
+        hidden: StepRows,
     ) -> None:
-        """``hidden[pair] = activation(gate x, up x)``; zero for what is not resident.
+        """``hidden[pair] = activation(gate x, up x)``; zero for experts that are not resident.
 
-        With a mailbox's request in place of rows what it asks for is written to the choice.
+        With a mailbox's request instead of rows, the pairs that it asks for are written to the
+        choice.
         Shapes: x rows T of H; hidden `hidden_rows`.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
@@ -250,7 +251,7 @@ class DecodeExperts:
             shared_bytes=self._gate_up_bytes,
         )
 
-    def _set_rows(self, args: GateUpArgs, x: Rows) -> None:
+    def _set_rows(self, args: GateUpArgs, x: StepRows) -> None:
         shape, arrays = self.shape, self._arrays
         tokens, columns = shape.num_tokens, shape.hidden_size
         if shape.x_as_bytes:
@@ -266,7 +267,7 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        hidden: Rows,
+        hidden: StepRows,
         out: DeviceArray | MailReply,
         *,
         replies: MailReplies | None = None,
@@ -274,8 +275,8 @@ class DecodeExperts:
         """Add each token's terms, rounded once, to `out`; or write their float64 sums there, or to
         a mailbox.
 
-        It follows `launch_gate_up` of the same object and choice. To what is added to a residual
-        peers' `replies` are added before.
+        Call it after `launch_gate_up` of the same object and choice. With a residual, the peers'
+        `replies` are added to the sums before these are rounded.
         Shapes: out [T, H] float32, or float64 if the shape gives sums.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
@@ -310,7 +311,7 @@ class DecodeExperts:
         return (hidden_size, ffn_size) if name == "down" else (ffn_size, hidden_size)
 
     def _num_slots(self, experts: ResidentExperts, *names: str) -> int:
-        """Slots that all of these projections have."""
+        """Number of slots, the same in all of these projections."""
         fewest = []
         for name in names:
             rows, columns = self._rows_and_columns(name)
@@ -353,7 +354,7 @@ class DecodeExperts:
             choices.logits = arrays.address("logits", logits, np.float32, T=tokens, E=num_experts)
         return choices
 
-    def _hidden(self, hidden: Rows) -> tuple[int, int, int]:
+    def _hidden(self, hidden: StepRows) -> tuple[int, int, int]:
         pairs, columns = self.shape.num_pairs, self.shape.ffn_size
         if self.shape.h_as_floats:
             values = given("hidden.values", hidden.values)

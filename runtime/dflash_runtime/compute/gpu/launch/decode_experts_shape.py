@@ -1,4 +1,4 @@
-"""What ``experts_decode.cu`` is compiled for: shape, and how it is laid on a device."""
+"""Compile-time shape and tuning of ``experts_decode.cu``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 
 EXPERTS_FILE = "experts_decode.cu"
 GATES = {Gating.SOFTMAX: 0}
-"""As route.cuh numbers them."""
+"""Numbered as in route.cuh."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """What the kernels are compiled for."""
+    """Compile-time shape of the kernels."""
 
     num_tokens: int
     num_experts_used: int
@@ -41,9 +41,9 @@ class ExpertsShape:
     gives_sums: bool = False
     """Down writes float64 sums instead of adding to a residual."""
     rule: RoutingRule | None = None
-    """Experts are chosen from logits by it, or else before."""
+    """Rule by which the kernel chooses experts from logits; None: they are chosen before."""
     takes_request: bool = False
-    """Gate and up take choice and rows from a mailbox's request by themselves."""
+    """Gate and up read choice and rows from a mailbox's request."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -104,7 +104,7 @@ def experts_shape(
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTuning:
-    """How the kernels are laid on a device; bits of a result depend on the two teams alone."""
+    """Teams of lanes and grids on a device; bits of a result depend on the two teams only."""
 
     gate_up_warps: int
     gate_up_team: int
@@ -118,7 +118,7 @@ class ExpertsTuning:
     down_most_deep: int
     down_min_blocks: int
     down_guesses: bool = True
-    """Down begins with slots that it checks later, or waits for them. Bits are the same."""
+    """Down starts loading before it has checked the slots. Bits are the same either way."""
 
 
 def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
@@ -160,12 +160,12 @@ def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
 
 
 def _is_light(kind: TensorType) -> bool:
-    """Whether a weight has few bits."""
+    """Whether the type has few bits per weight."""
     return kind.layout.block_bytes <= 0.6 * kind.layout.block_elements
 
 
 def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int | str]:
-    """What the kernel file is compiled with."""
+    """Defines of the kernel file."""
     rule = shape.rule
     return {
         "TOKENS": shape.num_tokens,

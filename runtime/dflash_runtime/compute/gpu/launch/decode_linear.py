@@ -1,6 +1,6 @@
-"""Launch records of ``linear_decode.cu``: matrices times the 1 to 8 rows of a decode step.
+"""Launches of ``linear_decode.cu``: matrices times the 1 to 8 rows of a decode step.
 
-One record is one compiled kernel with its grid; `launch` only checks arrays and fills a struct.
+Each class is one compiled kernel with its grid; `launch` only checks arrays and fills a struct.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LinearDecodeArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LinearInputs:
-    """What is multiplied: `x`, with `norm_weight` and `eps` for NORM, with `up` for SWIGLU; or
+    """Rows to multiply: `x`, with `norm_weight` and `eps` for NORM, with `up` for SWIGLU; or
     `quants` and `meta`. `gate`, if the shape is gated.
 
     Shapes: x, up [T, H] float32; norm_weight [H] float32; quants [T, padded_columns] int8;
@@ -71,7 +71,7 @@ class LinearInputs:
 
 @dataclass(frozen=True, slots=True)
 class LinearOutputs:
-    """Where results go besides `out`, as far as the shape has them.
+    """Further results besides `out`, as far as the shape has them.
 
     Shapes: side_values [T, H] float32, side_quants and side_meta as LinearInputs' (each may be
     left out); partials [num_blocks, T] uint64.
@@ -83,13 +83,13 @@ class LinearOutputs:
     partials: DeviceArray | None = None
 
     def sides_of(self, tokens: slice) -> LinearOutputs:
-        """Where those of some of the tokens go."""
+        """The outputs of some of the tokens, in place."""
         sides = (self.side_values, self.side_quants, self.side_meta)
         return LinearOutputs(*(None if side is None else side[tokens] for side in sides))
 
 
 class DecodeLinear:
-    """One kernel for one shape, ready to be launched."""
+    """Launches the kernel for one shape."""
 
     def __init__(
         self, device: KernelDevice, shape: LinearShape, tuning: LinearTuning | None = None
@@ -114,7 +114,7 @@ class DecodeLinear:
             ceil(rows / tile_rows(kind, tuning, device.lanes)) for kind, rows in shape.matrices
         )
         self.num_blocks = min(num_tiles, tuning.most_blocks)
-        """Blocks that compute rows, each of which gives partials."""
+        """Blocks that compute rows; each writes partials."""
         module = device.module(LINEAR_FILE, linear_defines(shape, tuning))
         self._kernel = module.kernel("linear_decode", LinearDecodeArgs)
 

@@ -1,4 +1,4 @@
-"""What ``linear_decode.cu`` is compiled for: shape, and how it is laid on a device."""
+"""Compile-time shape and tuning of ``linear_decode.cu``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SEGMENTS = 4
 
 
 class LinearInput(IntEnum):
-    """What a kernel is given to multiply; values as in staging.cuh."""
+    """Form of a kernel's input rows; values as in staging.cuh."""
 
     NORM = 0
     """Float32 rows that each block normalises."""
@@ -31,12 +31,12 @@ class LinearInput(IntEnum):
     QUANTISED = 2
     """Int8 rows with their scales."""
     SWIGLU = 3
-    """Float32 rows of a gate and of what it opens, of which each block makes those to multiply."""
+    """Float32 rows of gate and up, from which each block computes SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """What a kernel is compiled for. ``matrices``: type and rows of each, up to four."""
+    """Compile-time shape of a kernel. ``matrices``: type and rows of each, up to four."""
 
     columns: int
     num_tokens: int
@@ -45,11 +45,11 @@ class LinearShape:
     adds: bool = False
     """The products are added to `out`, a residual."""
     is_gated: bool = False
-    """They are multiplied by the sigmoid of each token's gate before that."""
+    """The products are multiplied by the sigmoid of each token's gate first."""
     has_side: bool = False
-    """The rows that are multiplied are written too, for experts."""
+    """The input rows are written too, for experts."""
     has_argmax: bool = False
-    """The only matrix is a head: each block says which of its rows is largest."""
+    """The only matrix is a head: each block writes the argmax of its rows."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -80,7 +80,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class LinearTuning:
-    """How a kernel is laid on a device; results of quantised rows depend on `team` alone."""
+    """Team of lanes and grid on a device; bits for quantised rows depend on `team` only."""
 
     warps: int
     team: int
@@ -89,7 +89,7 @@ class LinearTuning:
     most_deep: int
     min_blocks: int
     most_blocks: int
-    """Blocks of a grid; beyond them a block computes several tiles."""
+    """Most blocks of a grid; with more tiles a block computes several."""
 
 
 def default_tuning(shape: LinearShape, device: KernelDevice) -> LinearTuning:
@@ -137,7 +137,7 @@ def default_tuning(shape: LinearShape, device: KernelDevice) -> LinearTuning:
 
 
 def linear_defines(shape: LinearShape, tuning: LinearTuning) -> dict[str, int | str]:
-    """What the kernel file is compiled with."""
+    """Defines of the kernel file."""
     padded = (*shape.matrices, *[shape.matrices[0]] * (_MOST_SEGMENTS - len(shape.matrices)))
     return {
         "SEGMENTS": len(shape.matrices),

@@ -1,4 +1,4 @@
-"""Launch record of ``router.cu``: router logits of 1 to 8 rows, and the rows for experts."""
+"""Launches of ``router.cu``: router logits of 1 to 8 rows, and the rows for experts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RouterArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class RouterShape:
-    """What the kernel is compiled for."""
+    """Compile-time shape of the kernel."""
 
     num_tokens: int
     num_experts: int
@@ -56,12 +56,12 @@ class RouterShape:
 
 
 def is_float_router(tensor_type: TensorType, columns: int) -> bool:
-    """Whether the kernel has this matrix; others are multiplied by linear_decode.cu."""
+    """Whether the kernel supports this matrix; others are multiplied by linear_decode.cu."""
     return tensor_type in FLOAT_TYPES and columns > 0 and columns % _COLUMNS_STEP == 0
 
 
 class DecodeRouter:
-    """One kernel for one shape, ready to be launched."""
+    """Launches the kernel for one shape."""
 
     def __init__(self, device: KernelDevice, shape: RouterShape) -> None:
         self.shape = shape

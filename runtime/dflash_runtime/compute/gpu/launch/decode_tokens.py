@@ -1,4 +1,4 @@
-"""Launch records of the small kernels of a decode step: embed, sample, quantise; repack."""
+"""Launches of the small kernels of a decode step: embed, argmax, quantise; repack."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _THREADS = 256
 
 
 class RowChange(IntEnum):
-    """What is done to a row before it is quantised; the numbers are staging.cuh's."""
+    """Operation on a row before it is quantised; numbered as in staging.cuh."""
 
     NORM = 0
     NONE = 1
@@ -31,7 +31,7 @@ class RowChange(IntEnum):
 
 
 class EmbedArgs(ctypes.Structure):
-    """Mirrors embed.cu; the others their own files."""
+    """Mirrors embed.cu; the next ones mirror their own files."""
 
     _fields_ = (
         ("table", ctypes.c_void_p),
@@ -40,7 +40,7 @@ class EmbedArgs(ctypes.Structure):
     )
 
 
-class SampleArgs(ctypes.Structure):
+class ArgmaxLogitsArgs(ctypes.Structure):
     _fields_ = (
         ("partials", ctypes.c_void_p),
         ("num_partials", ctypes.c_int),
@@ -72,13 +72,13 @@ class RepackArgs(ctypes.Structure):
 
 
 def check_token_ids(token_ids: I32Array, vocab_size: int) -> None:
-    """Raises: ValueError if one is not of the vocabulary. Shapes: token_ids [T]."""
+    """Raises: ValueError if an id is outside the vocabulary. Shapes: token_ids [T]."""
     if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise ValueError(f"token ids must lie within 0..{vocab_size - 1}")
 
 
 class Embed:
-    """Rows of a table by ids that are on the device."""
+    """Gathers rows of a table by token ids on the device."""
 
     def __init__(
         self, device: KernelDevice, tensor_type: TensorType, *, rows: int, columns: int
@@ -99,7 +99,7 @@ class Embed:
         *,
         overlaps_previous: bool = True,
     ) -> None:
-        """``out[t] = table[token_ids[t]]``; NaN for an id that the table has not.
+        """``out[t] = table[token_ids[t]]``; NaN for an id outside the table.
 
         Shapes: table [V] rows in the device's layout, uint8; token_ids [T] int32; out [T, H].
         Raises: ValueError for an array that is not of this shape, type or device.
@@ -121,16 +121,18 @@ class Embed:
         )
 
 
-class Sample:
-    """The most likely token of each row, from the partials of a head (DecodeLinear with argmax)."""
+class ArgmaxLogits:
+    """Argmax of each row of logits, from the partials of a head (DecodeLinear with argmax)."""
 
     def __init__(self, device: KernelDevice, *, num_tokens: int, advances: bool) -> None:
-        """With `advances`, positions are one further afterwards."""
+        """`advances`: positions are incremented."""
         check_tokens(num_tokens)
         self._device, self._arrays, self._num_tokens = device, ArrayChecker(device), num_tokens
         self._warps = _THREADS // device.lanes
         defines = {"TOKENS": num_tokens, "ADVANCE": int(advances), "WARPS": self._warps}
-        self._kernel = device.module("sample.cu", defines).kernel("sample", SampleArgs)
+        self._kernel = device.module("argmax_logits.cu", defines).kernel(
+            "argmax_logits", ArgmaxLogitsArgs
+        )
 
     def launch(
         self,
@@ -140,17 +142,17 @@ class Sample:
         *,
         history: DeviceArray | None = None,
     ) -> None:
-        """``token_ids[t]`` of the largest logit, the lowest of equals; NOT_FINITE if one is not.
+        """``token_ids[t]`` of the largest logit, the lowest of equals; NOT_FINITE if any is not.
 
-        `history`, if there is one, gets each token at its position: one further than its row's.
-        Where positions advance, a token that is not known stands in `history` alone: the next step
-        computes something all the same.
+        `history`, if given, gets each token at its position, one after its row's. Where positions
+        advance, NOT_FINITE is written to `history` only, and `token_ids` gets some valid token, as
+        the next step reads it.
         Shapes: partials [blocks, T] uint64; token_ids, positions [T] int32; history [N] int32.
         Raises: ValueError for an array that is not of this shape, type or device.
         """
         arrays, tokens, num_partials = self._arrays, self._num_tokens, partials.shape[0]
         capacity = 0 if history is None else history.size
-        args = SampleArgs(
+        args = ArgmaxLogitsArgs(
             partials=arrays.address("partials", partials, np.uint64, blocks=num_partials, T=tokens),
             num_partials=num_partials,
             capacity=capacity,
@@ -167,7 +169,7 @@ class Sample:
 
 
 class QuantiseRows:
-    """Rows of activations to int8, normalised first, or multiplied by a factor each."""
+    """Quantises rows of activations to int8, normalised first, or multiplied by a factor each."""
 
     def __init__(self, device: KernelDevice, *, columns: int, change: RowChange) -> None:
         """Raises: ValueError for columns that are no multiple of 32."""
@@ -223,7 +225,7 @@ class QuantiseRows:
 
 
 class Repack:
-    """Rows of a file, already on the device, to the device's layout."""
+    """Repacks rows of a file, already on the device, to the device's layout."""
 
     def __init__(self, device: KernelDevice, tensor_type: TensorType, *, columns: int) -> None:
         """Raises: ValueError for a type without layout, or rows of no whole blocks."""
@@ -269,7 +271,7 @@ def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
 
 
 KERNEL_VARIANTS = (
-    KernelVariant("sample.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
+    KernelVariant("argmax_logits.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
     *(
         KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, change=each, warps=4))
         for each in RowChange

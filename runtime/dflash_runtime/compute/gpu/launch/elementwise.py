@@ -1,4 +1,4 @@
-"""Launch records of what is done to rows element by element: gates, SwiGLU, biases, columns."""
+"""Launches of elementwise kernels: gates, SwiGLU, biases, columns."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class ColumnsOf:
 
     @staticmethod
     def whole(array: DeviceArray) -> ColumnsOf:
-        """All of some rows."""
+        """All columns of some rows."""
         return ColumnsOf(array, 1, 0, array.shape[1])
 
 
 class Elementwise:
-    """All of them, each compiled when it is first needed."""
+    """Launches the elementwise kernels; compiles each when it is first needed."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device, self._arrays = device, ArrayChecker(device)

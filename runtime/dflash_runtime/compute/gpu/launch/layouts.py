@@ -1,11 +1,11 @@
-"""How weights lie in a device's memory: the fields of a row's blocks, one array after another.
+"""Layout of weights in a device's memory: the fields of a row's blocks, one array after another.
 
 A file's blocks have odd sizes, so that loads of 16 bytes would not be aligned. On the device a row
 is cut into the fields of its blocks, each field one array over the row's blocks, each array padded
 to 16 bytes; blocks are added until the row is a whole number of units of 64 weights. Padding is
 zero, which every type reads as weights of zero. The order inside a field is the file's.
 
-The table below is the only place that knows: `formats_table` writes it out for the kernels.
+The table below is the only definition; `formats_table` writes it out for the kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import U8Array
 
 UNIT = 64
-"""Weights that one lane unpacks at once."""
+"""Weights unpacked by a lane at once."""
 
 _ALIGNMENT = 16
 
 
 class Field(NamedTuple):
-    """Part of a block: where the file has it, and how long it is."""
+    """Part of a block: its offset and length in the file."""
 
     name: str
     native_offset: int
@@ -62,10 +62,10 @@ FIELDS: dict[TensorType, tuple[Field, ...]] = {
     TensorType.F16: (Field("VALUES", 0, 2),),
     TensorType.BF16: (Field("VALUES", 0, 2),),
 }
-"""Types that the kernels read, and their fields in the order of the arrays."""
+"""Types supported by the kernels, and their fields in the order of the arrays."""
 
 FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
-"""Types that are multiplied with float32 activations; all others with int8."""
+"""Types that are multiplied with float32 activations; all others are with int8."""
 
 
 def num_units(columns: int) -> int:
@@ -84,14 +84,14 @@ def row_bytes(tensor_type: TensorType, columns: int) -> int:
 
 
 def is_native(tensor_type: TensorType, columns: int) -> bool:
-    """Whether a row on the device is the file's row, byte for byte."""
+    """Whether a row has the same bytes on the device as in the file."""
     return len(FIELDS[tensor_type]) == 1 and row_bytes(
         tensor_type, columns
     ) == tensor_type.row_bytes(columns)
 
 
 def repack(tensor_type: TensorType, raw: U8Array, *, rows: int, columns: int) -> U8Array:
-    """Rows of a file as the device has them.
+    """Rows of a file, repacked to the device's layout.
 
     Shapes: raw [rows * the file's row bytes]; result [rows, row_bytes].
     Raises: ValueError as `row_bytes` does, or if the bytes are not exactly that many rows.

@@ -1,17 +1,17 @@
-"""What kernels are told of mailboxes: mirrors of mailbox.cuh."""
+"""Kernel arguments for mailboxes: mirrors of mailbox.cuh."""
 
 from __future__ import annotations
 
 import ctypes
 
 MOST_PEERS = 7
-"""Daemons of one parent that have a mailbox."""
+"""Most daemons with a mailbox of one parent."""
 
 _Addresses = ctypes.c_void_p * MOST_PEERS
 
 
 class MailArgs(ctypes.Structure):
-    """Of one side's part in all of its mailboxes."""
+    """One side's state and abort words, for all of its mailboxes."""
 
     _fields_ = (
         ("state", ctypes.c_void_p),
@@ -24,7 +24,7 @@ class MailArgs(ctypes.Structure):
 
 
 class MailReplies(ctypes.Structure):
-    """What peers answer for a layer; none of them, as it is made."""
+    """Peers' replies for a layer; none by default."""
 
     _fields_ = (
         ("mail", MailArgs),
@@ -35,6 +35,6 @@ class MailReplies(ctypes.Structure):
 
 
 class MailRequest(ctypes.Structure):
-    """What a parent asks for of a layer, in our device's memory; mirrors mailbox_request.cuh."""
+    """A parent's request for a layer, in our device's memory; mirrors mailbox_request.cuh."""
 
     _fields_ = (("mail", MailArgs), ("lines", ctypes.c_void_p), ("is_relayed", ctypes.c_int))

@@ -26,7 +26,7 @@ from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     FEW_TILE,
     FMA_TILE,
     TENSOR_TILES,
-    Product,
+    ProductKind,
     Products,
     Tile,
     activation_parts,
@@ -40,10 +40,10 @@ from dflash_runtime.compute.gpu.launch.prefill_weights import (
 )
 
 _MOST_KNOWN = 1024
-"""More than a model has of matrices that are multiplied together."""
+"""Bound of the matrices that a model multiplies together."""
 
 MAX_MATRICES = 4
-"""Of one launch."""
+"""Most matrices of one launch."""
 
 
 class DenseMatrixArgs(ctypes.Structure):
@@ -89,10 +89,10 @@ class DenseProduct:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a matrix that are computed in the same launch as others."""
+    """Rows of a matrix that share a launch with other matrices."""
 
     index: int
-    """Of the product."""
+    """Index of the product in the call."""
     product: DenseProduct
     first_row: int
     num_rows: int
@@ -100,17 +100,17 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Result:
-    """Where a kernel is told to write a product, or some columns of it."""
+    """Destination of a product, or of some of its columns."""
 
     entry: DenseMatrixArgs
     index: int
-    """Of the product."""
+    """Index of the product in the call."""
     offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Multiplication:
-    """Launches of products of rows with some matrices, wherever the results are to be."""
+    """Prepared launches of products of rows with some matrices; destinations are filled in."""
 
     key: tuple[object, ...]
     launches: list[PreparedLaunch]
@@ -135,7 +135,7 @@ class DensePrefill:
         self._kernel(columns, activation_parts((tensor_type,)))
 
     def run(self, rows: PreparedRows, products: Sequence[DenseProduct]) -> None:
-        """Each of the products, small ones together; bits as if each were computed alone.
+        """Compute the products, small ones together, with the bits of each computed alone.
 
         Raises: SettingsError for other shapes or rows prepared in fewer parts than are needed.
         """
@@ -145,7 +145,7 @@ class DensePrefill:
         for product in products:
             self._check(rows, product)
         parts = sorted({activation_parts((each.tensor_type,)) for each in products})
-        # Layers are multiplied again and again, by rows that are prepared in the same place.
+        # Layers are multiplied repeatedly, by rows prepared at the same address.
         key = rows.num_rows, rows.columns, *(rows.addresses(each) for each in parts)
         known = self._known.get(matrices)
         if known is None or known.key != key:
@@ -191,7 +191,7 @@ class DensePrefill:
             raise SettingsError("results must be float32")
 
     def _launches(self, products: Iterable[tuple[int, DenseProduct]]) -> Iterator[list[_Piece]]:
-        """Pieces that fit into the scratch memory together."""
+        """Split the products into groups of pieces that fit the scratch memory."""
         pieces: list[_Piece] = []
         free_bytes = self._scratch.num_bytes
         for index, product in products:
@@ -201,7 +201,7 @@ class DensePrefill:
                 num_rows = product.rows - first
                 if needed:
                     num_rows = min(num_rows, free_bytes // needed)
-                # A piece of a matrix begins a launch of its own: what is left would be too little.
+                # A part of a matrix begins a new launch: too little scratch memory is left.
                 is_cut = num_rows < product.rows - first
                 if len(pieces) == MAX_MATRICES or (pieces and is_cut):
                     yield pieces
@@ -221,7 +221,7 @@ class DensePrefill:
     def _multiply(
         self, rows: PreparedRows, parts: int, pieces: list[_Piece], made: _Multiplication
     ) -> None:
-        """Launches of one product of several matrices, as part of what is made."""
+        """Prepare the launches for one group of pieces."""
         x, x_scales, part_bytes = rows.addresses(parts)
         is_few = self._is_few(rows.num_rows, parts, pieces)
         _, tile = self.products.of_dense(parts, is_few=is_few)
@@ -278,7 +278,7 @@ class DensePrefill:
         return self._kernels[columns, parts, is_few]
 
 
-def _defines(product: Product, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
+def _defines(product: ProductKind, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
     return {
         **tile.defines(product),
         "NUM_COLUMNS": columns,
@@ -290,10 +290,10 @@ def _defines(product: Product, tile: Tile, columns: int, parts: int) -> dict[str
 KERNEL_VARIANTS = (
     *(
         KernelVariant(
-            "gemm_dense.cu", _defines(Product.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
+            "gemm_dense.cu", _defines(ProductKind.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
         )
         for tile in (*TENSOR_TILES, FEW_TILE)
     ),
-    KernelVariant("gemm_dense.cu", _defines(Product.HALF, FMA_TILE, 96, 2)),
-    KernelVariant("gemm_dense.cu", _defines(Product.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
+    KernelVariant("gemm_dense.cu", _defines(ProductKind.HALF, FMA_TILE, 96, 2)),
+    KernelVariant("gemm_dense.cu", _defines(ProductKind.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
 )

@@ -1,4 +1,4 @@
-"""Kernels of a prefill chunk's expert FFNs: their arguments, and what they are compiled for."""
+"""Kernels of a prefill chunk's expert FFNs: their arguments and compile-time shapes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     FMA_TILE,
     TENSOR_TILES,
-    Product,
+    ProductKind,
     Products,
     Tile,
 )
 from dflash_runtime.compute.gpu.launch.prefill_weights import MatrixChoice, product_row_bytes
 
 
-class Activation(ctypes.Structure):
+class ActivationArgs(ctypes.Structure):
     """See activation.cuh."""
 
     _fields_ = (
@@ -30,7 +30,7 @@ class Activation(ctypes.Structure):
     )
 
 
-class GateUpArgs(ctypes.Structure):
+class GemmGateUpArgs(ctypes.Structure):
     """See gemm_gate_up.cu."""
 
     _fields_ = (
@@ -52,7 +52,7 @@ class GateUpArgs(ctypes.Structure):
         ("gate_stride", ctypes.c_uint64),
         ("up_stride", ctypes.c_uint64),
         ("choice", MatrixChoice),
-        ("form", Activation),
+        ("form", ActivationArgs),
     )
 
 
@@ -68,7 +68,7 @@ class LevelArgs(ctypes.Structure):
     )
 
 
-class DownArgs(ctypes.Structure):
+class GemmDownArgs(ctypes.Structure):
     """See gemm_down.cu."""
 
     _fields_ = (
@@ -103,7 +103,7 @@ class CombineArgs(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of an expert, and in how many parts its products read rows (activation_parts)."""
+    """Sizes of an expert, and the parts in which products read rows (activation_parts)."""
 
     hidden_size: int
     ffn_size: int
@@ -111,9 +111,9 @@ class ExpertShape:
     down_parts: int
 
     def gate_up_defines(
-        self, product: Product, tile: Tile, stored: TensorType | None = None
+        self, product: ProductKind, tile: Tile, stored: TensorType | None = None
     ) -> dict[str, int | str]:
-        """Of gemm_gate_up.cu; `stored` is the type of matrices that are read as they are stored."""
+        """Defines of gemm_gate_up.cu; `stored`: the type of matrices read without conversion."""
         return {
             **tile.defines(product),
             "NUM_COLUMNS": self.hidden_size,
@@ -124,7 +124,7 @@ class ExpertShape:
         }
 
     def level_defines(self, tile: Tile) -> dict[str, int | str]:
-        """Of level_activations.cu; `tile` is that of gate and up."""
+        """Defines of level_activations.cu; `tile`: that of gate and up."""
         return {
             "NUM_COLUMNS": self.ffn_size,
             "NUM_PARTS": max(self.down_parts, 1),
@@ -133,9 +133,9 @@ class ExpertShape:
         }
 
     def down_defines(
-        self, product: Product, tile: Tile, stored: TensorType | None = None
+        self, product: ProductKind, tile: Tile, stored: TensorType | None = None
     ) -> dict[str, int | str]:
-        """Of gemm_down.cu; `stored` as above."""
+        """Defines of gemm_down.cu; `stored` as above."""
         return {
             **tile.defines(product),
             "NUM_COLUMNS": self.ffn_size,
@@ -153,7 +153,7 @@ def _weight_rows(columns: int, parts: int, stored: TensorType | None) -> dict[st
 
 @dataclass(frozen=True)
 class ExpertKernels:
-    """Compiled for one shape."""
+    """The kernels, compiled for one shape."""
 
     gate_up: Kernel
     level: Kernel
@@ -163,44 +163,44 @@ class ExpertKernels:
 def compile_stored_gate_up(
     device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
 ) -> Kernel:
-    """The same as ExpertKernels.gate_up, of matrices that are read as they are stored."""
+    """ExpertKernels.gate_up for matrices read without conversion to halves."""
     defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
-    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GateUpArgs)
+    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GemmGateUpArgs)
 
 
 def compile_stored_down(
     device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
 ) -> Kernel:
-    """The same as ExpertKernels.down."""
+    """ExpertKernels.down for such matrices."""
     defines = shape.down_defines(*products.of(shape.down_parts), stored)
-    return device.module("gemm_down.cu", defines).kernel("gemm_down", DownArgs)
+    return device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
 
 
 def compile_expert_kernels(
     device: KernelDevice, shape: ExpertShape, products: Products
 ) -> ExpertKernels:
-    """Compiled, or found where the device keeps its modules."""
+    """Compile the kernels; the device caches modules."""
     product, tile = products.of(shape.hidden_parts)
     gate_up = device.module("gemm_gate_up.cu", shape.gate_up_defines(product, tile))
     level = device.module("level_activations.cu", shape.level_defines(tile))
     down = device.module("gemm_down.cu", shape.down_defines(*products.of(shape.down_parts)))
     return ExpertKernels(
-        gate_up=gate_up.kernel("gemm_gate_up", GateUpArgs),
+        gate_up=gate_up.kernel("gemm_gate_up", GemmGateUpArgs),
         level=level.kernel("level_activations", LevelArgs),
-        down=down.kernel("gemm_down", DownArgs),
+        down=down.kernel("gemm_down", GemmDownArgs),
     )
 
 
 def _product_variants() -> Iterator[KernelVariant]:
     for product, tile, parts in (
-        (Product.TENSOR, TENSOR_TILES[-1], 1),
-        (Product.TENSOR, TENSOR_TILES[-1], 2),
-        (Product.HALF, FMA_TILE, 1),
-        (Product.HALF, FMA_TILE, 2),
-        (Product.FLOAT, FMA_TILE, 0),
+        (ProductKind.TENSOR, TENSOR_TILES[-1], 1),
+        (ProductKind.TENSOR, TENSOR_TILES[-1], 2),
+        (ProductKind.HALF, FMA_TILE, 1),
+        (ProductKind.HALF, FMA_TILE, 2),
+        (ProductKind.FLOAT, FMA_TILE, 0),
     ):
         shape = ExpertShape(hidden_size=96, ffn_size=160, hidden_parts=parts, down_parts=parts)
-        is_tensor = product is Product.TENSOR
+        is_tensor = product is ProductKind.TENSOR
         needs, lanes = (("mma",), (32,)) if is_tensor else ((), (32, 64))
         for file, defines in (
             ("gemm_gate_up.cu", shape.gate_up_defines(product, tile)),
@@ -210,8 +210,8 @@ def _product_variants() -> Iterator[KernelVariant]:
     shape = ExpertShape(hidden_size=512, ffn_size=512, hidden_parts=1, down_parts=1)
     tile = TENSOR_TILES[0]
     for file, defines in (
-        ("gemm_gate_up.cu", shape.gate_up_defines(Product.TENSOR, tile, TensorType.Q4_K)),
-        ("gemm_down.cu", shape.down_defines(Product.TENSOR, tile, TensorType.Q8_0)),
+        ("gemm_gate_up.cu", shape.gate_up_defines(ProductKind.TENSOR, tile, TensorType.Q4_K)),
+        ("gemm_down.cu", shape.down_defines(ProductKind.TENSOR, tile, TensorType.Q8_0)),
     ):
         yield KernelVariant(file, defines, needs=("mma",), lanes=(32,))
 

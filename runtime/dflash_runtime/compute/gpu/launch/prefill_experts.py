@@ -1,7 +1,7 @@
 """Expert FFNs of a prefill chunk: gate, up and activation, down, the sum of each token's terms.
 
-Products on tiles of the groups that ExpertGroups has found on the device; nothing waits for the
-host. The bits of a pair's term depend on its hidden row, weight and expert only.
+Products of tiles of the groups that ExpertGroups computed on the device, with no wait for the host.
+The bits of a pair's term depend on its hidden row, weight and expert only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
-    Activation,
+    ActivationArgs,
     CombineArgs,
-    DownArgs,
     ExpertKernels,
     ExpertShape,
-    GateUpArgs,
+    GemmDownArgs,
+    GemmGateUpArgs,
     LevelArgs,
     compile_expert_kernels,
     compile_stored_down,
@@ -51,15 +51,15 @@ from dflash_runtime.compute.gpu.launch.prefill_weights import (
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64
-"""Of a group, on average, whose matrices are read as they are stored. With more it is quicker to
-make halves of them first."""
+"""Pairs of a group, on average, up to which matrices are read without conversion. With more it is
+faster to convert them to halves first."""
 
 
 class ExpertPrefill:
     """FFNs of experts ``hidden_size -> ffn_size -> hidden_size`` for up to `max_pairs` pairs.
 
-    One serves all layers of that shape. Nothing is allocated or compiled after `prepare` has been
-    called with the types of each.
+    One object serves all layers of that shape. After `prepare` was called with each layer's types
+    nothing is allocated or compiled.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class ExpertPrefill:
         self._launches: WeakKeyDictionary[StoredExperts, tuple[object, list[PreparedLaunch]]] = (
             WeakKeyDictionary()
         )
-        """Those of each layer's last chunk, and what they depend on besides."""
+        """Launches of each layer's last chunk, and the values that they depend on."""
 
     @property
     def bytes_of_group(self) -> int:
-        """Scratch memory that one group's quantised matrices take."""
+        """Bytes of scratch memory for one group's quantised matrices."""
         return max(
             2 * self.ffn_size * half_row_bytes(self.hidden_size),
             self.hidden_size * half_row_bytes(self.ffn_size),
         )
 
     def prepare(self, experts: StoredExperts) -> None:
-        """Compile and allocate what such experts need.
+        """Compile kernels and allocate memory for such experts.
 
         Raises: SettingsError if there are no kernels for their types, or no scratch for one expert.
         """
@@ -145,8 +145,8 @@ class ExpertPrefill:
     def _is_stored(
         self, *projections: StoredProjection, groups: ExpertGroups | None = None
     ) -> bool:
-        """Whether products can read such matrices, used together, as they are stored; and, with
-        `groups`, whether that is quicker."""
+        """Whether products can read such matrices without conversion; and, with `groups`, whether
+        that is faster."""
         types = {each.tensor_type for each in projections}
         if not self._reads_stored or len(types) > 1 or not types <= IN_UNITS:
             return False
@@ -190,7 +190,7 @@ class ExpertPrefill:
     def _launches_of(
         self, rows: PreparedRows, groups: ExpertGroups, experts: StoredExperts
     ) -> list[PreparedLaunch]:
-        """All but the last one. They are the same for chunks of one size, whoever is chosen."""
+        """All launches but the last; the same for chunks of one size, whatever was chosen."""
         hidden_parts, down_parts = _parts_of(experts)
         kernels = self._kernels_for(hidden_parts, down_parts)
         hidden = rows.addresses(hidden_parts)
@@ -245,11 +245,11 @@ class ExpertPrefill:
         groups: ExpertGroups,
         experts: StoredExperts,
     ) -> Iterator[PreparedLaunch]:
-        """`rows` as PreparedRows.addresses has them."""
+        """`rows`: from PreparedRows.addresses."""
         gate, up = experts.gate, experts.up
         hidden_parts, _ = _parts_of(experts)
         hidden, hidden_scales, hidden_part_bytes = rows
-        given = GateUpArgs(
+        given = GemmGateUpArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
             token_indices=address(groups.token_indices),
@@ -267,7 +267,7 @@ class ExpertPrefill:
             activation_part_bytes=self._activation_part_bytes,
             gate_stride=gate.stride_bytes,
             up_stride=up.stride_bytes,
-            form=Activation(
+            form=ActivationArgs(
                 limit=experts.activation_limit,
                 alpha=experts.activation_alpha,
                 up_offset=experts.activation_up_offset,
@@ -282,7 +282,7 @@ class ExpertPrefill:
             is_stored = True
             kernel = self._stored_gate_up[gate.tensor_type, _parts_of(experts)[1]]
         for choice in self._passes(groups, experts, is_stored=is_stored):
-            args = GateUpArgs.from_buffer_copy(given)
+            args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
             if not is_stored:
                 args.gate = self._scratch.place()
@@ -313,7 +313,7 @@ class ExpertPrefill:
     ) -> Iterator[PreparedLaunch]:
         down = experts.down
         _, down_parts = _parts_of(experts)
-        given = DownArgs(
+        given = GemmDownArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
             activations=address(self._activations),
@@ -334,7 +334,7 @@ class ExpertPrefill:
         if self._is_stored(down, groups=groups):
             is_stored, kernel = True, self._stored_down[down.tensor_type]
         for choice in self._passes(groups, experts, is_stored=is_stored):
-            args = DownArgs.from_buffer_copy(given)
+            args = GemmDownArgs.from_buffer_copy(given)
             args.choice = choice
             if not is_stored:
                 args.down = self._scratch.place()
@@ -350,7 +350,7 @@ class ExpertPrefill:
     def _passes(
         self, groups: ExpertGroups, experts: StoredExperts, *, is_stored: bool
     ) -> Iterator[MatrixChoice]:
-        """Groups whose matrices are in scratch memory together; all, if they are used in place."""
+        """Groups whose matrices fit the scratch memory; all, if these are not converted."""
         slots = optional_address(experts.slot_of_expert)
         at_once = groups.max_groups
         if not is_stored:
@@ -369,7 +369,7 @@ def _product(kernel: Kernel, grid: Grid, tile: Tile, args: ctypes.Structure) -> 
 
 
 def _parts_of(experts: StoredExperts) -> tuple[int, int]:
-    """Of hidden rows and of activations; see activation_parts."""
+    """Parts of hidden rows and of activations; see activation_parts."""
     return (
         activation_parts((experts.gate.tensor_type, experts.up.tensor_type)),
         activation_parts((experts.down.tensor_type,)),

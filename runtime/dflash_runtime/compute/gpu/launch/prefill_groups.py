@@ -1,6 +1,6 @@
-"""Pairs of a prefill chunk sorted by expert on the device: the arrays that groups.cuh draws.
+"""Pairs of a prefill chunk, sorted by expert on the device, in the arrays of groups.cuh.
 
-Knows nothing of weights; experts' ids are what the chosen ones are called, global or local.
+Ids of experts are those of the choice, global or local.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dflash_runtime.compute.gpu.device.device import (
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
-"""A block of the sort has a thread for each expert, in whole logical warps."""
+"""Most experts: the sort's block has a thread for each, in whole logical warps."""
 
 CHUNK_PAIRS = 1024
 _FIND_THREADS = 256
 _ALIGNMENT = 64
 _NUMBERS = itertools.count()
-"""Of all ExpertGroups, so that none is taken for one whose memory it has got."""
+"""Numbers all ExpertGroups, to tell one from another that had the same address."""
 
 
 class GroupArgs(ctypes.Structure):
@@ -68,15 +68,15 @@ class SortedArgs(ctypes.Structure):
 
 
 def _padded(*sizes: int) -> int:
-    """Elements of arrays one after the other."""
+    """Elements of consecutive arrays."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 class ExpertGroups:
     """The arrays for up to `max_pairs` pairs, overwritten by each chunk.
 
-    `num_tokens`, `num_pairs`, `pairs_per_token` and `max_groups` are of the last chunk: what bounds
-    the grids of the kernels that follow, as only the device knows how many groups there are.
+    `num_tokens`, `num_pairs`, `pairs_per_token` and `max_groups` are of the last chunk. They bound
+    the grids of the kernels that follow, since only the device knows the number of groups.
     Shapes: counts [4] int32: groups, tiles, rows; expert_ids [groups], group_starts [groups + 1],
     token_indices [rows], rows_of_tokens [T * pairs_per_token] int32; weights [rows] float32; tiles
     [tiles, 4] int32.
@@ -134,20 +134,20 @@ class ExpertGroups:
             weights=address(self.weights),
             rows_of_tokens=address(self.rows_of_tokens),
         )
-        """With what all chunks have in common."""
-        # A batch's come in one piece, each beginning where vectors may be read.
+        """Arguments that all chunks have in common."""
+        # A batch's arrays are uploaded as one, each aligned for vector loads.
         self._loaded = device.empty(
             _padded(most_groups, most_groups + 1, *(max_pairs,) * 2), np.int32
         )
 
     @property
     def max_tiles(self) -> int:
-        """Bound of the number of tiles of this chunk."""
+        """Upper bound of this chunk's tiles."""
         return self.num_pairs // self.tile_rows + self.max_groups
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """What decides where this chunk's arrays are, and the grids that they ask for."""
+        """Identifies the addresses of this chunk's arrays and the grids of its kernels."""
         return (
             self._number,
             self.num_tokens,
@@ -166,10 +166,10 @@ class ExpertGroups:
         num_resident: int | None = None,
         selections: DeviceArray | None = None,
     ) -> None:
-        """Sort a chunk's choice. Pairs of experts without a slot get no row: they are others'.
+        """Sort a chunk's choice. Pairs of experts without a slot, which are remote, get no row.
 
-        `num_resident` bounds how many experts have a slot; all, if not given. What is sorted is
-        added to `selections` [E] uint32.
+        `num_resident`: upper bound of the experts with a slot; default: all. Sorted pairs are
+        counted in `selections` [E] uint32.
         Shapes: topk_ids [T, K] int32; topk_weights [T, K] float32; slot_of_expert [E] int32, below
         0: none.
         Raises: SettingsError for other shapes or more pairs than there is room for.
@@ -208,7 +208,7 @@ class ExpertGroups:
         self._device.launch(self._place, chunks, self._num_threads, args)
 
     def load(self, batch: RoutedBatch) -> None:
-        """Take over a batch, which is sorted already. It must have been checked.
+        """Upload a batch, which is sorted already and must have been checked.
 
         Raises: SettingsError if there is no room for it, or no pair in it.
         """

@@ -1,4 +1,4 @@
-"""Rows of activations as prefill's products read them: halves that cannot overflow, or floats."""
+"""Rows of activations for prefill's products: scaled halves that cannot overflow, or floats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PreparedRows:
     """Rows on the device.
 
     Shapes: floats [T, columns] float32; halves [parts, max_rows, columns] uint16, scales [T]
-    float32: what the sum of the parts is to be multiplied by. There are no halves if parts is 0.
+    float32: factors of the sum of the parts. There are no halves if parts is 0.
     """
 
     num_rows: int
@@ -48,10 +48,10 @@ class PreparedRows:
     halves: DeviceArray | None
     scales: DeviceArray | None
     half_addresses: tuple[int, int, int] | None
-    """Of both, and bytes from one part to the next."""
+    """Addresses of rows and scales, and bytes from one part to the next."""
 
     def addresses(self, parts: int) -> tuple[int, int, int]:
-        """Of rows in that many parts, and of their scales; bytes from one part to the next.
+        """Addresses of rows in that many parts and of their scales, and bytes between parts.
 
         Raises: SettingsError if the rows have fewer parts.
         """
@@ -86,7 +86,7 @@ class RowPreparer:
             self._halves = device.empty((parts, max_rows, columns), np.uint16)
             self._scales = device.empty(max_rows, np.float32)
         self._args = HalfRowsArgs()
-        """With what all rows have in common."""
+        """Arguments that all rows have in common."""
         self._half_addresses: tuple[int, int, int] | None = None
         if self._halves is not None and self._scales is not None:
             part_bytes = self._halves.nbytes // parts
@@ -94,7 +94,7 @@ class RowPreparer:
             self._args.halves, self._args.scales, self._args.part_bytes = self._half_addresses
 
     def reserve_floats(self) -> None:
-        """Have memory for normalised floats; before a capture, as nothing is allocated in one."""
+        """Allocate memory for normalised floats. Call it before a capture."""
         if self._floats is None:
             self._floats = self._device.empty((self.max_rows, self.columns), np.float32)
 

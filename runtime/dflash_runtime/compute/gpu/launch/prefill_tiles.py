@@ -1,4 +1,4 @@
-"""How prefill's products are computed on a device: with what, in tiles of which size.
+"""Arithmetic and tile sizes of prefill's products on a device.
 
 Sizes never decide bits: a product's terms are always added in order of columns (gemm_tile.cuh).
 """
@@ -14,11 +14,11 @@ from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 
 
-class Product(IntEnum):
+class ProductKind(IntEnum):
     """PRODUCT of gemm_tile.cuh."""
 
     FLOAT = 0
-    """Floats by FMA: of F32 matrices, on every device."""
+    """Floats by FMA: for F32 matrices, on every device."""
     HALF = 1
     """Halves by FMA with float32 sums, where there are no tensor cores."""
     TENSOR = 2
@@ -27,7 +27,7 @@ class Product(IntEnum):
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block computes, and of how many warps of 32 threads it consists."""
+    """Output tile of a block, and its warps of 32 threads."""
 
     rows: int
     columns: int
@@ -46,11 +46,11 @@ class Tile:
 
     @property
     def segment(self) -> int:
-        """Elements of an activation row that are divided by the same power of two."""
+        """Elements of an activation row that are scaled by the same power of two."""
         return self.columns // self.warps_n // 2
 
-    def defines(self, product: Product) -> dict[str, int | str]:
-        """Of gemm_tile.cuh."""
+    def defines(self, product: ProductKind) -> dict[str, int | str]:
+        """Defines of gemm_tile.cuh."""
         return {
             "PRODUCT": int(product),
             "TILE_M": self.rows,
@@ -67,10 +67,10 @@ TENSOR_TILES = (
     Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=3),
     Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=2),
 )
-"""Largest first: the more of a tile, the less of it is read again for others."""
+"""Largest first: larger tiles read their operands less often."""
 
 FEW_TILE = Tile(rows=64, columns=64, warps_m=2, warps_n=2, stages=4, blocks_per_sm=3)
-"""Of dense matrices, where large tiles would be fewer than multiprocessors."""
+"""For dense matrices with fewer large tiles than multiprocessors."""
 
 FMA_TILE = Tile(rows=128, columns=64, warps_m=4, warps_n=2, stages=2)
 
@@ -80,57 +80,57 @@ DENSE_FLOAT_TILE = Tile(rows=64, columns=64, warps_m=4, warps_n=2, stages=2, blo
 
 @dataclass(frozen=True)
 class Products:
-    """What a device uses for halves and for floats."""
+    """A device's tiles for halves and for floats."""
 
-    half: Product
+    half: ProductKind
     half_tile: Tile
     float_tile: Tile = FMA_TILE
     dense_float_tile: Tile = DENSE_FLOAT_TILE
     few_tile: Tile | None = None
-    """See FEW_TILE; of halves."""
+    """See FEW_TILE; for halves."""
 
     def __post_init__(self) -> None:
-        if self.half is Product.FLOAT:
+        if self.half is ProductKind.FLOAT:
             raise ValueError("halves are not multiplied as floats")
         if self.half_tile.rows != self.float_tile.rows:
             raise ValueError("groups are cut into tiles of one size")
 
     @property
     def tile_rows(self) -> int:
-        """Size of the tiles that groups of pairs are cut into."""
+        """Rows of the tiles that groups of pairs are cut into."""
         return self.half_tile.rows
 
-    def of(self, parts: int) -> tuple[Product, Tile]:
-        """Of experts, for activations of that many rows of halves each; 0: floats."""
-        return (self.half, self.half_tile) if parts else (Product.FLOAT, self.float_tile)
+    def of(self, parts: int) -> tuple[ProductKind, Tile]:
+        """For experts, with activations in that many rows of halves each; 0: floats."""
+        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.float_tile)
 
-    def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[Product, Tile]:
-        """The same of dense matrices; `is_few`: of which there would be few tiles."""
+    def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[ProductKind, Tile]:
+        """The same for dense matrices; `is_few`: there would be few large tiles."""
         if parts and is_few and self.few_tile is not None:
             return self.half, self.few_tile
-        return (self.half, self.half_tile) if parts else (Product.FLOAT, self.dense_float_tile)
+        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.dense_float_tile)
 
 
 def products_of(device: KernelDevice) -> Products:
-    """The fastest that the device can do."""
+    """The fastest products of the device."""
     if device.capabilities.mma and device.lanes == 32:
         for tile in TENSOR_TILES:
             if tile.shared_bytes <= device.max_shared_bytes:
-                return Products(Product.TENSOR, tile, few_tile=FEW_TILE)
+                return Products(ProductKind.TENSOR, tile, few_tile=FEW_TILE)
     if device.max_shared_bytes < FMA_TILE.shared_bytes:
         raise SettingsError(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, "
             f"prefill needs {FMA_TILE.shared_bytes}"
         )
-    return Products(Product.HALF, FMA_TILE)
+    return Products(ProductKind.HALF, FMA_TILE)
 
 
 @cache
 def activation_parts(tensor_types: tuple[TensorType, ...]) -> int:
-    """Rows of halves that stand for a row of activations multiplied by these types; 0: floats.
+    """Rows of halves that represent a row of activations multiplied by these types; 0: floats.
 
-    Two keep what matrices of plain halves are worth; quantised ones are worth less than one.
-    Raises: SettingsError if F32 is among others.
+    Matrices of plain halves need two to keep their precision; for quantised ones one suffices.
+    Raises: SettingsError if F32 is mixed with other types.
     """
     types = set(tensor_types)
     if types == {TensorType.F32}:

@@ -1,7 +1,4 @@
-"""Weights as prefill's products read them: as they lie on the device, or as halves in scratch.
-
-Knows nothing of activations.
-"""
+"""Weights for prefill's products: in the device's layout, or converted to halves in scratch."""
 
 from __future__ import annotations
 
@@ -55,9 +52,9 @@ class DequantiseArgs(ctypes.Structure):
 
 @dataclass(frozen=True)
 class StoredProjection:
-    """One projection of the experts that a device holds: ``y = scale * (W x) + bias``.
+    """One projection of the experts on a device: ``y = scale * (W x) + bias``.
 
-    Matrices lie `stride_bytes` apart, by slot (see StoredExperts), rows as layouts.py has them.
+    Matrices lie `stride_bytes` apart, by slot (see StoredExperts), with rows as in layouts.py.
     Biases [E, rows] and scales [E] are float32 arrays by expert id, None: there are none.
     """
 
@@ -70,9 +67,9 @@ class StoredProjection:
 
 @dataclass(frozen=True, eq=False)
 class StoredExperts:
-    """The experts of one layer that a device holds.
+    """The experts of one layer on a device.
 
-    Shapes: slot_of_expert [E] int32, None: the matrix of an expert is that of its id.
+    Shapes: slot_of_expert [E] int32; None: an expert's slot is its id.
     """
 
     gate: StoredProjection
@@ -85,28 +82,28 @@ class StoredExperts:
 
 
 AS_STORED = frozenset({TensorType.F32, TensorType.F16})
-"""Types whose rows on the device are what products read."""
+"""Types whose rows products read without conversion."""
 
 IN_UNITS = frozenset(FIELDS) - {
     *(TensorType.F32, TensorType.F16, TensorType.BF16),
     *(TensorType.Q2_K, TensorType.Q3_K),
 }
-"""Types of which products can make halves themselves, 64 weights at a time, in the order of the row
+"""Types that products can convert themselves, 64 weights at a time, in the order of the row
 (stored_units.cuh)."""
 
 
 def half_row_bytes(columns: int) -> int:
-    """Bytes of a row of halves, of scratch memory and of F16 matrices alike."""
+    """Bytes of a row of halves, in scratch memory and in F16 matrices."""
     return 2 * UNIT * num_units(columns)
 
 
 def product_row_bytes(columns: int, parts: int) -> int:
-    """Bytes between rows of a matrix, for activations of that many parts (0: floats)."""
+    """Bytes between rows of a matrix, for activations in that many parts (0: floats)."""
     return half_row_bytes(columns) if parts else row_bytes(TensorType.F32, columns)
 
 
 def check_type(tensor_type: TensorType, columns: int) -> None:
-    """Raises: SettingsError if prefill cannot multiply such a matrix."""
+    """Raises: SettingsError if prefill does not support such a matrix."""
     if tensor_type not in FIELDS:
         raise SettingsError(f"there are no GPU kernels for {tensor_type.name}")
     if columns <= 0 or columns % 32:
@@ -128,11 +125,11 @@ class WeightScratch:
         self._kernels: dict[tuple[TensorType, int], Kernel] = {}
 
     def place(self, offset_bytes: int = 0) -> int:
-        """Where it begins, `offset_bytes` further on."""
+        """Its address plus `offset_bytes`."""
         return address(self.memory, offset_bytes)
 
     def prepare(self, tensor_type: TensorType, columns: int) -> Kernel:
-        """The kernel for such rows; before a capture, as nothing is compiled in one."""
+        """The kernel for such rows; call it before a capture, which cannot compile."""
         key = tensor_type, columns
         if key not in self._kernels:
             check_type(tensor_type, columns)
@@ -150,7 +147,7 @@ class WeightScratch:
         columns: int,
         offset_bytes: int = 0,
     ) -> tuple[PreparedLaunch, int]:
-        """What makes halves of one matrix, `offset_bytes` into the scratch, and their bytes."""
+        """The launch that converts one matrix, `offset_bytes` into the scratch, and its bytes."""
         num_bytes = self._reserve(rows * half_row_bytes(columns), offset_bytes)
         args = DequantiseArgs(
             weights=weights_address, halves=self.place(offset_bytes), num_rows=rows
@@ -167,7 +164,7 @@ class WeightScratch:
         columns: int,
         offset_bytes: int = 0,
     ) -> tuple[PreparedLaunch, int]:
-        """The same of the chosen groups' matrices, one after another."""
+        """The same for the chosen groups' matrices, one after another."""
         num_matrices: int = choice.end_group - choice.first_group
         num_bytes = num_matrices * rows * half_row_bytes(columns)
         self._reserve(num_bytes, offset_bytes)

@@ -1,4 +1,4 @@
-"""Launch records of small kernels on whole rows: choosing experts, adding what is elsewhere."""
+"""Launches of small kernels on whole rows: choosing experts, adding remote sums."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class AddRowsArgs(ctypes.Structure):
 
 
 class RouteRows:
-    """Experts of each token, from logits on the device."""
+    """Chooses each token's experts from logits on the device."""
 
     def __init__(
         self, device: KernelDevice, rule: RoutingRule, *, num_experts: int, has_bias: bool = False
     ) -> None:
-        """Raises: ValueError if there are no such groups of experts."""
+        """Raises: ValueError if the rule's groups do not divide the experts."""
         rule.check(num_experts)
         self._device, self._arrays = device, ArrayChecker(device)
         self._rule, self._num_experts, self._has_bias = rule, num_experts, has_bias
@@ -117,7 +117,7 @@ class RouteRows:
 
 
 class ChooseExperts:
-    """RouteRows for any rule and number of experts, each compiled when it is first met."""
+    """RouteRows for any rule and number of experts; compiles each when it is first needed."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
@@ -204,7 +204,7 @@ def _route_defines(rule: RoutingRule, num_experts: int) -> dict[str, int | str]:
 
 
 def is_plain(rule: RoutingRule) -> bool:
-    """It is one that experts' kernels know by themselves, if there is no bias."""
+    """Whether experts' kernels can apply the rule themselves, if there is no bias."""
     plain = RoutingRule(rule.num_experts_used, rule.gating, rule.normalise)
     return rule == plain and rule.gating in GATES
 

@@ -1,1 +1,1 @@
-"""What a layer has on a device: weights, experts, keys and values, states."""
+"""A layer on a device: weights, resident experts, KV cache, recurrent states."""

@@ -1,8 +1,4 @@
-"""Launches attention on a device: checks shapes and memory, fills in arguments.
-
-Everything that reaches a kernel is checked here. Knows nothing of the mathematics, nor of how work
-is cut (attention_plan).
-"""
+"""Launches of attention: checks every array that reaches a kernel, fills in arguments."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, int8_rows
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers import attention_args as a
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
-from dflash_runtime.compute.gpu.layers.kv_rows import CachedRows, LayerKvCache
+from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
 
 _ALIGNMENT = 16
 
@@ -43,7 +39,7 @@ def rotation_angles(table: RopeTable, num_positions: int) -> F32Array:
 
 @dataclass(slots=True, eq=False)  # made for every launch
 class TokenRows:
-    """Rows of heads inside a wider array, as one projection of queries, keys and values gives them.
+    """Rows of heads inside a wider array, such as the joint projection of queries, keys and values.
 
     Shapes: array [T, columns] float32; a token's heads begin at `first_column` of its row.
     """
@@ -54,10 +50,10 @@ class TokenRows:
 
 @dataclass(slots=True, eq=False)
 class NewRows:
-    """What the projections give, and what is done to it before attention.
+    """Projected queries, keys and values, and their norms and rotation before attention.
 
-    Shapes: angles as rotation_angles has them, None: nothing is rotated; weights [D] float32 or
-    None; query_factors [N] float32, by position.
+    Shapes: angles from rotation_angles, None: no rotation; weights [D] float32 or None;
+    query_factors [N] float32, by position.
     """
 
     queries: TokenRows
@@ -74,7 +70,7 @@ class NewRows:
 class DecodeAttention:
     """Attention of a step of 1 to 8 tokens, over contexts of one bucket.
 
-    Two launches without any work of the host: capturing them serves the whole bucket.
+    Two launches that need no host work, so one capture serves the whole bucket.
     """
 
     def __init__(self, device: KernelDevice, plan: DecodePlan) -> None:
@@ -94,7 +90,7 @@ class DecodeAttention:
         *,
         positions: DeviceArray,
         scratch: DeviceArray,
-        out: Rows,
+        out: StepRows,
         sinks: DeviceArray | None = None,
     ) -> None:
         """Write the step's keys and values, then let every token see all up to its own.
@@ -132,7 +128,7 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkLaunch:
-    """How chunks of one size are launched."""
+    """Grid and kernels for chunks of one size."""
 
     store_grid: Grid
     store_threads: int
@@ -163,7 +159,7 @@ class PrefillAttention:
             )
 
     def plan(self, num_tokens: int) -> PrefillPlan:
-        """How a chunk is computed here; its bits do not depend on it."""
+        """How a chunk is cut; its bits do not depend on it."""
         plan = PrefillPlan.of(
             self.shape, num_tokens, num_multiprocessors=self._device.num_multiprocessors
         )
@@ -254,14 +250,14 @@ class PrefillAttention:
 def merge_args(
     arrays: ArrayChecker,
     shape: AttentionShape,
-    out: Rows,
+    out: StepRows,
     *,
     num_tokens: int,
     sinks: DeviceArray | None,
 ) -> a.AttentionMergeArgs:
-    """Arguments of the kernel that writes results, of which those are filled in.
+    """Arguments of the kernel that writes results.
 
-    Raises: ValueError for arrays that cannot take them.
+    Raises: ValueError for arrays that do not fit.
     """
     args = a.AttentionMergeArgs(sinks=_sinks(arrays, shape, sinks))
     if out.values is not None:
@@ -281,7 +277,7 @@ def merge_args(
 
 
 def _out(shape: AttentionShape, out: DeviceArray, num_tokens: int) -> int:
-    """Where results go. Raises: ValueError if that is not an array for them."""
+    """Address of the results. Raises: ValueError if the array does not fit."""
     width = shape.num_heads * shape.kv.value_dim
     if out.dtype != np.float32 or out.shape[0] != num_tokens or out.size != num_tokens * width:
         raise ValueError(
@@ -291,7 +287,7 @@ def _out(shape: AttentionShape, out: DeviceArray, num_tokens: int) -> int:
 
 
 def scratch_address(scratch: DeviceArray, num_bytes: int) -> int:
-    """Where it begins. Raises: ValueError if it is too small."""
+    """Its address. Raises: ValueError if it is too small."""
     if scratch.dtype != np.uint8 or scratch.size < num_bytes:
         raise ValueError(
             f"scratch is {scratch.dtype} {scratch.shape}, needed are {num_bytes} bytes"
@@ -314,14 +310,14 @@ def check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> No
 
 
 def _sinks(arrays: ArrayChecker, shape: AttentionShape, sinks: DeviceArray | None) -> int:
-    """Where they are. Raises: ValueError if they are missing, or not expected."""
+    """Their address. Raises: ValueError if they are missing, or not expected."""
     if (sinks is None) == shape.has_sinks:
         raise ValueError(f"sinks are {sinks}, compiled for {shape}")
     return arrays.optional("sinks", sinks, np.float32, heads=shape.num_heads)
 
 
 def _aligned(array: DeviceArray, name: str) -> int:
-    """Raises: ValueError if vectors cannot be read from the array's beginning on."""
+    """Raises: ValueError if the array is not aligned for vector loads."""
     begin = address(array)
     if begin % _ALIGNMENT:
         raise ValueError(f"{name} is not aligned to {_ALIGNMENT} bytes")
@@ -329,9 +325,9 @@ def _aligned(array: DeviceArray, name: str) -> int:
 
 
 def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
-    """A layer's arrays, as kernels are given them."""
+    """A layer's arrays as arguments of kernels."""
 
-    def scales(rows: CachedRows) -> int | None:
+    def scales(rows: KvRows) -> int | None:
         return None if rows.scales is None else address(rows.scales)
 
     return a.LayerCacheArgs(
@@ -346,9 +342,9 @@ def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
 def attention_rows(
     arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, *, num_tokens: int
 ) -> a.NewRowsArgs:
-    """So many tokens' rows, as kernels are given them.
+    """Rows of so many tokens as arguments of kernels.
 
-    Raises: ValueError for rows of other shapes.
+    Raises: ValueError for rows of another shape.
     """
 
     def begin(given: TokenRows, name: str, width: int) -> int:

@@ -1,7 +1,4 @@
-"""Arguments of the attention kernels, field for field as kernels/attention/*.cu* declare them.
-
-Knows nothing of what is put there.
-"""
+"""Arguments of the attention kernels, field for field as kernels/attention/*.cu* declare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of steps, chunks and trees: which kernels a call takes, and the memory between them."""
+"""Attention of steps, chunks and trees: picks the kernels of a call, and keeps their scratch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, Dec
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import Heads, Rows, StepPositions
+from dflash_runtime.compute.gpu.layers.values import F32Rows, HeadRows, StepPositions
 
 _KINDS_OF_LAYERS = 8
-"""Of a model, more than any has."""
+"""Most different kinds of attention layers in a model."""
 
 
 class AttentionLauncher:
-    """One serves a whole model."""
+    """Launches of attention; one object serves a whole model."""
 
     def __init__(self, device: KernelDevice, buffers: Buffers) -> None:
         self._device = device
@@ -47,14 +47,14 @@ class AttentionLauncher:
 
     def step(
         self,
-        heads: tuple[Heads, Heads, Heads],
+        heads: tuple[HeadRows, HeadRows, HeadRows],
         cache: DeviceKvCache,
         cache_layer: int,
         *,
         positions: StepPositions,
         scale: float,
         sinks: DeviceArray | None,
-        out: Rows,
+        out: F32Rows,
     ) -> None:
         """1 to 8 tokens. Shapes: sinks [heads]; out [T, heads * D], with sides if wanted."""
         layer = cache.layers[cache_layer]
@@ -74,14 +74,14 @@ class AttentionLauncher:
 
     def chunk(
         self,
-        heads: tuple[Heads, Heads, Heads],
+        heads: tuple[HeadRows, HeadRows, HeadRows],
         cache: DeviceKvCache,
         cache_layer: int,
         *,
         positions: StepPositions,
         scale: float,
         sinks: DeviceArray | None,
-        out: Rows,
+        out: F32Rows,
         parts: Sequence[slice],
     ) -> None:
         """Any number of tokens, of which `parts` are computed one after the other.
@@ -113,18 +113,18 @@ class AttentionLauncher:
 
     def tree(
         self,
-        heads: tuple[Heads, Heads, Heads],
+        heads: tuple[HeadRows, HeadRows, HeadRows],
         cache: DeviceKvCache,
         cache_layer: int,
         *,
         tree: Branch,
         scale: float,
         sinks: DeviceArray | None,
-        out: Rows,
+        out: F32Rows,
     ) -> None:
-        """A tree's W tokens, of which the accepted ones are to be in the cache.
+        """A tree's W tokens; those that are accepted get into the cache.
 
-        Shapes: sinks [heads]; out [W, heads * D], with sides if they are wanted.
+        Shapes: sinks [heads]; out [W, heads * D], with sides if wanted.
         """
         layer, window = cache.layers[cache_layer], cache.windows[cache_layer]
         shape = self._shape(heads, cache, cache_layer, has_sinks=sinks is not None)
@@ -153,7 +153,7 @@ class AttentionLauncher:
 
     def _prefill(
         self,
-        heads: tuple[Heads, Heads, Heads],
+        heads: tuple[HeadRows, HeadRows, HeadRows],
         cache: DeviceKvCache,
         cache_layer: int,
         *,
@@ -176,7 +176,7 @@ class AttentionLauncher:
 
     def _shape(
         self,
-        heads: tuple[Heads, Heads, Heads],
+        heads: tuple[HeadRows, HeadRows, HeadRows],
         cache: DeviceKvCache,
         cache_layer: int,
         *,
@@ -195,7 +195,7 @@ class AttentionLauncher:
         )
 
     def _new_rows(
-        self, heads: tuple[Heads, Heads, Heads], cache: DeviceKvCache, scale: float
+        self, heads: tuple[HeadRows, HeadRows, HeadRows], cache: DeviceKvCache, scale: float
     ) -> NewRows:
         q, k, v = heads
         angles = query_weight = key_weight = factors = None

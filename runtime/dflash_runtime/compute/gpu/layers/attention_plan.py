@@ -1,7 +1,7 @@
 """What attention is compiled for and how its work is cut: shapes, context buckets, splits, scratch.
 
-Numbers only; knows nothing of devices. What decides the bits of a result (splits, tiles) depends on
-the model's shape and the context's bucket, never on the device or on how many tokens there are.
+Numbers only. What decides the bits of a result (splits, tiles) depends on the model's shape and the
+context's bucket, never on the device or the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
 from dflash_runtime.compute.gpu.layers.kv_rows import row_elements
 
 FIRST_BUCKET = 1024
-"""Positions of the smallest context bucket; each next has four times as many."""
+"""Positions of the smallest context bucket; each further one has four times as many."""
 
 _SPLIT_BLOCKS = 512
-"""Blocks that a full bucket is cut into: more than any device runs at once."""
+"""Blocks of a full bucket: more than any device runs at once."""
 
 _SMALLEST_SPLIT = 64
 """Keys of a block's four warps, a tile each."""
@@ -111,7 +111,7 @@ class AttentionShape:
 
     @property
     def most_tokens(self) -> int:
-        """Of a window, those that may be written at once: all that the first of them sees stays."""
+        """Positions of a window that may be written at once without losing what the first sees."""
         return self.window_rows - (self.kv.mask.span or 1) + 1
 
     @property
@@ -134,7 +134,7 @@ class AttentionShape:
 
     @property
     def query_bytes(self) -> int:
-        """Of one such query."""
+        """Bytes of such a query."""
         return self.query_columns * (2 if self.use_mma else 4)
 
     def defines(self) -> dict[str, int]:
@@ -165,7 +165,7 @@ class DecodePlan:
     num_tokens: int
     bucket: int
     lanes: int = 32
-    """Of the device's logical warps; decides speed, not bits."""
+    """Lanes of the device's logical warps; decides speed, not bits."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -199,7 +199,7 @@ class DecodePlan:
         return self.grid_of(self.row_warps)
 
     def grid_of(self, row_warps: int) -> tuple[int, int, int]:
-        """With so many rows of warps in a block."""
+        """The grid with so many rows of warps in a block."""
         rows = self.num_tokens * self.shape.group
         num_blocks = -(-rows // (_WARP_ROWS * row_warps))
         return self.num_splits, self.shape.kv.num_heads, num_blocks
@@ -261,7 +261,7 @@ class PrefillPlan:
 
     @staticmethod
     def of(shape: AttentionShape, num_tokens: int, *, num_multiprocessors: int) -> PrefillPlan:
-        """Large blocks, unless there would be too few of them."""
+        """A plan with large blocks, unless there would be too few of them."""
         if not shape.use_mma or shape.value_row > 128:
             return PrefillPlan(shape, 1)
         large = PrefillPlan(shape, 2)

@@ -15,7 +15,7 @@ from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers import attention_args as a
 from dflash_runtime.compute.gpu.layers.attention import (
     NewRows,
@@ -91,7 +91,7 @@ class TreeAttention:
         *,
         nodes: LayerKvCache,
         scratch: DeviceArray,
-        out: Rows,
+        out: StepRows,
         sinks: DeviceArray | None = None,
     ) -> None:
         """Write the tokens' keys and values to `nodes`; then each sees the sequence and its path.
@@ -127,7 +127,7 @@ class TreeAttention:
             merging = merge_args(
                 self._arrays,
                 shape,
-                Rows(
+                StepRows(
                     values=None if out.values is None else out.values[part],
                     quants=None if out.quants is None else out.quants[part],
                     meta=None if out.meta is None else out.meta[part],

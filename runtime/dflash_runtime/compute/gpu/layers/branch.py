@@ -1,7 +1,4 @@
-"""Trees of draft tokens on a device, as kernels read them: brought there once for all layers.
-
-Knows nothing of what layers keep.
-"""
+"""Trees of draft tokens on a device: arrays that kernels read, uploaded once for all layers."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from dflash_runtime.compute.gpu.layers.values import StepPositions
 from dflash_runtime.compute.trees import MOST_NODES, OnAccept, Tree
 
 GOES_ON, FROM_SEQUENCE, NOWHERE = -2, -1, -1
-"""As delta_tree.cu has them."""
+"""Mirrors delta_tree.cu."""
 
 
 _Key: TypeAlias = tuple[object, ...]
@@ -27,8 +24,8 @@ _Thing = TypeVar("_Thing")
 
 
 class Branch:
-    """One tree, of at least one token; and others after it that are of its kind, if it `stays`:
-    then everything on the device stays where it is.
+    """A tree of at least one token. If it `stays`, `aim` writes another tree of the kind to the
+    same arrays, so that captured graphs can be replayed.
 
     Owns: its arrays on the device.
     """
@@ -42,14 +39,14 @@ class Branch:
 
     @staticmethod
     def kind_of(tree: Tree, *, has_states: bool) -> tuple[int, int, int]:
-        """What is the same of trees that one object may be aimed at: tokens, their context's
-        bucket, and, if there are layers with states, places of these."""
+        """What trees of a kind share: number of tokens, context bucket and, if there are layers
+        with states, the number of places for these."""
         num_places = state_walk(tree)[1] if has_states else 0
         return tree.parents.size, _bucket_of(tree), num_places
 
     def aim(self, tree: Tree) -> None:
-        """From now on it is that tree, of the same kind as the one before."""
-        # What layers want kept refers to this object: it must not refer to who has that.
+        """Replace the tree by another one of the same kind."""
+        # Layers' callbacks in the tree refer to this object, so it must not refer to them.
         self.tree = Tree(tree.parents, tree.position)
         self._path: tuple[I32Array, DeviceArray] | None = None
         for array, make in self._arrays.values():
@@ -61,29 +58,28 @@ class Branch:
 
     @property
     def position(self) -> int:
-        """The first one of the tree."""
+        """The tree's first position."""
         return self.tree.position
 
     def check_size(self, num_tokens: int) -> None:
-        """As Tree.check_size."""
         self.tree.check_size(num_tokens)
 
     def begin_keeping(self, keep: Callable[[OnAccept], None]) -> None:
-        """The tree is being computed: layers have kept what they are to keep by this."""
+        """The tree is being computed; layers' callbacks go to `keep`."""
         self._keep = keep
 
     def keep(self, on_accept: OnAccept) -> None:
-        """As Tree.keep, while the tree is computed."""
+        """Tree.keep of the tree being computed."""
         assert self._keep is not None
         self._keep(on_accept)
 
     def end(self) -> None:
-        """The tree was computed."""
+        """The tree is computed."""
         self._keep = None
 
     def memory(self, key: _Key, make: Callable[[], _Thing]) -> _Thing:
-        """What a layer has of its own for the tree, with anything in it; the same again for the
-        same key if this object stays."""
+        """Uninitialised memory of a layer for the tree; the same for the same key if this object
+        stays."""
         if not self._stays:
             return make()
         if key not in self._memory:
@@ -93,7 +89,7 @@ class Branch:
 
     @property
     def positions(self) -> StepPositions:
-        """Where each token stands. Shapes: array [W]."""
+        """Position of each token. Shapes: array [W]."""
         return StepPositions(self._array(("positions",), lambda tree: tree.positions), self._bucket)
 
     @cached_property
@@ -114,17 +110,17 @@ class Branch:
         return self._array(("paths",), _paths_of)
 
     def ancestors(self, count: int) -> DeviceArray:
-        """As Tree.ancestors. Shapes: [W, count] int32."""
+        """Tree.ancestors on the device. Shapes: [W, count] int32."""
         return self._array(("ancestors", count), lambda tree: tree.ancestors(count))
 
     @property
     def walk(self) -> DeviceArray:
-        """As `state_walk`. Shapes: [W, 3] int32."""
+        """`state_walk` on the device. Shapes: [W, 3] int32."""
         return self._array(("walk",), lambda tree: state_walk(tree)[0])
 
     @cached_property
     def num_places(self) -> int:
-        """Of states that are kept at the same time."""
+        """Most states kept at the same time."""
         return state_walk(self.tree)[1]
 
     def _array(self, key: _Key, make: Callable[[Tree], I32Array]) -> DeviceArray:
@@ -133,14 +129,14 @@ class Branch:
         return self._arrays[key][0]
 
     def path_on_device(self, path: I32Array) -> DeviceArray:
-        """A path that is accepted, brought there once for all layers. Shapes: path, result [L]."""
+        """An accepted path on the device, uploaded once for all layers. Shapes: both [L]."""
         if self._path is None or self._path[0] is not path:
             self._path = path, self._device.upload(path)
         return self._path[1]
 
 
 class Branching:
-    """Which tree is being computed, if any: what a model's operations and its cache both know."""
+    """The tree being computed, if any; shared by a model's operations and its cache."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
@@ -148,7 +144,7 @@ class Branching:
 
     @contextmanager
     def over(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
-        """Within it operations are given this tree's tokens; `branch` is aimed at it, if given."""
+        """A context in which operations compute this tree's tokens, with `branch` if given."""
         if branch is None:
             branch = Branch(self._device, tree)
         branch.begin_keeping(tree.keep)
@@ -165,7 +161,6 @@ def _bucket_of(tree: Tree) -> int:
 
 
 def _paths_of(tree: Tree) -> I32Array:
-    """As Branch.paths."""
     paths = np.zeros((tree.parents.size, MOST_NODES), np.int32)
     depths = tree.depths.tolist()
     for node, parent in enumerate(tree.parents.tolist()):
@@ -176,7 +171,7 @@ def _paths_of(tree: Tree) -> I32Array:
 
 
 def state_walk(tree: Tree) -> tuple[I32Array, int]:
-    """How states go through a tree, depth first, and how many places it takes to keep some.
+    """The depth-first order of states through a tree, and the number of places for kept ones.
 
     Each step is a token, where its parent's state is (GOES_ON: it is that of the step before;
     FROM_SEQUENCE; or a place), and the place where its own is kept until the last of several tokens

@@ -1,7 +1,4 @@
-"""Launch records of a Gated DeltaNet layer's own kernels: steps of a few tokens, and chunks.
-
-Knows nothing of what surrounds them: projections are made before, the output's after.
-"""
+"""Launches of a Gated DeltaNet layer's own kernels (no projections), for steps and chunks."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     int8_rows,
     padded_columns,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 
 RING = 16
-"""Inputs that are kept: of the last positions."""
+"""Inputs kept: those of the last positions."""
 PLACES = 4
-"""States that are kept: before the last positions."""
+"""States kept: those before the last positions."""
 _STEP_WARPS, _CHUNK_WARPS, _CHUNK_ROWS = 16, 4, 8
 
 
@@ -71,7 +68,7 @@ class DeltaFinishArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """What kernels are compiled for."""
+    """Compile-time shape of the kernels."""
 
     delta: DeltaShape
     num_taps: int
@@ -84,7 +81,7 @@ class DeltaPlan:
 
     @property
     def num_heads(self) -> int:
-        """Of values."""
+        """Value heads."""
         return self.delta.num_value_heads
 
     @property
@@ -93,7 +90,7 @@ class DeltaPlan:
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Of a layer's states, that before position p in place ``p % PLACES``."""
+        """Shape of a layer's states; that before position p is in place ``p % PLACES``."""
         return PLACES, self.num_heads, self.delta.value_dim, self.delta.key_dim
 
     @property
@@ -106,7 +103,7 @@ class DeltaPlan:
         return self.delta.value_dim % GRANULE == 0 and self.value_channels % 32 == 0
 
     def step_defines(self, num_warps: int) -> dict[str, int | str]:
-        """Of kernels whose blocks have a head each."""
+        """Defines of kernels with a head per block."""
         padded = padded_columns(self.value_channels) if self.has_quants else 0
         return {**self.defines(), "WARPS": num_warps, "PADDED_COLUMNS": padded}
 
@@ -124,8 +121,8 @@ class DeltaPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaInputs:
-    """What projections have given, and the gate.
+class DeltaArrays:
+    """Projected inputs, and the gate.
 
     Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
     [T, value channels], if the shape finishes; all float32.
@@ -155,7 +152,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaState:
-    """A layer's state of one sequence; with anything in it, for a sequence that begins at 0.
+    """A layer's state of one sequence; uninitialised memory will do for one that begins at 0.
 
     Shapes: ring, state as the shape has them, float32.
     """
@@ -170,7 +167,7 @@ def step_warps(device: KernelDevice) -> int:
 
 
 class DeltaStep:
-    """A step of 1 to 8 tokens, in one launch without any work of the host."""
+    """A step of 1 to 8 tokens, in one launch that needs no host work."""
 
     def __init__(self, device: KernelDevice, shape: DeltaPlan, num_tokens: int) -> None:
         check_tokens(num_tokens)
@@ -183,12 +180,12 @@ class DeltaStep:
 
     def launch(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
         positions: DeviceArray,
-        out: Rows,
+        out: StepRows,
     ) -> None:
         """`positions` ascend by one, and are read before the preceding kernel has ended.
 
@@ -224,7 +221,7 @@ class DeltaChunk:
 
     def launch(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
@@ -290,9 +287,9 @@ class DeltaChunk:
 
 
 def input_args(
-    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaInputs, *, count: int
+    arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaArrays, *, count: int
 ) -> dict[str, int]:
-    """Addresses, by the names that kernels' arguments have; as those below.
+    """Addresses by the names of kernels' arguments.
 
     Raises: ValueError for an array that is missing, or not of this shape, type or device.
     """
@@ -328,7 +325,7 @@ def state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dic
 def _finish_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
-    inputs: DeltaInputs,
+    inputs: DeltaArrays,
     *,
     weights: DeltaWeights,
     count: int,
@@ -345,13 +342,13 @@ def _finish_args(
 def result_args(
     arrays: ArrayChecker,
     shape: DeltaPlan,
-    inputs: DeltaInputs,
+    inputs: DeltaArrays,
     *,
     weights: DeltaWeights,
-    out: Rows,
+    out: StepRows,
     count: int,
 ) -> dict[str, int]:
-    """Where a step's results go, and what they are normalised and gated by."""
+    """Addresses of a step's results, norm weight and gate."""
     columns = shape.value_channels
     found = {"values": arrays.optional("values", out.values, np.float32, T=count, columns=columns)}
     if shape.finishes:
@@ -366,7 +363,7 @@ def result_args(
 
 
 def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:
-    """Of a file whose blocks have a head each."""
+    """Variants of a file with a head per block."""
     return [
         KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
         for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS // 2))

@@ -1,5 +1,6 @@
-"""Launch record of a Gated DeltaNet layer's own kernels for a tree's tokens, and for the path that
-is accepted. The layer's state is only read until then."""
+"""Launches of a Gated DeltaNet layer's own kernels for a tree's tokens, and for an accepted path.
+
+The layer's state is only read until a path is accepted."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
     VARIANT_SHAPES,
-    DeltaInputs,
+    DeltaArrays,
     DeltaPlan,
     DeltaState,
     DeltaWeights,
@@ -61,7 +62,7 @@ class DeltaKeepArgs(ctypes.Structure):
 
 
 class DeltaTree:
-    """Any tree through a layer: each token goes on from its parent's state, as in a step."""
+    """A tree through a layer: each token continues from its parent's state, as in a step."""
 
     def __init__(self, device: KernelDevice, shape: DeltaPlan) -> None:
         self.shape = shape
@@ -75,22 +76,22 @@ class DeltaTree:
 
     def launch(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
         branch: Branch,
-        out: Rows,
+        out: StepRows,
     ) -> None:
-        """`state` is that before the tree, and stays as it is. Arrays as DeltaStep.launch has them,
-        of the tree's W tokens.
+        """`state` is the one before the tree, and is only read. Arrays as for DeltaStep.launch, for
+        the tree's W tokens.
 
         Raises: ValueError for an array that is missing, or not of this shape, type or device;
         DeviceOutOfMemory.
         """
         shape, arrays, count = self.shape, self._arrays, branch.num_tokens
         places = (branch.num_places, *shape.state_shape[1:])
-        # Others may have its memory as soon as this was launched: what they do comes after it.
+        # Its memory may be reused right after the launch, in the order of the same stream.
         kept = None
         if branch.num_places:
             kept = branch.memory(
@@ -118,14 +119,14 @@ class DeltaTree:
 
     def accept(
         self,
-        inputs: DeltaInputs,
+        inputs: DeltaArrays,
         weights: DeltaWeights,
         state: DeltaState,
         *,
         branch: Branch,
         path: DeviceArray,
     ) -> None:
-        """The state becomes that after a path, of which `launch` was given the inputs.
+        """Advance the state along a path, whose inputs were given to `launch`.
 
         Shapes: path [L] int32, at least one.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.

@@ -1,6 +1,6 @@
-"""What a cache on a device keeps of a sequence, and how it is taken up: rows, windows and states.
+"""Rows, windows and states that a cache on a device keeps of a sequence, and how they are restored.
 
-The host knows which positions rows and states are of; what they are lies on the device alone.
+The host keeps the positions that rows and states belong to; the data itself is on the device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dflash_runtime.compute.sliding_window import MOST_KEPT, WindowRows, WindowS
 
 
 def rows_kept(kv: KvLayer, capacity: int) -> int:
-    """Positions that a layer has room for: those of a window if that, with all of its snapshots,
-    takes no more memory than rows for all positions, which need none."""
+    """Positions that a layer has rows for: those of a window if that, with all of its snapshots,
+    takes no more memory than rows for all positions, which need no snapshots."""
     in_window = num_rows(kv.mask, capacity)
     return in_window if in_window * (1 + MOST_KEPT) <= capacity else capacity
 
 
 class DeviceWindowRows(WindowRows):
-    """Which positions one layer has rows of, on a device."""
+    """WindowRows on a device: the positions that one layer has rows of."""
 
     __slots__ = ("_device",)
 
@@ -54,7 +54,7 @@ class CacheSnapshot:
 
 
 class KeptRows:
-    """The part of ops.KvCache that is about going on; what has keys and values derives from it.
+    """Base of DeviceKvCache: the part of ops.KvCache that resumes, saves and restores sequences.
 
     Owns: states of recurrent layers. Raises: DeviceOutOfMemory.
     """
@@ -68,16 +68,15 @@ class KeptRows:
         recurrent: Sequence[RecurrentLayer],
     ) -> None:
         self.windows = [DeviceWindowRows(device, kv, capacity) for kv in layers]
-        """Which rows each layer of keys and values has."""
+        """The rows of each attention layer."""
         self.states = RecurrentStates(device, recurrent)
 
     def can_resume(self, num_positions: int) -> bool:
-        """As ops.KvCache.can_resume."""
         has_rows = all(window.can_resume(num_positions) for window in self.windows)
         return has_rows and self.states.can_resume(num_positions)
 
     def begin_step(self, position: int) -> None:
-        """Captured steps of one token go on from here. Raises: CheckpointMissing."""
+        """Captured steps of one token continue from this position. Raises: CheckpointMissing."""
         for window in self.windows:
             window.require(position)
         self.states.begin_step(position)
@@ -85,13 +84,12 @@ class KeptRows:
             window.begin(position)
 
     def count_step(self) -> None:
-        """One of them was started."""
+        """Count a captured step that was started."""
         for window in self.windows:
             window.advance(1)
         self.states.count_step()
 
     def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> CacheSnapshot:
-        """As ops.KvCache.snapshot."""
         states: DeviceSnapshot | None = None
         windows: tuple[WindowSnapshot | None, ...] = (None,) * len(self.windows)
         if instead_of is not None:
@@ -109,7 +107,6 @@ class KeptRows:
         )
 
     def restore(self, snapshot: ops.Snapshot) -> None:
-        """As ops.KvCache.restore."""
         assert isinstance(snapshot, CacheSnapshot)
         self.states.restore(snapshot.states)
         for window, kept in zip(self.windows, snapshot.windows, strict=True):

@@ -1,6 +1,6 @@
 """The cache of one sequence on a device: keys, values and states of its layers, and trees over it.
 
-How many positions are in use is the owner's business: truncating is writing over them later.
+The owner keeps the number of positions in use: a truncated sequence is overwritten later.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dflash_runtime.compute.trees import Tree
 
 
 class DeviceKvCache(KeptRows):
-    """Implements ops.KvCache. Rows that were never written hold anything, and are never used.
+    """Implements ops.KvCache. Rows that were never written are uninitialised, and never used.
 
-    Owns: the device memory, given back with the object.
+    Owns: the device memory, freed with the object.
     Raises: SettingsError for heads or a capacity that the kernels cannot take; DeviceOutOfMemory.
     """
 
@@ -35,7 +35,7 @@ class DeviceKvCache(KeptRows):
         recurrent: Sequence[RecurrentLayer] = (),
         trees: Branching | None = None,
     ) -> None:
-        """`trees` tells the operations that compute over it which tree they are given."""
+        """`trees`: shared with the operations, which read from it the tree being computed."""
         given = tuple(layers)
         check_capacity(capacity)
         for kv in given:
@@ -57,13 +57,13 @@ class DeviceKvCache(KeptRows):
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it holds."""
+        """Bytes of device memory."""
         kept = sum(layer_bytes(layer.kv, self.capacity, self.kv_type) for layer in self.layers)
         return kept + self.states.nbytes
 
     @contextmanager
     def branching(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
-        """As trees.BranchingCache.branching, with what is on the device of it already.
+        """See trees.BranchingCache.branching; `branch`: the tree on the device, if it is there.
 
         Raises: ContextExceeded too."""
         if self._trees is None:
@@ -73,7 +73,7 @@ class DeviceKvCache(KeptRows):
             yield
 
     def check_tree(self, tree: Tree) -> None:
-        """Raises: ContextExceeded, CheckpointMissing if it cannot go on from here."""
+        """Raises: ContextExceeded; CheckpointMissing if it cannot be resumed at the tree."""
         self.require(tree.position)
         self.check_fits(tree.position, int(tree.depths.max(initial=-1)) + 1)
 

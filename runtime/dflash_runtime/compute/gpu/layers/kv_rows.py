@@ -1,7 +1,4 @@
-"""Keys and values of a layer on a device, in the layout that kernels/attention/kv_rows.cuh reads.
-
-Knows nothing of attention, and of whose positions these are.
-"""
+"""Keys and values of a layer on a device, in the layout of kernels/attention/kv_rows.cuh."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from dflash_runtime.compute.gpu.layers.kept_rows import rows_kept
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 
 LARGEST_HEAD = 256
-"""Elements of a head that the kernels keep in registers."""
+"""Most elements of a head, which kernels keep in registers."""
 
 Q8_BLOCK = 32
 
 _MOST_POSITIONS = 1 << 24
-"""Positions, and rows times heads, stay far inside 32 bits."""
+"""Bound that keeps positions, and rows times heads, far inside 32 bits."""
 
 _ELEMENTS: dict[KvType, type[np.generic]] = {
     KvType.F32: np.float32,
@@ -46,7 +43,7 @@ def row_elements(kv_type: KvType, dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CachedRows:
+class KvRows:
     """Keys or values of one layer.
 
     Shapes: elements [kv_heads, N, row] of the cache's element type, zeros past the head's dim;
@@ -65,23 +62,23 @@ class LayerKvCache:
     kv_type: KvType
     capacity: int
     """Positions."""
-    keys: CachedRows
-    values: CachedRows
+    keys: KvRows
+    values: KvRows
 
     @property
     def num_rows(self) -> int:
-        """Positions that there is room for at the same time."""
+        """Positions that it can hold at the same time."""
         return self.keys.elements.shape[1]
 
     @property
     def window_rows(self) -> int:
-        """The same; 0 if there is room for all."""
+        """The same for a window; 0 if it holds all positions."""
         return self.num_rows if self.num_rows < self.capacity else 0
 
 
 def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
-    """Device memory that one layer takes. Raises: SettingsError for heads or a
-    capacity that the kernels cannot take."""
+    """Bytes of device memory of one layer. Raises: SettingsError for heads or a capacity that the
+    kernels do not support."""
     check_capacity(capacity)
     if kv.num_heads < 1:
         raise SettingsError(f"{kv.num_heads} key/value heads")
@@ -95,7 +92,7 @@ def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
 
 
 def bytes_with_snapshots(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
-    """The same with what an engine may keep of it besides."""
+    """The same with the snapshots that an engine may keep."""
     is_window = rows_kept(kv, capacity) < capacity
     return layer_bytes(kv, capacity, kv_type) * (1 + MOST_KEPT if is_window else 1)
 
@@ -106,7 +103,7 @@ def _scale_halves(all_rows: int, row: int) -> int:
 
 
 def check_capacity(capacity: int) -> None:
-    """Raises: SettingsError if the kernels cannot take so many positions."""
+    """Raises: SettingsError if the kernels do not support so many positions."""
     if not 1 <= capacity <= _MOST_POSITIONS:
         raise SettingsError(
             f"a context of {capacity} positions; from 1 to {_MOST_POSITIONS} are possible"
@@ -116,16 +113,16 @@ def check_capacity(capacity: int) -> None:
 def new_layer_cache(
     device: KernelDevice, kv: KvLayer, *, capacity: int, kv_type: KvType
 ) -> LayerKvCache:
-    """With anything in it. Raises: DeviceOutOfMemory."""
+    """A new cache, uninitialised. Raises: DeviceOutOfMemory."""
     kept = rows_kept(kv, capacity)
 
-    def rows(dim: int) -> CachedRows:
+    def rows(dim: int) -> KvRows:
         row = row_elements(kv_type, dim)
         scales = None
         if kv_type is KvType.Q8_0:
             shape = (kv.num_heads, kept, row // Q8_BLOCK)
             halves = device.empty(_scale_halves(kv.num_heads * kept, row), np.float16)
             scales = halves[: prod(shape)].reshape(shape)
-        return CachedRows(device.empty((kv.num_heads, kept, row), _ELEMENTS[kv_type]), scales)
+        return KvRows(device.empty((kv.num_heads, kept, row), _ELEMENTS[kv_type]), scales)
 
     return LayerKvCache(kv, kv_type, capacity, rows(kv.key_dim), rows(kv.value_dim))

@@ -1,7 +1,4 @@
-"""Weights on the device: read from the file, laid out by the device itself.
-
-Knows nothing of what a matrix is for.
-"""
+"""Weights on the device: read from the file and repacked by the device."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, is_native, row_bytes
 
 _STAGED_BYTES = 64 << 20
-"""Of the file at once: what stands on the device twice while it is laid out."""
+"""Bytes of the file repacked at once, which are on the device twice meanwhile."""
 
 PRODUCT_COLUMNS = 32
-"""Values that products take at once, of all types."""
+"""Values that products of all types process at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +35,7 @@ class DeviceMatrix:
 
 
 class Uploader:
-    """Brings rows of files to the device."""
+    """Uploads rows of files to the device."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
@@ -86,7 +83,7 @@ class Uploader:
     def lay_out(
         self, native: DeviceArray, out: DeviceArray, tensor_type: TensorType, *, columns: int
     ) -> None:
-        """Rows of a file that are on the device already, of a type that lies otherwise there.
+        """Repack rows of a file that are on the device already.
 
         Shapes: native [rows * the file's row bytes], out [rows * row_bytes] uint8.
         """
@@ -96,7 +93,7 @@ class Uploader:
         self._repacks[key].launch(native, out)
 
     def finish(self) -> None:
-        """Give back what was needed for uploading only."""
+        """Free memory that only uploads need."""
         self._staging = None
 
 

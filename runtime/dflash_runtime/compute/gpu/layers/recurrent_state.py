@@ -1,6 +1,6 @@
-"""What recurrent layers keep of a sequence on a device, and how it is taken up.
+"""States of recurrent layers on a device, and how they are saved and restored.
 
-The host knows for which positions states are there; what they are lies on the device alone.
+The host keeps the positions of states; the states themselves are on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NOTHING = -1
 
 @dataclass(slots=True)
 class _Kept:
-    """A layer's states are there after `oldest` positions, up to `newest`.
+    """A layer has states after `oldest` to `newest` positions.
 
-    Layers differ while a chunk goes through them, or two halves of one, and if that was not ended.
+    Layers differ while a chunk, or two halves of one, goes through them, or after one was aborted.
     """
 
     oldest: int = 0
@@ -36,7 +36,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSnapshot:
-    """Implements ops.Snapshot. Shapes: of each layer, its ring, and one state."""
+    """Implements ops.Snapshot: the ring and one state of each layer."""
 
     num_positions: int
     rings: tuple[DeviceArray, ...]
@@ -48,10 +48,10 @@ class DeviceSnapshot:
 
 
 class RecurrentStates:
-    """The part of ops.KvCache that is about going on.
+    """States of all recurrent layers of a sequence.
 
-    States before the last positions are kept, so that steps that were started too much can be
-    taken back. Owns: device memory. Raises: DeviceOutOfMemory.
+    States before the last positions are kept, so that surplus steps can be undone. Owns: device
+    memory. Raises: DeviceOutOfMemory.
     """
 
     def __init__(self, device: KernelDevice, layers: Sequence[RecurrentLayer]) -> None:
@@ -73,9 +73,9 @@ class RecurrentStates:
         return sum(layer.ring.nbytes + layer.state.nbytes for layer in self.layers)
 
     def advance_layer(self, layer: int, first: int, num_tokens: int) -> None:
-        """A layer's state is brought further, whatever the others' are.
+        """Advance one layer's state.
 
-        Raises: CheckpointMissing if it is not there after `first` positions.
+        Raises: CheckpointMissing if it has no state after `first` positions.
         """
         kept = self._kept[layer]
         if not kept.has(first):
@@ -94,11 +94,10 @@ class RecurrentStates:
             )
 
     def can_resume(self, num_positions: int) -> bool:
-        """As ops.KvCache.can_resume."""
         return all(kept.has(num_positions) for kept in self._kept)
 
     def begin_step(self, position: int) -> None:
-        """Captured steps of one token go on from here. Raises: CheckpointMissing."""
+        """Captured steps of one token continue from this position. Raises: CheckpointMissing."""
         if not self.layers:
             return
         self.require(position)
@@ -108,7 +107,7 @@ class RecurrentStates:
             kept.newest = position
 
     def count_step(self) -> None:
-        """One of them was started."""
+        """Count a captured step that was started."""
         for kept in self._kept:
             kept.newest += 1
             kept.oldest = max(kept.oldest, kept.newest - PLACES + 1)
@@ -116,7 +115,6 @@ class RecurrentStates:
     def snapshot(
         self, num_positions: int, instead_of: ops.Snapshot | None = None
     ) -> DeviceSnapshot:
-        """As ops.KvCache.snapshot."""
         if self.layers:
             self.require(num_positions)
         if instead_of is None:
@@ -132,7 +130,6 @@ class RecurrentStates:
         return taken
 
     def restore(self, snapshot: ops.Snapshot) -> None:
-        """As ops.KvCache.restore."""
         assert isinstance(snapshot, DeviceSnapshot)
         num_positions = snapshot.num_positions
         for layer, ring, state in zip(self.layers, snapshot.rings, snapshot.states, strict=True):
@@ -143,7 +140,7 @@ class RecurrentStates:
 
 
 def state_bytes(layers: Sequence[RecurrentLayer]) -> int:
-    """Device memory that RecurrentStates takes."""
+    """Bytes of device memory of RecurrentStates."""
     total = 0
     for layer in layers:
         delta = layer.delta

@@ -1,4 +1,4 @@
-"""The experts of one layer that lie on the device, as decode's and prefill's kernels name them."""
+"""The experts of one layer on the device, with the tables for decode's and prefill's kernels."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentLayer:
-    """Some experts of a layer, and which: `slot_of_expert` [E] int32 on the host, -1: not here."""
+    """Experts of a layer on the device. `slot_of_expert` [E] int32, on the host; -1: none."""
 
     layer: MoeLayer
     slot_of_expert: I32Array
     decode: ResidentExperts
     prefill: StoredExperts
     selections: DeviceArray | None = None
-    """Of a layer that is whole, whose choice the host does not see: how often each expert was
-    chosen since `take_selections`. Shapes: [E] uint32."""
+    """How often each expert was chosen since `take_selections`, for a whole layer, which is routed
+    on the device alone. Shapes: [E] uint32."""
     num_resident: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,13 +41,13 @@ class ResidentLayer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every expert of the layer is here."""
+        """Whether all experts of the layer are resident."""
         return self.num_resident == self.layer.num_experts
 
     def only(self, device: KernelDevice, chosen: npt.NDArray[np.bool_]) -> ResidentLayer | None:
-        """The same without the others, which stay where they are; None if nothing is left.
+        """The same weights with only the chosen experts; None if none is left.
 
-        Shapes: chosen [E], by the ids that this goes by.
+        Shapes: chosen [E], by this object's ids.
         """
         slots = np.where(chosen, self.slot_of_expert, np.int32(-1))
         if (slots == self.slot_of_expert).all():
@@ -64,7 +64,7 @@ class ResidentLayer:
         )
 
     def take_selections(self, device: KernelDevice) -> I64Array | None:
-        """How often each expert was chosen since the last call, if that is counted and not zero.
+        """How often each expert was chosen since the last call; None if not counted, or zero.
 
         Shapes: result [E].
         """
@@ -177,7 +177,7 @@ def _by_name(
     *,
     num_experts: int,
 ) -> DeviceArray | None:
-    """A vector of every expert that is here, where its name says. Shapes: [E, length] float32."""
+    """A vector of every resident expert, in the row of its id. Shapes: [E, length] float32."""
     if vector is None:
         return None
     values = np.zeros((num_experts, vector.length), np.float32)
@@ -189,5 +189,5 @@ def _by_name(
 
 
 def expert_bytes(projection: ExpertProjection) -> int:
-    """Bytes of one expert's matrix as it lies on a device."""
+    """Bytes of one expert's matrix in the device's layout."""
     return projection.rows * row_bytes(projection.tensor_type, projection.columns)

@@ -1,8 +1,8 @@
-"""What adapters hold in their hands on a GPU: rows on the device, and work that is put off.
+"""Values that adapters pass between operations on a GPU: rows on the device, and deferred work.
 
-An adapter says norm, project, route, add, one after the other; kernels do several of these at once.
-So an operation whose result only the next one reads gives a value that says what is to be done, and
-the next one does it.
+An adapter calls norm, project, route and add one after the other; a kernel does several of these at
+once. So an operation whose result only the next one reads returns a description of the work, and
+the next operation does it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.device.buffers import Buffer, array_of
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows as StepRows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.kept_rows import KeptRows
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sides:
-    """Rows as kernels of a step read them besides; what they do not read is None.
+    """Further forms of rows for a step's kernels; those that no kernel reads are None.
 
-    Shapes: values [T, H] float32; quants and meta as decode_linear.LinearInputs has them.
+    Shapes: values [T, H] float32; quants and meta: see decode_linear.LinearInputs.
     """
 
     values: Buffer | None
@@ -38,7 +38,7 @@ class Sides:
     meta: Buffer | None
 
     def __getitem__(self, tokens: slice) -> Sides:
-        """Those of some of the rows, in place."""
+        """The forms of some of the rows, in place."""
 
         def some(buffer: Buffer | None) -> Buffer | None:
             return None if buffer is None else Buffer(buffer.array[tokens])
@@ -47,20 +47,20 @@ class Sides:
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
+class F32Rows:
     """Float32 rows. Shapes: array [T, columns], contiguous.
 
-    Owns: `buffers`, whose memory others may take once nobody holds these rows.
+    Owns: `buffers`, which are reused once these rows are not referred to any more.
     """
 
     array: DeviceArray
     buffers: tuple[Buffer, ...] = ()
     version: int = 0
-    """How often they were written to since they were made."""
+    """Number of writes since they were made."""
     sides: Sides | None = None
-    """The same rows as int8, if what wrote them has written these too."""
+    """The same rows as int8, if the kernel that wrote the rows has written them."""
     of_step: bool = False
-    """Computed by a step's kernels, however many they are: a tree's too."""
+    """Computed by a step's kernels, whatever their number: a tree's too."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +68,7 @@ class Rows:
 
     @property
     def is_step(self) -> bool:
-        """Whether what is made of them is a step's."""
+        """Whether a step's kernels compute from them."""
         return self.of_step or self.num_tokens <= MOST_TOKENS
 
     @property
@@ -77,7 +77,7 @@ class Rows:
 
     @property
     def to_fill(self) -> StepRows:
-        """The rows, and the sides that whoever writes them is to write too."""
+        """The rows, and the sides that their kernel must write too."""
         sides = self.sides
         return StepRows(
             values=self.array,
@@ -85,22 +85,22 @@ class Rows:
             meta=None if sides is None else array_of(sides.meta),
         )
 
-    def __getitem__(self, tokens: slice) -> Rows:
+    def __getitem__(self, tokens: slice) -> F32Rows:
         """Some of the rows, in place."""
         sides = None if self.sides is None else self.sides[tokens]
-        return Rows(self.array[tokens], self.buffers, sides=sides, of_step=self.of_step)
+        return F32Rows(self.array[tokens], self.buffers, sides=sides, of_step=self.of_step)
 
 
 @dataclass(slots=True, eq=False)
 class Normed:
-    """``rms_norm(rows)``, to be computed by whoever multiplies them."""
+    """``rms_norm(rows)``, computed by the product that reads it."""
 
-    rows: Rows
+    rows: F32Rows
     weight: DeviceArray
     eps: float
     version: int = field(init=False)
     sides: Sides | None = None
-    """Of a step: the same rows, once a kernel has written them."""
+    """In a step: the normalised rows, once a kernel has written them."""
 
     def __post_init__(self) -> None:
         self.version = self.rows.version
@@ -111,7 +111,7 @@ class Normed:
 
     @property
     def is_step(self) -> bool:
-        """As Rows.is_step."""
+        """See F32Rows.is_step."""
         return self.rows.is_step
 
     def __getitem__(self, tokens: slice) -> Normed:
@@ -121,14 +121,14 @@ class Normed:
         return some
 
     def require_unchanged(self) -> None:
-        """Raises: RuntimeError if the rows were written to after they were to be normalised."""
+        """Raises: RuntimeError if the rows were changed since."""
         if self.version != self.rows.version:
             raise RuntimeError("rows were changed before their norm was used")
 
 
 @dataclass(slots=True, eq=False)
 class Rotation:
-    """Norm of each head, where there is a weight, and rotation, to be computed by attention."""
+    """Norm of each head, if there is a weight, and rotation, computed by attention."""
 
     table: RopeTable
     weight: DeviceArray | None
@@ -136,15 +136,15 @@ class Rotation:
 
 
 @dataclass(slots=True, eq=False)
-class Heads:
+class HeadRows:
     """Rows as heads: [T, heads, D], or `part` of each: from its first column to its last."""
 
-    rows: Rows
+    rows: F32Rows
     num_heads: int
     rotation: Rotation | None = None
     part: tuple[int, int] | None = None
     temperature: AttentionTemperature | None = None
-    """Of queries, to be computed by attention as well."""
+    """Temperature of queries, applied by attention."""
 
     @property
     def dim(self) -> int:
@@ -156,10 +156,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activated:
-    """``silu(gate) * up`` of a step, to be computed by whoever multiplies it."""
+    """``silu(gate) * up`` of a step, computed by the product that reads it."""
 
-    gate: Rows
-    up: Rows
+    gate: F32Rows
+    up: F32Rows
     sides: None = None
 
     @property
@@ -168,7 +168,7 @@ class Activated:
 
     @property
     def is_step(self) -> bool:
-        """As Rows.is_step."""
+        """See F32Rows.is_step."""
         return self.gate.is_step
 
     def __getitem__(self, tokens: slice) -> Activated:
@@ -178,41 +178,41 @@ class Activated:
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """``x @ matrix.T``, to be computed by whoever reads it first."""
+    """``x @ matrix.T``, computed by the first operation that reads it."""
 
-    x: Normed | Rows | Activated
+    x: Normed | F32Rows | Activated
     matrix: DeviceMatrix
-    rows: Rows | None = None
-    """It, once somebody has."""
+    rows: F32Rows | None = None
+    """The product, once it is computed."""
 
     @property
     def is_step(self) -> bool:
-        """As Rows.is_step."""
+        """See F32Rows.is_step."""
         return self.x.is_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedProduct:
-    """A product of a step times ``sigmoid(gate)``, to be computed by whoever adds it.
+    """A product of a step times ``sigmoid(gate)``, computed by the operation that adds it.
 
     Shapes: gate [T, 1].
     """
 
     product: Product
-    gate: Rows
+    gate: F32Rows
 
 
 @dataclass(slots=True, eq=False)
 class Choosing:
-    """Experts to be chosen from logits, by whoever needs to know first."""
+    """Experts to be chosen from logits, by the first kernel that needs the choice."""
 
-    logits: Rows
+    logits: F32Rows
     rule: RoutingRule
     ids: Buffer
     weights: Buffer
-    """Where to. Shapes: both [T, K]."""
+    """Destinations. Shapes: both [T, K]."""
     bias: DeviceArray | None = None
-    """Of experts, for the choice alone."""
+    """Bias of experts, used for the choice only."""
     is_done: bool = False
 
 
@@ -233,31 +233,30 @@ class Chosen:
         return self.buffer.array
 
 
-ExpertInputs: TypeAlias = Normed | Rows
-"""What experts are given: normalised rows, or rows as they are, which nobody writes to any more."""
+ExpertInputs: TypeAlias = Normed | F32Rows
+"""Input of experts: rows to be normalised, or rows as they are, which do not change any more."""
 
 
 @dataclass(slots=True, eq=False)
 class ExpertSums:
-    """A layer's routed experts, to be computed by whoever adds them to the residual."""
+    """A layer's routed experts, computed by the operation that adds them to the residual."""
 
     layer: ResidentLayer | None
-    """None: no expert of the layer is here."""
+    """None: no expert of the layer is on this device."""
     x: ExpertInputs
     topk_ids: Chosen
     topk_weights: Chosen
     phase: Phase
-    """Which kernels compute them: the parent's, and any daemon's, must be the same."""
+    """Decides the kernels: the parent and the daemons must use the same."""
     parts: tuple[Buffer, ...] = ()
-    """Float64 sums [T, H] of all pairs, of experts here and elsewhere, if somebody else has had a
-    share: at most two."""
-    add_to: Callable[[Rows], None] | None = None
-    """Launches what adds all of it to a residual, if somebody else has put that off."""
+    """Float64 sums [T, H] of local and of remote experts, if some are remote: at most two."""
+    add_to: Callable[[F32Rows], None] | None = None
+    """Launches the kernel that adds all sums to a residual, if a MoE block has deferred that."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[T, H]."""
-        return (self.x if isinstance(self.x, Rows) else self.x.rows).array.shape
+        return (self.x if isinstance(self.x, F32Rows) else self.x.rows).array.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +266,7 @@ class Columns:
     Shapes: rows [T, heads * D]; what is meant: [T, heads * (last - first)].
     """
 
-    rows: Rows
+    rows: F32Rows
     num_heads: int
     first: int
     last: int
@@ -275,12 +274,12 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolved:
-    """A causal convolution, to be computed by the delta rule that reads it.
+    """A causal convolution, computed by the delta rule that reads it.
 
     Shapes: rows [T, channels]; weight [channels, taps].
     """
 
-    rows: Rows
+    rows: F32Rows
     weight: DeviceArray
     cache: KeptRows
     layer: int
@@ -288,28 +287,28 @@ class Convolved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaHeads:
-    """A gated delta rule, to be computed when norm and gate are known, or by whoever reads it.
+    """A gated delta rule, computed when norm and gate are known, or by the first that reads it.
 
     Shapes: alpha, beta [T, heads]; a, dt_bias [heads].
     """
 
     mixed: Convolved
-    alpha: Rows
-    beta: Rows
+    alpha: F32Rows
+    beta: F32Rows
     shape: DeltaShape
     a: DeviceArray
     dt_bias: DeviceArray
     eps: float
     positions: StepPositions
     norm: tuple[DeviceArray, float] | None = None
-    """Weight and eps of what each head is normalised with."""
+    """Weight and eps of each head's norm."""
 
 
 DeviceValue: TypeAlias = (
-    Rows
+    F32Rows
     | Normed
     | Activated
-    | Heads
+    | HeadRows
     | Product
     | GatedProduct
     | Chosen
@@ -322,14 +321,14 @@ DeviceValue: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTokens:
-    """Token ids of a step that are on the device. Shapes: array [T] int32."""
+    """Token ids of a step, on the device. Shapes: array [T] int32."""
 
     array: DeviceArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPositions:
-    """Positions of a step that are on the device, so that a captured step can be replayed.
+    """Positions of a step, on the device, so that a captured step can be replayed.
 
     Shapes: array [T] int32, ascending by one; all lie below `bucket` and fit the cache.
     """

@@ -1,1 +1,1 @@
-"""Mailboxes: devices of two processes ask each other, without a host in between."""
+"""Mailboxes: devices of two processes ask each other, with no host in between."""

@@ -1,4 +1,4 @@
-"""Launch records of the mailbox's kernels, for steps of 1 to 8 tokens."""
+"""Launches of the mailbox's kernels, for steps of 1 to 8 tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, Kernel
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, given
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS, MailArgs, MailReplies
 from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
@@ -24,7 +24,7 @@ _THREADS = 512
 _ADD_THREADS = 256
 _PARTS = 3
 _BLAMED = 4
-"""In the words of `MailSide.state`."""
+"""Index of that word in `MailSide.state`."""
 
 _Addresses = ctypes.c_void_p * MOST_PEERS
 
@@ -100,7 +100,7 @@ class MailProbeArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class MailPeer:
-    """The other side of one mailbox, by addresses that our device has for it."""
+    """Addresses, for our device, of a mailbox's two abort words."""
 
     own_abort: int
     other_abort: int
@@ -108,20 +108,20 @@ class MailPeer:
 
 @dataclass(eq=False)
 class MailSide:
-    """What all kernels of one side know: its peers, and the state of its steps.
+    """Arguments shared by all kernels of one side: its peers, and the state of its steps.
 
-    Owns: memory of the device.
+    Owns: `state`, memory of the device.
     """
 
     device: KernelDevice
     peers: Sequence[MailPeer]
     limit_ms: int
-    """That a step may take."""
+    """Time limit of a step."""
     failed: int = 0
-    """Address of a word of the host, which says that a step has failed to nobody but us."""
+    """Address of a word in our host's private memory that gets a failed step's epoch; 0: none."""
     state: DeviceArray = field(init=False)
-    """Shapes: [6] uint32: two of a clock, epoch, epoch of the first step that failed, the peer that
-    is to blame for that plus one, whether a daemon's layer is to be answered as float32."""
+    """Shapes: [6] uint32: two of a clock, epoch, epoch of the first failed step, the peer that is
+    to blame for it plus one, whether a daemon's layer must be answered as float32."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.peers) <= MOST_PEERS:
@@ -142,18 +142,18 @@ class MailSide:
 
     @property
     def blamed(self) -> int:
-        """The peer that did not answer in time, plus one, once all that runs has ended; 0: none."""
+        """The peer that did not answer in time, plus one; 0: none. No step may be running."""
         return int(self.device.download(self.state)[_BLAMED])
 
     def set_epoch(self, epoch: int, *, is_trial: bool = False, blamed: int = 0) -> None:
-        """Of the last step that was; a trial's waits all return at once. Whose fault that is, is a
-        peer plus one, or 0."""
+        """Set the epoch of the last step. In a trial all waits return at once. `blamed`: a peer
+        plus one, or 0."""
         words = np.array([0, 0, epoch, is_trial, blamed, 0], np.uint32)
         self.device.write(self.state, words)
 
 
 class MailKernels:
-    """The kernels of a side, compiled when they are first needed."""
+    """Launches the kernels of a side; compiles each when it is first needed."""
 
     def __init__(self, side: MailSide) -> None:
         self.side = side
@@ -162,7 +162,7 @@ class MailKernels:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def begin(self) -> None:
-        """A step begins: its epoch is one more than the last one's."""
+        """Begin a step: increments the epoch."""
         kernel = self._kernel("mailbox_begin.cu", "mail_begin", MailBeginArgs, {})
         args = MailBeginArgs(state=address(self.side.state))
         self._device.launch(kernel, (1, 1, 1), self._device.lanes, args)
@@ -171,22 +171,22 @@ class MailKernels:
         self,
         layer: MoeLayer,
         rule: RoutingRule | None,
-        rows: Rows,
+        rows: StepRows,
         *,
         choice: Choice,
         local_ids: Sequence[DeviceArray],
         requests: Sequence[int],
         rounds: bool = False,
     ) -> None:
-        """Ask every peer for its share of a layer; with a rule experts are chosen by it first.
+        """Send every peer its pairs of a layer; with a rule, choose the experts first.
 
-        One peer, of whom nothing else is added to, may round what it answers: see `add`.
+        `rounds`: the only peer of a layer without local experts may answer in float32; see `add`.
         Shapes: local_ids each [E] int32; requests: addresses, by peer.
         """
         arrays, num_tokens = self._arrays, choice.topk_ids.shape[0]
         sizes = {"T": num_tokens, "K": layer.num_experts_used}
         if rounds and len(requests) != 1:
-            raise ValueError("what is summed up of several answers is not rounded before")
+            raise ValueError("rounds: only a single peer's answer may be rounded")
         args = MailPostArgs(
             mail=self.side.args,
             rounds=rounds,
@@ -211,7 +211,7 @@ class MailKernels:
         self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
 
     def replies(self, lines: Mapping[int, int]) -> MailReplies:
-        """What peers answer, in their order. Shapes: lines: addresses, by peer."""
+        """Arguments for kernels that read replies, in peers' order. `lines`: addresses by peer."""
         replies = MailReplies(mail=self.side.args, num_replies=len(lines))
         for index, (peer, line) in enumerate(lines.items()):
             replies.peers[index], replies.lines[index] = peer, line
@@ -226,9 +226,9 @@ class MailKernels:
         replies: MailReplies,
         rounded: bool = False,
     ) -> None:
-        """Add what peers have answered to the residual; or one, who was asked to round it.
+        """Add the peers' sums to the residual. `rounded`: the single peer answers in float32.
 
-        Shapes: residual [T, H] float32; if it is rounded H is even.
+        Shapes: residual [T, H] float32; H is even if `rounded`.
         """
         num_tokens = residual.shape[0]
         sizes = {"T": num_tokens, "H": layer.hidden_size}
@@ -245,15 +245,16 @@ class MailKernels:
     def take(
         self,
         layer: MoeLayer,
-        rows: Rows,
+        rows: StepRows,
         choice: Choice,
         *,
         slot_of_expert: DeviceArray,
         request: int,
     ) -> None:
-        """Wait for what the parent asks of a layer, and find where that lies.
+        """Wait for the parent's request for a layer; writes rows, choice and its slots.
 
-        Shapes: of the choice, slots too, [T, K]; slot_of_expert [E] int32; request: an address.
+        Shapes: arrays of the choice, slots too, [T, K]; slot_of_expert [E] int32; request: an
+        address.
         """
         slots, num_tokens = given("slots", choice.slots), choice.topk_ids.shape[0]
         sizes = {"T": num_tokens, "K": layer.num_experts_used}
@@ -274,9 +275,9 @@ class MailKernels:
         self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
 
     def relay(self, layer: MoeLayer, num_tokens: int, *, request: int, to: int) -> None:
-        """Bring what the parent asks of a layer to where the kernel after this one looks for it.
+        """Copy the parent's request for a layer to where the next kernel polls for it.
 
-        Shapes: request, to: addresses of lines.
+        `request`, `to`: addresses of lines.
         """
         args = MailRelayArgs(
             mail=self.side.args,
@@ -288,12 +289,12 @@ class MailKernels:
         self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
 
     def prepare_probe(self, *, is_echo: bool) -> Kernel:
-        """Compiled, so that the other side need not wait for that."""
+        """Compile the probe's kernel, so that the other side need not wait for that."""
         name, defines = "mail_echo" if is_echo else "mail_ping", _probe_defines(is_echo=is_echo)
         return self._kernel("mailbox_probe.cu", name, MailProbeArgs, defines)
 
     def probe(self, args: MailProbeArgs, *, is_echo: bool) -> None:
-        """So many round trips of a probe, or the answers to them."""
+        """Launch a probe's round trips, or the answers to them."""
         args.mail = self.side.args
         kernel = self.prepare_probe(is_echo=is_echo)
         self._device.launch(kernel, (1, 1, 1), _THREADS, args)
@@ -341,8 +342,8 @@ class MailKernels:
         return self._kernels[key]
 
 
-def _parts(layer: MoeLayer, rows: Rows, num_tokens: int) -> MailPartsArgs:
-    """Raises: ValueError if rows that are needed are not there."""
+def _parts(layer: MoeLayer, rows: StepRows, num_tokens: int) -> MailPartsArgs:
+    """Raises: ValueError if rows that the layer needs are missing."""
     args = MailPartsArgs()
     given = (rows.quants, rows.meta, rows.values)
     for index, (of_row, part) in enumerate(zip(part_words(layer), given, strict=True)):

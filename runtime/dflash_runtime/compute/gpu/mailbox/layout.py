@@ -1,30 +1,30 @@
-"""Where everything of a mailbox lies: the memory through which the kernels of a parent's step ask a
-daemon's, layer by layer, with no host in between.
+"""Memory layout of a mailbox, through which the kernels of a parent's step ask a daemon's kernels,
+layer by layer, with no host in between.
 
 ::
 
     byte     words of 4 bytes that hosts and devices see               written by
-    0        state of the daemon: MAIL_…                               daemon's host
-    64       doorbell: what was asked for so far, in number            parent's host
-    128      what was asked for last: ASK_…                            parent's host
+    0        state of the daemon: MailState                            daemon's host
+    64       doorbell: number of requests so far                       parent's host
+    128      the last request: Ask                                     parent's host
     192      its argument                                              parent's host
-    256      answers: what was done of that so far, in number          daemon's host
-    320      the step in which the parent has given up; 0: none        parent's device
+    256      number of requests done so far                            daemon's host
+    320      epoch of the step that the parent aborted; 0: none        parent's device
     384      the same of the daemon                                    daemon's device, and host
-    448      milliseconds that a step may take                         parent's host, once
-    512      which device the parent's is, 16 bytes                    parent's host, once
+    448      time limit of a step, milliseconds                        parent's host, once
+    512      UUID of the parent's device, 16 bytes                     parent's host, once
     576      the same of the daemon's                                  daemon's host, once
     640      handle of the parent's memory for replies, 64 bytes       parent's host, once
     704      handle of the daemon's memory for requests, 64 bytes      daemon's host, once
     768      whether the parent may have that memory open              parent's host
     832      seed of a probe                                           parent's host
     896      longest pause in it, nanoseconds                          parent's host
-    960      what was found in its requests, 44 bytes                  daemon's host
+    960      faults found in its requests, 44 bytes                    daemon's host
     1024     whether it follows another                                parent's host
-    1088     number of this layout, as the parent knows it             parent's host, once
+    1088     LAYOUT_NUMBER of the parent                               parent's host, once
     1152     the same of the daemon                                    daemon's host, once
 
-    then     of each layer, in the model's order:                      the devices
+    then     for each layer, in the model's order:                     the devices
     4096     requests: lines of 16 bytes
     …        replies: lines of 16 bytes
 
@@ -32,58 +32,58 @@ daemon's, layer by layer, with no host in between.
              a check is epoch ^ data * 0x9e3779b1
     request  [T, K] (local expert id, or a negative number, with bit 30 flipped if the reply may be
              rounded; weight float32), then the rows as the experts of the layer read them: int8 and
-             {scale, scale * sum}, or float32, or both, each of all tokens, and in whole lines
-    reply    [T, H] float64, one a line, rounded nowhere;
-             or [T, H] float32, two a line, where the check is of the epoch's complement
+             {scale, scale * sum}, or float32, or both, each for all tokens, and in whole lines
+    reply    [T, H] float64, one per line, not rounded;
+             or [T, H] float32, two per line, with checks made of the epoch's complement
 
-There is room for as many tokens as a step can have; one of fewer uses what comes first. Requests
-and replies are written and read here if both devices see the host's memory only; where
-they see each other's, either is in the memory of the device that reads it (at the same offsets,
-less those of the first), and only the words above are here.
+There is room for the largest step; smaller ones use the beginning. Requests and replies lie here if
+either device can access only the host's memory; if each can map the other's, they lie in the
+memory of the device that reads them (at the same offsets, less that of the first), and only the
+words above are here.
 
-Why this is right:
+Why this is correct:
 
 * Either half of a line, 8 bytes and aligned, is stored and loaded as one; two threads may send the
-  two. A reader that finds the check which belongs to the word beside it and to the step has what
-  was sent. Nothing is ordered among lines or halves, and nothing needs to be: a reader waits for
-  each. An expert's id is sent before its weight is known, and taken before that has come.
-* An epoch is a step's. It grows by one with every step, on each side by itself, and is never 0,
-  which new memory is. So no line of an earlier step can be taken for this one's: with the same word
-  it has another check.
-* A half that was damaged, in either of its words, is not taken, for the factor is odd; nor is one
-  that came in two pieces, until it is whole. Where both words are damaged, one time in 2^32 it
-  would be. What is never right lets the step end at its limit, and it is computed anew.
-* A reply may be rounded where the parent has none of a layer's experts and asks this daemon alone:
-  it would round that one sum itself, and add it. Only the parent knows, so that it says so with
-  each request, and the daemon's kernels look there: nothing is agreed on before. As the checks of
-  either kind are of other epochs a reply of the wrong kind is none, and the step ends at its limit.
-  (Epochs end before 2^31, at `LAST_EPOCH`, so that none is another's complement.)
-* A line is written again only when it has been read: the parent asks a layer again in the next
-  step, which it begins when it has all answers of this one; and the daemon answered when it had
-  read the request. So one place a layer and direction is enough, and nobody counts them.
-* A request in the daemon's own memory is read by every block of gate and up that needs some of it,
-  each for itself (``mailbox_request.cuh``). The kernel that answers waits until all of them have
-  ended, so that whoever has an answer knows that all have read the request. None of these blocks
-  waits for another: those that find no room yet begin when others have ended, and find lines that
-  are there already. As they leave no room for what else the device has to do while they wait, one
-  block a token takes the request where there are other parents (``mail_server.py``).
-* A request in the host's memory is brought to such lines of the daemon's own first, by one block a
-  token: they are right by their checks too, whoever writes them, and each layer has its own. Gate
-  and up begin when that kernel has seen all before it end, and wait for nothing but lines.
-* That holds for steps that end. One that does not ends all that goes through this mailbox: whoever
-  has waited too long says so (320, 384), every later wait and post of both sides returns at once,
-  and nothing of the step is used. Steps begin anew with an epoch that none has had, once both hosts
-  have seen their devices at rest; a new session brings new memory.
+  two halves. A reader that finds the check which belongs to the word beside it and to the step has
+  what was sent. Lines and halves are not ordered among each other, and need not be: a reader waits
+  for each. An expert's id is sent before its weight is known, and used before that has arrived.
+* Every step has an epoch, which each side increments by itself. It is never 0, the content of new
+  memory. So a line of an earlier step is never taken for this one's: the same word has another
+  check.
+* A half damaged in one of its words is not taken, since the factor is odd; nor is one that arrives
+  in two pieces, until it is whole. If both words are damaged it is taken once in 2^32 times. A step
+  whose lines never become right ends at its time limit and is recomputed.
+* A reply may be rounded if the parent has none of a layer's experts and asks this daemon alone: it
+  would round that one sum itself before adding it. The parent says so in each request; nothing is
+  agreed on before. A reply of the wrong kind has checks of another epoch, so it is not taken, and
+  the step ends at its limit. (Epochs end before 2^31, at `LAST_EPOCH`: none is another's
+  complement.)
+* A line is written again only after it was read: the parent asks for a layer again in the next
+  step, which begins when all replies of this one are there, and the daemon replies after it has
+  read the request. So one place per layer and direction is enough, and lines are not counted.
+* A request in the daemon's own memory is read by every block of gate and up that needs part of it,
+  independently (``mailbox_request.cuh``). The kernel that replies waits until all these blocks have
+  ended, so a reply implies that all have read the request. None of the blocks waits for another:
+  those that do not fit on the device at first begin when others have ended, and find the lines
+  there. While they wait they occupy the device; so if the daemon serves several parents, one block
+  per token takes the request (``server.py``).
+* A request in the host's memory is first copied to such lines in the daemon's memory, by one block
+  per token: checks hold for a copied line too, and each layer has its own lines. Gate and up begin
+  when that kernel has seen all kernels before it end, and wait for lines only.
+* All this holds for steps that end. One that does not ends the use of this mailbox: the side that
+  has waited too long writes its abort word (320, 384), every later wait and post of both sides
+  returns at once, and the step's results are not used. Steps restart with an unused epoch once both
+  hosts have seen their devices idle; a new session has new memory.
 * NVIDIA: volatile accesses are relaxed ones of system scope (PTX ISA, memory consistency model).
   AMD: atomic accesses of system scope to fine-grained memory, as hipHostRegister maps it. See
   ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
-* Memory of a device is given back when nobody else has it open. Who opens it closes it first: the
-  parent says so in 768, and asks for LEAVE, which is answered when the daemon has closed the
-  parent's. A side whose other side is lost keeps its memory for a while (`kept_memory`): kernels
-  that still run there find its abort word, and a host that comes back to life starts no step then.
-* Whether a step has failed the parent's host learns from memory that is its own alone: words that
-  others can write too decide when a wait ends, and nothing that is taken for right.
-* The other process may be broken and write anything. What is read is data: ids are checked against
+* Memory of a device is released when the other process has closed its mapping. The parent says in
+  768 whether it has the daemon's open, and asks for LEAVE, which is answered when the daemon has
+  closed the parent's. A side whose peer is lost keeps its memory for a while (`kept_memory`):
+  kernels that still run there find its abort word, and a host that resumes starts no step then.
+* The parent's host learns from memory of its own whether a step has failed: words that the daemon
+  can write too decide when a wait ends, never that a result is right.
+* The other process may be broken and write anything. Only data is read: ids are checked against
   the layer's experts, weights and rows are numbers, and no length or address is ever read.
 """
 
@@ -113,43 +113,42 @@ DEVICE_BYTES = 16
 HANDLE_BYTES = 64
 
 LAYOUT_NUMBER = 1
-"""To be raised with every change of what lies where, or means what: a mailbox is used only if both
-sides have the same."""
+"""Raise it with every change of the layout or its meaning: a mailbox is used only if both sides
+have the same number."""
 
 LAST_EPOCH = (1 << 31) - (1 << 24)
-"""No sequence of steps begins after it, none of which is as long as what is left."""
+"""No sequence of steps begins after it; none is longer than the 2^24 epochs that follow."""
 
 _ALIGNMENT = 256
 
 
 class MailState(IntEnum):
-    """What a daemon says of its side."""
+    """State of the daemon's end."""
 
     PREPARING = 0
     READY = 1
     FAILED = 2
     SEES_PEER = 3
-    """Ready, and lines may be in the devices' memory."""
+    """Ready, with lines in the devices' memory too."""
 
 
 class Ask(IntEnum):
-    """What a parent's host asks of a daemon's."""
+    """Requests of the parent's host to the daemon's."""
 
     STEP = 0
-    """Run a step of so many tokens, as the argument says."""
+    """Run a step of `argument` tokens."""
     EPOCH = 1
     """The next step's epoch is the argument plus one; lines are in the host's memory."""
     PEER_EPOCH = 2
     """The same; lines are in the memory of the device that reads them."""
     ECHO = 3
-    """Answer so many rounds of a probe; what was found is told before the next is answered."""
+    """Answer `argument` rounds of a probe; faults are written before the next request's answer."""
     PEERS = 4
-    """Open the parent's memory, have a step made that goes through it, and say in the state whether
-    that could be done."""
+    """Map the parent's memory and capture a step that uses it; state SEES_PEER if that worked."""
     LEAVE = 5
-    """Close the parent's memory: it will be given back."""
+    """Unmap the parent's memory, which will be released."""
     SIZE = 6
-    """Be ready for steps of so many tokens, where lines are now. For one everybody is."""
+    """Capture steps of `argument` tokens for the current lines. Those of one token always are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +157,10 @@ class MailLayout:
 
     num_layers: int
     request_lines: int
-    """For a token, of the layer that has most."""
+    """For one token of the largest layer; so `reply_lines`."""
     reply_lines: int
     most_tokens: int = 1
-    """Of a step."""
+    """Largest step."""
 
     @property
     def request_bytes(self) -> int:
@@ -181,38 +180,39 @@ class MailLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it in the host's memory."""
+        """Size in the host's memory, lines included."""
         return LINES_AT + self.requests_nbytes + self.replies_nbytes
 
     @property
     def replies_at(self) -> int:
-        """Offset of the first reply, if it is in the host's memory."""
+        """Offset of the first reply in the host's memory."""
         return LINES_AT + self.requests_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class MailLines:
-    """Where the lines of a mailbox are, as one device sees them."""
+    """Addresses of a mailbox's lines, for one device."""
 
     layout: MailLayout
     requests: int
     replies: int
 
     def request(self, layer_index: int) -> int:
-        """Of a layer, by its place in the model."""
+        """Address of a layer's request, by the layer's place in the model."""
         return self.requests + layer_index * self.layout.request_bytes
 
     def reply(self, layer_index: int) -> int:
+        """Address of its reply."""
         return self.replies + layer_index * self.layout.reply_bytes
 
 
 def host_lines(layout: MailLayout, mailbox: int) -> MailLines:
-    """In the host's memory, in a mailbox at that address."""
+    """Lines in the host's memory, of the mailbox at this address."""
     return MailLines(layout, mailbox + LINES_AT, mailbox + layout.replies_at)
 
 
 def mail_layout(moe: MoeSpec) -> MailLayout:
-    """Of a model's mailbox, for steps of up to MOST_TOKENS."""
+    """Layout of a model's mailbox, for steps of up to MOST_TOKENS."""
     layers = moe.layers
     return MailLayout(
         num_layers=len(layers),
@@ -223,13 +223,13 @@ def mail_layout(moe: MoeSpec) -> MailLayout:
 
 
 def num_request_lines(layer: MoeLayer, num_tokens: int) -> int:
-    """Lines of a request for so many tokens."""
+    """Lines of a request for `num_tokens`."""
     parts = (-(-num_tokens * words // _LINE_WORDS) for words in part_words(layer))
     return num_tokens * layer.num_experts_used + sum(parts)
 
 
 def part_words(layer: MoeLayer) -> tuple[int, int, int]:
-    """Words of a row as the layer's experts read it: int8, what belongs to that, and float32."""
+    """Words of a row as the layer's experts read it: int8, its scales and sums, and float32."""
     columns = padded_columns(layer.hidden_size)
     kinds = (layer.gate.tensor_type, layer.up.tensor_type)
     as_bytes = any(kind not in FLOAT_TYPES for kind in kinds)

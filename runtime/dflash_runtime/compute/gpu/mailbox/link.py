@@ -1,5 +1,5 @@
-"""One mailbox as the parent's device has it: where its lines are, what its daemon's host is asked
-besides steps, and the memory that the two devices share.
+"""The parent's end of one mailbox: its lines, requests to the daemon's host besides steps, and the
+memory that the two devices share.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _LOG = logging.getLogger(__name__)
 
 _COMPILE_S = 30.0
 _ANSWER_S = 5.0
-"""Of a daemon's host that is well; it may be computing a chunk."""
+"""Longest wait for a daemon's host, which may be computing a chunk."""
 _CLOSED = 0xFFFFFFFF
-"""In place of the epoch of a step that failed: none ever will again."""
+"""In place of a failed step's epoch: the mailbox is closed for good."""
 
 
 class MailLink:
-    """Used by one thread. What is asked of it raises DaemonUnavailable if nobody answers.
+    """Used by one thread. Every request raises DaemonUnavailable if the daemon does not answer.
 
-    Owns: memory of the device, what it shows of it to the daemon, and what it sees of the daemon's.
+    Owns: device memory exported to the daemon, and the mapping of the daemon's.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class MailLink:
         self.name, self.words = name, MailWords(segment)
         self.peer = MailPeer(own_abort=base + PARENT_ABORT_AT, other_abort=base + DAEMON_ABORT_AT)
         self.peer_lines: MailLines | None = None
-        """Those in the devices' memory, if both see them."""
+        """Lines in the devices' memory, if each can map the other's."""
         self.why_no_peer = ""
         self._host_lines = host_lines(layout, base)
         self.lines = self._host_lines
-        """Those that are used."""
+        """The lines in use."""
         self._device, self._layout, self._segment = device, layout, segment
         self._is_live, self._keeper = is_live, keeper
         self._exported: PeerMemory | None = None
@@ -86,27 +86,28 @@ class MailLink:
 
     @property
     def stays_in_host(self) -> bool:
-        """Devices' memory is not to be tried."""
+        """Devices' memory must not be used."""
         return self._segment.mail_in_host
 
     def use_peers(self, uses_peers: bool) -> None:
-        """Lines are those in the devices' memory, if there are any, from the next `restart` on."""
+        """Choose the lines for steps after the next `restart`: in devices' memory if there are any
+        and `uses_peers`, else in the host's."""
         self.lines = (self.peer_lines if uses_peers else None) or self._host_lines
 
     def restart(self, epoch: int) -> None:
-        """Begin anew with steps after this epoch; none may be under way."""
+        """Set both sides to this epoch, the one before the next step's; no step may be running."""
         self.words.write(PARENT_ABORT_AT, 0)
         self.words.ask(Ask.PEER_EPOCH if self.lines is self.peer_lines else Ask.EPOCH, epoch)
         self.words.await_answer(_ANSWER_S, self._is_live)
 
     def prepare(self, num_tokens: int) -> None:
-        """Have the daemon ready for steps of so many tokens; `restart` is to follow."""
+        """Have the daemon capture steps of so many tokens; call `restart` afterwards."""
         self.words.ask(Ask.SIZE, num_tokens)
         self.words.await_answer(_COMPILE_S, self._is_live)
 
     def open_peer(self) -> None:
-        """Have lines in the memory of whichever device reads them, if each sees the other's."""
-        self.why_no_peer = "the other device shows none of its own"
+        """Set up lines in the memory of the device that reads them, if each can map the other's."""
+        self.why_no_peer = "the other device exports no memory"
         handle = self._segment.read_mail(REQUEST_MEMORY_AT, HANDLE_BYTES)
         if not any(handle):
             return
@@ -118,13 +119,13 @@ class MailLink:
         except DeviceUnavailable as error:
             self.why_no_peer = one_line(str(error))
             # docs (parent): no peer access between the two GPUs: mailboxes lie in the host's memory
-            _LOG.info("our device does not see that of %s: %s", self.name, self.why_no_peer)
+            _LOG.info("cannot map the device memory of %s: %s", self.name, self.why_no_peer)
             self._close_imported()
             return
         self._segment.write_mail(REPLY_MEMORY_AT, self._exported.handle)
         self.words.ask(Ask.PEERS)
         self.words.await_answer(_COMPILE_S, self._is_live)
-        self.why_no_peer = "the other device does not see ours"
+        self.why_no_peer = "the other device cannot map our memory"
         if self.words.read(STATE_AT) != MailState.SEES_PEER:
             return
         self.why_no_peer = ""
@@ -135,10 +136,9 @@ class MailLink:
     def probe(
         self, plan: ProbePlan, *, epoch: int, limit_ms: int, first_epoch: int | None = None
     ) -> TrialBatch:
-        """Round trips with the epochs after this one.
+        """Run round trips, with the epochs after this one. `limit_ms`: time limit of each trip.
 
-        `limit_ms` is that of each trip. Rounds of what was found are counted from the one that has
-        `first_epoch`: the first of these, if nothing is said.
+        Rounds in the result are counted from the one with `first_epoch`; by default the first.
         """
         device, words = self._device, self.words
         side = MailSide(device, (self.peer,), limit_ms)
@@ -151,7 +151,7 @@ class MailLink:
         self.restart(epoch)
         side.set_epoch(epoch)
         words.ask(Ask.ECHO, plan.num_rounds)
-        words.await_answer(_ANSWER_S, self._is_live)  # it waits for us from now on
+        words.await_answer(_ANSWER_S, self._is_live)  # its kernel is now waiting for ours
         args = probe_args(device, self.lines, plan, faults=faults, ticks=ticks)
         kernels.probe(args, is_echo=False)
         if first_epoch is None:
@@ -162,7 +162,7 @@ class MailLink:
         trips: I64Array = device.download(ticks)
         if in_replies.counts[FaultKind.MISSING] and in_replies.first is not None:
             trips = trips[: max(0, in_replies.first.round_number - num_before)]
-        # Whoever answers this has told what it found.
+        # The daemon writes its faults before it answers this request.
         self.restart(epoch + plan.num_rounds)
         told = self._segment.read_mail(PROBE_FAULTS_AT, FAULT_BYTES)
         return TrialBatch(
@@ -172,8 +172,7 @@ class MailLink:
         )
 
     def close(self) -> None:
-        """Give back memory that was shared, each side's when the other has closed it; no step may
-        still run."""
+        """Release shared memory, ours once the daemon has closed it; no step may be running."""
         self._close_imported()
         exported, self._exported = self._exported, None
         if exported is None:
@@ -186,7 +185,7 @@ class MailLink:
                 self.words.write(PARENT_ABORT_AT, _CLOSED)
             self._keeper.keep(exported)
         else:
-            with suppress(DeviceUnavailable):  # what has failed shares nothing any more
+            with suppress(DeviceUnavailable):  # a failed device shares nothing any more
                 exported.close()
 
     def _close_imported(self) -> None:

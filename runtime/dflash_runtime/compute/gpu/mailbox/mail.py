@@ -1,4 +1,4 @@
-"""A device's part in mailboxes, as a parent's or as a daemon's."""
+"""A device's mailboxes, as a parent's device or as a daemon's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT, TRIAL_SHAPE, 
 class CupyMail:
     """Implements backend.DeviceMail. `lock` is held while the device's own stream is used.
 
-    Owns: memory that others may still have open.
+    Owns: `keeper`, with memory that lost peers may still have open.
     """
 
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
@@ -31,16 +31,13 @@ class CupyMail:
         self._servers: list[MailServer] = []
 
     def num_bytes(self, moe: MoeSpec) -> int:
-        """As DeviceMail.num_bytes."""
         return mail_layout(moe).nbytes
 
     def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
-        """As DeviceMail.begin."""
         segment.mail_in_host = in_host
         begin_mailbox(segment, self._device, limit_ms)
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailServer:
-        """As DeviceMail.serve."""
         layers = []
         for index, layer in enumerate(moe.layers):
             bank = banks.get(layer.layer_id)
@@ -51,15 +48,12 @@ class CupyMail:
 
     @property
     def trial_shape(self) -> RingShape:
-        """As DeviceMail.trial_shape."""
         return TRIAL_SHAPE
 
     def try_out(self, segment: Segment, *, seed: int) -> MailboxTrial:
-        """As DeviceMail.try_out."""
         return MailboxTrial(self._device, segment, seed=seed, keeper=self.keeper)
 
     def serve_trial(self, segment: Segment) -> MailServer:
-        """As DeviceMail.serve_trial."""
         return self._served(segment, TRIAL_LAYOUT, ())
 
     def _served(
@@ -78,9 +72,9 @@ class CupyMail:
         return server
 
     def _serves_one(self) -> bool:
-        """Whether no more than one parent is served. Any thread may ask."""
+        """Whether at most one parent is served. Any thread may call it."""
         return sum(each.is_open for each in self._servers) <= 1
 
     def close(self) -> None:
-        """Give back what is kept; nothing may be served any more."""
+        """Release kept memory; all servers must be closed."""
         self.keeper.close()

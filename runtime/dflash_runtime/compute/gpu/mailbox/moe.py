@@ -1,7 +1,7 @@
-"""Routed experts of a captured step, or tree, whose remote ones are asked for through mailboxes.
+"""Routed experts of a captured step or tree whose remote owners are asked through mailboxes.
 
-No host has a part in the step: kernels ask, those of daemons answer. Bits are those of
-`moe.DeviceMoe` and `shared_moe.SharedMoe`.
+Kernels ask and daemons' kernels answer, with no host in between. Bits are those of `moe.DeviceMoe`
+and `shared_moe.SharedMoe`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.launch.mailbox_args import MailReplies
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 
 
 class MailMoe:
-    """Gives MoE blocks for what is captured, or tried: of up to MOST_TOKENS tokens.
+    """Makes MoE blocks for captures and trials of up to MOST_TOKENS tokens.
 
-    Owns: memory of the device.
+    Used by the thread that runs the model; lasts as long as `mail`. Owns: memory of the device.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MailMoe:
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
 
     def block(self, phase: Phase) -> MoeBlock[Any]:
-        """Whose choices are counted as that phase's."""
+        """A MoE block that counts its selections under this phase."""
         for layer_id, tables in self._tables.items():
             if tables and (phase, layer_id) not in self._selections:
                 num_experts = self._layers[layer_id][1].num_experts
@@ -57,8 +57,8 @@ class MailMoe:
         return partial(self._compute, phase)
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
-        """How often experts were chosen since the last call in layers that daemons have a share of,
-        by phase and layer id. Shapes: each [E]."""
+        """How often experts were chosen since the last call in layers with remote experts, by phase
+        and layer id. Shapes: each [E]."""
         device, taken = self._ops.device, {}
         for key, selections in self._selections.items():
             counts: I64Array = device.download(selections).astype(np.int64)
@@ -70,14 +70,14 @@ class MailMoe:
     def _compute(
         self, phase: Phase, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any
     ) -> ExpertSums:
-        assert isinstance(hidden, Normed | Rows)
+        assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
-        ops, here = self._ops, self._resident.get(layer_id)
-        sums = ExpertSums(here, hidden, topk_ids, topk_weights, phase)
+        ops, local = self._ops, self._resident.get(layer_id)
+        sums = ExpertSums(local, hidden, topk_ids, topk_weights, phase)
         tables = self._tables[layer_id]
         if not tables:
-            return sums  # no daemon has any of it
+            return sums  # the layer has no remote experts
         index, layer = self._layers[layer_id]
         rule, logits = ops.steps.left_to_choose(topk_ids)
         choice = Choice(
@@ -88,8 +88,8 @@ class MailMoe:
         )
         requests, replies = self.mail.requests(index), self.mail.replies(index)
         rows = ops.steps.rows_of(hidden)
-        # One sum of float64, rounded by whoever has it: two of these fit a line.
-        rounds = here is None and len(tables) == 1 and layer.hidden_size % 2 == 0
+        # A single float64 sum may be rounded by the daemon: two float32 fit a line.
+        rounds = local is None and len(tables) == 1 and layer.hidden_size % 2 == 0
         self.mail.kernels.post(
             layer,
             rule,
@@ -100,12 +100,12 @@ class MailMoe:
             rounds=rounds,
         )
         answers = self.mail.kernels.replies({peer: replies[peer] for peer in tables})
-        if here is None:
+        if local is None:
             sums.add_to = partial(self._add, layer, rule, answers, rounds)
         else:
             chosen = Choice(topk_ids.array, topk_weights.array)
-            ops.steps.begin_experts(here, chosen, rows)
-            sums.add_to = partial(ops.steps.end_experts, here, chosen, replies=answers)
+            ops.steps.begin_experts(local, chosen, rows)
+            sums.add_to = partial(ops.steps.end_experts, local, chosen, replies=answers)
         return sums
 
     def _add(
@@ -114,6 +114,6 @@ class MailMoe:
         rule: RoutingRule | None,
         replies: MailReplies,
         rounded: bool,
-        residual: Rows,
+        residual: F32Rows,
     ) -> None:
         self.mail.kernels.add(layer, rule, residual.array, replies=replies, rounded=rounded)

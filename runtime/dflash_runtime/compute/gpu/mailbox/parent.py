@@ -1,6 +1,6 @@
-"""The parent's end of its mailboxes: one a daemon, all of them used by every step or none.
+"""The parent's end of its mailboxes: one for each daemon; a step uses all of them or none.
 
-Knows nothing of models: `mail_moe` records what a step asks, and a captured step rings.
+`moe.MailMoe` launches a step's requests; the captured step rings the daemons' hosts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.device.mapped_array import whole_pages
-from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
+from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     DAEMON_DEVICE_AT,
@@ -40,11 +40,11 @@ _LOG = logging.getLogger(__name__)
 
 _PROBE_ROUNDS = 200
 _UNUSED_EPOCHS = 64
-"""More than steps can be under way: a new beginning is behind all of them."""
+"""Epochs skipped by a restart: more than the steps that can be under way."""
 
 
 def begin_mailbox(segment: Segment, device: KernelDevice, limit_ms: int) -> None:
-    """What a daemon is to know before it makes its end ready."""
+    """Write what the daemon reads before it prepares its end."""
     segment.mail_limit_ms = limit_ms
     words = MailWords(segment)
     words.write(LIMIT_MS_AT, limit_ms)
@@ -53,8 +53,8 @@ def begin_mailbox(segment: Segment, device: KernelDevice, limit_ms: int) -> None
 
 
 def is_ready(route: MailRoute, device: KernelDevice) -> bool:
-    """Whether a daemon has made its end ready, with our layout, and computes on another device than
-    ours: two that wait for each other cannot share one."""
+    """Whether a daemon's end is ready, has our layout, and is on another device than ours: kernels
+    that wait for each other cannot share a device."""
     try:
         words = MailWords(route.segment)
         state, number = words.read(STATE_AT), words.read(DAEMON_LAYOUT_AT)
@@ -66,7 +66,7 @@ def is_ready(route: MailRoute, device: KernelDevice) -> bool:
 
 
 def is_preparing(route: MailRoute) -> bool:
-    """Whether a daemon is still at that."""
+    """Whether a daemon is still preparing its end."""
     try:
         return MailWords(route.segment).read(STATE_AT) == MailState.PREPARING
     except DaemonUnavailable:
@@ -74,9 +74,10 @@ def is_preparing(route: MailRoute) -> bool:
 
 
 class ParentMail:
-    """Mailboxes with these daemons, as long as their sessions last.
+    """Mailboxes with these daemons, for as long as their sessions last. Used by one thread.
 
-    Owns: memory of the device.
+    Each step has an epoch, one more than the last one's; `restart` skips some. After `fail` the
+    mailboxes are not used again. Owns: the links and memory of the device.
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class ParentMail:
         epoch: int,
         keeper: MemoryKeeper,
     ) -> None:
-        """No step with these daemons has had this epoch, or one after it.
+        """`epoch`: larger than that of any earlier step with these daemons.
 
-        Raises: DaemonUnavailable if a daemon does not answer, or what comes is damaged; it may
-        be well otherwise."""
+        Raises: DaemonUnavailable if a daemon does not answer, or probes arrive damaged; its
+        session may be fine otherwise."""
         self.routes = tuple(routes)
         self._device = device
         self._links = [
@@ -106,7 +107,7 @@ class ParentMail:
             for route in routes
         ]
         limit_ms = routes[0].segment.mail_limit_ms
-        # What others can write too must not decide what is taken for right.
+        # Memory of our own: a word that peers can write must not decide that a step is right.
         self._failed = whole_pages(1, 0).view(np.uint32)
         self._mapping: HostMapping | None = device.map_host(self._failed)
         self._side = MailSide(
@@ -117,9 +118,9 @@ class ParentMail:
         )
         self.kernels = MailKernels(self._side)
         self.epoch = epoch
-        """Of the step that was asked for last."""
+        """Epoch of the last step that was asked for."""
         self._sizes = {1}
-        """Tokens of steps that every daemon is ready for."""
+        """Step sizes, in tokens, that every daemon is ready for."""
         try:
             for link in self._links:
                 self._try_media(link)
@@ -130,46 +131,44 @@ class ParentMail:
 
     @property
     def has_peers(self) -> bool:
-        """Whether lines may lie in devices' memory."""
+        """Whether any link has lines in devices' memory."""
         return any(link.peer_lines is not None for link in self._links)
 
     def use_peers(self, uses_peers: bool) -> None:
-        """Lines lie in devices' memory from now on, where they can, or all in the host's. What was
-        captured before is of no use. Raises: DaemonUnavailable."""
+        """Put lines in devices' memory where possible, or all in the host's. Captures made before
+        must not be replayed. Raises: DaemonUnavailable."""
         for link in self._links:
             link.use_peers(uses_peers)
         self._sizes = {1}
         self.restart()
 
     def close(self) -> None:
-        """Give back memory that was shared; no step may still run."""
+        """Release shared memory; no step may be running."""
         for link in self._links:
             link.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
-            with suppress(DeviceUnavailable):  # what has failed sees nothing any more
+            with suppress(DeviceUnavailable):  # a failed device maps nothing any more
                 mapping.close()
 
     def requests(self, layer_index: int) -> list[int]:
-        """Where each daemon is asked for a layer, by its place in the model."""
+        """Address of each daemon's request lines for a layer, by its place in the model."""
         return [link.lines.request(layer_index) for link in self._links]
 
     def replies(self, layer_index: int) -> list[int]:
-        """Where each daemon answers for it."""
+        """Address of each daemon's reply lines for it."""
         return [link.lines.reply(layer_index) for link in self._links]
 
     @property
     def is_live(self) -> bool:
-        """Whether every session is still what it was, and steps have epochs left."""
-        return self.epoch < mailbox_layout.LAST_EPOCH and all(
-            route.is_live() for route in self.routes
-        )
+        """Whether every session still lasts, and there are epochs left."""
+        return self.epoch < layout.LAST_EPOCH and all(route.is_live() for route in self.routes)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """What is run within asks nobody and waits for nobody; the next step is one again, even if
-        the trial fails."""
-        # A step before may have failed, which nobody has noticed yet.
+        """A context in which kernels neither ask nor wait; the epoch is restored at its end, even
+        if the trial fails."""
+        # A failure of an earlier step that is not noticed yet must not be lost.
         blamed = self._side.blamed
         self._side.set_epoch(self.epoch, is_trial=True)
         try:
@@ -180,7 +179,7 @@ class ParentMail:
             self._side.set_epoch(self.epoch, is_trial=is_over, blamed=blamed)
 
     def restart(self) -> None:
-        """Steps begin anew, none of which is under way. Raises: DaemonUnavailable."""
+        """Set all sides to a new epoch; no step may be running. Raises: DaemonUnavailable."""
         self._device.synchronize()
         self.epoch += _UNUSED_EPOCHS
         self._failed[0] = 0
@@ -189,7 +188,7 @@ class ParentMail:
         self._side.set_epoch(self.epoch)
 
     def prepare(self, num_tokens: int) -> None:
-        """Have every daemon ready for steps of so many tokens; none may be under way.
+        """Have every daemon capture steps of so many tokens; no step may be running.
 
         Raises: DaemonUnavailable."""
         if num_tokens in self._sizes:
@@ -200,20 +199,21 @@ class ParentMail:
         self.restart()
 
     def ring(self, num_tokens: int = 1) -> None:
-        """Have every daemon run a step of so many tokens, which it is ready for; the step before
-        has ended if it had another number of them.
+        """Ask every daemon to run a step of so many tokens, for which it is prepared. A step of
+        another size must have ended.
 
-        Raises: DaemonUnavailable if one is no longer there."""
+        Raises: DaemonUnavailable if a session is closed."""
         self.epoch += 1
         for link in self._links:
             link.words.ask(Ask.STEP, num_tokens)
 
     def failed_epoch(self) -> int:
-        """Of the first step that failed; 0: none has."""
+        """Epoch of the first step that failed; 0: none has."""
         return int(self._failed[0])
 
     def fail(self) -> None:
-        """A step has failed: whoever is to blame is lost. Nothing may run any more."""
+        """Mark the daemon that did not answer as lost, or all if it is not known. No step may be
+        running."""
         blamed = self._side.blamed
         reason = f"the mailbox was not answered within {self._side.limit_ms} ms"
         for index, route in enumerate(self.routes):
@@ -221,7 +221,7 @@ class ParentMail:
                 route.fail(reason)
 
     def _try_media(self, link: MailLink) -> None:
-        """Raises: DaemonUnavailable."""
+        """Probe each kind of memory and log round trips. Raises: DaemonUnavailable."""
         trips_s = {"the host's memory": self._trip_s(link)}
         if not link.stays_in_host:
             link.open_peer()
@@ -236,7 +236,7 @@ class ParentMail:
             )
 
     def _trip_s(self, link: MailLink) -> float:
-        """Seconds of a round trip, half of them took longer. Raises: DaemonUnavailable."""
+        """Median of a round trip, in seconds. Raises: DaemonUnavailable."""
         plan = ProbePlan(_PROBE_ROUNDS)
         found = link.probe(plan, epoch=self.epoch, limit_ms=self._side.limit_ms)
         self.epoch += _PROBE_ROUNDS

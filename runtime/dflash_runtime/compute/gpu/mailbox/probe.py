@@ -1,4 +1,4 @@
-"""Probes of a mailbox: what its two sides agree on, and what either has found."""
+"""Probes of a mailbox: their plan, kernel arguments, and the faults found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import MailLines
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults
 
 MOST_ROUNDS = 1 << 12
-"""Of one probe."""
+"""Most round trips of one probe."""
 
 _LONGEST_PAUSE_NS = 10_000_000
 
@@ -41,18 +41,18 @@ FAULT_BYTES = ctypes.sizeof(_FaultWords)
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """What a probe does, on both sides. The payload of each round follows from seed and epoch."""
+    """Parameters of a probe, the same on both sides. Seed and epoch give each round's payload."""
 
     num_rounds: int
     seed: int = 0
     follows: bool = False
-    """The lines are new, or of a probe that has ended with the epoch before."""
+    """The lines are new, or hold the last round of a probe that ended with the epoch before."""
     longest_pause_ns: int = 0
-    """Of either side before it sends; 0: none, and nothing is looked at twice."""
+    """Before either side sends; 0: no pauses, and nothing is read twice."""
 
 
 def new_faults(device: KernelDevice) -> DeviceArray:
-    """Memory for what a side will find."""
+    """Zeroed memory for a side's faults."""
     return device.zeros(FAULT_BYTES // 4, np.uint32)
 
 
@@ -64,9 +64,10 @@ def probe_args(
     faults: DeviceArray,
     ticks: DeviceArray | None = None,
 ) -> MailProbeArgs:
-    """Of either side's kernel. What the other process may have written is kept within bounds.
+    """Arguments of either side's kernel; values that the other process may have written are
+    bounded.
 
-    Shapes: faults as `new_faults`; ticks [num_rounds] int64.
+    Shapes: faults from `new_faults`; ticks [num_rounds] int64.
     """
     pause_ns = min(plan.longest_pause_ns, _LONGEST_PAUSE_NS)
     return MailProbeArgs(
@@ -84,9 +85,9 @@ def probe_args(
 
 
 def read_faults(words: AnyArray | bytes, *, first_epoch: int) -> Faults:
-    """What a side has found, in rounds that are counted from `first_epoch`.
+    """Decode a side's faults; rounds are counted from `first_epoch`.
 
-    The other side may have written anything. Shapes: words FAULT_BYTES in all.
+    The other side may have written anything. Shapes: words, FAULT_BYTES in all.
     """
     found = _FaultWords.from_buffer_copy(bytes(words))
     counts = {kind: int(found.counts[kind]) for kind in FaultKind}

@@ -1,6 +1,6 @@
-"""The daemon's end of a mailbox: steps that are captured once, and started when they are asked for.
+"""The daemon's end of a mailbox: captured steps that are replayed when the parent asks.
 
-Between two steps nothing of it runs, neither here nor on the device.
+Between two steps the thread sleeps and no kernel runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     host_lines,
 )
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan, new_faults, probe_args
-from dflash_runtime.compute.gpu.mailbox.step import MailStep, Medium
+from dflash_runtime.compute.gpu.mailbox.step import MailboxMemory, MailStep
 from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
 
 _LOG = logging.getLogger(__name__)
@@ -67,17 +67,18 @@ _POLL_MS = 250
 _LONGEST_LIMIT_MS = 60_000
 _MODULUS = 1 << 32
 _MOST_STEPS = 64
-"""That can be asked for before any of them is done."""
+"""Most steps that can be asked for before any of them is done."""
 _CLOSED = 0xFFFFFFFF
-"""In place of the number of a step that failed: none ever will again."""
+"""In place of a failed step's epoch: the mailbox is closed for good."""
 
 
 class MailServer:
-    """Serves one parent's mailbox by a thread of its own, and a stream of the device.
+    """Serves one parent's mailbox with its own thread and its own stream of the device.
 
-    The parent may ask as soon as `STATE_AT` says that it is ready. `layers`, with their places in
-    the model, have experts of ours by their local ids; `lock` is held while the device's own stream
-    is used. `is_alone`: whether there is no other parent, whom waiting for one could hold up.
+    States, in the word STATE_AT: PREPARING, READY, SEES_PEER, FAILED (see MailState); the parent
+    may ask once it is READY. `layers`: with their places in the model, experts by local id. `lock`
+    is held while the device's main stream is used. `is_alone`: whether no other parent is served,
+    which waiting kernels could hold up.
     Owns: the thread, the captured steps, and memory of the device; not the segment.
     """
 
@@ -100,8 +101,8 @@ class MailServer:
         self._words = MailWords(segment)
         segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
         self._words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
-        self._media: list[Medium] = []
-        """Lines in the host's memory; and those in devices', if that can be had."""
+        self._media: list[MailboxMemory] = []
+        """Lines in the host's memory; then those in devices' memory, if it can be mapped."""
         self._medium = 0
         self._own_memory: PeerMemory | None = None
         self._peer_memory: PeerMemory | None = None
@@ -118,7 +119,7 @@ class MailServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread, having given up what runs. Twice does nothing."""
+        """Abort running steps and end the thread. Idempotent."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -135,11 +136,11 @@ class MailServer:
         except DflashError as error:
             if not self._stop.is_set():
                 # docs (daemon): it could not be made ready; the parent's host asks instead
-                _LOG.warning("the mailbox is of no use: %s", one_line(str(error)))
+                _LOG.warning("mailbox unavailable: %s", one_line(str(error)))
         except Exception:
             # docs (daemon): a bug, with its traceback: report it. The parent's host asks
             # instead
-            _LOG.exception("the mailbox has failed")
+            _LOG.exception("mailbox failed")
         finally:
             self._end()
 
@@ -159,11 +160,11 @@ class MailServer:
                 self._peer_memory.close()
             self._give_back_own()
         self._media.clear()
-        self._layers = ()  # whose experts others may want to drop
+        self._layers = ()  # so that their experts can be dropped
         self._queue = self._kernels = self._own_memory = self._peer_memory = None
 
     def _give_back_own(self) -> None:
-        """At once, unless the parent may have it open."""
+        """Close our exported memory, or keep it for a while if the parent may have it open."""
         if self._own_memory is None:
             return
         is_held = True
@@ -175,7 +176,7 @@ class MailServer:
             self._own_memory.close()
 
     def _prepare(self) -> None:
-        """Compile and record the step of one token. Raises: DflashError."""
+        """Compile and capture the step of one token. Raises: DflashError."""
         number = self._words.read(PARENT_LAYOUT_AT)
         if number != LAYOUT_NUMBER:
             raise ProtocolError(f"the parent knows layout {number}, this daemon {LAYOUT_NUMBER}")
@@ -184,7 +185,7 @@ class MailServer:
             peer = MailPeer(
                 own_abort=self._base + DAEMON_ABORT_AT, other_abort=self._base + PARENT_ABORT_AT
             )
-            # The parent is to give up first, who knows whom it waits for.
+            # The parent must time out first: it knows which daemon it waits for.
             side = MailSide(self._device, (peer,), limit_ms + limit_ms // 2)
             self._kernels = MailKernels(side)
             self._kernels.prepare_probe(is_echo=True)
@@ -192,17 +193,18 @@ class MailServer:
             to = MailLines(self._layout, requests=address(relay), replies=0)
             self._add_medium(host_lines(self._layout, self._base), (relay, to))
             self._queue = self._device.new_queue()
-            with suppress(DeviceUnavailable):  # the host's memory is there in any case
+            with suppress(DeviceUnavailable):  # then lines stay in the host's memory
                 self._own_memory = self._device.export_memory(self._layout.requests_nbytes)
                 self._segment.write_mail(REQUEST_MEMORY_AT, self._own_memory.handle)
 
     def _add_medium(self, lines: MailLines, relay: tuple[DeviceArray, MailLines] | None) -> None:
-        medium = Medium(lines, relay)
+        medium = MailboxMemory(lines, relay)
         self._record(medium, 1)
         self._media.append(medium)
 
-    def _record(self, medium: Medium, num_tokens: int) -> None:
-        """A step of so many tokens, tried before. The parent begins anew after that."""
+    def _record(self, medium: MailboxMemory, num_tokens: int) -> None:
+        """Run a step of so many tokens as a trial, then capture it. The parent must restart after
+        that."""
         assert self._kernels is not None
         side, layers = self._kernels.side, self._layers
         for by_all in (False, True):
@@ -223,7 +225,7 @@ class MailServer:
             medium.steps[num_tokens, by_all] = step, graph
 
     def _see_peer(self) -> None:
-        """Have a step that goes through the devices' memory."""
+        """Map the parent's memory and capture a step that uses the devices' memory."""
         self._leave_peer()
         if self._own_memory is None:
             return
@@ -232,14 +234,14 @@ class MailServer:
             self._peer_memory = self._device.import_memory(handle, self._layout.replies_nbytes)
         except DeviceUnavailable as error:
             # docs (daemon): no peer access between the two GPUs: mailboxes lie in the host's memory
-            _LOG.info("our device does not see the parent's memory: %s", one_line(str(error)))
+            _LOG.info("cannot map the parent's device memory: %s", one_line(str(error)))
             return
         own, other = self._own_memory.device_address, self._peer_memory.device_address
         self._add_medium(MailLines(self._layout, requests=own, replies=other), None)
         self._words.write(STATE_AT, MailState.SEES_PEER)
 
     def _leave_peer(self) -> None:
-        """Close the parent's memory, and forget the step that goes through it."""
+        """Unmap the parent's memory, and close the steps that use it."""
         if self._peer_memory is None:
             return
         self._medium = 0
@@ -265,26 +267,27 @@ class MailServer:
     def _do(self, asked: Asked) -> None:
         assert self._queue is not None
         if asked.ask is Ask.STEP:
-            # Several may have been asked for since we looked.
+            # Several may have been asked for since the last poll.
             if (asked.number - self._num_done) % _MODULUS > _MOST_STEPS:
                 raise ProtocolError("a mailbox was asked for more steps than can be under way")
             graph = self._graph_of(asked.argument)
             while self._num_done % _MODULUS != asked.number:
-                # A parent that has given up may want its memory back.
+                # A parent that has given up may release its memory.
                 if not self._words.read(PARENT_ABORT_AT):
                     self._queue.replay(graph)
                 self._num_done += 1
         else:
-            self._queue.synchronize()  # which waits for the parent, and others must not
+            self._queue.synchronize()  # without the lock: it waits for the parent
             with self._lock:
-                if asked.ask is Ask.ECHO:  # which waits for the parent: it is to know that
+                if asked.ask is Ask.ECHO:  # answered first: its kernel waits for the parent's
                     self._words.answer(asked.number)
                 self._do_other(asked)
             self._num_done = asked.number
         self._words.answer(self._num_done)
 
     def _graph_of(self, num_tokens: int) -> Graph:
-        """Kernels that all look for their request have the device to themselves until it comes."""
+        """The step for a lone parent has every block poll, which occupies the device until a
+        request comes; with several parents one block per token polls."""
         medium, is_alone = self._media[self._medium], self._is_alone()
         if is_alone != self._was_alone:
             self._was_alone = is_alone
@@ -293,7 +296,7 @@ class MailServer:
             _LOG.info("the mailbox's parent is %s", "alone" if is_alone else "one of several")
         captured = medium.steps.get((num_tokens, is_alone))
         if captured is None:
-            raise ProtocolError("a mailbox was asked for a step that it is not ready for")
+            raise ProtocolError(f"a mailbox step of {num_tokens} tokens was asked for unprepared")
         return captured[1]
 
     def _do_other(self, asked: Asked) -> None:
@@ -321,7 +324,7 @@ class MailServer:
         self._kernels.side.set_epoch(asked.argument)
 
     def _echo(self, num_rounds: int) -> None:
-        """Answer a probe, and tell what was found."""
+        """Answer a probe's round trips and write the faults found."""
         assert self._kernels is not None
         device, lines = self._device, self._media[self._medium].lines
         plan = ProbePlan(

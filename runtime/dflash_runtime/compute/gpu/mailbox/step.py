@@ -1,4 +1,4 @@
-"""A daemon's step that is asked for through a mailbox, and the memory that its lines go through."""
+"""A daemon's captured step that answers a mailbox, and the memory of its lines."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, StepRows
 from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines
-from dflash_runtime.compute.gpu.ops.steps import Steps
+from dflash_runtime.compute.gpu.ops.steps import StepOps
 
 
 class MailStep:
-    """What is captured: every layer of which there are experts here, one after the other.
+    """Launches a step: for every layer with local experts, wait for the request and answer it.
 
-    `by_all`: every block that needs a request looks for it in our device's memory, where one block
-    a token brings it to `relay` if it does not lie there; or else such a block takes it, before the
-    others begin.
+    `by_all`: every block that needs a request polls for it in our device's memory; if the lines
+    do not lie there, one block per token copies them to `relay`. Otherwise one block per token
+    takes the request before the others begin.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class MailStep:
         self._device, self._kernels, self._lines = device, kernels, lines
         self._relay = relay
         self._num_tokens, self._by_all = num_tokens, by_all
-        # Others may compute at the same time, in another stream: nothing is shared with them.
-        self._steps = Steps(device)
+        # Own buffers: another stream may compute at the same time.
+        self._steps = StepOps(device)
         self._choices: dict[int, Choice] = {}
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, StepRows] = {}
 
     def launch(self, layers: Sequence[tuple[int, ResidentLayer]]) -> None:
-        """Shapes: layers by their place in the model."""
+        """Launch all layers, each with its place in the model."""
         self._kernels.begin()
         reply = address(self._kernels.side.state)
         for index, resident in layers:
@@ -57,7 +57,7 @@ class MailStep:
                 self._steps.answer(resident, rows, choice, to=to)
 
     def _awaited(self, index: int, layer: MoeLayer) -> MailRequest:
-        """What every block will look for, brought to where they do."""
+        """The request that every block polls for; relayed to our memory if need be."""
         request = self._lines.request(index)
         asked = MailRequest(self._kernels.side.args, request, is_relayed=0)
         if self._relay is not None:
@@ -65,8 +65,8 @@ class MailStep:
             self._kernels.relay(layer, self._num_tokens, request=request, to=asked.lines)
         return asked
 
-    def _taken(self, index: int, resident: ResidentLayer, choice: Choice) -> Rows:
-        """Rows that were asked for; `choice` is written."""
+    def _taken(self, index: int, resident: ResidentLayer, choice: Choice) -> StepRows:
+        """Wait for a request: its rows; its pairs are written to `choice`."""
         layer = resident.layer
         if layer.hidden_size not in self._rows:
             rows = self._steps.new_rows(self._num_tokens, layer.hidden_size)
@@ -77,7 +77,7 @@ class MailStep:
         return rows
 
     def _choice_of(self, layer: MoeLayer) -> Choice:
-        """With slots where these are known before the experts are computed."""
+        """Memory for a choice; with slots if they are computed before the experts' kernels run."""
         num_used, empty = layer.num_experts_used, self._device.empty
         if num_used not in self._choices:
             shape = self._num_tokens, num_used
@@ -90,17 +90,16 @@ class MailStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
-    """Memory that lines go through, and steps that were captured for it, by their tokens and by who
-    looks for requests: what each uses, and its graph."""
+class MailboxMemory:
+    """A mailbox's lines in one memory, and the steps captured for them, by (tokens, by_all)."""
 
     lines: MailLines
     relay: tuple[DeviceArray, MailLines] | None
-    """Memory of our device that requests are brought to, where they do not lie there."""
+    """Memory of our device that requests are copied to, if their lines do not lie there."""
     steps: dict[tuple[int, bool], tuple[MailStep, Graph]] = field(default_factory=dict)
 
     def close(self) -> None:
-        """No step may still run."""
+        """Close all graphs; no step may be running."""
         for _, graph in self.steps.values():
             graph.close()
         self.steps.clear()

@@ -1,4 +1,4 @@
-"""A mailbox that is tried out with another process, whoever starts that: see `mail_trial`."""
+"""The parent's end of a mailbox trial with another process; see `compute.mail_trial`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ TRIAL_LAYOUT = MailLayout(
     request_lines=_EXPERTS_USED + _HIDDEN // 8 + _HIDDEN // 16,
     reply_lines=_HIDDEN // 2,
 )
-"""What one layer of Qwen3-30B-A3B sends and gets for a token: its choice, int8 and two float32 for
-16 of them, two words a line; and float32, as the only one answers who is asked."""
+"""Lines of a layer of Qwen3-30B-A3B for one token. A line has two words; a request has 8 expert
+ids with weights, int8 and two float32 for 16 elements; a reply is float32, from a single daemon."""
 
 TRIAL_SHAPE = RingShape(1, 1, 64, 1, mail_bytes=TRIAL_LAYOUT.nbytes)
-"""Of the memory that a trial goes through: nothing but the mailbox is used."""
+"""Shape of a trial's shared memory, of which only the mailbox is used."""
 
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _EPOCHS_OF_MEDIUM = 1 << 30
-"""A trial's rounds in one medium."""
+"""Most rounds of a trial in one medium."""
 
 
 class MailboxTrial:
@@ -62,13 +62,12 @@ class MailboxTrial:
         self._num_rounds = dict.fromkeys(Medium, 0)
 
     def begin(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
-        """As MailTrial.begin."""
         self._is_live = is_live
         words, end_s = MailWords(self._segment), time.monotonic() + timeout_s
         while (state := words.read(STATE_AT)) == MailState.PREPARING:
             if not is_live() or time.monotonic() > end_s:
                 raise DaemonUnavailable("the other side does not become ready")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if state == MailState.FAILED:
             raise DaemonUnavailable("the other side cannot serve a mailbox")
         if self._segment.read_mail(DAEMON_DEVICE_AT, DEVICE_BYTES) == self._device.uuid:
@@ -77,16 +76,13 @@ class MailboxTrial:
 
     @property
     def media(self) -> tuple[Medium, ...]:
-        """As MailTrial.media."""
         return tuple(Medium) if self._link.peer_lines is not None else (Medium.HOST,)
 
     @property
     def why_not(self) -> str:
-        """As MailTrial.why_not."""
         return self._link.why_no_peer
 
     def run(self, medium: Medium, num_rounds: int, *, longest_pause_us: float) -> TrialBatch:
-        """As MailTrial.run."""
         done = self._num_rounds[medium]
         if not 0 < num_rounds <= min(MOST_ROUNDS, _EPOCHS_OF_MEDIUM - done):
             raise ValueError(f"{num_rounds} rounds cannot be run after {done}")
@@ -107,5 +103,4 @@ class MailboxTrial:
         )
 
     def close(self) -> None:
-        """As MailTrial.close."""
         self._link.close()

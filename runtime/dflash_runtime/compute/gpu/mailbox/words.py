@@ -1,7 +1,4 @@
-"""The words of a mailbox that hosts read and write: one side's view of them.
-
-Knows nothing of kernels. See `mailbox_layout`.
-"""
+"""The words of a mailbox that the hosts read and write, for either side. See `layout`."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
 _WORD = struct.Struct("<I")
 _KNOWN = frozenset(int(ask) for ask in Ask)
 _MODULUS = 1 << 32
-_LOOK_S = 100e-6
+_POLL_S = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a daemon's host is to do."""
+    """A request to the daemon's host."""
 
     number: int
-    """Of all that was asked for so far."""
+    """How many requests there were, this one included."""
     ask: Ask
     argument: int
 
@@ -42,7 +39,7 @@ class MailWords:
     def __init__(self, segment: Segment) -> None:
         """Raises: DaemonUnavailable if the memory is closed."""
         self._segment = segment
-        # A parent may begin anew with a daemon that has been asked before.
+        # The daemon may have served requests of an earlier parent.
         self._num_asked = self.read(DOORBELL_AT)
 
     def read(self, offset: int) -> int:
@@ -57,7 +54,7 @@ class MailWords:
     # The parent's side
 
     def ask(self, ask: Ask, argument: int = 0) -> None:
-        """Of the daemon's host. What is no step must be answered before something else is asked."""
+        """Send a request to the daemon's host. All but STEP must be answered before the next."""
         self.write(ASKED_AT, ask)
         self.write(ARGUMENT_AT, argument)
         self._num_asked += 1
@@ -65,23 +62,23 @@ class MailWords:
         self._segment.ring_mail()
 
     def await_answer(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
-        """Until all that was asked for is done. Raises: DaemonUnavailable if it takes longer, or
+        """Wait until all requests are done. Raises: DaemonUnavailable after `timeout_s`, or when
         the session is over."""
         end_s = time.monotonic() + timeout_s
         while self.read(ANSWERS_AT) != self._num_asked % _MODULUS:
             if not is_live() or time.monotonic() > end_s:
                 raise DaemonUnavailable(f"the mailbox has not answered for {timeout_s:.1f} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     # The daemon's side
 
     def asked(self) -> Asked:
-        """What the parent has asked for last; the same number as before: nothing new."""
+        """The parent's last request; if its number is the last one's there is no new one."""
         number = self.read(DOORBELL_AT)
         word = self.read(ASKED_AT)
         ask = Ask(word) if word in _KNOWN else Ask.STEP
         return Asked(number, ask, self.read(ARGUMENT_AT))
 
     def answer(self, number: int) -> None:
-        """Everything up to this number is done."""
+        """Report all requests up to this number as done."""
         self.write(ANSWERS_AT, number % _MODULUS)

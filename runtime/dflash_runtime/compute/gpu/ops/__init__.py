@@ -1,1 +1,1 @@
-"""Operations of a layer, put together from launches."""
+"""Operations of a layer, composed of launches."""

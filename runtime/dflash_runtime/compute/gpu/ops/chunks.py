@@ -25,7 +25,13 @@ from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertInputs, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.layers.values import (
+    Chosen,
+    ExpertInputs,
+    ExpertSums,
+    F32Rows,
+    Normed,
+)
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
 
@@ -78,13 +84,17 @@ class Chunks:
         for projection in resident.layer.projections[:2]:
             self.expect(projection.tensor_type, projection.columns)
 
-    def rows(self, num_tokens: int, columns: int) -> Rows:
+    def rows(self, num_tokens: int, columns: int) -> F32Rows:
         """New rows, with anything in them."""
-        return Rows(self._device.empty((num_tokens, columns), np.float32))
+        return F32Rows(self._device.empty((num_tokens, columns), np.float32))
 
     def project(
-        self, x: Normed | Rows, matrices: Sequence[DeviceMatrix], *, add_to: Rows | None = None
-    ) -> list[Rows]:
+        self,
+        x: Normed | F32Rows,
+        matrices: Sequence[DeviceMatrix],
+        *,
+        add_to: F32Rows | None = None,
+    ) -> list[F32Rows]:
         """``x @ matrix.T`` of each; with `add_to`, which is then the result, added to it."""
         prepared = self.prepare(x)
         outs = [add_to or self.rows(prepared.num_rows, matrix.rows) for matrix in matrices]
@@ -111,7 +121,7 @@ class Chunks:
         return outs
 
     def route(
-        self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None = None
+        self, logits: F32Rows, rule: RoutingRule, bias: DeviceArray | None = None
     ) -> tuple[Chosen, Chosen]:
         """Experts chosen from logits."""
         both = self._device.empty((2, logits.num_tokens, rule.num_experts_used), np.int32)
@@ -119,7 +129,7 @@ class Chunks:
         self._choose.launch(rule, logits.array, bias=bias, ids=ids.array, weights=weights.array)
         return Chosen(ids, both=both), Chosen(weights, both=both)
 
-    def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
+    def add_experts(self, sums: ExpertSums, residual: F32Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
         self._run_experts(sums, residual=residual.array, out=residual.array)
         residual.version += 1
@@ -142,7 +152,7 @@ class Chunks:
         Shapes: result [T, H] float64. Raises: SettingsError if there is no room for it.
         """
         groups = self._groups_of(resident)
-        hidden = Rows(self._payload.array_of(batch.rows))
+        hidden = F32Rows(self._payload.array_of(batch.rows))
         groups.load(batch)  # put together while rows are on their way
         out = self._device.empty(batch.hidden_shape, np.float64)
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
@@ -163,31 +173,31 @@ class Chunks:
         )
         self._experts_of(resident).run(prepared, groups, resident.prefill, **places)
 
-    def normed_rows(self, x: ExpertInputs) -> Rows:
+    def normed_rows(self, x: ExpertInputs) -> F32Rows:
         """The rows themselves, normalised if they are to be, with the bits that products have
         multiplied.
 
         They hold until other rows of so many columns are prepared.
         """
-        if isinstance(x, Rows):
+        if isinstance(x, F32Rows):
             return x
         known = self._columns.setdefault(x.rows.columns, _Columns())
         if not known.wants_floats:
             known.wants_floats = True
             known.prepared_of = None
-        return Rows(self.prepare(x).floats)
+        return F32Rows(self.prepare(x).floats)
 
-    def copy_of_normed(self, x: ExpertInputs) -> Rows:
-        """The same rows, for as long as somebody has them."""
-        if isinstance(x, Rows):
+    def copy_of_normed(self, x: ExpertInputs) -> F32Rows:
+        """A copy of the rows, in a buffer of its own."""
+        if isinstance(x, F32Rows):
             return x
         copy = self.rows(x.num_tokens, x.rows.columns)
         self._device.copy(copy.array, self.normed_rows(x).array)
         return copy
 
-    def prepare(self, x: Normed | Rows) -> PreparedRows:
+    def prepare(self, x: Normed | F32Rows) -> PreparedRows:
         """Rows as products read them; those of the last value are there already."""
-        rows = x if isinstance(x, Rows) else x.rows
+        rows = x if isinstance(x, F32Rows) else x.rows
         known = self._columns.setdefault(rows.columns, _Columns())
         if isinstance(x, Normed):
             x.require_unchanged()
@@ -197,7 +207,7 @@ class Chunks:
             known.preparer = RowPreparer(
                 self._device, columns=rows.columns, max_rows=self.max_chunk, parts=known.parts
             )
-        if isinstance(x, Rows):
+        if isinstance(x, F32Rows):
             known.prepared = known.prepared_of = None
             return known.preparer.prepare(rows.array)
         known.prepared_of = x

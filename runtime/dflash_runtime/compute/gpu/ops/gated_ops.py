@@ -18,12 +18,12 @@ from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows as StepRows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.layers.branch import Branch, Branching
 from dflash_runtime.compute.gpu.layers.delta import (
+    DeltaArrays,
     DeltaChunk,
-    DeltaInputs,
     DeltaPlan,
     DeltaStep,
     DeltaWeights,
@@ -37,14 +37,14 @@ from dflash_runtime.compute.gpu.layers.values import (
     Convolved,
     DeltaHeads,
     DeviceValue,
+    F32Rows,
     GatedProduct,
-    Heads,
+    HeadRows,
     Normed,
     Product,
-    Rows,
     StepPositions,
 )
-from dflash_runtime.compute.gpu.ops.steps import Steps
+from dflash_runtime.compute.gpu.ops.steps import StepOps
 
 
 class GatedOps:
@@ -53,7 +53,7 @@ class GatedOps:
     model_path: Path | None = None
     """The file that matrices were loaded from last, for messages."""
 
-    steps: Steps
+    steps: StepOps
     trees: Branching
 
     def __init__(self, device: KernelDevice) -> None:
@@ -73,13 +73,13 @@ class GatedOps:
             path=self.model_path or "model",
         )
 
-    def add_bias(self, x: Any, bias: Any, out: Any = None) -> Rows:
+    def add_bias(self, x: Any, bias: Any, out: Any = None) -> F32Rows:
         rows = self._rows_of(x)
         result = self._result(rows, out)
         self._elementwise.add_bias(rows.array, bias, result.array)
         return result
 
-    def scale_rows(self, x: Any, factors: Any, out: Any = None) -> Rows:
+    def scale_rows(self, x: Any, factors: Any, out: Any = None) -> F32Rows:
         """`factors` may be weights of one expert a token, which are then chosen now."""
         factor = factors
         if isinstance(factors, Chosen):
@@ -94,7 +94,7 @@ class GatedOps:
         self._elementwise.scale_rows(rows.array, factor, result.array)
         return result
 
-    def gated(self, x: Any, gate: Any, kind: Gate, out: Any = None) -> Rows | GatedProduct:
+    def gated(self, x: Any, gate: Any, kind: Gate, out: Any = None) -> F32Rows | GatedProduct:
         if isinstance(x, DeltaHeads) and x.norm is not None and kind is Gate.SILU and out is None:
             return self._delta(x, self._rows_of(gate))
         if isinstance(x, Product) and out is None and kind is Gate.SIGMOID:
@@ -108,21 +108,21 @@ class GatedOps:
         self._elementwise.gated(rows.array, columns, kind, result.array)
         return result
 
-    def swiglu(self, gate: Any, up: Any, out: Any = None) -> Rows | Activated:
+    def swiglu(self, gate: Any, up: Any, out: Any = None) -> F32Rows | Activated:
         gates, ups = self._rows_of(gate), self._rows_of(up)
         if gates.is_step:
-            return Activated(gates, ups)  # whatever `out` is: nobody needs it
+            return Activated(gates, ups)  # `out` is not needed
         return self._activated(gates, ups, out)
 
-    def _activated(self, gates: Rows, ups: Rows, out: Any = None) -> Rows:
+    def _activated(self, gates: F32Rows, ups: F32Rows, out: Any = None) -> F32Rows:
         result = self._result(ups, out)
         self._elementwise.swiglu(gates.array, ups.array, result.array)
         return result
 
-    def columns(self, x: Any, first: int, last: int) -> Heads | Columns:
-        if isinstance(x, Heads):
+    def columns(self, x: Any, first: int, last: int) -> HeadRows | Columns:
+        if isinstance(x, HeadRows):
             before = 0 if x.part is None else x.part[0]
-            return Heads(x.rows, x.num_heads, part=(before + first, before + last))
+            return HeadRows(x.rows, x.num_heads, part=(before + first, before + last))
         return Columns(self._rows_of(x), 1, first, last)
 
     def causal_conv(
@@ -155,7 +155,7 @@ class GatedOps:
         eps: float,
         out: Any = None,
     ) -> DeltaHeads:
-        """Put off until norm and gate are known, or somebody reads it."""
+        """Deferred until norm and gate are known, or it is read."""
         assert isinstance(cache, DeviceKvCache)
         if not isinstance(mixed, Convolved) or (mixed.cache, mixed.layer) != (cache, layer):
             self.lacks("a delta rule without its convolution")
@@ -178,21 +178,21 @@ class GatedOps:
             return ColumnsOf(value.rows.array, value.num_heads, value.first, value.last)
         return ColumnsOf.whole(self._rows_of(value).array)
 
-    def _taken(self, columns: Columns) -> Rows:
+    def _taken(self, columns: Columns) -> F32Rows:
         """Columns as rows of their own."""
         of = self._columns_of(columns)
         rows = self._new_rows(columns.rows.num_tokens, of.num_columns, of_step=columns.rows.of_step)
         self._elementwise.take_columns(of, rows.array)
         return rows
 
-    def _whole(self, heads: Heads) -> Heads:
+    def _whole(self, heads: HeadRows) -> HeadRows:
         """Heads that follow each other without gaps."""
         if heads.part is None:
             return heads
         columns = Columns(heads.rows, heads.num_heads, *heads.part)
         return replace(heads, rows=self._taken(columns), part=None)
 
-    def _delta(self, heads: DeltaHeads, gate: Rows | None) -> Rows:
+    def _delta(self, heads: DeltaHeads, gate: F32Rows | None) -> F32Rows:
         """A recurrent layer's results; with its norm and gate if there is one."""
         inputs, num_tokens = heads.mixed.rows, heads.mixed.rows.num_tokens
         norm, norm_eps = heads.norm or (None, 0.0)
@@ -200,7 +200,7 @@ class GatedOps:
             heads.shape, num_taps=heads.mixed.weight.shape[1], finishes=gate is not None
         )
         state = heads.mixed.cache.states.layers[heads.mixed.layer]
-        given = DeltaInputs(
+        given = DeltaArrays(
             inputs.array,
             heads.alpha.array,
             heads.beta.array,
@@ -239,7 +239,7 @@ class GatedOps:
     def _delta_of_tree(
         self,
         heads: DeltaHeads,
-        given: DeltaInputs,
+        given: DeltaArrays,
         weights: DeltaWeights,
         tree: Branch,
         *,
@@ -254,7 +254,7 @@ class GatedOps:
         state = states.layers[layer]
         delta.launch(given, weights, state, branch=tree, out=out)
         inputs = replace(given, gate=None)
-        kept = heads.mixed.rows, heads.alpha, heads.beta  # nobody else's until then
+        kept = heads.mixed.rows, heads.alpha, heads.beta  # their buffers are in use until then
 
         def accept(path: I32Array) -> None:
             assert kept
@@ -264,7 +264,7 @@ class GatedOps:
 
         tree.keep(accept)
 
-    def _result(self, like: Rows, out: Any) -> Rows:
+    def _result(self, like: F32Rows, out: Any) -> F32Rows:
         """New rows, or those of `out`, of which what was made of them before is forgotten."""
         if out is None:
             return self._rows_like(like)
@@ -273,13 +273,13 @@ class GatedOps:
         rows.sides = None
         return rows
 
-    def _rows_like(self, like: Rows) -> Rows:
+    def _rows_like(self, like: F32Rows) -> F32Rows:
         """New ones of the same shape."""
         return self._new_rows(like.num_tokens, like.columns, of_step=like.of_step)
 
     @abstractmethod
-    def _rows_of(self, value: DeviceValue) -> Rows: ...
+    def _rows_of(self, value: DeviceValue) -> F32Rows: ...
     @abstractmethod
-    def _new_rows(self, num_tokens: int, columns: int, *, of_step: bool = False) -> Rows: ...
+    def _new_rows(self, num_tokens: int, columns: int, *, of_step: bool = False) -> F32Rows: ...
     @abstractmethod
     def _positions_of(self, positions: Any, cache: DeviceKvCache) -> StepPositions: ...

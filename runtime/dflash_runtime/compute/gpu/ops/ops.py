@@ -41,18 +41,18 @@ from dflash_runtime.compute.gpu.layers.values import (
     DeltaHeads,
     DeviceValue,
     ExpertSums,
+    F32Rows,
     GatedProduct,
-    Heads,
+    HeadRows,
     Normed,
     Product,
     Rotation,
-    Rows,
     StepPositions,
     StepTokens,
 )
 from dflash_runtime.compute.gpu.ops.chunks import Chunks
 from dflash_runtime.compute.gpu.ops.gated_ops import GatedOps
-from dflash_runtime.compute.gpu.ops.steps import Steps
+from dflash_runtime.compute.gpu.ops.steps import StepOps
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
 _CHUNKS_AT_ONCE = 2
@@ -75,9 +75,9 @@ class CupyOps(GatedOps):
         scratch_bytes: int,
         lock: threading.RLock,
     ) -> None:
-        """`lock` is held by whoever moves payload; see payload.PayloadMover."""
+        """`lock`: see payload.PayloadMover."""
         super().__init__(device)
-        self.steps = Steps(device)
+        self.steps = StepOps(device)
         self.trees = Branching(device)
         self.payload = PayloadMover(device, lock)
         self.chunks = Chunks(self.payload, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
@@ -122,7 +122,7 @@ class CupyOps(GatedOps):
             trees=self.trees,
         )
 
-    def embed(self, table: Matrix, token_ids: I32Array, out: Any = None) -> Rows:
+    def embed(self, table: Matrix, token_ids: I32Array, out: Any = None) -> F32Rows:
         """`token_ids` may be StepTokens, which the kernel before this one may have written."""
         assert isinstance(table, DeviceMatrix)
         known = self._embeds.get(id(table))
@@ -174,13 +174,13 @@ class CupyOps(GatedOps):
             return list(self.steps.project(value, several))
         return list(self.chunks.project(_of_chunk(value), several))
 
-    def split_heads(self, x: Any, num_heads: int) -> Heads:
-        return Heads(self._rows_of(x), num_heads)
+    def split_heads(self, x: Any, num_heads: int) -> HeadRows:
+        return HeadRows(self._rows_of(x), num_heads)
 
     def merge_heads(self, x: Any) -> Any:
         if isinstance(x, DeltaHeads):
-            return x  # nobody has them yet
-        assert isinstance(x, Heads)
+            return x  # not written yet
+        assert isinstance(x, HeadRows)
         return x.rows if x.part is None else Columns(x.rows, x.num_heads, *x.part)
 
     def norm_and_rotate(
@@ -197,7 +197,7 @@ class CupyOps(GatedOps):
     ) -> None:
         """Put off until attention."""
         for heads, weight in ((q, q_weight), (k, k_weight)):
-            assert isinstance(heads, Heads)
+            assert isinstance(heads, HeadRows)
             heads.rotation = Rotation(table, weight, eps)
             if norms_after:
                 heads.rotation = self._normed_first(table, weight, eps, dim=heads.dim)
@@ -219,7 +219,7 @@ class CupyOps(GatedOps):
 
     def scale_queries(self, q: Any, positions: I32Array, temperature: AttentionTemperature) -> None:
         """Put off until attention."""
-        assert isinstance(q, Heads)
+        assert isinstance(q, HeadRows)
         q.temperature = temperature
 
     def attention(
@@ -234,7 +234,7 @@ class CupyOps(GatedOps):
         out: Any = None,
         *,
         sinks: Any = None,
-    ) -> Heads:
+    ) -> HeadRows:
         assert isinstance(cache, DeviceKvCache)
         q, k, v = (self._whole(heads) for heads in (q, k, v))
         num_tokens = q.rows.num_tokens
@@ -248,7 +248,7 @@ class CupyOps(GatedOps):
             if rows is None:
                 rows = self.steps.attended_rows(num_tokens, columns, head_dim=head_dim)
             self._attention.tree((q, k, v), cache, cache_layer, tree=tree, out=rows, **options)
-            return Heads(rows, q.num_heads)
+            return HeadRows(rows, q.num_heads)
         options["positions"] = self._positions_of(positions, cache)
         parts = [slice(0, num_tokens)]
         if not isinstance(positions, StepPositions):
@@ -259,7 +259,7 @@ class CupyOps(GatedOps):
         else:
             rows = self.chunks.rows(num_tokens, columns) if out is None else out.rows
             self._attention.chunk((q, k, v), cache, cache_layer, out=rows, parts=parts, **options)
-        return Heads(rows, q.num_heads)
+        return HeadRows(rows, q.num_heads)
 
     def route(self, logits: Any, rule: RoutingRule, *, bias: Any = None) -> tuple[Chosen, Chosen]:
         router = logits if isinstance(logits, Product) else self._rows_of(logits)
@@ -267,7 +267,7 @@ class CupyOps(GatedOps):
             return self.steps.route(router, rule, bias)
         return self.chunks.route(self._rows_of(router), rule, bias)
 
-    def add(self, x: Any, y: Any, out: Any = None) -> Rows:
+    def add(self, x: Any, y: Any, out: Any = None) -> F32Rows:
         if isinstance(y, ExpertSums):
             if out is not x:
                 raise ValueError("experts are added in place: out must be x")
@@ -292,24 +292,24 @@ class CupyOps(GatedOps):
         return rows
 
     def local_sums(self, sums: ExpertSums) -> Buffer:
-        """Sums of those of a layer's experts that are here. Shapes: result [T, H] float64."""
+        """Sums of a layer's local experts. Shapes: result [T, H] float64."""
         return self._of_phase(sums.phase).local_sums(sums)
 
     def hidden_of(self, sums: ExpertSums) -> F32Array:
-        """The rows that experts are given, as those here get them. Shapes: result [T, H]."""
+        """The input rows of experts, on the host. Shapes: result [T, H]."""
         rows = self._of_phase(sums.phase).normed_rows(sums.x)
         hidden: F32Array = self.device.download(rows.array)
         return hidden
 
     def uploaded(self, sums: F64Array) -> Buffer:
-        """Sums of others, on the device. Shapes: sums [T, H]."""
+        """Remote sums, uploaded. Shapes: sums [T, H]."""
         if sums.shape[0] > MOST_TOKENS:
             return Buffer(self.device.upload(sums))
         buffer = self.steps.buffers.take(sums.shape, np.float64)
         self.device.write(buffer.array, sums)
         return buffer
 
-    def _of_phase(self, phase: Phase) -> Chunks | Steps:
+    def _of_phase(self, phase: Phase) -> Chunks | StepOps:
         """What computes experts: the phase decides, so that a slice has the bits of the whole."""
         return self.chunks if phase is Phase.PREFILL else self.steps
 
@@ -323,12 +323,12 @@ class CupyOps(GatedOps):
         self._elementwise.take_columns(self._columns_of(value), out)
 
     def argmax(self, logits: Any) -> I32Array:
-        """As backend.ComputeBackend.most likely: of a step on the device, where logits stay."""
+        """See ComputeBackend.argmax; for a step it is computed on the device, where logits stay."""
         if isinstance(logits, Product) and logits.x.is_step:
             return self.steps.argmax(logits)
         return argmax_of(self.to_host(logits))
 
-    def joined(self, parts: Sequence[Any]) -> Rows:
+    def joined(self, parts: Sequence[Any]) -> F32Rows:
         """Values' rows, one after the other."""
         several = [self._rows_of(part) for part in parts]
         joined = self._new_rows(sum(each.num_tokens for each in several), several[0].columns)
@@ -358,14 +358,14 @@ class CupyOps(GatedOps):
             self._ones_of[count] = self.device.upload(np.ones(count, np.float32))
         return self._ones_of[count]
 
-    def _factor(self, x: Any) -> Normed | Rows | Activated:
+    def _factor(self, x: Any) -> Normed | F32Rows | Activated:
         return x if isinstance(x, Normed | Activated) else self._rows_of(x)
 
-    def _rows_of(self, value: DeviceValue) -> Rows:
+    def _rows_of(self, value: DeviceValue) -> F32Rows:
         """The rows themselves; what was put off is done now."""
-        if isinstance(value, Rows):
+        if isinstance(value, F32Rows):
             return value
-        if isinstance(value, Heads):
+        if isinstance(value, HeadRows):
             if value.rotation is not None or value.temperature is not None:
                 raise ValueError("heads that are to be rotated or scaled go into attention only")
             return self._whole(value).rows
@@ -378,7 +378,7 @@ class CupyOps(GatedOps):
         if isinstance(value, GatedProduct):
             rows = self._rows_of(value.product)
             gated = self.gated(rows, value.gate, Gate.SIGMOID)
-            assert isinstance(gated, Rows)
+            assert isinstance(gated, F32Rows)
             return gated
         if isinstance(value, Columns):
             return self._taken(value)
@@ -392,16 +392,16 @@ class CupyOps(GatedOps):
             return self.chunks.copy_of_normed(value)
         raise ValueError(f"a {type(value).__name__} is not rows")
 
-    def _new_rows(self, num_tokens: int, columns: int, *, of_step: bool = False) -> Rows:
+    def _new_rows(self, num_tokens: int, columns: int, *, of_step: bool = False) -> F32Rows:
         owner = self.steps if of_step or num_tokens <= MOST_TOKENS else self.chunks
         return owner.rows(num_tokens, columns)
 
 
-def _of_chunk(value: Normed | Rows | Activated) -> Normed | Rows:
+def _of_chunk(value: Normed | F32Rows | Activated) -> Normed | F32Rows:
     assert not isinstance(value, Activated)  # which is a step's alone
     return value
 
 
-def _rows(value: Any) -> Rows:
-    assert isinstance(value, Rows)
+def _rows(value: Any) -> F32Rows:
+    assert isinstance(value, F32Rows)
     return value

@@ -27,7 +27,7 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     step_parts,
 )
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice, DecodeExperts, MailReply
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows as ExpertRows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows as ExpertRows
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, experts_shape
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
@@ -40,11 +40,11 @@ from dflash_runtime.compute.gpu.launch.decode_router import (
     RouterShape,
     is_float_router,
 )
-from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange, Sample
-from dflash_runtime.compute.gpu.launch.draw_tokens import ChooseTokens, DrawInputs
+from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits, QuantiseRows, RowChange
 from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
 from dflash_runtime.compute.gpu.launch.mailbox_args import MailReplies, MailRequest
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
+from dflash_runtime.compute.gpu.launch.sample_tokens import ChooseTokens, SampleInputs
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.values import (
@@ -53,17 +53,17 @@ from dflash_runtime.compute.gpu.layers.values import (
     Chosen,
     ExpertInputs,
     ExpertSums,
+    F32Rows,
     Normed,
     Product,
-    Rows,
     Sides,
 )
 
-Factor: TypeAlias = Normed | Rows | Activated
+Factor: TypeAlias = Normed | F32Rows | Activated
 """What is multiplied by matrices."""
 
 
-class Steps:
+class StepOps:
     """Launches of steps. One serves a whole model."""
 
     def __init__(self, device: KernelDevice) -> None:
@@ -76,12 +76,12 @@ class Steps:
         self._routers: dict[RouterShape, DecodeRouter] = {}
         self._choose = ChooseExperts(device)
         self._choose_tokens = ChooseTokens(device)
-        self._samples: dict[int, tuple[Sample, DeviceArray]] = {}
+        self._argmax: dict[int, tuple[ArgmaxLogits, DeviceArray]] = {}
         self._counts = True
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is chosen meanwhile is wanted by nobody."""
+        """A context in which choices are not counted."""
         self._counts = False
         try:
             yield
@@ -89,22 +89,22 @@ class Steps:
             self._counts = True
 
     def counted_in(self, selections: DeviceArray | None) -> DeviceArray | None:
-        """Where choices are to be counted, if they are. Shapes: [E] uint32."""
+        """`selections`, or None while choices are not counted. Shapes: [E] uint32."""
         return selections if self._counts else None
 
-    def rows(self, num_tokens: int, columns: int) -> Rows:
+    def rows(self, num_tokens: int, columns: int) -> F32Rows:
         """New rows, with anything in them."""
         buffer = self._take((num_tokens, columns), np.float32)
-        return Rows(buffer.array, (buffer,), of_step=True)
+        return F32Rows(buffer.array, (buffer,), of_step=True)
 
-    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
+    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> F32Rows:
         """New rows of heads, as int8 too if granules of these do not cross heads."""
         rows = self.rows(num_tokens, columns)
         if head_dim % GRANULE == 0 and columns % 32 == 0:
             rows.sides = self._new_sides(num_tokens, columns, has_values=False)
         return rows
 
-    def project(self, x: Factor, matrices: Sequence[DeviceMatrix]) -> list[Rows]:
+    def project(self, x: Factor, matrices: Sequence[DeviceMatrix]) -> list[F32Rows]:
         """``x @ matrix.T`` of each, in one launch."""
         num_tokens = x.num_tokens
         outs = [self.rows(num_tokens, matrix.rows) for matrix in matrices]
@@ -112,19 +112,19 @@ class Steps:
         return outs
 
     def add_product(
-        self, x: Factor, matrix: DeviceMatrix, residual: Rows, *, gate: Rows | None = None
+        self, x: Factor, matrix: DeviceMatrix, residual: F32Rows, *, gate: F32Rows | None = None
     ) -> None:
         """``residual += x @ matrix.T``, times the sigmoid of each token's gate if there is one."""
         self._multiply(x, (matrix,), (residual,), adds=True, gate=gate)
         residual.version += 1
 
     def route(
-        self, router: Product | Rows, rule: RoutingRule, bias: DeviceArray | None = None
+        self, router: Product | F32Rows, rule: RoutingRule, bias: DeviceArray | None = None
     ) -> tuple[Chosen, Chosen]:
         """Logits, from which experts are chosen later; rows are written as experts read them."""
         if isinstance(router, Product) and router.rows is None:
             router.rows = self._router_logits(router)
-        logits = router if isinstance(router, Rows) else router.rows
+        logits = router if isinstance(router, F32Rows) else router.rows
         assert logits is not None
         shape = (logits.num_tokens, rule.num_experts_used)
         ids = self._take(shape, np.int32)
@@ -132,7 +132,7 @@ class Steps:
         choosing = Choosing(logits, rule, ids, weights, bias)
         return Chosen(ids, choosing), Chosen(weights, choosing)
 
-    def _router_logits(self, product: Product) -> Rows:
+    def _router_logits(self, product: Product) -> F32Rows:
         x, matrix = product.x, product.matrix
         num_tokens = x.num_tokens
         logits = self.rows(num_tokens, matrix.rows)
@@ -162,7 +162,7 @@ class Steps:
         return self._routers[router]
 
     def choose(self, chosen: Chosen) -> None:
-        """Have ids and weights written now, unless that is done or under way already."""
+        """Write ids and weights now, unless a kernel has done so."""
         choosing = chosen.choosing
         if choosing is None or choosing.is_done:
             return
@@ -175,14 +175,14 @@ class Steps:
             weights=choosing.weights.array,
         )
 
-    def scaled(self, x: Normed, factors: Chosen) -> Rows:
+    def scaled(self, x: Normed, factors: Chosen) -> F32Rows:
         """Normalised rows times a factor each, as experts read them. Shapes: factors [T, 1]."""
         self.choose(factors)
         normed = self._sides(x).values
         assert normed is not None
         sides = self._quantised(normed.array, factors=factors.array)
         assert sides.values is not None
-        return Rows(sides.values.array, (sides.values,), sides=sides, of_step=True)
+        return F32Rows(sides.values.array, (sides.values,), sides=sides, of_step=True)
 
     def left_to_choose(self, chosen: Chosen) -> tuple[RoutingRule | None, DeviceArray | None]:
         """Rule and logits [T, E] by which the next kernel that needs the choice is to make it; None
@@ -195,7 +195,7 @@ class Steps:
         choosing.is_done = True
         return choosing.rule, choosing.logits.array
 
-    def add_experts(self, sums: ExpertSums, residual: Rows) -> None:
+    def add_experts(self, sums: ExpertSums, residual: F32Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
         assert sums.layer is not None
         choice = Choice(
@@ -241,7 +241,7 @@ class Steps:
         experts.launch_gate_up(layer.decode, choice, rows, hidden)
 
     def end_experts(
-        self, layer: ResidentLayer, choice: Choice, residual: Rows, *, replies: MailReplies
+        self, layer: ResidentLayer, choice: Choice, residual: F32Rows, *, replies: MailReplies
     ) -> None:
         """Add them and what peers answer to the residual."""
         experts, hidden = self._experts_of(experts_shape(layer.layer, residual.num_tokens))
@@ -252,7 +252,7 @@ class Steps:
         return _expert_rows(self._sides(x))
 
     def new_rows(self, num_tokens: int, columns: int) -> ExpertRows:
-        """The same, with anything in them, kept by nobody else."""
+        """New uninitialised rows for experts, in arrays of their own."""
         empty = self._device.empty
         return ExpertRows(
             quants=empty((num_tokens, padded_columns(columns)), np.int8),
@@ -260,10 +260,10 @@ class Steps:
             values=empty((num_tokens, columns), np.float32),
         )
 
-    def sums_of(self, layer: ResidentLayer, x: Rows, choice: Choice) -> DeviceArray:
+    def sums_of(self, layer: ResidentLayer, x: F32Rows, choice: Choice) -> DeviceArray:
         """Weighted sums of the chosen experts of rows that are normalised already.
 
-        Shapes: result [T, H] float64, to be read before it is taken for something else.
+        Shapes: result [T, H] float64, to be read before its buffer is reused.
         """
         here = self.buffers.take((x.num_tokens, x.columns), np.float64)
         self._run_experts(layer, choice, self._sides(x), here.array, gives_sums=True)
@@ -302,17 +302,17 @@ class Steps:
         positions: DeviceArray,
         *,
         history: DeviceArray,
-        drawing: DrawInputs | None = None,
-    ) -> Rows:
+        sampling: SampleInputs | None = None,
+    ) -> F32Rows:
         """Logits; the most likely token into `token_ids` and `history`, positions one further.
 
-        With `drawing` the token of one row is drawn as that says.
+        With `sampling` the token of one row is sampled.
         """
         logits, partials = self._logits(product.x, product.matrix)
         self._choose_tokens.launch(
             logits.array,
             partials.array,
-            drawing,
+            sampling,
             token_ids=token_ids,
             positions=positions,
             history=history,
@@ -331,14 +331,14 @@ class Steps:
         x = product.x
         for part in step_parts(x.num_tokens):
             size = part.stop - part.start
-            if size not in self._samples:
-                sample = Sample(self._device, num_tokens=size, advances=False)
-                self._samples[size] = sample, self._device.zeros((size,), np.int32)
-            sample, positions = self._samples[size]
+            if size not in self._argmax:
+                argmax = ArgmaxLogits(self._device, num_tokens=size, advances=False)
+                self._argmax[size] = argmax, self._device.zeros((size,), np.int32)
+            argmax, positions = self._argmax[size]
             _, partials = self._logits(x[part], product.matrix)
-            sample.launch(partials.array, token_ids[part], positions)
+            argmax.launch(partials.array, token_ids[part], positions)
 
-    def _logits(self, x: Factor, matrix: DeviceMatrix) -> tuple[Rows, Buffer]:
+    def _logits(self, x: Factor, matrix: DeviceMatrix) -> tuple[F32Rows, Buffer]:
         """Up to MOST_TOKENS rows of logits, and what each block has found to be the largest."""
         logits = self.rows(x.num_tokens, matrix.rows)
         linear = self._linear(x, (matrix,), adds=False, has_argmax=True)
@@ -351,23 +351,23 @@ class Steps:
         )
         return logits, partials
 
-    def normed_rows(self, x: ExpertInputs) -> Rows:
+    def normed_rows(self, x: ExpertInputs) -> F32Rows:
         """The rows themselves, normalised if they are to be."""
-        if isinstance(x, Rows):
+        if isinstance(x, F32Rows):
             return x
         sides = self._sides(x)
         assert sides.values is not None
-        return Rows(sides.values.array, (sides.values,), of_step=True)
+        return F32Rows(sides.values.array, (sides.values,), of_step=True)
 
     def _multiply(
         self,
         x: Factor,
         matrices: Sequence[DeviceMatrix],
-        outs: Sequence[Rows],
+        outs: Sequence[F32Rows],
         *,
         adds: bool,
         outputs: LinearOutputs | None = None,
-        gate: Rows | None = None,
+        gate: F32Rows | None = None,
     ) -> None:
         if isinstance(x, Normed):
             x.require_unchanged()
@@ -416,7 +416,7 @@ class Steps:
             self._linears[shape] = DecodeLinear(self._device, shape)
         return self._linears[shape]
 
-    def _inputs(self, shape: LinearShape, x: Factor, gate: Rows | None = None) -> LinearInputs:
+    def _inputs(self, shape: LinearShape, x: Factor, gate: F32Rows | None = None) -> LinearInputs:
         opening = None if gate is None else gate.array
         if isinstance(x, Activated):
             return LinearInputs(x=x.gate.array, up=x.up.array, gate=opening)
@@ -424,13 +424,13 @@ class Steps:
             assert x.sides is not None
             quants, meta = array_of(x.sides.quants), array_of(x.sides.meta)
             return LinearInputs(quants=quants, meta=meta, gate=opening)
-        if isinstance(x, Rows):
+        if isinstance(x, F32Rows):
             return LinearInputs(x=x.array, gate=opening)
         return LinearInputs(x=x.rows.array, norm_weight=x.weight, eps=x.eps, gate=opening)
 
     def _sides(self, x: ExpertInputs) -> Sides:
         """Rows as experts read them, that are there already or are written now."""
-        if isinstance(x, Rows):
+        if isinstance(x, F32Rows):
             if x.sides is None or x.sides.values is None:
                 x.sides = self._quantised(x.array)
                 x.sides.values = Buffer(x.array)
@@ -472,8 +472,8 @@ class Steps:
         return sides
 
     def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        """Of a step's tokens; those of a large tree are not kept for another of the same size,
-        but for whoever records it."""
+        """A buffer for a step's tokens; for a large tree taken apart, so that only a capture of it
+        keeps the memory."""
         if shape[0] <= MOST_TOKENS:
             return self.buffers.take(shape, dtype)
         if self.buffers.is_capturing:

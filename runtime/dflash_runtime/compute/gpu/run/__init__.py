@@ -1,1 +1,1 @@
-"""Captured steps: CUDA graphs of a decode step or tree, and their replay."""
+"""Captured steps: CUDA graphs of a decode step or draft tree, and their replay."""

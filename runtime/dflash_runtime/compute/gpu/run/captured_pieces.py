@@ -1,7 +1,7 @@
-"""Capture launches in pieces: where the host has something to do in between, a piece ends.
+"""Capture launches as several graphs, between which the host has work to do.
 
-A model's forward pass is one function that cannot stop half way, so it runs in a thread of its own
-while it is captured, and never at the same time as whoever records it. Knows nothing of models.
+A model's forward pass is one function that cannot return half way. While it is captured it runs in
+its own thread; that thread and the capturing one take turns.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import TypeAlias
 
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph, KernelDevice
-from dflash_runtime.compute.gpu.layers.values import Rows
+from dflash_runtime.compute.gpu.layers.values import F32Rows
 from dflash_runtime.interrupts import uninterrupted
 
-Then: TypeAlias = Callable[[], None]
-"""What the host does when it has started a piece."""
-Pause: TypeAlias = Callable[[Then], None]
-"""Ends a piece."""
+HostWork: TypeAlias = Callable[[], None]
+"""What the host does after it has started a piece."""
+Pause: TypeAlias = Callable[[HostWork], None]
+"""Called by the forward pass: ends the piece before this host work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Launches, and what the host does next, if anything."""
+class GraphPiece:
+    """A graph, and the host work after it, if any."""
 
     graph: Graph
-    then: Then | None
+    host_work: HostWork | None
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A step of one context bucket, and what must stay as it is for it."""
+    """A captured step of one context bucket, and the buffers that its graphs use (`kept`)."""
 
-    pieces: list[Piece]
-    logits: Rows
+    pieces: list[GraphPiece]
+    logits: F32Rows
     kept: list[Buffer]
 
     def close(self) -> None:
@@ -44,28 +44,31 @@ class Capture:
 
 
 class _Abandoned(BaseException):
-    """Capture has failed: whatever runs must end."""
+    """Raised in the forward pass to end its thread after a failed capture."""
 
 
-class _Stretches:
-    """Runs `record` from one pause to the next."""
+class _PausableLaunches:
+    """Runs `launch_all` in a thread, from one pause to the next.
 
-    def __init__(self, record: Callable[[Pause], None]) -> None:
-        self._record = record
+    States: waiting for `run_to_pause`; running, while the caller waits; done. Owns: the thread.
+    """
+
+    def __init__(self, launch_all: Callable[[Pause], None]) -> None:
+        self._launch_all = launch_all
         self._go = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
         self._error: BaseException | None = None
         self._is_abandoned = False
         self.is_done = False
-        self.then: Then | None = None
-        """What the last pause was for."""
-        self._thread = threading.Thread(target=self._run, name="dflash-record", daemon=True)
+        self.host_work: HostWork | None = None
+        """Given at the last pause."""
+        self._thread = threading.Thread(target=self._run, name="dflash-capture", daemon=True)
         self._thread.start()
 
-    def proceed(self) -> None:
-        """Run until the next pause, or the end. Raises whatever `record` raises."""
-        self.then = None
-        with uninterrupted():  # nobody else may use the device while the other thread does
+    def run_to_pause(self) -> None:
+        """Run until the next pause, or the end. Raises: whatever `launch_all` raises."""
+        self.host_work = None
+        with uninterrupted():  # the device is the other thread's until this ends
             self._go.release()
             self._stopped.acquire()
         if self._error is not None:
@@ -77,11 +80,11 @@ class _Stretches:
             self._is_abandoned = True
             self._go.release()
             self._thread.join()
-        # Whoever still has the pause must not keep what was captured with it.
-        del self._record, self.then
+        # A reference to the pause that is left somewhere must not keep the model alive.
+        del self._launch_all, self.host_work
 
-    def _pause(self, then: Then) -> None:
-        self.then = then
+    def _pause(self, host_work: HostWork) -> None:
+        self.host_work = host_work
         self._stopped.release()
         self._go.acquire()
         if self._is_abandoned:
@@ -92,7 +95,7 @@ class _Stretches:
         if self._is_abandoned:
             return
         try:
-            self._record(self._pause)
+            self._launch_all(self._pause)
         except _Abandoned:
             return
         except BaseException as error:
@@ -101,21 +104,21 @@ class _Stretches:
         self._stopped.release()
 
 
-def capture_pieces(device: KernelDevice, record: Callable[[Pause], None]) -> list[Piece]:
-    """What `record` launches, cut where it calls the pause that it is given.
+def capture_pieces(device: KernelDevice, launch_all: Callable[[Pause], None]) -> list[GraphPiece]:
+    """Capture what `launch_all` launches, as one piece up to each call of the pause it is given.
 
-    Nothing is run. Raises: whatever `record` raises; DeviceUnavailable.
+    No kernel runs. Raises: whatever `launch_all` raises; DeviceUnavailable.
     """
-    pieces: list[Piece] = []
-    stretches = _Stretches(record)
+    pieces: list[GraphPiece] = []
+    launches = _PausableLaunches(launch_all)
     try:
-        while not stretches.is_done:
-            graph = device.capture(stretches.proceed)
-            pieces.append(Piece(graph, stretches.then))
+        while not launches.is_done:
+            graph = device.capture(launches.run_to_pause)
+            pieces.append(GraphPiece(graph, launches.host_work))
     except BaseException:
         for piece in pieces:
             piece.graph.close()
         raise
     finally:
-        stretches.close()
+        launches.close()
     return pieces

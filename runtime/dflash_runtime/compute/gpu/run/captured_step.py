@@ -1,8 +1,8 @@
-"""A decode step that was captured once and is replayed for every token of a context bucket.
+"""A decode step, captured once as a graph and replayed for every token of a context bucket.
 
-Token ids and positions lie on the device: a step reads what the one before it has chosen, so that
+Token ids and positions lie on the device: a step reads the token that the one before it sampled, so
 the host may start several without waiting for any. Nothing is allocated or compiled in between.
-What was chosen is written to memory of the host, which looks there without a word to the driver.
+Sampled tokens are written to mapped memory, which the host polls without calling the driver.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.mapped_array import mapped_array, whole_pages
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.draw_tokens import (
+from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
     UNDECIDED,
-    DrawInputs,
+    SampleInputs,
     option_values,
 )
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import Product, Rows, StepPositions, StepTokens
-from dflash_runtime.compute.gpu.mailbox.mailed_steps import MailedSteps
+from dflash_runtime.compute.gpu.layers.values import F32Rows, Product, StepPositions, StepTokens
 from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
+from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.gpu.run.captured_pieces import (
     Capture,
+    GraphPiece,
     Pause,
-    Piece,
     capture_pieces,
 )
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
@@ -43,24 +43,25 @@ from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 _NONE = -1
-"""In place of a token that no step has chosen yet."""
-_LOOK_S = 20e-6
-"""Time between looks for a token: short for a step, and long enough for others to get the lock
-that Python has."""
-_TRIED_STEPS, _TRIED_TIMES = 16, 3
+"""In place of a token that is not sampled yet."""
+_POLL_S = 20e-6
+"""Pause between polls for a token: short beside a step, long enough for other threads to take the
+interpreter's lock."""
+_TIMED_STEPS, _TIMED_RUNS = 16, 3
 _TIMEOUT_S = 0.5
-"""A step that takes longer may have failed: the driver is asked."""
+"""When a step takes longer the driver is asked whether the device has failed."""
 
 
-class CapturedStep:
-    """Steps of one token of one sequence. Implements backend.CapturedStep.
+class GraphStep:
+    """Implements backend.CapturedStep for one sequence. Used by the thread that runs the model.
 
-    `moe` has all experts on the device, or is a SharedMoe, whose step is in pieces. As long as
-    `mailed` has daemons that devices can ask by themselves, its steps go that way; one that fails
-    is computed once more in pieces, as is all that follows until such daemons are there again.
-    What draws tokens is captured apart, so that it costs nothing where it is not wanted.
-    Trees of draft tokens are captured too, but for those that hosts have a part in.
-    Owns: the graphs of each context bucket that was met, and mapped memory of the host.
+    Three routes to experts: all on the device (one graph); asked by the host (`moe` is a SharedMoe:
+    a graph in pieces); asked by the device through mailboxes (`sessions`), preferred to the host's
+    while their daemons are there. A mailbox step that fails is recomputed through the host, and so
+    are the steps after it until there are mailboxes again.
+    Sampling is captured separately, so that greedy steps do not pay for it.
+    Trees of draft tokens are captured too, unless the host must ask.
+    Owns: graphs of each context bucket used so far, and mapped memory of the host.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CapturedStep:
         cache: DeviceKvCache,
         *,
         moe: MoeBlock[Any],
-        mailed: MailedSteps | None = None,
+        sessions: MailboxSessions | None = None,
     ) -> None:
         device = ops.device
         self._ops = ops
@@ -79,78 +80,74 @@ class CapturedStep:
         self._moe = moe
         self._token_ids = device.zeros(1, np.int32)
         self._positions = device.zeros(1, np.int32)
-        # What the last position's step chooses has no position any more, but is wanted as well.
-        self._chosen = whole_pages(cache.capacity + 1, _NONE)
-        self._mapping = device.map_host(self._chosen)
-        self._history = mapped_array(device, self._mapping, self._chosen)
-        self._drawing = DrawInputs(
-            device.zeros(NUM_OPTIONS, np.float64), device.zeros(self._chosen.size, np.float64)
+        # One more: the step of the last position samples a token too.
+        self._tokens = whole_pages(cache.capacity + 1, _NONE)
+        self._mapping = device.map_host(self._tokens)
+        self._history = mapped_array(device, self._mapping, self._tokens)
+        self._sampling = SampleInputs(
+            device.zeros(NUM_OPTIONS, np.float64), device.zeros(self._tokens.size, np.float64)
         )
-        self._is_drawing = False
+        self._is_sampling = False
         self._shared = moe if isinstance(moe, SharedMoe) else None
-        self._mailed = mailed
+        self._sessions = sessions
         self._mail: MailMoe | None = None
-        """What the next step goes through, unless the host is asked."""
+        """Mailboxes that the next step goes through; None: the host asks."""
         self._left_to_host_s: float | None = None
-        """When a tree was, to have daemons checked; what that costs is known at the next one."""
+        """When a tree was last left to the host to check daemons; its cost is noted at the next."""
         self._is_trial = False
-        """Steps are run in vain, and counted by nobody."""
+        """Steps are only timed, and not counted."""
         self._counted: dict[tuple[Phase, int], I64Array] = {}
-        """Selections of steps through mailboxes that are no more."""
+        """Selections of steps through mailboxes that are closed."""
         self._first_epoch = self._first_id = 0
-        """Of the step that was begun last."""
+        """Epoch and token of the step set by the last `begin`."""
         self._captures: dict[tuple[int, bool, MailMoe | None], Capture] = {}
         self._trees = CapturedTrees(ops, model, cache)
-        self._last: Rows | None = None
+        self._last: F32Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
 
     @property
     def needs_host(self) -> bool:
-        """As backend.CapturedStep.needs_host."""
         return self._shared is not None and self._mail is None
 
     @property
     def counts_itself(self) -> bool:
-        """As backend.CapturedStep.counts_itself."""
         return self._shared is not None
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
-        """As backend.CapturedStep.take_selections."""
         counted, self._counted = self._counted, {}
-        if self._mailed is not None:
-            self._mailed.settle()
+        if self._sessions is not None:
+            self._sessions.settle()
         if self._mail is not None:
             for key, counts in self._mail.take_selections().items():
                 counted[key] = counted.get(key, 0) + counts
         return counted
 
     def prepare(self) -> None:
-        """As backend.CapturedStep.prepare."""
-        self._prepare_all()
-        if self._mailed is not None and self._mailed.await_ready():
-            self._choose_way()
-            self._choose_memory(self._mailed)
-            self._prepare_all()
+        self._capture_all()
+        if self._sessions is not None and self._sessions.await_ready():
+            self._choose_route()
+            self._choose_memory(self._sessions)
+            self._capture_all()
 
-    def _choose_memory(self, mailed: MailedSteps) -> None:
-        """Of mailboxes: where steps are the fastest."""
+    def _choose_memory(self, sessions: MailboxSessions) -> None:
+        """Choose the memory in which mailbox steps are fastest."""
         self._is_trial = True
         try:
-            mailed.choose_memory(self._step_s)
+            sessions.choose_memory(self._step_s)
         except DaemonUnavailable as error:
             self._forget_mail()
-            mailed.refuse(error)
+            sessions.refuse(error)
         finally:
             self._is_trial = False
         self._forget_captures()
 
     def _step_s(self) -> float:
-        """Seconds of a step, of some that are run in vain."""
+        """Seconds of a step: the fastest of several timed runs."""
         self._forget_captures()
-        num_steps = min(self._cache.capacity, _TRIED_STEPS)
+        num_steps = min(self._cache.capacity, _TIMED_STEPS)
         times_s = []
-        for _ in range(_TRIED_TIMES):
+        for _ in range(_TIMED_RUNS):
             self._begin(0, 0)
             self._capture()
             began_s = time.perf_counter()
@@ -163,47 +160,45 @@ class CapturedStep:
         self._cache.begin_step(0)
         return min(times_s)
 
-    def _prepare_all(self) -> None:
+    def _capture_all(self) -> None:
         capacity, position = self._cache.capacity, 0
         while position < capacity:
             self._place(0, position)
-            for is_drawing in (True, False):
-                self._is_drawing = is_drawing
+            for is_sampling in (True, False):
+                self._is_sampling = is_sampling
                 self._capture()
             position = context_bucket(position + 1)
         self.begin(0, 0)
 
     def choose_by(self, options: DeviceSampling | None) -> None:
-        """As backend.CapturedStep.choose_by."""
         vocab_size = self._model.spec.vocab_size
         values = option_values(options, vocab_size=vocab_size)
-        self._ops.device.write(self._drawing.options, values)
-        self._is_drawing = options is not None
+        self._ops.device.write(self._sampling.options, values)
+        self._is_sampling = options is not None
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
-        """As backend.CapturedStep.expect."""
-        places = self._drawing.numbers[first_position : first_position + numbers.size]
+        places = self._sampling.numbers[first_position : first_position + numbers.size]
         self._ops.device.write(places, numbers)
 
     def begin(self, token_id: int, position: int) -> None:
-        """The next step computes this token at this position.
+        """Set the token and position of the next step.
 
         Raises: ContextExceeded, DeviceUnavailable; CheckpointMissing.
         """
         self._cache.check_fits(position, 1)
-        self._choose_way()
+        self._choose_route()
         self._begin(token_id, position)
 
     def _begin(self, token_id: int, position: int) -> None:
         self._cache.begin_step(position)
         self._place(token_id, position)
 
-    def _choose_way(self) -> None:
-        """Through mailboxes, if there are some: other ones than before, perhaps."""
-        if self._mailed is None or (self._mail is not None and self._mail.mail.is_live):
+    def _choose_route(self) -> None:
+        """Use mailboxes if there are any, perhaps of new sessions; else the host."""
+        if self._sessions is None or (self._mail is not None and self._mail.mail.is_live):
             return
         self._forget_mail()
-        self._mail = self._mailed.present()
+        self._mail = self._sessions.present()
 
     def _forget_mail(self) -> None:
         self._forget_captures()
@@ -211,7 +206,7 @@ class CapturedStep:
         self._mail = None
 
     def _forget_captures(self) -> None:
-        """Those that go through mailboxes."""
+        """Close captures that go through mailboxes."""
         if self._mail is not None:
             self._ops.device.synchronize()
         self._trees.forget(mailed_only=True)
@@ -220,10 +215,10 @@ class CapturedStep:
 
     def _place(self, token_id: int, position: int) -> None:
         device = self._ops.device
-        device.synchronize()  # steps that were started too much write what they have chosen
+        device.synchronize()  # surplus steps may still write their tokens
         if self._shared is not None:
             self._shared.reset()
-        self._chosen[self._first + 1 : self._position + 1] = _NONE
+        self._tokens[self._first + 1 : self._position + 1] = _NONE
         self._first_id = token_id
         self._first_epoch = 0 if self._mail is None else self._mail.mail.epoch + 1
         device.write(self._token_ids, np.array([token_id], np.int32))
@@ -231,7 +226,7 @@ class CapturedStep:
         self._first = self._position = position
 
     def start(self) -> None:
-        """Start a step: the token that it chooses is the next one's, at the next position.
+        """Start a step; its sampled token is the input of the next one, at the next position.
 
         Raises: ContextExceeded if there is no room for it; DaemonUnavailable.
         """
@@ -244,8 +239,8 @@ class CapturedStep:
         try:
             for piece in capture.pieces:
                 piece.graph.replay()
-                if piece.then is not None:
-                    piece.then()
+                if piece.host_work is not None:
+                    piece.host_work()
         except BaseException:
             if self._shared is not None:
                 self._shared.abandon()
@@ -256,24 +251,24 @@ class CapturedStep:
         self._position += 1
 
     def _start_mailed(self, mail: MailMoe, capture: Capture) -> None:
-        """A daemon that is gone is noticed when the step's token is asked for."""
-        assert self._mailed is not None
+        """A lost daemon is noticed in `token`."""
+        assert self._sessions is not None
         mail.mail.ring()
         for piece in capture.pieces:
             piece.graph.replay()
         if not self._is_trial:
-            self._mailed.count_step()
+            self._sessions.count_step()
         self._cache.count_step()
         self._position += 1
 
     def verify(
         self, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
-        """As backend.CapturedStep.verify. Through mailboxes only as many as a step may have."""
-        if self._left_to_host_s is not None and self._mailed is not None:
-            self._mailed.note_checked(time.monotonic() - self._left_to_host_s)
+        """Through mailboxes at most MOST_TOKENS tokens; None for more."""
+        if self._left_to_host_s is not None and self._sessions is not None:
+            self._sessions.note_checked(time.monotonic() - self._left_to_host_s)
             self._left_to_host_s = None
-        self._choose_way()
+        self._choose_route()
         if self._mail is None:
             if self._shared is not None:
                 return None
@@ -288,36 +283,36 @@ class CapturedStep:
     def _verify_mailed(
         self, mail: MailMoe, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
-        """None: a daemon has not answered, and others are to be asked; or there is no memory."""
-        assert self._mailed is not None
-        self._ops.device.synchronize()  # steps that were started too much have another size
+        """None: a daemon has not answered, or there is no memory; the host must ask instead."""
+        assert self._sessions is not None
+        self._ops.device.synchronize()  # surplus steps have another size
         try:
             if not mail.mail.failed_epoch():
                 mail.mail.prepare(token_ids.size)
                 result = self._trees.run(token_ids, tree, features, moe=mail)
                 if result is not None:
-                    self._mailed.count_tree(token_ids.size)
+                    self._sessions.count_tree(token_ids.size)
                 if not mail.mail.failed_epoch():
                     return result
         except DaemonUnavailable as error:
             self._forget_mail()
-            self._mailed.refuse(error)
+            self._sessions.refuse(error)
             return None
-        self._lose_mail(mail, self._mailed)
+        self._lose_mail(mail, self._sessions)
         return None
 
-    def _lose_mail(self, mail: MailMoe, mailed: MailedSteps) -> None:
-        """A step has failed: the host is asked until there are mailboxes again."""
+    def _lose_mail(self, mail: MailMoe, sessions: MailboxSessions) -> None:
+        """A mailbox step has failed: go on through the host until there are mailboxes again."""
         self._ops.device.synchronize()
         mail.mail.fail()
         self._forget_mail()
-        mailed.count_failure()
+        sessions.count_failure()
 
     def _redo_failed(self, position: int) -> None:
-        """If the step of this position has failed, it and all after it are computed once more, with
-        the host's help. Whatever it had written is written again.
+        """If the mailbox step of this position has failed, recompute it and all after it through
+        the host; everything they had written is overwritten.
 
-        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        Raises: DaemonUnavailable if a lost daemon's experts have no fallback.
         """
         mail = self._mail
         if mail is None:
@@ -327,25 +322,25 @@ class CapturedStep:
             return
         end, token_id = self._position, self._first_id
         if position > self._first:
-            token_id = int(self._chosen[position])
-        assert self._mailed is not None
-        self._lose_mail(mail, self._mailed)
+            token_id = int(self._tokens[position])
+        assert self._sessions is not None
+        self._lose_mail(mail, self._sessions)
         self._begin(token_id, position)
         while self._position < end:
             self.start()
 
     def _computed_by_host(self, position: int) -> int:
-        """What follows the token of this position, by a step in which the host asks the others, so
-        that each reply is looked at by itself. Steps that were started after it begin anew.
+        """Recompute the step of this position through the host, which checks each reply by itself,
+        and start the steps after it again. Returns the sampled token.
 
-        If mailboxes alone are at fault for logits that are not finite, they are used no more.
-        Raises: DaemonUnavailable if nobody else can compute what a lost daemon was to.
+        If only the mailboxes' logits were not finite, these mailboxes are not used any more.
+        Raises: DaemonUnavailable if a lost daemon's experts have no fallback.
         """
         mail, end, began_s = self._mail, self._position, time.monotonic()
         assert mail is not None
-        assert self._mailed is not None
-        token_id = self._first_id if position == self._first else int(self._chosen[position])
-        was_finite = self._chosen[position + 1] != NOT_FINITE
+        assert self._sessions is not None
+        token_id = self._first_id if position == self._first else int(self._tokens[position])
+        was_finite = self._tokens[position + 1] != NOT_FINITE
         self._mail = None
         try:
             self._begin(token_id, position)
@@ -353,45 +348,48 @@ class CapturedStep:
             self.token(position + 1)
         finally:
             self._mail = mail
-        found = int(self._chosen[position + 1])
+        found = int(self._tokens[position + 1])
         is_lost = not mail.mail.is_live
         if is_lost or (found != NOT_FINITE and not was_finite):
             self._forget_mail()
             if not is_lost:
-                self._mailed.refuse(DaemonUnavailable("logits of a step through it are not finite"))
+                self._sessions.refuse(
+                    DaemonUnavailable("logits of a step through it are not finite")
+                )
         if found >= 0 and self._position < end:
             self._begin(found, position + 1)
             while self._position < end:
                 self.start()
         if was_finite:
-            self._mailed.note_checked(time.monotonic() - began_s)
+            self._sessions.note_checked(time.monotonic() - began_s)
         return found
 
     def _is_to_be_checked(self) -> bool:
-        """Whether the step whose token is asked for is to be computed by the host, to have the
-        daemons checked."""
-        return self._mailed is not None and not self._is_trial and self._mailed.is_to_be_checked()
+        """Whether to recompute the step whose token is asked for through the host, as a check."""
+        return (
+            self._sessions is not None and not self._is_trial and self._sessions.is_to_be_checked()
+        )
 
     def token(self, position: int) -> int | None:
-        """The token chosen for a position, by a step that was started; None: the host is to.
+        """Wait for the token sampled for a position; None: the host must sample it.
 
         Raises: DeviceUnavailable if the device has failed.
         """
         assert self._first < position <= self._position
-        chosen, patient_until_s = self._chosen, 0.0
-        while (token_id := int(chosen[position])) == _NONE:
+        tokens, timeout_at_s = self._tokens, 0.0
+        while (token_id := int(tokens[position])) == _NONE:
             now_s = time.monotonic()
-            if not patient_until_s:
-                patient_until_s = now_s + _TIMEOUT_S
-            elif now_s > patient_until_s:
+            if not timeout_at_s:
+                timeout_at_s = now_s + _TIMEOUT_S
+            elif now_s > timeout_at_s:
                 self._ops.device.synchronize()
-                if chosen[position] == _NONE:
+                if tokens[position] == _NONE:
                     raise DeviceUnavailable(
                         # docs: the device failed without its driver saying so; look at the system's
                         # log
                         f"{self._ops.device.name}: a step has ended without a token"
                     )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if self._mail is not None:
             self._redo_failed(position - 1)
             if self._mail is None:
@@ -401,19 +399,19 @@ class CapturedStep:
         return None if token_id == UNDECIDED else token_id
 
     def logits(self) -> F32Array:
-        """Of the step that was started last, once it is done. Shapes: result [V]."""
+        """Wait for the logits of the step started last. Shapes: result [V]."""
         assert self._last is not None
         if self._mail is not None:
             self._ops.device.synchronize()
             self._redo_failed(self._position - 1)
-            is_known = self._chosen[self._position] != NOT_FINITE
+            is_known = self._tokens[self._position] != NOT_FINITE
             if self._mail is not None and (not is_known or self._is_to_be_checked()):
                 self._computed_by_host(self._position - 1)
         logits: F32Array = self._ops.device.download(self._last.array)[0]
         return logits
 
     def close(self) -> None:
-        """As backend.CapturedStep.close, whoever still refers to this. Twice does nothing."""
+        """Release everything, even if this object is still referred to. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -424,24 +422,24 @@ class CapturedStep:
         self._captures.clear()
         self._trees.forget()
         self._mail = None
-        if self._mailed is not None:
-            self._mailed.close()
+        if self._sessions is not None:
+            self._sessions.close()
         self._mapping.close()
         if self._shared is not None:
             self._shared.close()
-        del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._mailed
-        del self._token_ids, self._positions, self._drawing, self._trees
+        del self._ops, self._model, self._cache, self._moe, self._shared, self._last, self._sessions
+        del self._token_ids, self._positions, self._sampling, self._trees
 
     def _capture(self) -> Capture:
-        """Of the bucket that the next step is in: tried out and captured when first needed."""
+        """The capture for the next step's context bucket, made when first needed."""
         bucket = context_bucket(self._position + 1)
-        key = bucket, self._is_drawing, self._mail
+        key = bucket, self._is_sampling, self._mail
         if key not in self._captures:
             self._captures[key] = self._captured(bucket)
         return self._captures[key]
 
     def _captured(self, bucket: int) -> Capture:
-        """Try the step out, which compiles and allocates what it needs, then record it."""
+        """Run the step once, which compiles and allocates what it needs, then capture it."""
         device, buffers, shared = self._ops.device, self._ops.steps.buffers, self._shared
         mail = None if self._mail is None else self._mail.mail
         if mail is not None:
@@ -451,30 +449,30 @@ class CapturedStep:
             if shared is not None:
                 shared.begin_trial()
             with self._ops.steps.uncounted():
-                self._record(bucket)
+                self._launch_step(bucket)
         device.synchronize()
-        self._chosen[self._position + 1] = _NONE
+        self._tokens[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
-        results: list[Rows] = []
+        results: list[F32Rows] = []
         if shared is None:
             with buffers.repeated(noted):
-                graph = device.capture(lambda: results.append(self._record(bucket)))
-            return Capture([Piece(graph, None)], results[0], [])
+                graph = device.capture(lambda: results.append(self._launch_step(bucket)))
+            return Capture([GraphPiece(graph, None)], results[0], [])
 
-        def record(pause: Pause) -> None:
+        def launch(pause: Pause) -> None:
             shared.begin_capture(pause)
-            results.append(self._record(bucket))
+            results.append(self._launch_step(bucket))
 
-        # Between pieces others may use buffers: those of a step in pieces are its own.
+        # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
         with buffers.repeated(noted) as kept:
             try:
-                pieces = capture_pieces(device, record)
+                pieces = capture_pieces(device, launch)
             finally:
                 shared.end_capture()
         return Capture(pieces, results[0], kept)
 
-    def _record(self, bucket: int) -> Rows:
+    def _launch_step(self, bucket: int) -> F32Rows:
         tokens: Any = StepTokens(self._token_ids)
         positions: Any = StepPositions(self._positions, bucket)
         moe = self._moe
@@ -491,5 +489,5 @@ class CapturedStep:
             self._token_ids,
             self._positions,
             history=history,
-            drawing=self._drawing if self._is_drawing else None,
+            sampling=self._sampling if self._is_sampling else None,
         )

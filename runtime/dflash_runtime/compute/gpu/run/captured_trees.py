@@ -1,9 +1,8 @@
-"""Passes over trees of draft tokens that were captured once and are replayed for every tree of
-their kind: as many tokens, a context of the same bucket, and as `Branch.kind_of` says.
+"""Forward passes over trees of draft tokens, captured once and replayed for every tree of a kind.
 
-Everything that differs among such trees lies on the device, where it is written before a replay. A
-pass only reads what the sequence has left; what accepting a path needs stays beside it until the
-next one.
+Trees of a kind (`Branch.kind_of`) have the same number of tokens and the same context bucket; all
+else that differs among them is written to the device before a replay. A pass only reads the
+sequence's cache; what accepting a path needs is kept apart until the next pass.
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
 _MOST_TOKENS_KEPT = 256
-"""Of all captures together: each keeps what layers want for accepting a path, and memory of its
-own."""
+"""Tokens of all captures together: each capture keeps memory for accepting a path."""
 
 
 class CapturedTrees:
-    """Used by one thread. Owns: graphs, and memory of the device."""
+    """Captures of trees by kind, features and MoE block, least recently used first.
+
+    Used by one thread. Owns: graphs, and memory of the device.
+    """
 
     def __init__(self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache) -> None:
         self._ops, self._model, self._cache = ops, model, cache
@@ -50,12 +51,12 @@ class CapturedTrees:
         *,
         moe: MoeBlock[Any] | MailMoe,
     ) -> TreeResult | None:
-        """A tree's tokens through all layers. With a MailMoe every daemon must be ready for steps
-        of so many tokens, of which none is under way. None: that step has failed, or has results
-        that are not finite, or there is no memory for a capture; the tree is as it was.
+        """Compute a tree's tokens. With a MailMoe every daemon must be ready for steps of so many
+        tokens, and none may be under way. None: a mailbox step has failed or its results are not
+        finite, or there is no memory for a capture; the tree is unchanged.
 
-        Shapes: token_ids [W]. `features` are layers whose results are wanted.
-        Raises: ContextExceeded, CheckpointMissing; ValueError for ids that there are not;
+        Shapes: token_ids [W]. `features`: layers whose hidden states are returned.
+        Raises: ContextExceeded, CheckpointMissing; ValueError for ids outside the vocabulary;
         DaemonUnavailable if a mailbox is gone.
         """
         check_token_ids(token_ids, self._model.spec.vocab_size)
@@ -81,7 +82,7 @@ class CapturedTrees:
         capture.graph.replay()
         download = self._ops.device.download
         argmax: I32Array = download(capture.argmax)
-        # Of what is not finite the host's requests tell whose reply is at fault.
+        # If the result is not finite, asking through the host will tell which reply is at fault.
         if isinstance(moe, MailMoe) and (moe.mail.failed_epoch() or (argmax == NOT_FINITE).any()):
             return None
         by_layer: dict[int, F32Array] = {
@@ -92,20 +93,20 @@ class CapturedTrees:
         return TreeResult(argmax, by_layer)
 
     def _make_room(self, num_tokens: int) -> None:
-        """For so many tokens more: those go that were not used for longest."""
+        """Close the least recently used captures until so many more tokens fit."""
         sizes = [capture.branch.num_tokens for capture in self._captures.values()]
         while sizes and sum(sizes) + num_tokens > _MOST_TOKENS_KEPT:
             del sizes[0]
             self._captures.popitem(last=False)[1].graph.close()
 
     def forget(self, *, mailed_only: bool = False) -> None:
-        """None of them may run, and no path through one be accepted."""
+        """Close captures. None may run, and no path of theirs be accepted afterwards."""
         for key in list(self._captures):
             if not mailed_only or isinstance(key.moe, MailMoe):
                 self._captures.pop(key).graph.close()
 
     def _captured(self, key: _Key, token_ids: I32Array, tree: Tree) -> _Capture:
-        """Compute the tree once, which compiles and allocates what that needs, then record it."""
+        """Run the pass once, which compiles and allocates what it needs, then capture it."""
         device, buffers = self._ops.device, self._ops.steps.buffers
         mail = key.moe.mail if isinstance(key.moe, MailMoe) else None
         size, hidden_size = token_ids.size, self._model.spec.hidden_size
@@ -118,7 +119,7 @@ class CapturedTrees:
         )
         trial = nullcontext() if mail is None else mail.trial()
         with buffers.noted(capture.apart) as noted, self._ops.steps.uncounted(), trial:
-            # Whatever layers want kept must be nobody else's until the pass is complete.
+            # Buffers that layers keep must not be reused until the pass is complete.
             kept = self._launch(key, capture, tree)
         device.synchronize()
         kept.clear()
@@ -129,7 +130,7 @@ class CapturedTrees:
         return capture
 
     def _launch(self, key: _Key, capture: _Capture, tree: Tree) -> list[OnAccept]:
-        """One pass; the result is what layers want done when a path is accepted."""
+        """Launch one pass; returns the layers' callbacks for an accepted path."""
         moe, kept = key.moe, Tree(tree.parents, tree.position)
         if isinstance(moe, MailMoe):
             moe.mail.kernels.begin()
@@ -154,7 +155,7 @@ class CapturedTrees:
 @dataclass(frozen=True, slots=True)
 class _Key:
     kind: tuple[int, int, int]
-    """As Branch.kind_of."""
+    """From Branch.kind_of."""
     features: frozenset[int]
     moe: MoeBlock[Any] | MailMoe
 

@@ -1,8 +1,8 @@
-"""Routed experts of a captured step some of whose experts are elsewhere.
+"""Routed experts of a captured step, some of which are remote and asked for by the host.
 
-Between the pieces of such a step the host asks others for their share of a layer, has the device
-begin with its own, and brings it what the others have said. All of that lies in memory that both
-see: no copy is asked of the driver. Bits are those of `moe.DeviceMoe`.
+Between the pieces of such a step the host asks the remote owners of a layer's experts, starts the
+device on the local ones, and passes on the owners' sums. Rows and sums lie in mapped memory: no
+copy is asked of the driver. Bits are those of `moe.DeviceMoe`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, Normed, Rows
+from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.run.captured_pieces import Pause, Then
+from dflash_runtime.compute.gpu.run.captured_pieces import HostWork, Pause
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
 _PHASE = Phase.DECODE
 
 
 class SharedMoe:
-    """Implements ops.MoeBlock while a step of one token is captured, or tried without others.
+    """Implements ops.MoeBlock for a step of one token that is captured, or run once as a trial.
 
-    Owns: mapped memory of the host, for each layer that others have a share of.
+    A trial (`begin_trial`) asks no remote owner. Used by the thread that runs the model.
+    Owns: mapped memory of the host, for each layer with remote experts.
     """
 
     def __init__(
@@ -42,26 +43,26 @@ class SharedMoe:
         self._num_whole = self._num_whole_pairs = 0
 
     def begin_trial(self) -> None:
-        """The next step is run without others."""
+        """The next step is a trial."""
         self.begin_capture(None)
 
     def begin_capture(self, pause: Pause | None) -> None:
-        """What is called from now on is a step's; the same layers as of any other."""
+        """The next step is captured; `pause` ends a piece."""
         self._pause = pause
         self._num_whole = self._num_whole_pairs = 0
 
     def end_capture(self) -> None:
-        """The step is complete, and none is running."""
+        """The capture is complete. No step may be running."""
         self._pause = None
         self.reset()
 
     def reset(self) -> None:
-        """No step is running: what one has left half done, or a trial, is forgotten."""
+        """Forget what an incomplete step or a trial has left. No step may be running."""
         for exchange in self._exchanges.values():
             exchange.box.expect()
 
     def count_step(self) -> None:
-        """A step has been run: its layers that needed no word of the host are counted."""
+        """A step has been run: count its layers that are wholly local."""
         if self._num_whole:
             self._remote.count_local(
                 _PHASE,
@@ -71,18 +72,18 @@ class SharedMoe:
             )
 
     def abandon(self) -> None:
-        """A step has failed: nobody waits for the others any more."""
+        """A step has failed: drop what remote owners were asked for."""
         for exchange in self._exchanges.values():
             exchange.abandon()
 
     def close(self) -> None:
-        """No step of this may still run."""
+        """Release mapped memory. No step may be running."""
         for exchange in self._exchanges.values():
             exchange.box.close()
         self._exchanges.clear()
 
     def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
-        assert isinstance(hidden, Normed | Rows)
+        assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         ops, layer = self._ops, self._resident.get(layer_id)
@@ -107,27 +108,27 @@ class SharedMoe:
         self._exchanger.give(box, rows.array, Choice(topk_ids.array, topk_weights.array))
         pause = self._pause
         if pause is None:
-            exchange.forget()  # nobody was asked
-            pause = _go_on
-        others = Buffer(box.mapped_sums)
+            exchange.forget()  # no owner was asked
+            pause = _no_pause
+        remote_sums = Buffer(box.mapped_sums)
         if layer is None:
             pause(exchange.ask_and_add)
-            sums.parts = (others,)
+            sums.parts = (remote_sums,)
         else:
             pause(exchange.ask)
-            here = ops.local_sums(sums)
+            local_sums = ops.local_sums(sums)
             pause(exchange.add)
-            sums.parts = (here, others)
+            sums.parts = (local_sums, remote_sums)
         return sums
 
 
-def _go_on(then: Then) -> None:
-    """In place of a pause, where nothing is captured."""
+def _no_pause(work: HostWork) -> None:
+    """The pause of a trial: no host work."""
 
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One layer's share of others, step after step."""
+    """Remote experts of one layer, step after step."""
 
     layer_id: int
     layer: ResidentLayer | None
@@ -135,10 +136,10 @@ class _Exchange:
     box: StepBox
     started: Any = None
     has_sums: bool = False
-    """The box has what others have said last, not zeros."""
+    """The box has sums of an earlier step, not zeros."""
 
     def ask(self) -> None:
-        """Begin what is not here, if any of it was chosen."""
+        """Wait for the layer's choice; ask the remote owners if it has any of their experts."""
         box = self.box
         box.wait()
         box.expect()  # the next step's
@@ -150,7 +151,7 @@ class _Exchange:
         self.started = self.remote.start(self.layer_id, box.rows, ids, box.weights, phase=_PHASE)
 
     def add(self) -> None:
-        """Bring the device what the others have said."""
+        """Wait for the owners' sums and pass them to the device."""
         started, self.started = self.started, None
         if started is None:
             self.forget()
@@ -159,18 +160,18 @@ class _Exchange:
             self.has_sums = True
 
     def ask_and_add(self) -> None:
-        """Both, where the device has nothing to do meanwhile."""
+        """Both, for a layer without local experts."""
         self.ask()
         self.add()
 
     def forget(self) -> None:
-        """Others have no share of this step."""
+        """There are no remote sums in this step."""
         if self.has_sums:
             self.box.sums.fill(0.0)
             self.has_sums = False
 
     def abandon(self) -> None:
-        """Nobody waits for what was begun."""
+        """Drop what was asked for."""
         started, self.started = self.started, None
         if started is not None:
             self.remote.abandon(started)

@@ -1,1 +1,1 @@
-"""Rows, sums and weights on their way between a device and the memory of hosts or other devices."""
+"""Transfers of rows, sums and weights between a device, the host and other devices."""

@@ -1,8 +1,8 @@
-"""One layer's rows, choice and sums, in memory that the host and a device both see.
+"""One layer's rows, choice and sums in mapped memory, for steps of a few tokens.
 
-For steps of a few tokens: no copy has to be asked of the driver, and the host knows that something
-is there by looking at a word. Which side writes what differs: a parent's device writes rows and
-choice and reads sums, a daemon's the other way round.
+No copies are asked of the driver, and the host polls a word to know that data has arrived. A
+parent's device writes rows and choice and reads sums; a daemon's reads rows and choice and writes
+sums.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 
 _THREADS = 512
 _MOST_COPIES = 3
-_LOOKS = 64
-"""Looks at the word between two looks at the clock."""
+_POLLS_PER_CLOCK = 64
+"""Polls of the word between two reads of the clock."""
 _BUSY_S = 0.5e-3
-"""A step's piece takes less: until then the word is looked at without pause."""
+"""A piece of a step takes less; until then the host spins."""
 _PAUSE_S = 20e-6
 _TIMEOUT_S = 0.5
-"""A piece that takes longer may have failed: the driver is asked."""
+"""When a piece takes longer the driver is asked whether the device has failed."""
 
 _Copies = ctypes.c_void_p * _MOST_COPIES
 
@@ -45,7 +45,7 @@ class ExchangeArgs(ctypes.Structure):
 
 
 class Exchanger:
-    """The kernel that brings boxes' arrays to a device, or from there."""
+    """Launches the kernel that copies arrays between boxes and a device."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device, self._arrays = device, ArrayChecker(device)
@@ -53,20 +53,20 @@ class Exchanger:
         self._kernel = module.kernel("exchange", ExchangeArgs)
 
     def give(self, box: StepBox, rows: DeviceArray, choice: Choice) -> None:
-        """Rows and choice into the host's memory, which is told so.
+        """Copy rows and choice to the box and signal the host.
 
-        Shapes: as the box has them. Raises: ValueError for others.
+        Shapes: the box's. Raises: ValueError for others.
         """
         copies = ((rows, box.mapped_rows), (choice.topk_ids, box.mapped_ids))
         self._launch(box, (*copies, (choice.topk_weights, box.mapped_weights)), signals=True)
 
     def take(self, box: StepBox, rows: DeviceArray, choice: Choice) -> None:
-        """The other way round: what the host has written before this is started."""
+        """Copy rows and choice that the host has written to the device."""
         copies = ((box.mapped_rows, rows), (box.mapped_ids, choice.topk_ids))
         self._launch(box, (*copies, (box.mapped_weights, choice.topk_weights)), signals=False)
 
     def give_sums(self, box: StepBox, sums: DeviceArray) -> None:
-        """Sums into the host's memory, which is told so."""
+        """Copy sums to the box and signal the host."""
         self._launch(box, ((sums, box.mapped_sums),), signals=True)
 
     def _launch(
@@ -89,7 +89,7 @@ class Exchanger:
 
 
 class StepBox:
-    """Memory for the rows, choices and sums of one layer of a step, seen by host and device.
+    """Mapped memory for the rows, choice and sums of one layer of a step.
 
     Shapes: rows [T, H] float32, ids [T, K] int32, weights [T, K] float32, sums [T, H] float64.
     Owns: mapped memory.
@@ -123,17 +123,17 @@ class StepBox:
         self.mapped_sums, self.mapped_signal = mapped[3:]
 
     def expect(self) -> None:
-        """Before that is started which will say that something is there."""
+        """Clear the signal; call it before the kernels that will set it are started."""
         self._signal[0] = 0
 
     def wait(self) -> None:
-        """Until it is there. Raises: DeviceUnavailable if the device has failed."""
+        """Wait for the signal. Raises: DeviceUnavailable if the device has failed."""
         signal = self._signal
         if signal[0]:
             return
         busy_until_s = time.monotonic() + _BUSY_S
         while time.monotonic() < busy_until_s:
-            for _ in range(_LOOKS):
+            for _ in range(_POLLS_PER_CLOCK):
                 if signal[0]:
                     return
         patient_until_s = busy_until_s + _TIMEOUT_S
@@ -145,7 +145,7 @@ class StepBox:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Nothing that uses it may still run. Twice does nothing."""
+        """Unmap it; no kernel that uses it may be running. Idempotent."""
         self._block.close()
 
 

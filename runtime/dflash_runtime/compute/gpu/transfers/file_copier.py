@@ -1,8 +1,7 @@
-"""Bytes of mapped files to the device, by several threads beside everything else.
+"""Copies bytes of mapped files to the device, with several threads, beside kernels.
 
-Each thread copies into locked memory of its own, of which the device takes one half while the
-thread fills the other. Copying, waiting and reading from the disk release the interpreter. Knows
-nothing of what the bytes mean.
+Each thread fills one half of its own locked memory while the device reads the other. Copying,
+waiting and reading from the disk release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from dflash_runtime.compute.gpu.device.device import CopyStream, DeviceArray, Ke
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 
 _MOST_THREADS = 8
-"""So many fill what PCIe 5 takes; each costs 16 MiB of locked memory."""
+"""Enough to saturate PCIe 5; each costs 16 MiB of locked memory."""
 PIECE_BYTES = 8 << 20
-"""What a thread copies at once: with fewer bytes the interpreter, which it holds in between, is
-what there is too little of."""
+"""Bytes that a thread copies at once; with fewer the interpreter's lock, taken in between, is the
+bottleneck."""
 _HALVES = 2
 _TIMEOUT_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Bytes of a file, and where they go. Shapes: both [bytes] uint8."""
+class FilePiece:
+    """Bytes of a file, and their destination. Shapes: both [bytes] uint8."""
 
     source: U8Array
     destination: DeviceArray
@@ -45,15 +44,15 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What one thread copies with."""
+    """A thread's stream and locked memory."""
 
     stream: CopyStream
     block: MappedBlock
     half: int = 0
-    """The one that is to be filled next."""
+    """The half to be filled next."""
 
-    def copy(self, piece: Piece) -> None:
-        """Begin to copy; what was begun before has ended when this returns."""
+    def copy(self, piece: FilePiece) -> None:
+        """Begin to copy a piece; the copy before it has ended when this returns."""
         staged = self.block.host[self.half][: piece.source.size]
         np.copyto(staged, piece.source)
         self.stream.wait()  # of the other half, which is filled next
@@ -67,9 +66,9 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Pieces on their way."""
+    """Pieces being copied."""
 
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     num_bytes: int
     counter: itertools.count[int] = field(default_factory=itertools.count)
     runs: list[Future[None]] = field(default_factory=list)
@@ -78,12 +77,12 @@ class Transfer:
     ended_s: float = 0.0
 
     def bytes_per_s(self, free_from_s: float = 0.0) -> float:
-        """Once it has ended, from its first byte to its last; or from when those before it, which
-        took turns with it, had ended."""
+        """Rate, once it has ended: from its first byte, or from `free_from_s`, when earlier
+        transfers that shared the threads had ended, to its last."""
         return self.num_bytes / max(self.ended_s - max(self.begun_s, free_from_s), 1e-7)
 
     def wait(self) -> None:
-        """Until everything has arrived, but for what was cancelled. Raises: DeviceUnavailable."""
+        """Wait until all pieces that were not cancelled have arrived. Raises: DeviceUnavailable."""
         runs = [run for run in self.runs if not run.cancelled()]
         _, left = wait_for(runs, timeout=_TIMEOUT_S)
         if left:
@@ -95,13 +94,13 @@ class Transfer:
             run.result()
 
     def cancel(self) -> None:
-        """What was not begun is not copied. Returns when nothing is on its way any more."""
+        """Drop pieces that are not begun; returns when none is being copied."""
         self.is_cancelled = True
         wait_for([run for run in self.runs if not run.cancel()])
 
 
 class FileCopier:
-    """Copies in the order in which it was asked to. Used by one thread.
+    """Runs transfers in the order of `begin`. Used by one thread.
 
     Owns: threads, streams and locked memory, until it is closed.
     """
@@ -113,7 +112,7 @@ class FileCopier:
         num_threads: int | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`num_threads`: None for as many as the cores that this process may use, up to eight.
+        """`num_threads`: None: as many as the cores that this process may use, up to eight.
 
         Raises: DeviceUnavailable if memory cannot be locked.
         """
@@ -136,14 +135,16 @@ class FileCopier:
 
     @property
     def locked_bytes(self) -> int:
-        """Memory of the host that nobody else can have."""
+        """Bytes of locked host memory."""
         return self._num_threads * _HALVES * self._piece_bytes
 
-    def begin(self, runs: Iterable[Piece]) -> Transfer:
-        """Copy these, of any length, cut into pieces; their arrays must be there until it ends."""
+    def begin(self, runs: Iterable[FilePiece]) -> Transfer:
+        """Begin to copy runs of any length; their arrays must exist until the transfer ends."""
         at_once = self._piece_bytes
         pieces = [
-            Piece(each.source[first : first + at_once], each.destination[first : first + at_once])
+            FilePiece(
+                each.source[first : first + at_once], each.destination[first : first + at_once]
+            )
             for each in runs
             for first in range(0, each.source.size, at_once)
         ]
@@ -153,11 +154,11 @@ class FileCopier:
         return transfer
 
     def close(self) -> None:
-        """End the threads; what is on its way arrives before. Twice does nothing."""
+        """Wait for copies under way and end the threads. Idempotent."""
         self._undo.close()
 
     def _run(self, transfer: Transfer) -> None:
-        """One thread's share of a transfer: whatever nobody else has taken yet."""
+        """Run one thread of a transfer: it takes the next piece until none is left."""
         lane = self._lanes.get_nowait()  # there are as many as threads
         begun_s = time.perf_counter()
         try:

@@ -1,9 +1,9 @@
-"""Rows and sums of a GPU that others compute, or that it computes for others: they go from and to
-shared memory by kernels of ours, which take the digest of what they copy.
+"""Copies of a GPU's rows and sums from and to shared memory, by kernels that compute the digest of
+what they copy.
 
-Implements dflash_protocol.device_payload. What a parent sends and takes in goes through the
-device's side stream, beside what it computes meanwhile; all else runs in the device's own order.
-The host waits only where it must know that something has arrived, and never without end.
+Implements dflash_protocol.device_payload. A parent's copies run in side streams, beside its
+kernels; all others run in the device's main stream. The host waits only where it must know that
+something has arrived, and always with a deadline.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.transfers.dma_copies import (
     COPY_DEADLINE_S,
     DmaCopies,
-    DmaCopy,
     Shares,
+    StreamCopy,
 )
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 
@@ -40,8 +40,7 @@ _FEWEST_PLACES = 1024
 class PayloadMover:
     """Implements device_payload.DeviceMover for one device.
 
-    `lock` is held while anything of it uses the device, as everybody else's must be who may do so
-    from another thread.
+    `lock` is held while it uses the device; other threads that use the device must hold it too.
     """
 
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
@@ -50,20 +49,19 @@ class PayloadMover:
         self.kernels = PayloadKernels(device, lock)
 
     def open(self, address: int, num_bytes: int) -> SegmentWindow:
-        """As DeviceMover.open."""
         with self.lock:
             return SegmentWindow(self, address, num_bytes)
 
     def rows(self, array: DeviceArray) -> PlacedRows:
-        """Rows that must not be written to any more. Shapes: array [T, H] float32, contiguous."""
+        """Wrap rows, which must not change any more. Shapes: array [T, H] float32, contiguous."""
         return PlacedRows(self, array)
 
     def sums(self, array: DeviceArray) -> PlacedSums:
-        """Sums that are nobody else's from now on. Shapes: array [T, H] float64, contiguous."""
+        """Wrap sums, taking over the array. Shapes: array [T, H] float64, contiguous."""
         return PlacedSums(self, array.shape, array)
 
     def array_of(self, hidden: Hidden) -> DeviceArray:
-        """Rows in this device's memory, wherever they are now. Shapes: result [T, H] float32."""
+        """Rows in this device's memory, copied if need be. Shapes: result [T, H] float32."""
         with self.lock:
             if isinstance(hidden, np.ndarray):
                 return self.device.upload(hidden)
@@ -72,7 +70,7 @@ class PayloadMover:
             return self.device.upload(hidden.to_host())
 
     def array_of_sums(self, sums: F64Array | DeviceSums) -> DeviceArray:
-        """The same of sums. Shapes: result [T, H] float64."""
+        """Sums in this device's memory, copied if need be. Shapes: result [T, H] float64."""
         with self.lock:
             if isinstance(sums, np.ndarray):
                 return self.device.upload(sums)
@@ -82,7 +80,7 @@ class PayloadMover:
 
 
 class PlacedRows:
-    """Implements device_payload.DeviceRows: rows of an array, some of them perhaps."""
+    """Implements device_payload.DeviceRows: all or some rows of an array."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class PlacedRows:
         indices: I32Array | None = None,
         mark: Mark | None = None,
     ) -> None:
-        """They are there after `mark`, or else after what was launched until now."""
+        """They are complete at `mark`; by default after all launches so far."""
         self.mover = mover
         self.mark = mover.device.mark() if mark is None else mark
         self._array = array
@@ -107,7 +105,7 @@ class PlacedRows:
         return num_rows, self._array.shape[1]
 
     def to_host(self) -> F32Array:
-        """As DeviceRows.to_host: all rows of the array are brought there, once for all."""
+        """Downloads all rows of the array at the first call."""
         if self._on_host is None:
             if self._whole is not None and self._indices is not None:
                 self._on_host = self._whole.to_host()[self._indices]
@@ -117,7 +115,6 @@ class PlacedRows:
         return self._on_host
 
     def chosen(self, rows: SomeRows) -> PlacedRows:
-        """As DeviceRows.chosen."""
         if self._indices is None and isinstance(rows, slice):
             return PlacedRows(self.mover, self._array[rows], mark=self.mark)
         indices = self._indices
@@ -128,11 +125,10 @@ class PlacedRows:
         return PlacedRows(self.mover, self._array, whole=whole, indices=indices, mark=self.mark)
 
     def new_sums(self) -> PlacedSums:
-        """As DeviceRows.new_sums."""
         return PlacedSums(self.mover, self.shape)
 
     def array(self) -> DeviceArray:
-        """The rows one after the other, to be read only. To be called with the mover's lock."""
+        """The rows as one array, read only. Call with the mover's lock held."""
         if self._indices is None:
             return self._array
         gathered = self.mover.device.empty(self.shape, np.float32)
@@ -144,12 +140,12 @@ class PlacedRows:
 
     @property
     def chosen_rows(self) -> tuple[DeviceArray, I32Array | None]:
-        """An array, and which of its rows these are: None = all. Shapes: [N, H], [T] int32."""
+        """The array and the indices of the rows in it; None: all. Shapes: [N, H], [T] int32."""
         return self._array, self._indices
 
 
 class PlacedSums:
-    """Implements device_payload.DeviceSums: an array, once there is something in it."""
+    """Implements device_payload.DeviceSums; the array is made when something is added."""
 
     def __init__(
         self, mover: PayloadMover, shape: tuple[int, ...], array: DeviceArray | None = None
@@ -164,7 +160,7 @@ class PlacedSums:
         return num_rows, columns
 
     def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
-        """As DeviceSums.add; the first that is added to all is taken over."""
+        """If the first sums added have all rows, their array is taken over."""
         mover = self.mover
         with mover.lock:
             more = mover.array_of_sums(sums)
@@ -179,20 +175,19 @@ class PlacedSums:
                 mover.kernels.add_to_rows(self.array(), more, mover.device.upload(rows))
 
     def to_host(self) -> F64Array:
-        """As DeviceSums.to_host."""
         with self.mover.lock:
             sums: F64Array = self.mover.device.download(self.array())
         return sums
 
     def array(self) -> DeviceArray:
-        """The sums; with the mover's lock. Shapes: result [T, H] float64."""
+        """The sums. Call with the mover's lock held. Shapes: result [T, H] float64."""
         if self._array is None:
             self._array = self.mover.device.zeros(self._shape, np.float64)
         return self._array
 
 
-class ExpectedDeviceSums:
-    """Implements device_payload.ExpectedSums: an array that nobody has used since `mark`."""
+class ReservedSums:
+    """Implements device_payload.ExpectedSums: an array unused since `mark`."""
 
     def __init__(self, mover: PayloadMover, shape: tuple[int, int]) -> None:
         self.array = mover.device.empty(shape, np.float64)
@@ -201,7 +196,7 @@ class ExpectedDeviceSums:
 
 
 class SlotRows:
-    """Implements device_payload.ReadRows: rows in a window, and then in the device's memory."""
+    """Implements device_payload.ReadRows: rows in a window, copied to the device when needed."""
 
     def __init__(self, window: SegmentWindow, offset: int, shape: tuple[int, int]) -> None:
         self.mover = window.mover
@@ -212,28 +207,24 @@ class SlotRows:
         self._digest: int | None = None
 
     def to_host(self) -> F32Array:
-        """As DeviceRows.to_host."""
         with self.mover.lock:
             rows: F32Array = self.mover.device.download(self.array())
         return rows
 
     def chosen(self, rows: SomeRows) -> PlacedRows:
-        """As DeviceRows.chosen."""
         with self.mover.lock:
             return PlacedRows(self.mover, self.array()).chosen(rows)
 
     def new_sums(self) -> PlacedSums:
-        """As DeviceRows.new_sums."""
         return PlacedSums(self.mover, self.shape)
 
     def array(self) -> DeviceArray:
-        """The rows, read when this is called first. To be called with the mover's lock."""
+        """The rows, copied at the first call. Call with the mover's lock held."""
         if self._array is None:
             self._array = self._window.read(self, self._offset)
         return self._array
 
     def digest(self) -> int:
-        """As ReadRows.digest."""
         with self.mover.lock:
             self.array()
             if self._digest is None:
@@ -242,13 +233,12 @@ class SlotRows:
         return self._digest
 
     def abandon(self) -> None:
-        """As ReadRows.abandon."""
         with self.mover.lock:
             if self._array is not None and self._digest is None:
                 self._window.settle()
 
     def settle(self, digest: int) -> None:
-        """What was read has this digest."""
+        """Set the digest of the rows read."""
         self._digest = digest
 
 
@@ -261,7 +251,7 @@ class SegmentWindow:
     def __init__(self, mover: PayloadMover, address: int, num_bytes: int) -> None:
         device = mover.device
         self.mover = mover
-        # Not a view of the caller's object: that must stay closable.
+        # Not a view of the caller's object, which must stay closable.
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -279,18 +269,16 @@ class SegmentWindow:
             for host, array in zip(block.host, block.device, strict=True)
         )
         self._reading: tuple[SlotRows, int] | None = None
-        """What was begun last, if nobody knows its digest yet; in how many blocks."""
+        """The last read, if its digest was not fetched yet, and its number of blocks."""
         self._out = DmaCopies(mover.kernels, "out", self._shares)
         self._in = DmaCopies(mover.kernels, "in", self._read_shares, not_finite=not_finite)
         self._places: DeviceArray | None = None
-        """Of rows that are gathered on their way out."""
+        """Indices of rows that are gathered while they are sent."""
 
     def device_address(self, offset: int) -> int:
-        """As DeviceWindow.device_address."""
         return self._at(offset)
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> DmaCopy:
-        """As DeviceWindow.write_rows."""
+    def write_rows(self, offset: int, rows: DeviceRows) -> StreamCopy:
         mover = self.mover
         with mover.lock:
             if not isinstance(rows, PlacedRows) or rows.mover is not mover:
@@ -306,11 +294,9 @@ class SegmentWindow:
             return self._out.begin(address(array), target, rows.shape, itemsize=4, rows=places)
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
-        """As DeviceWindow.read_rows."""
         return SlotRows(self, offset, shape)
 
     def write_sums(self, offset: int, sums: DeviceSums) -> int:
-        """As DeviceWindow.write_sums."""
         with self.mover.lock:
             source = self.mover.array_of_sums(sums)
             shares = self._shares.device_address
@@ -319,14 +305,12 @@ class SegmentWindow:
             )
             return self._arrived(num_blocks)
 
-    def expect_sums(self, shape: tuple[int, int]) -> ExpectedDeviceSums:
-        """As DeviceWindow.expect_sums."""
+    def expect_sums(self, shape: tuple[int, int]) -> ReservedSums:
         with self.mover.lock:
-            return ExpectedDeviceSums(self.mover, shape)
+            return ReservedSums(self.mover, shape)
 
-    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> DmaCopy:
-        """As DeviceWindow.read_sums."""
-        assert isinstance(expected, ExpectedDeviceSums)
+    def read_sums(self, offset: int, expected: device_payload.ExpectedSums) -> StreamCopy:
+        assert isinstance(expected, ReservedSums)
         with self.mover.lock:
             source, array = self._at(offset), expected.array
             self._in.hold(expected)
@@ -345,13 +329,12 @@ class SegmentWindow:
         return array
 
     def settle(self) -> None:
-        """Wait for what was begun to be read, and tell it its digest."""
+        """Wait for the read under way, and set its digest."""
         if self._reading is not None:
             self.mover.device.synchronize(COPY_DEADLINE_S)
             self._settle()
 
     def close(self) -> None:
-        """As DeviceWindow.close."""
         with self.mover.lock:
             if self._base:
                 self._base = 0
@@ -371,7 +354,7 @@ class SegmentWindow:
         return self._base + offset
 
     def _arrived(self, num_blocks: int) -> int:
-        """Wait for everything; the digest of what was copied last."""
+        """Wait for all copies; returns the digest of the last one."""
         with self.mover.lock:
             self.mover.device.synchronize(COPY_DEADLINE_S)
             if self._reading is not None:
@@ -379,7 +362,7 @@ class SegmentWindow:
             return int(self._shares.host[:num_blocks].sum())
 
     def _places_for(self, count: int) -> DeviceArray:
-        """Memory that only the stream of what goes out uses. Shapes: result [count] int32."""
+        """Memory used by the outgoing stream only. Shapes: result [count] int32."""
         if self._places is None or self._places.size < count:
             device = self.mover.device
             size = max(_FEWEST_PLACES, 1 << (count - 1).bit_length())

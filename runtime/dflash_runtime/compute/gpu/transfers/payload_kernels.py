@@ -1,5 +1,4 @@
-"""The kernels that move payload: copies of rows that take the digest of what they copy, and sums
-that are added to rows."""
+"""Launches of the payload kernels: copies of rows with their digest, and scattered sums."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 _THREADS = 256
 _BLOCKS_OF_MULTIPROCESSOR = 8
 _MULTIPROCESSORS_OF_BLOCK = 2
-"""Beside other work: enough of them for PCIe, and as many again in which nothing is disturbed."""
+"""Blocks of a copy beside other work: enough for PCIe, few enough not to disturb it."""
 _PIECE_BYTES = 16
 
 
@@ -51,7 +50,7 @@ class AddToRowsArgs(ctypes.Structure):
 
 
 class PayloadKernels:
-    """Launches them on one device; `lock` is as PayloadMover has it."""
+    """Launches them on one device; `lock`: see PayloadMover."""
 
     def __init__(self, device: KernelDevice, lock: threading.RLock) -> None:
         self.device = device
@@ -75,12 +74,12 @@ class PayloadKernels:
         not_finite: int | None = None,
         side: SideStream | None = None,
     ) -> int:
-        """Copy rows from one address to another; how many blocks have left a share of the digest.
+        """Copy rows from one address to another; returns the number of blocks, each of which writes
+        a share of the digest.
 
-        `rows` [T] int32 says which rows of the source these are. Columns are a multiple of four.
-        Of float64 each block tells at the address `not_finite`, if there is one, whether some are
-        NaN or infinite.
-        With `side` that is where it runs, of few blocks, and nobody waits for it.
+        `rows` [T] int32: indices of the source's rows. Columns are a multiple of four. For float64
+        each block writes to the address `not_finite`, if given, whether it met NaN or infinity.
+        With `side` it runs in that stream, with few blocks.
         """
         num_rows, columns = shape
         num_blocks = min(num_rows, self.max_blocks if side is None else self._blocks_beside)
@@ -95,7 +94,7 @@ class PayloadKernels:
                 row_pieces=columns * itemsize // _PIECE_BYTES,
             )
             grid = num_blocks, 1, 1
-            # What others have written is seen by a kernel that begins after it.
+            # A kernel sees what other processes wrote only if it begins after that.
             if side is None:
                 self.device.launch(self._move, grid, _THREADS, args, overlaps_previous=False)
             else:

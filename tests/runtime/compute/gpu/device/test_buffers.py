@@ -34,7 +34,7 @@ def trial(buffers: Buffers) -> list[DeviceArray]:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_was_noted_is_taken_again_whoever_holds_it(
+def test_noted_arrays_are_taken_again_even_if_in_use(
     is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = EmulatedDevice()

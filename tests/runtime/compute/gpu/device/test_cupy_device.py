@@ -17,7 +17,7 @@ from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import Vendor
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
-from dflash_runtime.compute.gpu.device.rtc import KernelCompiler
+from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler
 from support.emulated_device.device_checks import CASES, SumArgs
 from support.fake_driver.fake_driver import FakeDriver, Setting, fake_cupy
 
@@ -30,7 +30,7 @@ class OtherArgs(ctypes.Structure):
 
 
 class NoCompiler:
-    """For either vendor; KernelCompiler.binary is replaced."""
+    """For either vendor; DeviceCompiler.binary is replaced."""
 
     version = "none"
     major = 12
@@ -44,7 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(cupy_device, "open_driver", fake.open)
     monkeypatch.setattr(cupy_device, "runtime_compiler", lambda vendor, newest: NoCompiler())
-    monkeypatch.setattr(KernelCompiler, "binary", lambda self, file, defines: b"\x7fELF")
+    monkeypatch.setattr(DeviceCompiler, "binary", lambda self, file, defines: b"\x7fELF")
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
     return fake
 
@@ -175,7 +175,7 @@ def test_nothing_but_launches_goes_into_a_graph(device: CupyDevice, fake: FakeDr
     }
     for what, action in forbidden.items():
         fake.take_notes()
-        with pytest.raises(DeviceUnavailable, match=f"{what}.*while"):
+        with pytest.raises(DeviceUnavailable, match=what):
             device.capture(action)  # type: ignore[arg-type]
         assert fake.take_notes()[1].startswith("end_capture")
     device.synchronize()  # it has ended

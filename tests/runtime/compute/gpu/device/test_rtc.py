@@ -24,7 +24,7 @@ from dflash_runtime.compute.gpu.device.capabilities import (
 from dflash_runtime.compute.gpu.device.kernel_sources import define_options, kernel_source
 from dflash_runtime.compute.gpu.device.rtc import (
     Compiled,
-    KernelCompiler,
+    DeviceCompiler,
     RuntimeCompiler,
     architecture_options,
     runtime_compiler,
@@ -78,9 +78,9 @@ class HipRtc:
 
 def compiler_of(
     compiler: RuntimeCompiler, folder: Path, *, cc: tuple[int, int] = (9, 0), lanes: int = 32
-) -> KernelCompiler:
+) -> DeviceCompiler:
     cache = BinaryCache(folder)
-    return KernelCompiler(compiler, cuda_capabilities(*cc), lanes=lanes, cache=cache)
+    return DeviceCompiler(compiler, cuda_capabilities(*cc), lanes=lanes, cache=cache)
 
 
 def test_machine_code_of_a_kernel_that_uses_every_name(
@@ -115,7 +115,7 @@ def test_architectures_that_the_compiler_knows(nvrtc: RuntimeCompiler) -> None:
     assert not nvrtc.supports("sm_999")
     unknown = Capabilities(**{**vars(cuda_capabilities(9, 0)), "architecture": "sm_999"})
     with pytest.raises(DeviceUnavailable, match=r"nvrtc 1.* sm_999"):
-        KernelCompiler(nvrtc, unknown, lanes=32)
+        DeviceCompiler(nvrtc, unknown, lanes=32)
 
 
 def test_a_driver_is_given_no_compiler_that_is_too_new(nvrtc: RuntimeCompiler) -> None:

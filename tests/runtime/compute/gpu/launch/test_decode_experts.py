@@ -14,7 +14,7 @@ from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
-    Rows,
+    StepRows,
 )
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, ExpertsTuning
 from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
@@ -56,7 +56,7 @@ def run(
     slots = list(range(shape.num_experts)) if slots is None else slots
     resident = layer.resident(device, slots)
     int8 = as_int8_rows(step.x)
-    x = Rows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
+    x = StepRows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
     if are_known:
         of_pairs = np.append(slots, -1)[step.topk_ids].astype(np.int32)
@@ -201,7 +201,7 @@ def test_a_table_with_slots_that_do_not_exist_reads_nothing_else(
     table = device.upload(np.array([5, 1 << 30, -5, 5, 7], np.int32))
     resident = replace(resident, slot_of_expert=table)
     int8 = as_int8_rows(step.x)
-    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    x = StepRows(device.upload(int8.quants), device.upload(int8.meta))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
     of_pairs = np.full_like(step.topk_ids, 5)
     for each in (choice, replace(choice, slots=device.upload(of_pairs))):
@@ -255,7 +255,7 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
 
     experts = DecodeExperts(device, replace(BASE, rule=rule))
     resident, int8 = layer.resident(device, slots), as_int8_rows(step.x)
-    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    x = StepRows(device.upload(int8.quants), device.upload(int8.meta))
     selections = device.zeros(BASE.num_experts, np.uint32)
     choice = Choice(
         device.empty(sizes, np.int32), device.empty(sizes, np.float32), uploaded, selections
@@ -302,7 +302,7 @@ def test_what_is_not_finite_stays_in_its_token(device: EmulatedDevice, bad: floa
     weights[2, 1] = bad
     choice = Choice(device.upload(step.topk_ids), device.upload(weights))
     hidden, out = experts.hidden_rows(), device.zeros(step.x.shape, np.float32)
-    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    x = StepRows(device.upload(int8.quants), device.upload(int8.meta))
     experts.launch_gate_up(resident, choice, x, hidden)
     experts.launch_down(resident, choice, hidden, out)
     assert np.isnan(out[1]).all()
@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="slots"):
         routed.launch_down(resident, slots, hidden, out)
     with pytest.raises(ValueError, match=r"x\.quants\b.*missing"):
-        experts.launch_gate_up(resident, choice, Rows(values=device.upload(step.x)), hidden)
+        experts.launch_gate_up(resident, choice, StepRows(values=device.upload(step.x)), hidden)
     with pytest.raises(ValueError, match=r"\bout\b.* float64 \[3, 256\].* float32"):
         experts.launch_down(resident, choice, hidden, device.zeros((3, 256), np.float64))
     wide = replace(choice, topk_ids=device.upload(step.topk_ids.astype(np.int64)))

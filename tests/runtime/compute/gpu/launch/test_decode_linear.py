@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.launch.decode_linear_shape import (
     LinearShape,
     LinearTuning,
 )
-from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange, Sample
+from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits, QuantiseRows, RowChange
 from support.attention_rig import relative_error
 from support.device_weights import (
     Weights,
@@ -213,7 +213,7 @@ def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int)
     positions = device.upload(np.arange(7, 7 + num_tokens, dtype=np.int32))
     token_ids = device.empty(num_tokens, np.int32)
     history = device.upload(np.full(9, -7, np.int32))
-    sample = Sample(device, num_tokens=num_tokens, advances=True)
+    sample = ArgmaxLogits(device, num_tokens=num_tokens, advances=True)
     sample.launch(partials, token_ids, positions, history=history)
     argmax = logits.argmax(axis=1)
     np.testing.assert_array_equal(token_ids, argmax)
@@ -236,12 +236,12 @@ def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
     )
     assert np.flatnonzero(~np.isfinite(logits)).tolist() == [17, 30]
     token_ids, positions = device.empty(1, np.int32), device.upload(np.zeros(1, np.int32))
-    Sample(device, num_tokens=1, advances=False).launch(partials, token_ids, positions)
+    ArgmaxLogits(device, num_tokens=1, advances=False).launch(partials, token_ids, positions)
     assert token_ids.tolist() == [NOT_FINITE]
     assert positions.tolist() == [0]
     # Where a next step reads it, it is a token.
     history = device.upload(np.full(4, -7, np.int32))
-    sample = Sample(device, num_tokens=1, advances=True)
+    sample = ArgmaxLogits(device, num_tokens=1, advances=True)
     sample.launch(partials, token_ids, positions, history=history)
     assert 0 <= token_ids[0] < 40
     assert history.tolist() == [-7, NOT_FINITE, -7, -7]

@@ -19,7 +19,7 @@ from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     FEW_TILE,
     TENSOR_TILES,
-    Product,
+    ProductKind,
     Products,
     Tile,
     activation_parts,
@@ -257,9 +257,9 @@ def test_wrong_shapes_are_refused() -> None:
 def test_a_device_gets_the_largest_tiles_that_fit() -> None:
     for tile in TENSOR_TILES:
         device = EmulatedDevice(max_shared_bytes=tile.shared_bytes)
-        assert products_of(device) == Products(Product.TENSOR, tile, few_tile=FEW_TILE)
+        assert products_of(device) == Products(ProductKind.TENSOR, tile, few_tile=FEW_TILE)
     small = EmulatedDevice(max_shared_bytes=TENSOR_TILES[-1].shared_bytes - 1)
-    assert products_of(small).half is Product.HALF
-    assert products_of(EmulatedDevice(lanes=64, max_shared_bytes=1 << 18)).half is Product.HALF
+    assert products_of(small).half is ProductKind.HALF
+    assert products_of(EmulatedDevice(lanes=64, max_shared_bytes=1 << 18)).half is ProductKind.HALF
     with pytest.raises(SettingsError, match="shared memory"):
         products_of(EmulatedDevice(max_shared_bytes=16384))

@@ -16,7 +16,7 @@ from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
-from dflash_runtime.compute.gpu.launch.prefill_tiles import TENSOR_TILES, Product, Products
+from dflash_runtime.compute.gpu.launch.prefill_tiles import TENSOR_TILES, ProductKind, Products
 from dflash_runtime.compute.gpu.launch.prefill_weights import IN_UNITS
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedModule
@@ -211,7 +211,7 @@ class EagerDevice(EmulatedDevice):
         return super().module(file, defines)
 
 
-BIG_TENSOR = Products(Product.TENSOR, TENSOR_TILES[0])
+BIG_TENSOR = Products(ProductKind.TENSOR, TENSOR_TILES[0])
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
     np.testing.assert_allclose(device.download(x), wanted, rtol=0, atol=2e-6)
 
 
-def test_nobody_is_resident(tmp_path: Path) -> None:
+def test_no_expert_is_resident(tmp_path: Path) -> None:
     rig = small_rig(tmp_path)
     ids, weights = choose(np.random.default_rng(12), 12, NUM_EXPERTS, 2)
     nobody = rig.device.upload(np.full(NUM_EXPERTS, -1, np.int32))

@@ -10,7 +10,7 @@ import pytest
 from dflash_adapters.ops import KvType
 from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.spec import Mask
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.reference.kv_cache import cached_rows
 from support.attention_rig import AttentionRig, LayerCase, relative_error
 
@@ -214,7 +214,7 @@ def test_results_as_int8_rows(case: LayerCase) -> None:
     """A scale and its sum for every 16, as the output projection reads them; then a NaN."""
     rig = _rig(case, 37)
     columns = 4 * 32
-    out = Rows(
+    out = StepRows(
         quants=rig.device.empty((1, 256), np.int8),
         meta=rig.device.empty((1, 16, 2), np.float32),
         values=rig.device.empty((1, columns), np.float32),

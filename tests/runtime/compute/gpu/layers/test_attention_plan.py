@@ -11,7 +11,7 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, rope_table
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.attention import (
     DecodeAttention,
     NewRows,
@@ -109,7 +109,7 @@ def test_a_device_with_too_little_shared_memory_is_refused() -> None:
 
 def test_int8_rows_of_broken_granules_are_refused() -> None:
     rig = AttentionRig(LayerCase(num_heads=4, key_dim=32, value_dim=24, num_rotated=32))
-    out = Rows(
+    out = StepRows(
         quants=rig.device.empty((1, 256), np.int8),
         meta=rig.device.empty((1, 16, 2), np.float32),
     )
@@ -127,10 +127,10 @@ def _with_rows(**changes: object) -> dict[str, object]:
         ({"positions": np.zeros(1, np.int64)}, "positions"),
         ({"positions": np.zeros(0, np.int32)}, "positions"),
         ({"scratch": np.zeros(16, np.uint8)}, "scratch"),
-        ({"out": Rows(values=np.zeros((1, 5, 32), np.float32))}, "out"),
-        ({"out": Rows(values=np.zeros((2, 4, 16), np.float32))}, "out"),
-        ({"out": Rows(quants=np.zeros((1, 128), np.int8))}, "out.quants"),
-        ({"out": Rows(quants=np.zeros((1, 256), np.int8))}, r"out\.meta\b.*missing"),
+        ({"out": StepRows(values=np.zeros((1, 5, 32), np.float32))}, "out"),
+        ({"out": StepRows(values=np.zeros((2, 4, 16), np.float32))}, "out"),
+        ({"out": StepRows(quants=np.zeros((1, 128), np.int8))}, "out.quants"),
+        ({"out": StepRows(quants=np.zeros((1, 256), np.int8))}, r"out\.meta\b.*missing"),
         (_with_rows(queries=TokenRows(np.zeros((2, 256), np.float32))), "queries"),
         (_with_rows(keys=TokenRows(np.zeros((1, 256), np.float32), 193)), "keys"),
         (_with_rows(values=TokenRows(np.zeros((1, 256), np.float64))), "values"),
@@ -148,7 +148,7 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, object], message:
     given: dict[str, object] = {
         "positions": rig.device.upload(np.zeros(1, np.int32)),
         "scratch": rig.device.empty(plan.scratch_bytes, np.uint8),
-        "out": Rows(values=rig.device.empty((1, 4, 32), np.float32)),
+        "out": StepRows(values=rig.device.empty((1, 4, 32), np.float32)),
     }
     row_changes = changes.get("rows", {})
     assert isinstance(row_changes, dict)

@@ -10,11 +10,11 @@ from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import Mask
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.branch import Branch
-from dflash_runtime.compute.gpu.layers.kv_rows import CachedRows, LayerKvCache
+from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
 from dflash_runtime.compute.trees import Tree
 from support.attention_rig import AttentionRig, LayerCase
 from support.trees import way_to
@@ -49,17 +49,17 @@ def tree_of(rig: AttentionRig, parents: list[int], first: int) -> tuple[Tree, Br
     return tree, Branch(rig.device, tree)
 
 
-def results(rig: AttentionRig, count: int) -> Rows:
+def results(rig: AttentionRig, count: int) -> StepRows:
     """What so many tokens' results go to."""
     heads, dim, empty = rig.case.num_heads, rig.case.value_dim, rig.device.empty
     values = empty((count, heads, dim), np.float32)
     if dim % 16:
-        return Rows(values=values)
+        return StepRows(values=values)
     quants = empty((count, padded_columns(heads * dim)), np.int8)
-    return Rows(quants, empty(meta_shape(count, heads * dim), np.float32), values)
+    return StepRows(quants, empty(meta_shape(count, heads * dim), np.float32), values)
 
 
-def check_same(got: Rows, token: int, expected: Rows, num_columns: int) -> None:
+def check_same(got: StepRows, token: int, expected: StepRows, num_columns: int) -> None:
     """One token's results have the bits of a step's only one."""
     for kind, columns in (("values", None), ("quants", num_columns), ("meta", num_columns // 16)):
         one, other = getattr(got, kind), getattr(expected, kind)
@@ -72,7 +72,7 @@ def check_same(got: Rows, token: int, expected: Rows, num_columns: int) -> None:
 def stored(layer: LayerKvCache, positions: slice) -> list[AnyArray]:
     """Bytes of some rows."""
 
-    def of(rows: CachedRows) -> list[AnyArray]:
+    def of(rows: KvRows) -> list[AnyArray]:
         arrays = [rows.elements] if rows.scales is None else [rows.elements, rows.scales]
         return [np.ascontiguousarray(np.asarray(each)[:, positions]) for each in arrays]
 
@@ -99,7 +99,7 @@ def check_tree(case: LayerCase, parents: list[int], first: int, last: int) -> No
         out=got,
     )
 
-    def step(node: int) -> Rows:
+    def step(node: int) -> StepRows:
         out, position = results(other, 1), first + int(tree.depths[node])
         other.decode_into(out, position, 1, bucket=bucket, rows=other.rows_of([first + node]))
         return out

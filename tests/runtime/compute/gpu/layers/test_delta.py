@@ -12,12 +12,12 @@ from dflash_adapters.spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
+    DeltaArrays,
     DeltaChunk,
-    DeltaInputs,
     DeltaPlan,
     DeltaState,
     DeltaStep,
@@ -132,10 +132,10 @@ class Sequence:
             device.empty(self.shape.state_shape, np.float32),
         )
 
-    def inputs(self, tokens: slice | list[int]) -> DeltaInputs:
+    def inputs(self, tokens: slice | list[int]) -> DeltaArrays:
         upload, layer = self.device.upload, self.layer
         gate = upload(layer.gate[tokens]) if self.shape.finishes else None
-        return DeltaInputs(
+        return DeltaArrays(
             upload(layer.mixed[tokens]),
             upload(layer.alpha[tokens]),
             upload(layer.beta[tokens]),
@@ -172,15 +172,15 @@ class Sequence:
 
         return DeltaState(copy(state.ring), copy(state.state))
 
-    def new_rows(self, count: int) -> Rows:
+    def new_rows(self, count: int) -> StepRows:
         columns, empty = self.shape.value_channels, self.device.empty
-        out = Rows(values=empty((count, columns), np.float32))
+        out = StepRows(values=empty((count, columns), np.float32))
         if not self.shape.has_quants:
             return out
         quants = empty((count, padded_columns(columns)), np.int8)
         return replace(out, quants=quants, meta=empty(meta_shape(count, columns), np.float32))
 
-    def found(self, out: Rows) -> F32Array:
+    def found(self, out: StepRows) -> F32Array:
         """As floats, which the int8 rows are near to."""
         assert out.values is not None
         found: F32Array = self.device.download(out.values)

@@ -18,7 +18,7 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     LINE_BYTES,
@@ -85,7 +85,7 @@ def layer(file: Path) -> Iterator[MoeLayer]:
         yield adapter_for(opened).read_spec(opened).moe.layers[0]
 
 
-def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> Rows:
+def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> StepRows:
     """Rows as experts read them, with numbers or without."""
     rng = np.random.default_rng(seed)
     shapes = ((1, padded_columns(columns)), np.int8), (meta_shape(1, columns), np.float32)
@@ -95,7 +95,7 @@ def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> 
         else device.upload(rng.integers(-99, 99, shape).astype(dtype))
         for shape, dtype in (*shapes, ((1, columns), np.float32))
     ]
-    return Rows(*arrays)
+    return StepRows(*arrays)
 
 
 @pytest.mark.parametrize("rounds", [False, True])
@@ -224,12 +224,12 @@ def test_a_rounded_reply_is_taken_for_nothing_else(
             np.testing.assert_array_equal(device.download(residual), expected)
 
 
-def test_nobody_rounds_what_others_add_to(device: EmulatedDevice, layer: MoeLayer) -> None:
+def test_only_a_single_reply_may_be_rounded(device: EmulatedDevice, layer: MoeLayer) -> None:
     used = layer.num_experts_used
     choice = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
     table = device.zeros(layer.num_experts, np.int32)
     rows = new_rows(device, layer.hidden_size, seed=4)
-    with pytest.raises(ValueError, match="answers"):
+    with pytest.raises(ValueError, match="rounds"):
         side_of(device).kernels.post(
             layer,
             None,

@@ -15,7 +15,12 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, DecodeExperts, MailReply, Rows
+from dflash_runtime.compute.gpu.launch.decode_experts import (
+    Choice,
+    DecodeExperts,
+    MailReply,
+    StepRows,
+)
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
 from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
@@ -132,7 +137,7 @@ def checked(words: AnyArray, epoch: int) -> AnyArray:
 
 
 def request_lines(shape: ExpertsShape, step: Step, epoch: int, *, rounds: bool = False) -> AnyArray:
-    """As mailbox_layout.py has them; padding is anything."""
+    """As mailbox/layout.py has them; padding is anything."""
     pairs = np.empty((shape.num_pairs, 2), np.uint32)
     pairs[:, 0] = step.topk_ids.ravel().view(np.uint32) ^ np.uint32(ROUNDS_BIT * rounds)
     pairs[:, 1] = step.topk_weights.ravel().view(np.uint32)
@@ -152,7 +157,7 @@ def expected_sums(device: KernelDevice, layer: Layer, step: Step) -> F64Array:
     """Of the same kernels, given choice and rows. Shapes: result [T, H]."""
     experts = DecodeExperts(device, replace(layer.shape, takes_request=False))
     int8, resident = as_int8_rows(step.x), layer.resident(device, SLOTS)
-    x = Rows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
+    x = StepRows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
     hidden, out = experts.hidden_rows(), device.empty(step.x.shape, np.float64)
     experts.launch_gate_up(resident, choice, x, hidden)
@@ -312,7 +317,7 @@ def test_rows_are_not_taken_for_a_request() -> None:
     device = EmulatedDevice()
     layer, step = random_case(10, BASE)
     daemon, int8 = Daemon(device, layer), as_int8_rows(step.x)
-    x = Rows(device.upload(int8.quants), device.upload(int8.meta))
+    x = StepRows(device.upload(int8.quants), device.upload(int8.meta))
     with pytest.raises(ValueError, match=r"\brequest\b.*compiled"):
         daemon.experts.launch_gate_up(daemon.resident, daemon.choice, x, daemon.hidden)
     plain = DecodeExperts(device, replace(BASE, takes_request=False))

@@ -30,7 +30,7 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
         look()
         device.write(y, np.full((1, 4), 100.0, np.float32))
 
-    def record(pause: Pause) -> None:
+    def launch_all(pause: Pause) -> None:
         launch(x, x)
         pause(look)
         launch(x, y)
@@ -40,17 +40,17 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
     def launch(first: DeviceArray, second: DeviceArray) -> None:
         add.launch(first, second, x)
 
-    pieces = capture_pieces(device, record)
+    pieces = capture_pieces(device, launch_all)
     look()
     assert seen == [1.0]  # nothing has run yet
     for _ in range(2):
         for piece in pieces:
             piece.graph.replay()
-            if piece.then is not None:
-                piece.then()
+            if piece.host_work is not None:
+                piece.host_work()
     assert seen[1:] == [2.0, 12.0, 224.0, 324.0]
     assert device.download(x)[0, 0] == 424.0
-    assert [piece.then for piece in pieces] == [look, look_and_change, None]
+    assert [piece.host_work for piece in pieces] == [look, look_and_change, None]
 
 
 def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
@@ -58,7 +58,7 @@ def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
     device = EmulatedDevice()
     add, x = AddRows(device), device.upload(np.ones((1, 4), np.float32))
 
-    def record(pause: Pause) -> None:
+    def launch_all(pause: Pause) -> None:
         interrupt_main_thread()
         time.sleep(0.05)
         add.launch(x, x, x)
@@ -66,7 +66,7 @@ def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            capture_pieces(device, record)
+            capture_pieces(device, launch_all)
         np.testing.assert_array_equal(device.download(x), 1.0)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -77,16 +77,16 @@ def test_what_fails_leaves_nothing_behind(num_pauses: int, monkeypatch: pytest.M
     before = set(threading.enumerate())
     device = EmulatedDevice()
 
-    def record(pause: Pause) -> None:
+    def launch_all(pause: Pause) -> None:
         for _ in range(num_pauses):
             pause(lambda: None)
         raise KeyError("a layer")
 
     with pytest.raises(KeyError, match="a layer"):
-        capture_pieces(device, record)
+        capture_pieces(device, launch_all)
     assert set(threading.enumerate()) <= before
 
-    def no_graphs(record: object) -> None:
+    def no_graphs(launch_all: object) -> None:
         raise RuntimeError("no graphs here")
 
     monkeypatch.setattr(device, "capture", no_graphs)

@@ -14,7 +14,7 @@ from dflash_adapters.ops import KvType
 from dflash_protocol.ids import F32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Buffer, Buffers
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.run.captured_step import CapturedStep
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from support.emulated_gpu import TINY
 from support.gpu_models import GpuModel
 from support.random_models import write_qwen3moe
@@ -47,7 +47,7 @@ def plain_logits(model: GpuModel, token_id: int, position: int) -> F32Array:
     return logits
 
 
-def captured_logits(model: GpuModel, step: CapturedStep, token_id: int, position: int) -> F32Array:
+def captured_logits(model: GpuModel, step: GraphStep, token_id: int, position: int) -> F32Array:
     model.poison.again()
     step.begin(token_id, position)
     step.start()

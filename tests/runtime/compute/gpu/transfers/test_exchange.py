@@ -161,7 +161,7 @@ def test_a_token_with_too_many_pairs_is_refused(layer: Layer) -> None:
 def test_few_recordings_are_kept_and_none_of_banks_that_are_gone(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_experts, "_MOST_RECORDINGS", 2)
+    monkeypatch.setattr(captured_experts, "_MOST_CAPTURES", 2)
     closed: list[Graph] = []
     capture = layer.device.capture
     monkeypatch.setattr(layer.device, "capture", lambda record: noted(capture(record), closed))

@@ -12,7 +12,7 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Piece
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedCopyStream
 
@@ -38,7 +38,7 @@ def random_bytes(size: int, seed: int) -> U8Array:
 def test_runs_of_any_length_arrive(device: EmulatedDevice, copier: FileCopier) -> None:
     sizes = [1, PIECE_BYTES, PIECE_BYTES + 1, 0, 40 * PIECE_BYTES + 7]
     for seed in range(3):
-        runs = [Piece(random_bytes(size, seed), device.empty(size, np.uint8)) for size in sizes]
+        runs = [FilePiece(random_bytes(size, seed), device.empty(size, np.uint8)) for size in sizes]
         transfer = copier.begin(runs)
         transfer.wait()
         assert transfer.num_bytes == sum(sizes)
@@ -63,7 +63,7 @@ def test_transfers_come_in_the_order_in_which_they_were_begun(
     monkeypatch.setattr(EmulatedCopyStream, "write", noted)
     transfers = [
         copier.begin(
-            [Piece(np.full(9 * PIECE_BYTES, number, np.uint8), device.empty(9 * 96, np.uint8))]
+            [FilePiece(np.full(9 * PIECE_BYTES, number, np.uint8), device.empty(9 * 96, np.uint8))]
         )
         for number in range(4)
     ]
@@ -87,8 +87,8 @@ def test_what_is_cancelled_is_not_begun(
 
     monkeypatch.setattr(EmulatedCopyStream, "wait", held)
     destination = device.empty(50 * PIECE_BYTES, np.uint8)
-    transfer = copier.begin([Piece(random_bytes(50 * PIECE_BYTES, 1), destination)])
-    behind = copier.begin([Piece(random_bytes(9, 1), device.empty(9, np.uint8))])
+    transfer = copier.begin([FilePiece(random_bytes(50 * PIECE_BYTES, 1), destination)])
+    behind = copier.begin([FilePiece(random_bytes(9, 1), device.empty(9, np.uint8))])
     assert has_begun.wait(20)
     threading.Timer(0.05, is_open.set).start()
     behind.cancel()
@@ -97,7 +97,7 @@ def test_what_is_cancelled_is_not_begun(
         each.wait()
     copied = (device.download(destination).reshape(50, -1) != 0xFF).any(axis=1)
     assert copied.sum() <= 3  # of each thread the one that it was at
-    follower = copier.begin([Piece(random_bytes(300, 2), device.empty(300, np.uint8))])
+    follower = copier.begin([FilePiece(random_bytes(300, 2), device.empty(300, np.uint8))])
     follower.wait()
 
 
@@ -107,7 +107,7 @@ def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
     def fails(*_: Any) -> None:
         raise DeviceUnavailable("the device has gone")
 
-    runs = [Piece(random_bytes(999, 1), device.empty(999, np.uint8))]
+    runs = [FilePiece(random_bytes(999, 1), device.empty(999, np.uint8))]
     with monkeypatch.context() as patched:
         patched.setattr(EmulatedCopyStream, "write", fails)
         transfer = copier.begin(runs)
@@ -129,7 +129,7 @@ def test_a_wait_has_an_end(
         wait(stream)
 
     monkeypatch.setattr(EmulatedCopyStream, "wait", held)
-    transfer = copier.begin([Piece(random_bytes(999, 1), device.empty(999, np.uint8))])
+    transfer = copier.begin([FilePiece(random_bytes(999, 1), device.empty(999, np.uint8))])
     threading.Timer(0.3, is_open.set).start()
     with pytest.raises(DeviceUnavailable, match=r"\b999 bytes\b"):
         transfer.wait()

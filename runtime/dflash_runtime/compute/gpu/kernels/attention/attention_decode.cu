@@ -4,7 +4,7 @@
 // Runs begin at position 0 and do not depend on how many tokens there are or how long the context is,
 // nor does what a row does inside one: its bits depend on its own query and position alone.
 // Grid: (NUM_SPLITS, NUM_KV_HEADS, rows / BLOCK_ROWS); blocks past the last position leave at once. So
-// one launch serves every context up to NUM_SPLITS * SPLIT_KEYS; so do those of runs that nobody sees. Positions are those of this whole step:
+// one launch serves every context up to NUM_SPLITS * SPLIT_KEYS; so do those of runs that no query sees. Positions are those of this whole step:
 // nothing that overlaps with this kernel may write them, nor rows of the cache before them.
 //
 // Defines beside attention_runs.cuh's: NUM_TOKENS.

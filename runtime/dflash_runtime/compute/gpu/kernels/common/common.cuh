@@ -1,5 +1,5 @@
-// What every kernel stands on: types, the logical warp, memory access, and all that differs between
-// vendors. Kernels themselves contain no vendor's code and include no system header.
+// Base of every kernel: types, the logical warp, memory access, and all that differs between vendors.
+// Kernels themselves contain no vendor's code and include no system header.
 //
 // The same text is compiled by NVRTC (CUDA), by hipRTC and hipcc (HIP), and by g++ with
 // -DDFLASH_HOST, where threads are fibers (tests/support/emulated_device/device.h has that side).
@@ -47,14 +47,14 @@ typedef unsigned long long u64;
 //   previous_has_waited()                     that one has let us begin after its own wait: instead of
 //                                             ours, where only what came before it is read or written
 //   atomic_add(u32 *, u32) -> u32 before      integers only: sums of floats would depend on the order
-//   memory_fence_of_system()                  writes before it are seen by whoever sees writes after it,
-//                                             the host and other devices included
+//   memory_fence_of_system()                  writes before it are visible to any reader, on the host and
+//                                             other devices too, that sees writes after it
 //   store_line(pointer, uint4), load_line(pointer) -> uint4   16 bytes, either half as one access, past
 //                                             every cache: for what other devices read and write
 //   store_half_line(pointer, u32, u32)        one of the halves
 //   store_word(u32 *, u32), load_word(const u32 *)            the same for 4 bytes
 //   clock_ticks() -> u64                      of a clock of constant rate, the same for all blocks
-//   spin_pause()                              between two looks at what somebody else is to write
+//   spin_pause()                              between two polls of memory that another thread will write
 //   read_anew()                               shared memory that is read after this is read after it, not
 //                                             before a loop, into registers that are not there
 //   settle(float & or int &)                  it is computed here, not where it is next used; what is

@@ -107,7 +107,7 @@ INLINE u32 load_weights1(const void *p) {
     return v;
 }
 
-// Never through the read-only path: whoever wrote this may still be running when we start.
+// Never through the read-only path: the kernel that wrote it may still be running when ours starts.
 INLINE uint4 load_fresh16(const void *p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -151,7 +151,7 @@ INLINE u64 clock_ticks() {
 }
 INLINE void spin_pause() {
 #if __CUDA_ARCH__ >= 700
-    asm volatile("nanosleep.u32 20;");  // leaves the memory to whoever writes what is waited for
+    asm volatile("nanosleep.u32 20;");  // leaves memory bandwidth to the awaited writer
 #endif
 }
 

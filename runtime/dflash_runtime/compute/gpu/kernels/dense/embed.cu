@@ -55,6 +55,6 @@ KERNEL(embed, EmbedArgs, THREADS, 1) {
         expand<TYPE>(a.table, row_index, out);
         return;
     }
-    // Nobody's token: NaN, which is seen, instead of other memory.
+    // An id outside the table: NaN, which is noticed, instead of other memory.
     for (int i = thread_index(); i < COLUMNS; i += THREADS) out[i] = bits_to_float(0x7fc00000u);
 }

@@ -1,5 +1,5 @@
-// Rows of activations, normalised, multiplied by a factor each or as they are, to int8 with their
-// scales: once for whoever reads them, where doing it in every block would cost more. A block a row.
+// Quantises rows of activations, normalised, multiplied by a factor each or as they are, to int8 with
+// scales: once, where doing it in every block that reads them would cost more. A block a row.
 #include "staging.cuh"
 
 struct QuantiseRowsArgs {

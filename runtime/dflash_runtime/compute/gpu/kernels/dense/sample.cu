@@ -1,37 +1,106 @@
-// The likeliest token of each row of logits, from what the blocks of the head have found. One block.
-#include "argmax.cuh"
+// The next token, sampled from the logits of a step as the host would (engine/sampling.py): the same
+// number gives the same token, or UNDECIDED where rounding could decide.
+//
+// Three kernels, one after the other: tokens are counted and weighed by bin, then placed by bin, then
+// one block looks into the few bins in which a filter cuts or the number falls. With no temperature the
+// first two do nothing and the last takes the argmax. VOCAB tokens; a bin with more than
+// BIN_CAPACITY is not looked into.
+#include "sample_search.cuh"
 
-struct SampleArgs {
-    const u64 *partials;  // [blocks, T] keys of argmax.cuh
-    int num_partials;     // blocks
-    int capacity;         // of history
-    int *token_ids;       // [T] out; of a row that is not finite NOT_FINITE, or if ADVANCE some token
-    int *positions;       // [T], each one further afterwards if ADVANCE
-    int *history;         // null, or [capacity]: the token, or NOT_FINITE, at its position, which is
-                          // one further
-};
-
-KERNEL(sample, SampleArgs, WARPS *LANES, 1) {
-    SHARED(u64, found, WARPS);
+KERNEL(sample_weigh, SampleArgs, BLOCK_THREADS, 1) {
     let_next_begin();
     wait_for_previous();
-    for (int t = 0; t < TOKENS; t++) {
-        u64 best = 0;
-        for (int i = thread_index(); i < a.num_partials; i += WARPS * LANES) {
-            const uint2 key = load_fresh8(a.partials + (i64)i * TOKENS + t);
-            best = larger_key(best, (u64)key.y << 32 | key.x);
+    Scale scale = {load_fresh_double(a.options + INVERSE_TEMPERATURE), 0.0f};
+    if (scale.inverse_temperature == 0.0) return;
+    scale.peak = value_of_key(best_key(a));
+    if (!scale.is_good()) return;
+    each_four(a.logits, [&](const float(&four)[4], int) {
+        int bins[4];
+        u64 weights[4];
+        u32 before[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double distance = scale.distance(four[i]);
+            bins[i] = bin_at(distance);
+            weights[i] = bins[i] == NO_BIN ? 0 : weight_at(distance);
         }
-        best = lanes_largest(best);
-        if (lane_index() == 0) found[warp_index()] = best;
-        block_barrier();
-        if (thread_index() == 0) {
-            for (int warp = 1; warp < WARPS; warp++) best = larger_key(best, found[warp]);
-            const int token = (int)argmax_index(best), said = is_finite_key(best) ? token : NOT_FINITE;
-            const int next = (int)load_fresh4(a.positions + t) + 1;
-            a.token_ids[t] = ADVANCE ? token : said;  // the next step reads that row of a table
-            if (a.history && next >= 0 && next < a.capacity) a.history[next] = said;
-            if (ADVANCE) a.positions[t] = next;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // none waits for the one before it
+            if (bins[i] == NO_BIN) continue;
+            before[i] = atomic_add(a.weights + 2 * bins[i], (u32)weights[i]);
+            atomic_add(a.counts + bins[i], 1);
         }
-        block_barrier();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (bins[i] == NO_BIN) continue;
+            const u32 low = (u32)weights[i], carry = before[i] + low < low;
+            const u32 high = (u32)(weights[i] >> 32) + carry;
+            if (high) atomic_add(a.weights + 2 * bins[i] + 1, high);
+        }
+    });
+}
+
+KERNEL(sample_place, SampleArgs, BLOCK_THREADS, 1) {
+    SHARED(u32, begins, BINS);
+    let_next_begin();
+    wait_for_previous();
+    Scale scale = {load_fresh_double(a.options + INVERSE_TEMPERATURE), 0.0f};
+    if (scale.inverse_temperature == 0.0) return;
+    scale.peak = value_of_key(best_key(a));
+    if (!scale.is_good()) return;
+    u32 counts[EACH], count = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        counts[j] = Bins::bin(j) < BINS ? load_fresh4(a.counts + Bins::bin(j)) : 0;
+        count += counts[j];
     }
+    u64 total, begin = block_sum_before(count, total);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (Bins::bin(j) < BINS) begins[Bins::bin(j)] = (u32)begin;
+        begin += counts[j];
+    }
+    block_barrier();
+    each_four(a.logits, [&](const float(&four)[4], int token) {
+        int bins[4];
+        u32 places[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            bins[i] = bin_at(scale.distance(four[i]));
+            if (bins[i] != NO_BIN) places[i] = atomic_add(a.placed + bins[i], 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (bins[i] == NO_BIN) continue;
+            a.keys[begins[bins[i]] + places[i]] = argmax_key(four[i], (u32)(token + i));
+        }
+    });
+}
+
+KERNEL(sample_token, SampleArgs, BLOCK_THREADS, 1) {
+    SHARED(u64, keys, BIN_CAPACITY);
+    SHARED(u64, weights, BIN_CAPACITY + 1);
+    let_next_begin();
+    wait_for_previous();
+    const u64 best = best_key(a);
+    const int next = (int)load_fresh4(a.positions) + 1;
+    const bool is_inside = next >= 0 && next < a.capacity;
+    int token = (int)argmax_index(best), said = is_finite_key(best) ? token : NOT_FINITE;
+    const double inverse_temperature = load_fresh_double(a.options + INVERSE_TEMPERATURE);
+    if (inverse_temperature != 0.0 && said != NOT_FINITE) {
+        const Scale scale = {inverse_temperature, value_of_key(best)};
+        said = UNDECIDED;
+        if (scale.is_good()) {
+            TokenSearch search = {a, scale, {}, {keys, weights, NO_BIN}, 0, 0};
+            said = search.sampled(is_inside ? load_fresh_double(a.numbers + next) : 0.0,
+                              load_fresh_double(a.options + TOP_K),
+                              load_fresh_double(a.options + TOP_P),
+                              load_fresh_double(a.options + MIN_P_DISTANCE));
+        }
+        if (said != UNDECIDED) token = said;
+    }
+    if (thread_index() != 0) return;
+    *a.token_ids = token;
+    *a.positions = next;
+    if (is_inside) a.history[next] = said;
 }

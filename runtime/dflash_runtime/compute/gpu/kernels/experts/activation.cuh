@@ -1,14 +1,14 @@
-// What stands between an expert's gate and up and its down projection; see moe_spec.Activation,
-// whose forms are this one with other numbers.
+// The activation between an expert's gate and up and its down projection: all forms of spec.Activation
+// are this one with other numbers.
 #pragma once
 #include "common.cuh"
 
-struct Activation {
+struct ActivationArgs {
     float limit, alpha, up_offset;
 };
 
 // Comparisons are written so that NaN stays NaN.
-INLINE float activate(const Activation &form, float gate, float up) {
+INLINE float activate(const ActivationArgs &form, float gate, float up) {
     gate = gate > form.limit ? form.limit : gate;
     up = up > form.limit ? form.limit : up;
     up = up < -form.limit ? -form.limit : up;

@@ -1,16 +1,16 @@
-// Which experts a step uses and where they lie, as the kernels of the experts are told.
+// The experts that a step has chosen, and their slots, as arguments of the experts' kernels.
 //
-// EXPERTS, TOP_K; NORMALISE and GATE as route.cuh has them.
+// EXPERTS, TOP_K; NORMALISE and GATE: see route.cuh.
 #pragma once
 #include "route.cuh"
 
-// What a step has chosen, and where that lies.
+// A step's choice.
 struct Choices {
     const int *slot_of_expert;  // [EXPERTS]; or null: pair_slots are known already
     const float *logits;        // [T, EXPERTS], if ROUTE: the next two are written then
     int *topk_ids;              // [T, TOP_K]; negative: none
     float *topk_weights;        // [T, TOP_K]
-    int *pair_slots;            // [T, TOP_K]: what gate and up say to down
+    int *pair_slots;            // [T, TOP_K]: written by gate and up for down
     u32 *selections;            // null, or [EXPERTS]: how often each was chosen, added to
     int num_slots;
 
@@ -30,10 +30,10 @@ struct Choices {
 
 // Of one pair.
 struct ChosenPair {
-    int expert, slot;  // negative: none; not here
+    int expert, slot;  // negative: none; not resident
 };
 
-// One warp's choices, whose slots it asks for before it knows which it needs.
+// One warp's choices; it loads slots before it knows which it needs.
 struct Chooser {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     Choice router;

@@ -34,7 +34,7 @@ KERNEL(combine, CombineArgs, COMBINE_THREADS, 1) {
 #pragma unroll
             for (int i = 0; i < PAIRS_AT_ONCE; i++)
                 found[i] = first + i < a.pairs_per_token ? load_int(rows + first + i) : -1;
-            // What is not there is not added: any row may be read in its place.
+            // The terms of pairs without a row are not added; any row may be read instead.
 #pragma unroll
             for (int i = 0; i < PAIRS_AT_ONCE; i++)
                 terms[i] = load_fresh16(

@@ -1,14 +1,14 @@
 // The routed experts of a decode step of TOKENS tokens, TOP_K experts each: P = TOKENS * TOP_K pairs.
-// Which experts is read on the device, or chosen there from router logits, by every block that needs
-// to know; a table says where each lies, or -1: it is not here, and its pair is skipped. A pair's
-// term, one float32 an output element, depends on its own row, weight and expert alone; terms are
-// added in float64 in the order of the choice, and rounded once.
+// Every block that needs the choice reads it on the device, or makes it there from router logits. A
+// table has each expert's slot, or -1: not resident, and its pair is skipped. A pair's term, one float32
+// per output element, depends only on its own row, weight and expert; terms are added in float64 in the
+// order of the choice, and rounded once.
 //
 // HIDDEN, FFN, EXPERTS; MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
-// SUMS: float64 sums are written, or else rounded ones are added to the residual. ROUTE: experts are
-// chosen from logits, NORMALISE and GATE as route.cuh has them. MAIL: the choice and the rows are taken
-// from a mailbox's request, which lies in this device's memory.
-// GUESS: down begins with slots that it has no right to rely on (0 in tests).
+// SUMS: float64 sums are written; otherwise rounded ones are added to the residual. ROUTE: experts are
+// chosen from logits, NORMALISE and GATE: see route.cuh. MAIL: the choice and the rows are taken from a
+// mailbox's request in this device's memory.
+// GUESS: down starts with slots that may be outdated, and checks them later (0 in tests).
 // Tuning of either kernel: WARPS, TEAM lanes a row, MOST_DEEP units a lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
 #include "activation.cuh"
@@ -17,7 +17,7 @@
 #include "products.cuh"
 #include "reduce.cuh"
 
-// One projection of the experts that are here, slot by slot; vectors are those of all experts.
+// One projection of the resident experts, by slot; vectors are of all experts.
 struct Projection {
     const u8 *weights;   // [slots, rows, row bytes]
     const float *bias;   // null, or [EXPERTS, rows]
@@ -49,7 +49,7 @@ struct GateUpArgs {
     i8 *h_quants;               // [P, padded], if TYPE_DOWN is quantised
     float2 *h_meta;             // [P, padded / 16]
     float *h;                   // [P, FFN], if it is not
-    Activation form;
+    ActivationArgs form;
     MailRequest request;        // if MAIL, which says all that choices.slot_of_expert does not
 };
 
@@ -85,8 +85,8 @@ INLINE void write_hidden(const GateUpArgs &a, int pair, int tile, const float *v
 
 using GateUpRows = Staged<1, HIDDEN, X_BYTES, X_FLOATS>;
 
-// What a block needs for one tile of a pair: the row of its token, staged, and where its expert lies.
-// That of tile 0 writes down what it has found. All threads call; block_barrier() is not needed after.
+// What a block needs for one tile of a pair: the row of its token, staged, and its expert's slot. The
+// block of tile 0 writes the choice. All threads call; block_barrier() is not needed after.
 INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
     SHARED(int, chosen, 2);  // expert, slot
     const i64 token = pair / TOP_K;
@@ -126,7 +126,7 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
         }
         let_next_begin();  // only now, so that down mostly finds the slots
     }
-    if (GATE_UP_WARPS == 1 || !chooses) {  // the others meanwhile
+    if (GATE_UP_WARPS == 1 || !chooses) {  // the other warps meanwhile
         constexpr int First = GATE_UP_WARPS == 1 ? 0 : LANES;
         if constexpr (X_BYTES) {
             stage_bytes<1, HIDDEN, GATE_UP_THREADS, First>(x, a.quants + token * GateUpRows::PADDED,
@@ -140,7 +140,7 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
     return {chosen[0], chosen[1]};
 }
 
-// The same of what a mailbox asks for.
+// The same for a mailbox's request.
 INLINE ChosenPair take_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
     using Row = RequestRow<GateUpRows, HIDDEN, X_BYTES, X_FLOATS>;
     return take_request<Row, GATE_UP_THREADS>(a.request, a.choices, x, pair, tile);
@@ -212,7 +212,7 @@ struct DownArgs {
     void *reply;                 // null, or lines of a mailbox: sums go there, one a line, or rounded
                                  // ones, two a line, as the mailbox's state says
     const MailState *mail;       // whose step this is, if there is a reply
-    MailReplies replies;         // unless SUMS: of peers, if any; added to what is here
+    MailReplies replies;         // unless SUMS: of peers, if any; added to the local sums
 };
 
 constexpr int DOWN_THREADS = DOWN_WARPS * LANES;
@@ -228,7 +228,7 @@ using DownRows = Staged<TOP_K, FFN, !H_FLOATS, H_FLOATS>;
 struct DownItem {
     RowProducts<TYPE_DOWN, FFN, 1, DOWN_TEAM, DOWN_MOST_DEEP> products;
     const u8 *row[1];
-    int slot;  // -1: none, or not here
+    int slot;  // -1: none, or not resident
 
     INLINE static bool exists(int item) { return item < DOWN_ITEMS; }
     // Rows of an expert lie next to each other: neighbouring teams take them.
@@ -294,7 +294,7 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     if (!SUMS && adds) {
         before = bits_to_float(load_fresh4(a.residual + (i64)token * HIDDEN + row));
     }
-    u32 epoch = 0;  // what the reply is for, or replies are; 0: there is none
+    u32 epoch = 0;  // of the reply or replies; 0: there is none
     [[maybe_unused]] u64 deadline = 0;
     [[maybe_unused]] bool rounds = false;
     if (SUMS && adds && a.reply && !load_word(&a.mail->aborted)) {

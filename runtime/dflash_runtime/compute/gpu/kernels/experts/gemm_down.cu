@@ -5,7 +5,7 @@
 
 static_assert(NUM_ROWS % 2 == 0, "terms are written in twos");
 
-struct DownArgs {
+struct GemmDownArgs {
     const GroupCounts *counts;
     const GroupTile *tiles;
     const u8 *activations;           // [NUM_PARTS, rows, NUM_COLUMNS]
@@ -19,7 +19,7 @@ struct DownArgs {
     MatrixChoice choice;
 };
 
-INLINE TileRows rows_of_tile(const DownArgs &a, const GroupTile &tile) {
+INLINE TileRows rows_of_tile(const GemmDownArgs &a, const GroupTile &tile) {
     const i64 matrix = matrix_of(a.choice, tile);
     const u8 *down = a.down + matrix * (i64)a.stride;
     const int first_column = block_index_x() * TILE_N;
@@ -31,15 +31,15 @@ INLINE TileRows rows_of_tile(const DownArgs &a, const GroupTile &tile) {
 }
 
 #ifdef STORED_TYPE
-// The row of down that this thread reads; one that is not used, for columns of nobody.
-INLINE const u8 *stored_row(const DownArgs &a, const GroupTile &tile) {
+// The row of down that this thread reads; an unused one for columns beyond the matrix.
+INLINE const u8 *stored_row(const GemmDownArgs &a, const GroupTile &tile) {
     const int row = block_index_x() * TILE_N + thread_index() % TILE_N;
     return a.down + matrix_of(a.choice, tile) * (i64)a.stride +
            (i64)(row < NUM_ROWS ? row : 0) * WEIGHT_ROW_BYTES;
 }
 #endif
 
-KERNEL(gemm_down, DownArgs, THREADS, BLOCKS_PER_SM) {
+KERNEL(gemm_down, GemmDownArgs, THREADS, BLOCKS_PER_SM) {
     DYNAMIC_SHARED(shared);
     let_next_begin();
     wait_for_previous();

@@ -22,7 +22,7 @@ constexpr int SEGMENT = WARP_N / 2, NUM_SEGMENTS = (NUM_ROWS + SEGMENT - 1) / SE
 static_assert(NUM_ROWS % 8 == 0, "features are taken by eights");
 static_assert(NUM_M * 16 == WARP_M && NUM_N % 2 == 0, "gate and up lie in the same warp");
 
-struct GateUpArgs {
+struct GemmGateUpArgs {
     const GroupCounts *counts;
     const GroupTile *tiles;
     const int *token_indices;
@@ -36,10 +36,10 @@ struct GateUpArgs {
     u64 hidden_part_bytes, activation_part_bytes;
     u64 gate_stride, up_stride;  // bytes from one expert's matrix to the next
     MatrixChoice choice;
-    Activation form;
+    ActivationArgs form;
 };
 
-INLINE TileRows rows_of_tile(const GateUpArgs &a, const GroupTile &tile) {
+INLINE TileRows rows_of_tile(const GemmGateUpArgs &a, const GroupTile &tile) {
     const i64 matrix = matrix_of(a.choice, tile);
     const u8 *gate = a.gate + matrix * (i64)a.gate_stride, *up = a.up + matrix * (i64)a.up_stride;
     const int first_feature = block_index_x() * FEATURES, column = copied_row(0);
@@ -65,8 +65,8 @@ INLINE Finish finish_of(const float *scales, const float *biases, int expert_id,
 }
 
 #ifdef STORED_TYPE
-// The row of gate or up that this thread reads; one that is not used, for columns of nobody.
-INLINE const u8 *stored_row(const GateUpArgs &a, const GroupTile &tile) {
+// The row of gate or up that this thread reads; an unused one for columns beyond the matrix.
+INLINE const u8 *stored_row(const GemmGateUpArgs &a, const GroupTile &tile) {
     const i64 matrix = matrix_of(a.choice, tile);
     const int column = thread_index() % TILE_N;
     const int feature = block_index_x() * FEATURES + column / 16 * 8 + column % 8;
@@ -76,7 +76,7 @@ INLINE const u8 *stored_row(const GateUpArgs &a, const GroupTile &tile) {
 }
 #endif
 
-KERNEL(gemm_gate_up, GateUpArgs, THREADS, BLOCKS_PER_SM) {
+KERNEL(gemm_gate_up, GemmGateUpArgs, THREADS, BLOCKS_PER_SM) {
     DYNAMIC_SHARED(shared);
     let_next_begin();
     wait_for_previous();

@@ -1,12 +1,12 @@
-// Pairs of tokens and experts in order of experts, as prefill's kernels find them on the device:
-// the arrays of a RoutedBatch, and the tiles of rows that one block computes.
+// Pairs of tokens and experts, sorted by expert on the device for prefill's kernels: the arrays of a
+// RoutedBatch, and the tiles of rows that one block computes.
 //
 //   row                              place of a pair in that order
 //   expert_ids   [groups]            ascending; every group has at least one row
 //   group_starts [groups + 1]        rows of group g: group_starts[g] … group_starts[g + 1] - 1
 //   token_indices, weights [rows]    of the row's pair; tokens ascend inside a group
 //   tiles        [tiles]             rows first_row … end_row - 1 of one group, at most TILE_M
-//   rows_of_tokens [T, pairs_per_token]   rows of a token in order of its choice, -1: not here
+//   rows_of_tokens [T, pairs_per_token]   rows of a token in order of its choice, -1: not resident
 #pragma once
 #include "common.cuh"
 

@@ -1,5 +1,5 @@
-// Choice of experts from router logits, by one warp. Every block that needs to know does it again,
-// which is quicker than a kernel in between, and all of them come to the same bits.
+// Choice of experts from router logits, by one warp. Every block that needs the choice repeats it, which
+// is faster than a kernel in between; all get the same bits.
 #pragma once
 #include "common.cuh"
 

@@ -1,4 +1,4 @@
-// Arrays between a device and memory of the host that is mapped, and a word that says they are there.
+// Copies arrays between a device and mapped host memory, and sets a word when they have arrived.
 //
 // One block: what goes through here is small, and the time counts that the first byte takes. What is
 // in memory of the host was written before this was launched, or is read by the host after it has

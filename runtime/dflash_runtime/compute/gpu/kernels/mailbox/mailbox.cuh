@@ -1,26 +1,26 @@
-// A mailbox: what a parent's step asks of a daemon's device and what that answers, layer by layer, with
-// no host in between. `mailbox_layout.py` draws where everything lies, and says why it is right.
+// A mailbox: requests of a parent's step to a daemon's device and its replies, layer by layer, with no
+// host in between. mailbox/layout.py has the memory layout and says why it is correct.
 //
-// A line is 16 bytes: {data, check, data, check}. A check is of its word and the step's epoch, so that a
-// reader which finds the one that it waits for has the data that belongs to it: no flag, no fence, one
-// crossing, and what is damaged on its way is not taken.
+// A line is 16 bytes: {data, check, data, check}. A check depends on its word and the step's epoch, so a
+// reader that finds the expected check has the data that belongs to it: no flag, no fence, one transfer,
+// and damaged data is not taken.
 //
-// MOST_PEERS: mailboxes that a side has a part in at once.
+// MOST_PEERS: most mailboxes of a side.
 #pragma once
 #include "mailbox_lines.cuh"
 
-constexpr int LINES_AT_ONCE = 4;   // of a thread that has several: see Mail::receive
+constexpr int LINES_AT_ONCE = 4;   // polled together by a thread that has several: see Mail::receive
 constexpr int REPLIES_AT_ONCE = 2;
-constexpr int LOOKS = 64;          // at a line, between two at the clock
-constexpr int FAR_LOOKS = 16 * LOOKS;  // and between two at what peers say, which is far away
+constexpr int POLLS = 64;          // of lines, between two reads of the clock
+constexpr int FAR_POLLS = 16 * POLLS;  // and between two reads of peers' abort words, over the bus
 
-// One side's part in all of its mailboxes.
+// One side's state and abort words, for all of its mailboxes.
 struct Mail {
     MailState *state;
-    u32 *own_aborts[MOST_PEERS];           // in memory of the host: what we tell each peer
-    const u32 *other_aborts[MOST_PEERS];   // and each peer tells us; not 0: it has given up
-    u32 *failed;                           // null, or in memory of our host alone: as state->aborted
-    u64 limit;                             // ticks that a step may take
+    u32 *own_aborts[MOST_PEERS];           // in the host's memory: written for each peer
+    const u32 *other_aborts[MOST_PEERS];   // written by each peer; not 0: it has aborted
+    u32 *failed;                           // null, or in our host's private memory: as state->aborted
+    u64 limit;                             // of a step, in ticks
     int num_peers;
 
     INLINE u32 epoch() const { return load_fresh4(&state->epoch); }
@@ -35,11 +35,11 @@ struct Mail {
         if (failed) store_word(failed, epoch);
         for (int peer = 0; peer < num_peers; peer++) store_word(own_aborts[peer], epoch);
     }
-    // Whether nobody should wait any longer in this step, for that peer or any.
-    INLINE bool is_over(int peer, u32 epoch, u64 deadline, bool looks_far) const {
+    // Whether the step has failed, or its wait for `peer` has reached the deadline.
+    INLINE bool is_over(int peer, u32 epoch, u64 deadline, bool polls_far) const {
         if (is_aborted()) return true;
         int blamed = clock_ticks() > deadline ? peer : -1;
-        for (int other = 0; looks_far && blamed < 0 && other < num_peers; other++) {
+        for (int other = 0; polls_far && blamed < 0 && other < num_peers; other++) {
             if (load_word(other_aborts[other])) blamed = other;
         }
         if (blamed < 0) return false;
@@ -47,13 +47,13 @@ struct Mail {
         abort(epoch);
         return true;
     }
-    // Waits for `num` lines, at most N, that peers send: those at line(0), line(1), …, of peer(0), ….
-    // A look is at all that have not come, and each is asked for before the first is here: over a bus
-    // one costs as much as all. False: the step has failed. Who waits for what others wait for as well,
-    // who look at what peers say far away, need not do so. FirstHalves: the others may still be missing.
+    // Waits for `num` lines, at most N, from peers: those at line(0), line(1), … of peer(0), …. A poll
+    // loads all missing lines before the first has arrived: over a bus one costs as much as all. False:
+    // the step has failed. `polls_far`: also read peers' abort words over the bus; not needed if another
+    // block that waits for the same does. FirstHalves: second halves may still be missing.
     template <bool FirstHalves = false, int N, typename LineOf, typename PeerOf>
     INLINE bool receive(uint4 (&found)[N], int num, LineOf line, PeerOf peer, u32 epoch, u64 deadline,
-                        bool is_rounded = false, bool looks_far = true) const {
+                        bool is_rounded = false, bool polls_far = true) const {
         const u32 checked_by = is_rounded ? rounded_epoch(epoch) : epoch;
         auto is_missing = [&](uint4 line) {
             return !(FirstHalves ? is_of_epoch(line.x, line.y, checked_by)
@@ -61,7 +61,7 @@ struct Mail {
         };
 #pragma unroll
         for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // of no epoch
-        for (int look = 1;; look++) {
+        for (int poll = 1;; poll++) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 if (j < num && is_missing(found[j])) found[j] = load_line(line(j));
@@ -72,8 +72,8 @@ struct Mail {
                 if (j < num && is_missing(found[j])) missing = j;
             }
             if (missing < 0) return true;
-            if (look % LOOKS == 0 &&
-                is_over(peer(missing), epoch, deadline, looks_far && look % FAR_LOOKS == 0)) {
+            if (poll % POLLS == 0 &&
+                is_over(peer(missing), epoch, deadline, polls_far && poll % FAR_POLLS == 0)) {
                 return false;
             }
             spin_pause();
@@ -81,7 +81,7 @@ struct Mail {
     }
 };
 
-// What a request has besides the choice: arrays of words, one after the other, whole lines each.
+// A request's rows: arrays of words, one after the other, each in whole lines.
 constexpr int MOST_PARTS = 3;
 struct MailParts {
     void *words[MOST_PARTS];

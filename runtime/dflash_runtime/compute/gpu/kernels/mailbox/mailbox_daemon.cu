@@ -12,7 +12,7 @@ struct MailTakeArgs {
     const void *request;    // lines
     int *topk_ids;          // [PAIRS], local; negative: none
     float *topk_weights;    // [PAIRS]
-    const int *slot_of_expert;  // [EXPERTS], local; negative: not here
+    const int *slot_of_expert;  // [EXPERTS], local; negative: not resident
     int *pair_slots;        // [PAIRS]: where each lies
 };
 
@@ -24,9 +24,9 @@ INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, uint4 l
     a.topk_weights[pair] = bits_to_float(line.z);
 }
 
-// Grid: tokens, as many lines are looked for by each block.
+// Grid: tokens; each block polls for an equal share of the lines.
 KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
-    SHARED(int, slots, EXPERTS);  // at hand when a request comes
+    SHARED(int, slots, EXPERTS);  // loaded before a request arrives
     let_next_begin();
     for (int i = thread_index(); i < EXPERTS; i += THREADS) {
         slots[i] = (int)load_weights4(a.slot_of_expert + i);
@@ -55,15 +55,15 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
     }
     if (is_there) return;
     for (int pair = index; pair < PAIRS; pair += All) {
-        a.topk_ids[pair] = a.pair_slots[pair] = -1;  // nothing is computed, nor answered
+        a.topk_ids[pair] = a.pair_slots[pair] = -1;  // neither computed nor replied
         a.topk_weights[pair] = 0.0f;
     }
 }
 
 struct MailRelayArgs {
     Mail mail;
-    const void *request;  // lines, far away
-    void *lines;          // in this device's memory: as soon as one is here it is there
+    const void *request;  // lines, over the bus
+    void *lines;          // in this device's memory; each is written as soon as it has arrived
     int num_lines;
 };
 
@@ -72,7 +72,7 @@ struct MailRelayArgs {
 KERNEL(mail_relay, MailRelayArgs, THREADS, 1) {
     static_assert(TOP_K <= LANES, "a warp has a token's pairs");
     wait_for_previous();
-    let_next_begin();  // not before, as they write to what the layer before has read
+    let_next_begin();  // not before: they write to memory that the layer before has read
     const u32 epoch = a.mail.epoch();
     const u64 deadline = a.mail.deadline();
     if (a.mail.is_aborted()) return;

@@ -1,10 +1,10 @@
-// The lines of a mailbox, and what all of a side's kernels know of the step: see mailbox.cuh.
+// Lines of a mailbox, and the step's state shared by all kernels of a side: see mailbox.cuh.
 #pragma once
 #include "common.cuh"
 
 constexpr int LINE_BYTES = 16, HALF_BYTES = LINE_BYTES / 2;
 
-// In the memory of a side's own device, for all of its kernels.
+// State of the step, in the memory of a side's own device.
 struct MailState {
     u64 began;    // clock_ticks() when the step did
     u32 epoch;    // of the step
@@ -13,8 +13,8 @@ struct MailState {
     u32 rounds;   // whether the layer's answer is wanted as float32: a daemon's
 };
 
-// What stands beside a word. The factor is odd, so that no other word has the same in that epoch, nor
-// the same word in another.
+// The check beside a word. The factor is odd, so in an epoch every word has another check, and a word
+// has another check in every epoch.
 constexpr u32 CHECK_FACTOR = 0x9e3779b1u;
 INLINE u32 check_of(u32 epoch, u32 word) { return epoch ^ word * CHECK_FACTOR; }
 
@@ -29,14 +29,14 @@ INLINE bool is_of_epoch(uint4 line, u32 epoch) {
 INLINE void send_half(void *half, u32 epoch, u32 word) {
     store_half_line(half, word, check_of(epoch, word));
 }
-// Of answers that are rounded: nobody takes these for float64, nor float64 for these.
+// Epoch in the checks of rounded replies, which are thus never taken for float64, nor float64 for them.
 INLINE u32 rounded_epoch(u32 epoch) { return ~epoch; }
 
 // Flipped in every id of a request whose answer may be rounded. An id's highest two bits are the same.
 constexpr u32 ROUNDS = 1u << 30;
 INLINE bool asks_rounded(u32 id) { return (id >> 31) != (id >> 30 & 1); }
 
-// What the first half of a request's line says of a pair.
+// First half of a request's line: a pair's expert.
 struct AskedExpert {
     u32 id;  // local; its highest bit: none
     bool rounds;

@@ -1,4 +1,4 @@
-// The parent's side of a mailbox: what a layer asks of the daemons, and their answers.
+// The parent's side of a mailbox: a layer's requests to the daemons, and their replies.
 //
 // Defines: TOKENS, HIDDEN, TOP_K, EXPERTS; NORMALISE, GATE as route.cuh has them, ROUTE: experts are
 // chosen here, from logits; THREADS, ADD_THREADS; MOST_PEERS.
@@ -12,13 +12,13 @@ struct MailPostArgs {
     int *topk_ids;                   // [T, TOP_K], global
     float *topk_weights;             // [T, TOP_K]
     u32 *selections;                 // null, or [EXPERTS]: how often each was chosen, added to
-    const int *local_ids[MOST_PEERS];  // [EXPERTS] by peer: its name for an expert; negative: not its
+    const int *local_ids[MOST_PEERS];  // [EXPERTS] by peer: its local ids; negative: not its expert
     void *requests[MOST_PEERS];      // lines
-    int rounds;                      // there is one peer, whose answer may be rounded
+    int rounds;                      // there is one peer, whose reply may be rounded
 };
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
-// Warps that choose, a token each if there are enough; others send rows meanwhile.
+// Warps that choose, a token each if there are enough; the rest send rows meanwhile.
 constexpr int MOST_CHOOSERS = THREADS / LANES / 2;
 constexpr int CHOOSERS = !ROUTE ? 0 : TOKENS < MOST_CHOOSERS ? TOKENS : MOST_CHOOSERS;
 
@@ -97,7 +97,7 @@ struct MailAddArgs {
     float *residual;  // [T, HIDDEN], added to in place
 };
 
-// For a layer none of whose experts are here; else experts_down does it. Rounds once.
+// For a layer without local experts; otherwise experts_down adds replies. Rounds once.
 KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     const int i = block_index_x() * ADD_THREADS + thread_index();
     let_next_begin();

@@ -6,13 +6,13 @@
 
 // What a side has found, in the memory of its device.
 enum FaultKind {
-    WRONG,    // a word or a check that nobody sent
+    WRONG,    // a word or a check that was not sent
     TORN,     // a word beside the check of another: a half of a line came in two pieces
     STALE,    // what had come is again what it was a round ago
     MISSING,  // a line that has not come in time
     FAULT_KINDS,
 };
-constexpr int ODD_LOOKS = 1 << 8;  // at a half that is of no round, before it is taken for damaged
+constexpr int ODD_POLLS = 1 << 8;  // of a half that belongs to no round, before it counts as damaged
 struct MailFaults {
     u32 counts[FAULT_KINDS];  // words; of MISSING lines
     u32 num_found;
@@ -56,10 +56,10 @@ INLINE void pause_before(u32 seed, u32 epoch, u32 longest) {
     while (clock_ticks() < until) spin_pause();
 }
 
-// What looks at a line have found so far.
+// What polls of a line have found so far.
 struct ProbeLine {
     u32 words[2], checks[2];
-    int odd[2];  // looks at which a half was of no round, and what its word was then
+    int odd[2];  // polls in which a half belonged to no round, and its word then
     u32 odd_words[2];
     bool is_there;
 
@@ -77,7 +77,7 @@ struct ProbeLine {
             const bool is_new = check == check_of(epoch, word);
             const bool is_old = check == check_of(epoch - 1, word), is_unused = !(word | check);
             if (follows && !is_new && !is_old && !is_unused) odd[which]++, odd_words[which] = word;
-            num_there += is_new || odd[which] > ODD_LOOKS;
+            num_there += is_new || odd[which] > ODD_POLLS;
         }
         return num_there == 2;
     }
@@ -103,7 +103,7 @@ struct ProbeLines {
         is_right = true;
         for (int first = thread_index(); first < num_lines; first += LINES_AT_ONCE * THREADS) {
             ProbeLine found[LINES_AT_ONCE] = {};
-            for (int look = 1;; look++) {
+            for (int poll = 1;; poll++) {
 #pragma unroll
                 for (int j = 0; j < LINES_AT_ONCE; j++) {
                     const int i = first + j * THREADS;
@@ -119,7 +119,7 @@ struct ProbeLines {
                     if (found[j].is_there) is_right &= is_fine(i, found[j], epoch, faults);
                 }
                 if (are_there) break;
-                if (look % LOOKS == 0 && mail.is_over(0, epoch, deadline, look % FAR_LOOKS == 0)) {
+                if (poll % POLLS == 0 && mail.is_over(0, epoch, deadline, poll % FAR_POLLS == 0)) {
                     u32 are_here = 0;
 #pragma unroll
                     for (int j = 0; j < LINES_AT_ONCE; j++) are_here |= (u32)found[j].is_there << j;
@@ -159,8 +159,8 @@ struct ProbeLines {
         }
         return false;
     }
-    // What was right must still be so: nobody writes it again before he is answered.
-    INLINE void look_again(u32 epoch, MailFaults *faults) const {
+    // What was right must still be so: it is written again only after our answer.
+    INLINE void reread(u32 epoch, MailFaults *faults) const {
         for (int i = thread_index(); i < num_lines; i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
             const u32 words[2] = {line.x, line.z}, checks[2] = {line.y, line.w};
@@ -204,7 +204,7 @@ KERNEL(mail_ping, MailProbeArgs, THREADS, 1) {
         block_barrier();
         if (thread_index() == 0 && a.ticks) a.ticks[round] = clock_ticks() - began;
         if (!a.longest_pause) continue;
-        if (goes_on && is_right) replies.look_again(epoch, a.faults);
+        if (goes_on && is_right) replies.reread(epoch, a.faults);
         block_barrier();  // nothing is asked before all have looked
     }
     block_barrier();
@@ -225,7 +225,7 @@ KERNEL(mail_echo, MailProbeArgs, THREADS, 1) {
         if (goes_on) goes_on = requests.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
         block_barrier();  // an answer says that all has arrived
         if (a.longest_pause) {
-            if (goes_on && is_right) requests.look_again(epoch, a.faults);
+            if (goes_on && is_right) requests.reread(epoch, a.faults);
             if (goes_on) pause_before(~a.seed, epoch, a.longest_pause);
             block_barrier();  // and that all have looked
         }

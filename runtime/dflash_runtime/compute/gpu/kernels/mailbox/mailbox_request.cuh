@@ -1,6 +1,6 @@
-// A layer's request as each block takes it that needs it, with no kernel before that: for lines in our
-// own device's memory. Over a bus so many must not look: mailbox_daemon.cu brings them here then. Nor
-// should they where others need the device meanwhile: there it takes the request for all.
+// A layer's request, taken by every block that needs it, with no kernel before: for lines in our own
+// device's memory. So many blocks must not poll over a bus: mailbox_daemon.cu copies the lines to our
+// memory then. Nor must they occupy a device that serves several parents: then it takes the request.
 //
 // TOKENS, TOP_K, EXPERTS; MOST_PEERS.
 #pragma once
@@ -53,7 +53,7 @@ struct RequestRow {
 // By one of NumWarps warps, its share of a row. What is asked for all of it comes at about the same
 // time: until the last line of the share is there all lanes look at that alone, which is one access.
 template <typename Row, int NumWarps, typename Rows>
-INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int warp, bool looks_far,
+INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int warp, bool polls_far,
                         u32 epoch, u64 deadline) {
     constexpr int Share = padded_to((Row::LINES + NumWarps - 1) / NumWarps, 8);
     constexpr int Each = (Share + LANES - 1) / LANES;
@@ -63,7 +63,7 @@ INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int 
     auto parent = [](int) { return 0; };
     auto last = [&](int) { return line_at(from.lines, Row::place(token, end - 1)); };
     uint4 first_seen[1];
-    if (!from.mail.receive(first_seen, 1, last, parent, epoch, deadline, false, looks_far)) {
+    if (!from.mail.receive(first_seen, 1, last, parent, epoch, deadline, false, polls_far)) {
         return false;
     }
     for (int first = warp * Share + lane_index(); first < end; first += AtOnce * LANES) {
@@ -72,7 +72,7 @@ INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int 
         auto line = [&](int j) {
             return line_at(from.lines, Row::place(token, first + j * LANES));
         };
-        if (!from.mail.receive(found, num, line, parent, epoch, deadline, false, looks_far)) {
+        if (!from.mail.receive(found, num, line, parent, epoch, deadline, false, polls_far)) {
             return false;
         }
 #pragma unroll
@@ -90,8 +90,8 @@ INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int 
 template <typename Row, int Threads, typename Rows>
 INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const Rows &x, int pair,
                               int tile) {
-    SHARED(int, slots, EXPERTS);  // at hand when the pair comes
-    SHARED(int, taken, 3);        // expert, slot, whether something has not come
+    SHARED(int, slots, EXPERTS);  // loaded before the pair arrives
+    SHARED(int, taken, 3);        // expert, slot, whether the step has failed
     constexpr int NumWarps = Threads / LANES, First = NumWarps == 1 ? 0 : 1;
     for (int i = thread_index(); i < EXPERTS; i += Threads) {
         slots[i] = (int)load_weights4(to.slot_of_expert + i);
@@ -104,13 +104,13 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
     const Mail &mail = from.mail;
     const u32 epoch = mail.epoch();
     const u64 deadline = mail.deadline();
-    // What others wait for one of these does too, so that they need not ask the host's memory.
-    const bool looks_far = tile == 0;
+    // One of these blocks polls the abort words in the host's memory, so the rest need not.
+    const bool polls_far = tile == 0;
     bool is_there = !mail.is_aborted();
     const int warp = warp_index();
-    // Rows are sent before it is chosen who gets them, and are here when the expert's id is.
+    // Rows are sent before the choice is known, so they have mostly arrived before the expert's id.
     if (is_there && warp >= First) {
-        is_there = receive_row<Row, NumWarps - First>(from, x, pair / TOP_K, warp - First, looks_far,
+        is_there = receive_row<Row, NumWarps - First>(from, x, pair / TOP_K, warp - First, polls_far,
                                                       epoch, deadline);
     }
     if (warp == 0) {
@@ -118,7 +118,7 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
         auto line = [&](int) { return line_at(from.lines, pair); };
         auto parent = [](int) { return 0; };
         if (is_there) {
-            is_there = mail.receive<true>(found, 1, line, parent, epoch, deadline, false, looks_far);
+            is_there = mail.receive<true>(found, 1, line, parent, epoch, deadline, false, polls_far);
         }
         if (is_there && lane_index() == 0) {
             const AskedExpert asked(found[0]);
@@ -135,13 +135,13 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
     if (!is_there) taken[2] = 1;
     block_barrier();
     if (!taken[2]) return {taken[0], taken[1]};
-    if (tile == 0 && thread_index() == 0) {  // nothing is computed, nor answered
+    if (tile == 0 && thread_index() == 0) {  // neither computed nor replied
         to.topk_ids[pair] = to.pair_slots[pair] = -1;
     }
     return {-1, -1};
 }
 
-// The weight of a pair, which down needs, is written down by one thread, when it has come.
+// Written by one thread when it has arrived: the weight of a pair, which down needs.
 INLINE void await_weight(const MailRequest &from, const Choices &to, int pair) {
     const Mail &mail = from.mail;
     uint4 found[1];
@@ -151,7 +151,7 @@ INLINE void await_weight(const MailRequest &from, const Choices &to, int pair) {
         !mail.is_aborted() && mail.receive(found, 1, line, parent, mail.epoch(), mail.deadline());
     to.topk_weights[pair] = is_there ? bits_to_float(found[0].z) : 0.0f;
 }
-// The same when the line has been seen since the expert's id came; mostly all of it was there.
+// The same with the line as loaded when the expert's id came; mostly all of it was there.
 INLINE void take_weight(const MailRequest &from, const Choices &to, int pair, uint4 seen) {
     const u32 epoch = check_of(seen.y, seen.x);  // by which the id is right
     if (is_of_epoch(seen.z, seen.w, epoch)) to.topk_weights[pair] = bits_to_float(seen.z);

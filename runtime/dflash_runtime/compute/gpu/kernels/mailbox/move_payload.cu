@@ -1,4 +1,4 @@
-// Rows on their way into and out of memory that other processes see, and what comes of them here.
+// Copies rows into and out of memory shared with other processes, with their digest; adds sums.
 //
 // Defines: THREADS.
 #include "common.cuh"
@@ -22,12 +22,12 @@ struct MovePayloadArgs {
     u8 *target;        // [num_rows] rows
     u64 *shares;       // [blocks]: what each of them has found of the digest
     u32 *not_finite;   // [blocks]: whether each has found a double that is NaN or infinite; null: rows
-                       // are not of doubles, or nobody wants to know
+                       // are not of doubles, or it is not needed
     int num_rows;
     int row_pieces;  // of 16 bytes
 };
 
-// Blocks take rows in turn. What is read is read once, stored and digested: whoever may write the
+// Blocks take rows in turn. What is read is read once, stored and digested: a process that writes the
 // source meanwhile cannot make the two differ.
 KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
     SHARED(u64, sums, WARPS);

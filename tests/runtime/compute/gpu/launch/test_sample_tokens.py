@@ -1,4 +1,4 @@
-"""Tokens drawn on the device are those that the host draws from the same logits with the same
+"""Tokens sampled on the device are those that the host samples from the same logits with the same
 number, or left to the host."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.launch.draw_tokens import (
+from dflash_runtime.compute.gpu.launch.sample_tokens import (
     MOST_VOCABULARY,
     NUM_OPTIONS,
     UNDECIDED,
-    DrawInputs,
-    DrawTokens,
+    SampleInputs,
+    SampleTokens,
     option_values,
 )
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
@@ -30,7 +30,7 @@ from support.gpu_devices import first_gpu
 
 CAPACITY = 7
 FIRST = 3
-"""The position of the row that is drawn from."""
+"""The position of the row that is sampled from."""
 
 
 def keys_of(logits: F32Array) -> AnyArray:
@@ -47,15 +47,15 @@ class Rig:
 
     def __init__(self, device: KernelDevice, vocab_size: int, **options: int) -> None:
         self.device = device
-        self.draw = DrawTokens(device, vocab_size=vocab_size, **options)
+        self.kernels = SampleTokens(device, vocab_size=vocab_size, **options)
         self.vocab_size = vocab_size
-        self.inputs = DrawInputs(
+        self.inputs = SampleInputs(
             device.zeros(NUM_OPTIONS, np.float64), device.zeros(CAPACITY, np.float64)
         )
         self.token_ids = device.empty(1, np.int32)
 
     def sample(self, logits: F32Array, options: DeviceSampling | None, number: float) -> int:
-        """What the history says; checks all that does not depend on what is drawn."""
+        """What the history says; checks all that does not depend on what is sampled."""
         device = self.device
         numbers = np.full(CAPACITY, np.nan)
         numbers[FIRST + 1] = number
@@ -66,7 +66,7 @@ class Rig:
         parts = [part.max() for part in np.array_split(keys, min(3, keys.size))]
         history = device.upload(np.full(CAPACITY, -7, np.int32))
         positions = device.upload(np.array([FIRST], np.int32))
-        self.draw.launch(
+        self.kernels.launch(
             device.upload(logits.reshape(1, -1)),
             device.upload(np.array(parts, np.uint64).reshape(-1, 1)),
             self.inputs,
@@ -86,7 +86,7 @@ class Rig:
         return said
 
 
-def host_drawn(logits: F32Array, options: DeviceSampling, number: float) -> int:
+def host_sampled(logits: F32Array, options: DeviceSampling, number: float) -> int:
     of_host = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p)
     return Sampler(of_host).sample(logits, number)
 
@@ -139,7 +139,7 @@ def test_tokens_are_those_of_the_host(
     options = DeviceSampling(temperature, top_k, top_p, min_p)
     for number in numbers:
         said = device_rig.sample(logits, options, number)
-        assert said in (UNDECIDED, host_drawn(logits, options, number))
+        assert said in (UNDECIDED, host_sampled(logits, options, number))
 
 
 OPTIONS = [
@@ -156,15 +156,15 @@ OPTIONS = [
 
 def undecided_share(device_rig: Rig, rows: Sequence[F32Array], numbers: Sequence[float]) -> float:
     """Checks what the device says of each row, for each of the options and numbers."""
-    num_drawn = num_undecided = 0
+    num_sampled = num_undecided = 0
     for logits in rows:
         for options in OPTIONS:
             for number in numbers:
                 said = device_rig.sample(logits, options, number)
-                assert said in (UNDECIDED, host_drawn(logits, options, number))
-                num_drawn += 1
+                assert said in (UNDECIDED, host_sampled(logits, options, number))
+                num_sampled += 1
                 num_undecided += said == UNDECIDED
-    return num_undecided / num_drawn
+    return num_undecided / num_sampled
 
 
 def test_whatever_a_large_vocabulary_looks_like_the_device_decides(device: EmulatedDevice) -> None:
@@ -194,7 +194,7 @@ def test_logits_that_are_not_finite_have_no_token(
     assert device_rig.sample(logits, options, 0.25) == NOT_FINITE
     assert device_rig.sample(np.full(67, bad, np.float32), options, 0.25) == NOT_FINITE
     if options is not None:
-        assert device_rig.sample(good, options, 0.25) == host_drawn(good, options, 0.25)
+        assert device_rig.sample(good, options, 0.25) == host_sampled(good, options, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_where_rounding_decides_the_host_does(options: DeviceSampling, number: f
     assert device_rig.sample(logits, options, number) == UNDECIDED
     near = DeviceSampling(1.0, options.top_k, options.top_p + 1e-4 if options.top_p < 1 else 1.0)
     said = device_rig.sample(logits, near, number + 1e-3)
-    assert said == host_drawn(logits, near, number + 1e-3)
+    assert said == host_sampled(logits, near, number + 1e-3)
 
 
 def test_min_p_of_one_keeps_all_that_are_likeliest() -> None:
@@ -231,7 +231,7 @@ def test_a_bin_with_too_many_is_left_to_the_host(device: EmulatedDevice) -> None
     logits[20:29] = logits[20]
     for count, number in ((67, 0.2), (67, 0.65), (67, 0.99), (15, 0.9), (24, 0.1)):
         options = DeviceSampling(1.0, top_k=count)
-        expected = host_drawn(logits, options, number)
+        expected = host_sampled(logits, options, number)
         is_among = 20 <= expected < 29 or 20 < count < 29
         said = device_rig.sample(logits, options, number)
         assert said == (UNDECIDED if is_among else expected)
@@ -240,8 +240,8 @@ def test_a_bin_with_too_many_is_left_to_the_host(device: EmulatedDevice) -> None
 def test_what_does_not_fit_is_refused() -> None:
     device = EmulatedDevice()
     for size in (0, MOST_VOCABULARY + 1):
-        with pytest.raises(ValueError, match="drawn"):
-            DrawTokens(device, vocab_size=size)
+        with pytest.raises(ValueError, match=rf"\b{size}\b"):
+            SampleTokens(device, vocab_size=size)
     device_rig = rig(67, 32, False)
     with pytest.raises(ValueError, match=r"\blogits\b.* float32 \[1, 66\]"):
         device_rig.sample(np.zeros(66, np.float32), None, 0.0)

@@ -1,4 +1,4 @@
-"""Which mailboxes a captured step can go through now, if any: those of the present sessions."""
+"""Mailboxes that a captured step can use: opened when daemons connect, closed when one is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflash_runtime.compute.backend import MailRoute, RemoteExperts
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
+from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
 from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_preparing, is_ready
@@ -22,15 +22,18 @@ from dflash_runtime.compute.gpu.ops.ops import CupyOps
 _LOG = logging.getLogger(__name__)
 
 _READY_S = 60.0
-"""Daemons may have to compile their kernels."""
-_LOOK_S = 0.01
+"""Longest wait for daemons, which may have to compile their kernels."""
+_POLL_S = 0.01
 _MOST_FAILURES = 10
 _EPOCHS_OF_OPENING = 1 << 16
-"""More than probes and restarts take."""
+"""Epochs skipped when mailboxes are opened: more than probes and restarts take."""
 
 
-class MailedSteps:
-    """Owns: what was made for the sessions that are used."""
+class MailboxSessions:
+    """Opens mailboxes for the daemons' current sessions, and refuses those that failed.
+
+    Used by the thread that runs the model. Owns: the mailboxes in use (`present`).
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class MailedSteps:
         remote: RemoteExperts,
         keeper: MemoryKeeper,
     ) -> None:
-        """`keeper` takes memory that daemons who are lost may still have open."""
+        """`keeper` takes memory that a lost daemon may still have open."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._remote = remote
@@ -49,25 +52,25 @@ class MailedSteps:
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailMoe | None = None
         self._refused: tuple[MailRoute, ...] = ()
-        """Sessions whose mailboxes were tried and are of no use."""
+        """Sessions whose mailboxes have failed."""
         self._num_steps = self._num_failures = 0
         self._epoch = 0
-        """No step was ever asked for with one after it: a session may be used again."""
+        """The last epoch used with any session, so that a session can be opened again."""
         self._uses_peers: bool | None = None
-        """Whether lines are best in devices' memory; None: nobody has tried."""
+        """Whether lines in devices' memory are faster; None: not measured."""
 
     def await_ready(self) -> bool:
-        """Whether there are mailboxes; those that are being made ready are waited for."""
+        """Whether there are mailboxes; waits for daemons that are preparing theirs."""
         end_s = time.monotonic() + _READY_S
         while time.monotonic() < end_s:
             routes = self._remote.mail_routes()
             if not any(is_preparing(route) for route in routes):
                 return bool(routes)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return False
 
     def present(self) -> MailMoe | None:
-        """To be asked when no step is running. None: the host is to ask."""
+        """The mailboxes for the next step; None: the host must ask. No step may be running."""
         if self._present is not None and self._present.mail.is_live:
             return self._present
         self.close()
@@ -84,7 +87,7 @@ class MailedSteps:
         is_new = 0 < len(routes) <= MOST_PEERS and routes != self._refused
         return (
             is_new
-            and self._epoch < mailbox_layout.LAST_EPOCH
+            and self._epoch < layout.LAST_EPOCH
             and all(is_ready(route, self._ops.device) for route in routes)
         )
 
@@ -103,7 +106,7 @@ class MailedSteps:
             raise
 
     def refuse(self, error: DaemonUnavailable) -> None:
-        """The present sessions' mailboxes are of no use: their hosts are asked instead."""
+        """Close the current mailboxes and do not use these sessions' again: the hosts are asked."""
         # docs (parent): a daemon's GPU does not answer ours by itself; the host asks it, which is
         # slower
         _LOG.warning("no mailbox: %s", one_line(str(error)))
@@ -111,14 +114,14 @@ class MailedSteps:
         self.close()
 
     def count_failure(self) -> None:
-        """A step has failed, and a session with it. Where that happens again and again, no other is
-        tried: each costs a step's limit."""
+        """A step has failed, and a session with it. After _MOST_FAILURES no mailboxes are opened
+        any more, as each failure costs a step's time limit."""
         self._num_failures += 1
         if self._num_failures == _MOST_FAILURES:
             _LOG.warning("no mailbox: %s", f"{_MOST_FAILURES} steps have failed")
 
     def choose_memory(self, step_s: Callable[[], float]) -> None:
-        """Where steps are the fastest, as `step_s` measures. Raises: DaemonUnavailable."""
+        """Use the memory in which `step_s` measures the faster step. Raises: DaemonUnavailable."""
         if self._present is None or not self._present.mail.has_peers:
             return
         mail, times_s = self._present.mail, {}
@@ -134,33 +137,34 @@ class MailedSteps:
         )
 
     def count_step(self) -> None:
-        """A step was started."""
+        """Count a step that was started."""
         self._num_steps += 1
 
     def count_tree(self, num_tokens: int) -> None:
-        """A step of a tree's tokens has gone through mailboxes."""
+        """Count a step of a tree's tokens that went through mailboxes."""
         self._remote.count_mailed(self._routes, 1, phase=Phase.VERIFY, num_tokens=num_tokens)
 
     def is_to_be_checked(self) -> bool:
-        """Whether the host is to compute a step instead, so that a daemon's reply can be compared
-        with the parent's own; `note_checked` is then told what that has cost."""
+        """Whether a step should be recomputed through the host, to compare a daemon's reply with
+        the parent's own result."""
         return self._remote.is_step_to_be_checked(self._routes)
 
     def note_checked(self, elapsed_s: float) -> None:
+        """Such a step was recomputed, in this time."""
         self._remote.note_checked_step(elapsed_s)
 
     def settle(self) -> None:
-        """Steps that were started are counted as their owners'."""
+        """Report the counted steps to `remote`."""
         num_steps, self._num_steps = self._num_steps, 0
         if num_steps:
             self._remote.count_mailed(self._routes, num_steps)
 
     def close(self) -> None:
-        """Let go of everything; no step may still run."""
+        """Close the current mailboxes; no step may be running."""
         self.settle()
         if self._present is not None:
             self._epoch = max(self._epoch, self._present.mail.epoch)
             self._present.mail.close()
-            if self._epoch >= mailbox_layout.LAST_EPOCH:
+            if self._epoch >= layout.LAST_EPOCH:
                 _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
         self._present, self._routes = None, ()

@@ -1,6 +1,6 @@
-"""Launch record of draw.cu: the next token of a step, drawn on the device as on the host.
+"""Launches of sample.cu: the next token of a step, sampled on the device as the host would.
 
-Beside it what chooses between that and the most likely token.
+`ChooseTokens` picks between sampling and argmax.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_tokens import Sample
+from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 
 UNDECIDED = -2
-"""In a history: the token that the host is to draw from the logits."""
+"""In a history: the host must sample this token from the logits."""
 
 MOST_VOCABULARY = 1 << 27
 NUM_OPTIONS = 4
 
 _NUM_BINS = 12 * 256
 _BIN_CAPACITY = 2048
-"""Of tokens that must be sorted to tell who comes first, as their logits are so much alike: some
-1,000 at most of 152,000 that are normally distributed, however widely."""
+"""Tokens of one bin, which are sorted. Of 152,000 normally distributed logits, whatever their
+deviation, at most some 1,000 fall into one bin."""
 _THREADS = 256
 
 
-class DrawArgs(ctypes.Structure):
-    """Mirrors draw.cuh."""
+class SampleArgs(ctypes.Structure):
+    """Mirrors sample.cuh."""
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
@@ -52,11 +52,11 @@ class DrawArgs(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DrawInputs:
-    """How tokens are drawn: what the host writes, and every step reads.
+class SampleInputs:
+    """Sampling parameters and random numbers: the host writes them, every step reads them.
 
-    Shapes: options [NUM_OPTIONS] float64, as `option_values` says; numbers [N] float64, from 0 to
-    below 1, by the position of the token that is drawn with it.
+    Shapes: options [NUM_OPTIONS] float64, from `option_values`; numbers [N] float64 in [0, 1), by
+    the position of the token sampled with it.
     """
 
     options: DeviceArray
@@ -64,12 +64,12 @@ class DrawInputs:
 
 
 def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Array:
-    """What kernels are given; None: argmax. Shapes: result [NUM_OPTIONS]."""
+    """The options as the kernels read them; None: argmax. Shapes: result [NUM_OPTIONS]."""
     if options is None:
         return np.zeros(NUM_OPTIONS)
     return np.array(
         [
-            # What is too cold for these numbers is left to the host, as infinite.
+            # Infinite: too cold for float64 here, left to the host.
             1.0 / options.temperature if options.temperature > 1e-300 else math.inf,
             min(options.top_k or vocab_size, vocab_size),
             options.top_p,
@@ -78,10 +78,10 @@ def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Arra
     )
 
 
-class DrawTokens:
-    """The next token of one row of logits.
+class SampleTokens:
+    """Samples the next token from one row of logits.
 
-    Owns: what its kernels leave for each other, on the device.
+    Owns: device memory that its three kernels pass on to each other.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class DrawTokens:
     ) -> None:
         """Raises: ValueError for a vocabulary without tokens, or with more than MOST_VOCABULARY."""
         if not 1 <= vocab_size <= MOST_VOCABULARY:
-            raise ValueError(f"{vocab_size} tokens, 1 to {MOST_VOCABULARY} can be drawn from")
+            raise ValueError(f"{vocab_size} tokens, 1 to {MOST_VOCABULARY} can be sampled from")
         self._device, self._arrays = device, ArrayChecker(device)
         self._vocab_size = vocab_size
         warps = _THREADS // device.lanes
         defines = _defines(vocab_size=vocab_size, bin_capacity=bin_capacity, warps=warps)
-        module = device.module("draw.cu", defines)
+        module = device.module("sample.cu", defines)
         self._weigh, self._place, self._token = (
-            module.kernel(f"draw_{name}", DrawArgs) for name in ("weigh", "place", "token")
+            module.kernel(f"sample_{name}", SampleArgs) for name in ("weigh", "place", "token")
         )
         self._num_blocks = min(-(-vocab_size // (4 * _THREADS)), 4 * device.num_multiprocessors)
         self._counts, self._placed = (device.zeros(_NUM_BINS, np.uint32) for _ in range(2))
@@ -107,24 +107,24 @@ class DrawTokens:
         self,
         logits: DeviceArray,
         partials: DeviceArray,
-        inputs: DrawInputs,
+        inputs: SampleInputs,
         *,
         token_ids: DeviceArray,
         positions: DeviceArray,
         history: DeviceArray,
     ) -> None:
-        """The drawn token into `token_ids`, and into `history` at its position, which is one
-        further and is that of `positions` afterwards.
+        """Advance `positions` by one; write the sampled token to `token_ids` and, at the new
+        position, to `history`.
 
-        What the device cannot be sure of is UNDECIDED in `history`, and the most likely token in
-        `token_ids`. Logits that are not finite are NOT_FINITE in `history`.
+        Where rounding could decide, `history` gets UNDECIDED and `token_ids` the most likely token.
+        If a logit is not finite, `history` gets NOT_FINITE.
         Shapes: logits [1, V] float32; partials [blocks, 1] uint64 of the head; token_ids,
         positions [1] int32; history [N] int32, as long as the numbers of `inputs`.
         Raises: ValueError for an array that is not of this shape, type or device.
         """
         address = self._arrays.address
         num_partials, capacity = partials.shape[0], history.size
-        args = DrawArgs(
+        args = SampleArgs(
             logits=address("logits", logits, np.float32, T=1, V=self._vocab_size),
             partials=address("partials", partials, np.uint64, blocks=num_partials, T=1),
             options=address("options", inputs.options, np.float64, options=NUM_OPTIONS),
@@ -146,34 +146,34 @@ class DrawTokens:
 
 
 class ChooseTokens:
-    """The most likely tokens, or drawn ones, for any shape, each compiled when it is first met."""
+    """Argmax or sampling for any shape; compiles each when it is first needed."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
-        self._samples: dict[int, Sample] = {}
-        self._draws: dict[int, DrawTokens] = {}
+        self._argmax: dict[int, ArgmaxLogits] = {}
+        self._sampled: dict[int, SampleTokens] = {}
 
     def launch(
         self,
         logits: DeviceArray,
         partials: DeviceArray,
-        inputs: DrawInputs | None,
+        inputs: SampleInputs | None,
         *,
         token_ids: DeviceArray,
         positions: DeviceArray,
         history: DeviceArray,
     ) -> None:
-        """Without `inputs` as Sample.launch, of any number of rows; else as DrawTokens.launch."""
+        """Without `inputs` ArgmaxLogits.launch for any number of rows, else SampleTokens.launch."""
         num_tokens, vocab_size = logits.shape
         if inputs is None:
-            if num_tokens not in self._samples:
-                sample = Sample(self._device, num_tokens=num_tokens, advances=True)
-                self._samples[num_tokens] = sample
-            self._samples[num_tokens].launch(partials, token_ids, positions, history=history)
+            if num_tokens not in self._argmax:
+                argmax = ArgmaxLogits(self._device, num_tokens=num_tokens, advances=True)
+                self._argmax[num_tokens] = argmax
+            self._argmax[num_tokens].launch(partials, token_ids, positions, history=history)
             return
-        if vocab_size not in self._draws:
-            self._draws[vocab_size] = DrawTokens(self._device, vocab_size=vocab_size)
-        self._draws[vocab_size].launch(
+        if vocab_size not in self._sampled:
+            self._sampled[vocab_size] = SampleTokens(self._device, vocab_size=vocab_size)
+        self._sampled[vocab_size].launch(
             logits, partials, inputs, token_ids=token_ids, positions=positions, history=history
         )
 
@@ -183,5 +183,5 @@ def _defines(*, vocab_size: int, bin_capacity: int, warps: int) -> dict[str, int
 
 
 KERNEL_VARIANTS = (
-    KernelVariant("draw.cu", _defines(vocab_size=1003, bin_capacity=_BIN_CAPACITY, warps=4)),
+    KernelVariant("sample.cu", _defines(vocab_size=1003, bin_capacity=_BIN_CAPACITY, warps=4)),
 )

@@ -1,9 +1,9 @@
-// What kernels that draw a token have in common: how likely a logit makes its token, as a whole
-// number, so that sums have the same bits in any order; and bins of tokens by their likelihood.
+// Shared by the kernels that sample a token: the weight of a logit, a whole number, so that sums have
+// the same bits in any order; and bins of tokens by weight.
 #pragma once
 #include "argmax.cuh"
 
-// Of the likeliest token; the sum over all tokens must fit 63 bits.
+// Weight of the argmax; the sum over all tokens must fit 63 bits.
 constexpr u64 PEAK_WEIGHT = 1ull << (VOCAB <= 1 << 19 ? 44 : 36);
 static_assert(VOCAB <= 1 << 27, "sums of weights");
 
@@ -14,12 +14,12 @@ constexpr int FIRST_OCTAVE = 127 - 7, LAST_OCTAVE = 127 + 5, BINS_AN_OCTAVE = 25
 constexpr int BINS = (LAST_OCTAVE - FIRST_OCTAVE) * BINS_AN_OCTAVE;
 constexpr int NO_BIN = -1;
 
-// What is drawn from, by whom, and how: mirrored in draw_tokens.py.
-struct DrawArgs {
+// Mirrored in sample_tokens.py.
+struct SampleArgs {
     const float *logits;       // [VOCAB]
     const u64 *partials;       // [num_partials] keys of argmax.cuh: the head's
-    const double *options;     // [4]: 1 / temperature, or 0 for the likeliest; top_k; top_p; -log(min_p)
-    const double *numbers;     // [capacity]: from 0 to below 1, by position of what is drawn
+    const double *options;     // [4]: 1 / temperature, or 0 for argmax; top_k; top_p; -log(min_p)
+    const double *numbers;     // [capacity]: from 0 to below 1, by position of the sampled token
     u32 *counts;               // [BINS] tokens; zero between steps, as the two that follow
     u32 *placed;               // [BINS] those of them that have a place
     u32 *weights;              // [BINS, 2] sums of weights, low words first
@@ -57,8 +57,8 @@ INLINE u64 block_largest(u64 key) {
     return key;
 }
 
-// The key of the likeliest token. All threads of the block call it, once.
-INLINE u64 likeliest(const DrawArgs &a) {
+// The largest key of all logits. All threads of the block call it, once.
+INLINE u64 best_key(const SampleArgs &a) {
     u64 best = 0;
     for (int i = thread_index(); i < a.num_partials; i += WARPS * LANES) {
         best = larger_key(best, load_fresh_u64(a.partials + i));
@@ -91,7 +91,7 @@ INLINE int bin_at(double distance) {
 }
 
 // Calls take(four, token) for this thread's share of all tokens: the logits of that one and the three
-// that follow. What is behind the last token cannot be.
+// that follow. Logits behind the last token are -inf.
 template <typename Take>
 INLINE void each_four(const float *logits, Take take) {
     const int first = block_index_x() * num_threads() + thread_index();

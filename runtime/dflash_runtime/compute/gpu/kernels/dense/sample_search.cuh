@@ -1,7 +1,7 @@
 // Where the filters cut, and what a number falls on, among tokens in order of their logits: first which
 // bin, then which of its tokens. One block; all of its threads call everything here.
 #pragma once
-#include "draw.cuh"
+#include "sample.cuh"
 
 constexpr int BLOCK_THREADS = WARPS * LANES, EACH = (BINS + BLOCK_THREADS - 1) / BLOCK_THREADS;
 constexpr int UNDECIDED = -2;
@@ -22,7 +22,7 @@ struct Bins {
     INLINE static int bin(int j) { return thread_index() * EACH + j; }
 
     // What was counted is zero afterwards, for the next step.
-    INLINE void take(const DrawArgs &a) {
+    INLINE void take(const SampleArgs &a) {
         u64 count = 0, weight = 0, total_count;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
@@ -84,7 +84,7 @@ struct Bin {
     int bin;
 
     // False if there are too many.
-    INLINE bool take(const BinPlace &place, const DrawArgs &a, const Scale &scale) {
+    INLINE bool take(const BinPlace &place, const SampleArgs &a, const Scale &scale) {
         if (place.count > BIN_CAPACITY) return false;
         if (bin == place.bin) return true;
         bin = place.bin;
@@ -136,8 +136,8 @@ INLINE u64 margin_of(u64 weight) {
     return VOCAB + 2 + (u64)((double)weight * Share);
 }
 
-struct Draw {
-    const DrawArgs &a;
+struct TokenSearch {
+    const SampleArgs &a;
     Scale scale;
     Bins bins;
     Bin bin;
@@ -204,7 +204,7 @@ struct Draw {
         return true;
     }
     // The token, or UNDECIDED.
-    INLINE int drawn(double number, double top_k, double top_p, double farthest) {
+    INLINE int sampled(double number, double top_k, double top_p, double farthest) {
         bins.take(a);
         num_kept = VOCAB;
         weight_kept = bins.total_weight;
