@@ -203,14 +203,8 @@ class Engine:
         Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
         UnsupportedModel if it fails; RenderingUnavailable.
         """
-        return chat_ids(
-            self.tokenizer,
-            messages,
-            renderer=self._renderer,
-            template=template,
-            extra=extra,
-            path=self._file.path,
-        )
+        rendered = self.chat_text(messages, template=template, extra=extra)
+        return chat_ids(self.tokenizer, rendered)
 
     def chat_text(
         self,
