@@ -203,7 +203,7 @@ def _has_more_values(data: bytes, most: int) -> bool:
     if sum(map(data.count, _BEFORE_VALUES)) <= most:
         return False
     plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 4 * most:  # two for a name, two for its value
+    if plain.count(b'"') > 4 * most + 2:  # two for a name, two for its value, or for the only one
         return True
     beside_texts = b"".join(plain.split(b'"')[::2])
     return sum(map(beside_texts.count, _BEFORE_VALUES)) > most

@@ -40,7 +40,7 @@ class DaemonChoice:
 
     @property
     def is_python(self) -> bool:
-        """Whether it is an interpreter, to run our module; other programs get just the arguments."""
+        """Whether it is an interpreter that runs our module; other programs get the arguments."""
         return self.launcher is None or self.launcher.name.startswith("python")
 
     def environment(self, settings: Settings) -> dict[str, str]:
