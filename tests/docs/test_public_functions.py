@@ -14,7 +14,7 @@ from support.processes import ROOT
 SOURCES = ("protocol", "adapters", "runtime", "daemon")
 MOST = 3
 
-COMPILED = ("runtime/dflash_runtime/compute/cpu/", "protocol/dflash_protocol/ring_native")
+COMPILED = ("runtime/dflash_runtime/compute/cpu/", "protocol/dflash_protocol/ring/")
 """Compiled functions, and what emits their code: they know no keywords."""
 BY_PLACE = {
     # Operands of an operation, as in its formula.
@@ -23,7 +23,7 @@ BY_PLACE = {
     "new_kv_cache",
     # Of the operation that a model calls without knowing whose it is.
     "MoeExpertComputeRuntime.compute", "MoeExpertComputeRuntime.start", "RemoteExperts.start",
-    "Turns.start",
+    "TwoBatchOverlap.start",
     # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads
     # before what it writes.
     "KernelDevice.launch", "CupyDevice.launch", "SideStream.launch", "CupySideStream.launch",

@@ -12,7 +12,7 @@ from dflash_runtime.engine.chat_process import rendering_command
 
 _ESCAPED = """
 import os, resource, sys, time
-from dflash_adapters import chat_child
+from dflash_adapters.text import chat_child
 def run(template, messages, **others):
     exec(template, globals())
     return str(result)

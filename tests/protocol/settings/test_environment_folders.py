@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import dflash_protocol.settings as settings_module
+import dflash_protocol.settings.environment as settings_module
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, cache_directory, keys_directory, run_directory
 

@@ -201,7 +201,12 @@ def test_it_imports_what_jinja_needs_and_no_more(escaped: ChatRenderer) -> None:
     ours = {name for name in modules if name.startswith("dflash_")}
     assert ours == {
         *("dflash_protocol", "dflash_protocol.errors"),
-        *("dflash_adapters", "dflash_adapters.text.chat", "dflash_adapters.text.chat_budget"),
+        *(
+            "dflash_adapters",
+            "dflash_adapters.text",
+            "dflash_adapters.text.chat",
+            "dflash_adapters.text.chat_budget",
+        ),
         *("dflash_adapters.text.chat_child", "dflash_adapters.text.chat_messages"),
         "dflash_adapters.text.chat_sandbox",
     }

@@ -182,7 +182,7 @@ def test_recurrent_layers_and_windows(
     name: str,
     splits: tuple[str, ...],
 ) -> None:
-    """Those with windows in rings, which the second tree goes over the end of."""
+    """Those with sliding windows, which the second tree goes over the end of."""
     monkeypatch.setattr(llama4, "_CHUNK", 7)
     monkeypatch.setattr(sliding_window, "WINDOW_CHUNK", 10)
     monkeypatch.setattr(sliding_window, "_ROW_UNIT", 8)
@@ -198,7 +198,7 @@ def test_recurrent_layers_and_windows(
             new_device=new_device,
             kv_type=KvType.F32,
         )
-        rings_of = split.steps._cache.rings  # type: ignore[attr-defined]
+        rings_of = split.steps._cache.windows  # type: ignore[attr-defined]
         assert any(ring.is_window for ring in rings_of) == (name != "qwen35moe")
         return split
 

@@ -172,7 +172,9 @@ def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, dflash_runtime.compute.backend; assert 'numba' not in sys.modules\n"
         "import dflash_runtime.compute.cpu\n"
-        "from dflash_runtime.compute.cpu import kernel_cache, linear_kernel, rows\n"
+        "from dflash_runtime.compute.cpu.compile import kernel_cache\n"
+        "from dflash_runtime.compute.cpu.kernels import linear_kernel\n"
+        "from dflash_runtime.compute.cpu.weights import rows\n"
         "assert not kernel_cache.prepared_folder.cache_info().currsize\n"  # asked before compiling
         "assert not rows.expand_function.cache_info().currsize\n"
         "assert not linear_kernel.linear_kernel.cache_info().currsize\n"

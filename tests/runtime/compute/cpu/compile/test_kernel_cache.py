@@ -33,7 +33,8 @@ NUM_KEPT = 8
 
 CHILD = """
 import json, sys
-from dflash_runtime.compute.cpu import rows_dense, vector as v
+from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.weights import rows_dense
 from dflash_runtime.compute.cpu.compile.compiling import compile_row_function
 
 functions = rows_dense.expand_f32, rows_dense.expand_f16
@@ -46,7 +47,7 @@ print(json.dumps([found, "numba.np.arraymath" in sys.modules]))
 
 HOLDER = """
 import sys
-from dflash_runtime.compute.cpu import kernel_cache
+from dflash_runtime.compute.cpu.compile import kernel_cache
 assert kernel_cache._acquire_lock("some_kernel") is not None
 print("held", flush=True)
 sys.stdin.readline()
