@@ -33,7 +33,7 @@ class Verifier:
     """One sequence of an engine: its prompt, the accepted tokens, and the drafts last verified."""
 
     def __init__(self, steps: Steps, spec: ModelSpec, prompt: I32Array) -> None:
-        """Begin a run. Shapes: prompt [T]. Raises: SettingsError if there is no token."""
+        """Begin a run. Shapes: prompt [T]. Raises: SettingsError if it is empty."""
         if prompt.size == 0:
             raise SettingsError("the prompt is empty")
         self._steps = steps
@@ -102,7 +102,7 @@ class Verifier:
         """See Engine.accept."""
         self._steps.check(self._run)
         if self._pending is None:
-            raise SettingsError("there is nothing to accept: a path counts once after each verify")
+            raise SettingsError("nothing to accept: accept may be called once after each verify")
         token_ids, tree = self._pending
         nodes = index_array("node", path, smallest=0, largest=token_ids.size - 1)
         try:

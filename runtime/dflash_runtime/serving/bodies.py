@@ -43,7 +43,7 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Of all bodies held."""
+        """Bytes of all bodies held."""
         self._bytes_of: Counter[str] = Counter()
         self._small = Turns(_SMALL_AT_ONCE, _MOST_WAITING)
         self._large = Turns(1, _MOST_WAITING)
@@ -85,7 +85,7 @@ class Body:
 
     def __init__(self, bodies: Bodies, request: Request, client: str) -> None:
         self.num_bytes = 0
-        """Received so far."""
+        """Bytes received so far."""
         self._bodies = bodies
         self._request = request
         self._client = client

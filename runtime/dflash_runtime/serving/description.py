@@ -9,7 +9,7 @@ from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
-"""Of `describe`; raised when a field changes its meaning or goes."""
+"""Version of `describe`; raised when a field changes its meaning or is removed."""
 
 
 def model_id(engine: Engine) -> str:

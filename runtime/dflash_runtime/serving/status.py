@@ -23,7 +23,7 @@ from dflash_runtime.serving.description import chat_template, model_id
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
-"""Of `status` and `expert_map`; raised when a field changes its meaning or goes."""
+"""Version of `status` and `expert_map`; raised when a field changes its meaning or is removed."""
 
 
 class ModelStatus(TypedDict):

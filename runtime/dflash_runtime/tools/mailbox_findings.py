@@ -33,7 +33,7 @@ class MediumFindings:
     medium: Medium
     num_rounds: int = 0
     times: TripTimes = field(default_factory=TripTimes)
-    """Of round trips without pauses."""
+    """Times of round trips without pauses."""
     in_requests: Faults = NO_FAULTS
     """Faults found by the second device."""
     in_replies: Faults = NO_FAULTS

@@ -90,7 +90,7 @@ class DaemonLink:
         self.secure = secure
         """Sets the keys of a socket of this link before it connects; None if it needs none."""
         self.daemon_counters = DaemonCounters()
-        """Of the last heartbeat; replaced as a whole by the supervisor."""
+        """The last heartbeat's; replaced as a whole by the supervisor."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._numeric_class = numeric_class
         self._on_event = on_event
