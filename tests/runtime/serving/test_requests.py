@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_chat_is_named(fields: dict[str, Any], param: str) 
 
 
 UNSUPPORTED: list[dict[str, Any]] = [
-    # What the answer would be without them, nobody who sends them wants.
+    # A client that sends them does not want an answer without them.
     {"grammar": 'root ::= "yes" | "no"'},
     {"json_schema": {"type": "object"}},
     {"guided_json": {"type": "object"}},
@@ -177,7 +177,7 @@ def test_what_changes_nothing_is_passed_over(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("ask", [completion, chat])
-def test_what_nobody_knows_is_refused_by_its_name(ask: Any) -> None:
+def test_an_unknown_field_is_refused_by_its_name(ask: Any) -> None:
     for name in ("no_such_field", "a\nb", "x" * 999):
         with pytest.raises(ApiError) as caught:
             ask(**{name: 1})

@@ -156,7 +156,7 @@ def test_a_digest_that_becomes_known_later_ends_the_session(
     assert OURS[:16] in reason
 
 
-def test_a_parent_whose_own_file_was_written_to_asks_nobody(
+def test_a_parent_whose_own_file_was_written_to_sends_no_hello(
     undo: ExitStack, daemon: ScriptedDaemon, tmp_path: Path
 ) -> None:
     path = write_qwen3moe(tmp_path / "own.gguf", ODD_SHAPES[0], seed=10)

@@ -69,9 +69,7 @@ def test_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numba" in why_not_shared(WELCOME, folder)
 
 
-def test_an_offer_that_nobody_waits_for_any_more_leaves_no_names(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_offer_leaves_no_names(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an engine is closed while it connects."""
     has_begun, may_end = threading.Event(), threading.Event()
 
