@@ -1,5 +1,5 @@
-"""Chunks in two micro-batches have the bits of whole chunks, wherever their experts are computed and
-whatever fails meanwhile."""
+"""Chunks in two micro-batches have the bits of whole chunks, wherever their experts are computed
+and whatever fails meanwhile."""
 
 from __future__ import annotations
 

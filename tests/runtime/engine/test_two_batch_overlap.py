@@ -207,7 +207,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", [*PLACES, "end A", "end B"])
-def test_what_ends_one_half_ends_the_other(place: str) -> None:
+def test_what_ends_one_micro_batch_ends_the_other(place: str) -> None:
     model = Model()
     error = ValueError(place)
     model.asked.fails[place] = error
@@ -222,14 +222,14 @@ def test_what_ends_one_half_ends_the_other(place: str) -> None:
     assert model.run() == ("A", "B")
 
 
-def test_a_half_is_not_cut_in_halves() -> None:
+def test_a_micro_batch_is_not_split_again() -> None:
     turns = TwoBatchOverlap(Asked())
     with pytest.raises(RuntimeError):
         turns.run(lambda: turns.run(int, int), lambda: (0, 0))
     assert turns.run(int, int) == (0, 0)
 
 
-def test_a_half_that_never_comes_to_an_end_is_not_waited_for_without_end(
+def test_a_micro_batch_that_never_ends_is_waited_for_with_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(two_batch_overlap, "_LONGEST_TURN_S", 0.05)
@@ -252,7 +252,7 @@ def only_within_halves(_: int, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def test_an_interrupt_waits_for_the_half_that_runs() -> None:
+def test_an_interrupt_waits_for_the_micro_batch_that_runs() -> None:
     """It comes to the main thread, which waits for its turn, while the other one is at work."""
     model = Model()
     check_waits(model, "mixer B1", delays_s=[0.0])
@@ -260,7 +260,7 @@ def test_an_interrupt_waits_for_the_half_that_runs() -> None:
     assert model.run() == ("A", "B")
 
 
-def test_an_interrupt_waits_for_the_half_that_ends_last() -> None:
+def test_an_interrupt_waits_for_the_micro_batch_that_ends_last() -> None:
     """The caller's has ended and waits for the other one, which it must not leave at work."""
     check_waits(Model(), "end B", delays_s=[0.02, 0.02])
 
