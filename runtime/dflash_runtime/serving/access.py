@@ -73,7 +73,7 @@ def _read_private(path: Path) -> bytes:
                 raise file_error(_WHAT, path, "is no regular file")
             if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
                 # docs: other accounts may read the keys
-                raise file_error(_WHAT, path, "is readable by other accounts; chmod 600 it")
+                raise file_error(_WHAT, path, "is open to other accounts; chmod 600 it")
             text = os.read(descriptor, _MOST_BYTES + 1)
         finally:
             os.close(descriptor)
