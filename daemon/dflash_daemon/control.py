@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,17 +262,15 @@ class ControlServer:
             nonce = _nonce_of(hello, version, file_stamp)
             if nonce is not None:  # the parent can hash its blocks while we load
                 await self._send(routing_id, Progress(COMPARING, 0, 1))
-            held, blocks_digest = await self._load(routing_id, owned, nonce)
-            try:
-                answer = self._link(hello, version, owned, held)
-            except BaseException:
-                self._host.release(held)
-                raise
+            loaded = await self._load(routing_id, owned, nonce)
+            with loaded.release:
+                answer = self._link(hello, version, owned, loaded.held)
+                loaded.release.pop_all()  # the link releases them
             if version > 1:  # version 1 has no such fields
                 answer = replace(
                     answer,
                     file_stamp=file_stamp,
-                    blocks_digest=blocks_digest,
+                    blocks_digest=loaded.blocks_digest,
                     file_digest=self._host.weights.full_digest,
                 )
         except (ProtocolError, DeviceOutOfMemory) as error:
@@ -390,10 +388,9 @@ class ControlServer:
         except ModelFileError as error:
             raise _written() from error
 
-    async def _load(
-        self, routing_id: bytes, owned: OwnedExperts, nonce: bytes | None
-    ) -> tuple[HeldPlacement, str]:
-        """Load experts and hash the nonce's blocks in a thread, sending Progress meanwhile.
+    async def _load(self, routing_id: bytes, owned: OwnedExperts, nonce: bytes | None) -> _Loaded:
+        """In a thread, load experts and hash the blocks that the nonce chooses; meanwhile the
+        parent is sent Progress twice a second.
 
         Raises: as ExpertHost.load; HandshakeRefused if the file was written to.
         """
@@ -403,16 +400,15 @@ class ControlServer:
             nonlocal state
             state = (stage, num_done, num_total)
 
-        def work() -> tuple[HeldPlacement, str]:
-            held = self._host.load(owned, on_progress)
-            try:
-                return held, self._host.answer(owned, nonce, on_progress)
-            except ModelFileError as error:
-                self._host.release(held)
-                raise _written() from error
-            except BaseException:
-                self._host.release(held)
-                raise
+        def work() -> _Loaded:
+            with contextlib.ExitStack() as release:
+                held = self._host.load(owned, on_progress)
+                release.callback(self._host.release, held)
+                try:
+                    blocks_digest = self._host.answer(owned, nonce, on_progress)
+                except ModelFileError as error:
+                    raise _written() from error
+                return _Loaded(held, blocks_digest, release.pop_all())
 
         loading = asyncio.ensure_future(asyncio.to_thread(work))
         try:
@@ -421,13 +417,9 @@ class ControlServer:
                 if not loading.done():
                     await self._send(routing_id, Progress(*state))
         except BaseException:
-            loading.add_done_callback(self._release_unused)  # the thread cannot be cancelled
+            loading.add_done_callback(_release_unused)  # the thread goes on without us
             raise
         return loading.result()
-
-    def _release_unused(self, loading: asyncio.Task[tuple[HeldPlacement, str]]) -> None:
-        if not loading.cancelled() and loading.exception() is None:
-            self._host.release(loading.result()[0])
 
     def _forget(self, link_id: str) -> None:
         self._service.drop_link(link_id)
@@ -450,6 +442,22 @@ class ControlServer:
     async def _send(self, routing_id: bytes, message: Message) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the peer may be gone
             await self._socket.send_multipart([routing_id, encode_header(message)], zmq.NOBLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Experts loaded for a parent whose link is not made yet."""
+
+    held: HeldPlacement
+    blocks_digest: str
+    release: contextlib.ExitStack
+    """Owns `held`: releases it when closed, unless a link has taken it over by `pop_all`."""
+
+
+def _release_unused(loading: asyncio.Task[_Loaded]) -> None:
+    """Release what a handshake that was cancelled meanwhile has loaded."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().release.close()
 
 
 def _granted(wished: str, version: int) -> PayloadType:

@@ -1,6 +1,6 @@
 """Run Mixture-of-Experts models with their experts wherever there is room for them.
 
-``from dflash_runtime import Engine`` is the whole of the Python interface.
+``from dflash_runtime import Engine`` is the whole Python interface.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Engine"]
 
 
 def __getattr__(name: str) -> object:
-    # Late, so that the daemon and `inspect` do not pay for what only the engine needs.
+    # Late, so that the daemon and `inspect` do not import what only the engine needs.
     if name == "Engine":
         from dflash_runtime.engine.engine import Engine
 

@@ -1,8 +1,7 @@
-"""Has a process that is ended by SIGBUS say why.
+"""An error line for processes that SIGBUS ends.
 
-What a mapping no longer can give (its file was cut short, its disk failed) ends the process that
-reads it, at an instruction of compiled code, where nothing of Python can run: the line is written
-by a few instructions of our own.
+Reading a mapped page whose file was cut short, or whose disk failed, raises SIGBUS inside compiled
+code, where Python cannot run: the handler is a few compiled instructions that write the line.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from typing import Any
 
 _STDERR_FD = 2
 _kept: list[object] = []
-"""Code and text of the handler, needed until the process ends."""
+"""Keeps the handler's code and text alive until the process ends."""
 
 
 def explain_bus_errors(program: str, model_path: Path) -> None:
-    """For programs: at SIGBUS one line is written to stderr before the process ends, by that
-    signal.
+    """Write one line to stderr at SIGBUS, before that signal ends the process. For programs.
 
-    Without llvmlite nothing changes, nor while Python's faulthandler has something to say.
+    Does nothing without llvmlite, or if Python's faulthandler is enabled.
     """
     if faulthandler.is_enabled():
         return
@@ -37,7 +35,7 @@ def explain_bus_errors(program: str, model_path: Path) -> None:
     text = ctypes.create_string_buffer(line.encode(errors="backslashreplace"))
     try:
         engine, address = _compiled(ctypes.addressof(text), len(text.value))
-    except (ImportError, RuntimeError):  # a line less
+    except (ImportError, RuntimeError):  # then without the line
         return
     _kept[:] = [engine, text]
     library = ctypes.CDLL(None)
@@ -47,7 +45,7 @@ def explain_bus_errors(program: str, model_path: Path) -> None:
 
 
 def _compiled(text_address: int, text_bytes: int) -> tuple[Any, int]:
-    """The handler, and what owns its code. Raises: ImportError, RuntimeError."""
+    """The owner of the handler's code, and its address. Raises: ImportError, RuntimeError."""
     import llvmlite.binding as llvm
     from llvmlite import ir
 
@@ -62,17 +60,17 @@ def _compiled(text_address: int, text_bytes: int) -> tuple[Any, int]:
     was_said.initializer = i32(0)
     was_said.linkage = "internal"
     builder = ir.IRBuilder(handler.append_basic_block())
-    # Several threads may read what is gone: one says so, and the process ends under the others.
+    # Several threads may fault: the first writes the line, the others wait for the end.
     found = builder.atomic_rmw("xchg", was_said, i32(1), "seq_cst")
     with builder.if_then(builder.icmp_unsigned("!=", found, i32(0))):
         builder.call(wait, [])
         builder.ret_void()
     builder.call(write, [i32(_STDERR_FD), i64(text_address), i64(text_bytes)])
-    # What failed is tried again when this returns, and ends the process as if nothing had been.
+    # On return the instruction faults again, with the default handler, which ends the process.
     builder.call(set_handler, [handler.args[0], i64(0)])
     builder.ret_void()
 
-    with suppress(RuntimeError):  # newer llvmlite does this by itself, and says so
+    with suppress(RuntimeError):  # newer llvmlite does this by itself, and raises
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

@@ -1,6 +1,6 @@
-"""Ctrl-C where it must wait, and where one is enough.
+"""Ctrl-C: held back during critical sections, and repeated presses ignored.
 
-Python has it raise KeyboardInterrupt in the main thread at almost any instruction.
+Python raises KeyboardInterrupt in the main thread, at almost any instruction.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_IMPATIENCE_S = 10.0
-"""So long after the first Ctrl-C another one is taken for the same wish: ending takes a moment."""
+_REPEAT_S = 10.0
+"""Further presses within this time are ignored: ending takes a moment."""
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until this ends; it then does what it would have done.
+    """Delay Ctrl-C until the block ends; it is then delivered.
 
-    For what must be gone through as a whole, and takes a bounded time. Only the main thread is ever
-    interrupted: in others there is nothing to do.
+    For work that must not be left half done and takes a bounded time. Only the main thread is ever
+    interrupted: in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,15 +42,15 @@ def uninterrupted() -> Iterator[None]:
 
 
 def interrupt_once() -> None:
-    """From now on Ctrl-C interrupts this process once: whoever presses it again while everything is
-    being ended gets nothing done sooner. For programs; where it is ignored it stays so."""
+    """Make Ctrl-C interrupt this process once; presses within the next 10 s, while it ends, are
+    ignored. For programs; if SIGINT is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
-    pressed_s = -_IMPATIENCE_S
+    pressed_s = -_REPEAT_S
 
     def interrupt(number: int, frame: object) -> None:
         nonlocal pressed_s
-        if time.monotonic() - pressed_s >= _IMPATIENCE_S:
+        if time.monotonic() - pressed_s >= _REPEAT_S:
             pressed_s = time.monotonic()
             raise KeyboardInterrupt
 

@@ -102,7 +102,7 @@ def test_every_launcher_is_asked_in_the_environment_its_daemon_would_have(
         "cpu2": None,
         "cpu3": "numpy is not installed",
         "cpu4": None,
-        "cpu5": "it does not answer as a daemon's launcher does",
+        "cpu5": "its report is not that of a daemon's launcher",
         "cpu6": "it ended with exit code 1: no reason given",
         "nothing": f"daemon launcher '{tmp_path}/nothing': No such file or directory",
     }

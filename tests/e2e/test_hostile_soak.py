@@ -21,7 +21,7 @@ import pytest
 
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.experts.daemons import supervisor
+from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from support.asked_parent import PROMPT
 from support.faults import greedy, shared_memory_of
@@ -88,8 +88,8 @@ class Growth:
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two tries to connect."""
-    monkeypatch.setattr(supervisor, "_BACKOFF_FIRST_S", 0.0)
-    monkeypatch.setattr(supervisor, "_BACKOFF_LAST_S", 0.0)
+    monkeypatch.setattr(link_task, "_BACKOFF_FIRST_S", 0.0)
+    monkeypatch.setattr(link_task, "_BACKOFF_LAST_S", 0.0)
 
 
 @pytest.mark.parametrize("transport", ["shared", "stream"])

@@ -67,7 +67,7 @@ def test_once_is_enough_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.raise_signal(signal.SIGINT)
     with uninterrupted():
         signal.raise_signal(signal.SIGINT)
-    monkeypatch.setattr(interrupts, "_IMPATIENCE_S", 0.0)
+    monkeypatch.setattr(interrupts, "_REPEAT_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

@@ -1,6 +1,6 @@
 """The command line: ``dflash-moe generate | serve | daemon | inspect | doctor | keygen | version``.
 
-Knows nothing of how anything is computed; it reads flags, calls the engine and prints.
+Commands read flags, call the engine, the server or a tool, and print.
 """
 
 from dflash_runtime.cli.main import main

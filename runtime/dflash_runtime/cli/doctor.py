@@ -1,4 +1,4 @@
-"""``dflash-moe doctor``: what can be used here and why not, or what a mailbox between GPUs does."""
+"""``dflash-moe doctor``: what can be used on this machine, or a trial of a mailbox of two GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import click
 
 from dflash_protocol.process.output import ascii_json
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
-from dflash_runtime.cli.output import write_lines
-from dflash_runtime.cli.progress import ProgressReporter
+from dflash_runtime.cli.terminal import ProgressReporter, write_lines
 from dflash_runtime.tools.doctor import examine
 from dflash_runtime.tools.findings import shown
 

@@ -15,7 +15,7 @@ from dflash_runtime.cli.options import (
     settings_options,
     take_settings,
 )
-from dflash_runtime.cli.output import write_lines, write_text
+from dflash_runtime.cli.terminal import ProgressReporter, write_lines, write_text
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
@@ -102,9 +102,8 @@ def generate(**options: Any) -> None:
     text = _prompt_text(options)
     token_ids = [] if text is not None else _parse_token_ids(options["token_ids"])
 
-    # Late: --help and misuse must not wait for numpy and the rest.
+    # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_runtime.bus_errors import explain_bus_errors
-    from dflash_runtime.cli.progress import ProgressReporter
     from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
 
@@ -195,8 +194,8 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
 
 
 def _rate(phase: str, num_tokens: int, tokens_per_s: float) -> str:
-    """A line of the summary. Where nothing was timed, as with the first token, which comes with the
-    prompt, there is no rate."""
+    """A line of the summary; without a rate if nothing was timed, as for a single token, which is
+    part of the prefill."""
     rate = f"{tokens_per_s:9.1f} tokens/s" if tokens_per_s else ""
     return f"{phase:8s} {num_tokens:6d} {noun(num_tokens, 'token'):6s}  {rate}".rstrip()
 

@@ -1,4 +1,4 @@
-"""``dflash-moe inspect``: what a model file holds, from its metadata alone, and its digest."""
+"""``dflash-moe inspect``: the contents of a model file, from its metadata, and its digest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from dflash_protocol.process.output import ascii_json, noun
 from dflash_protocol.settings import cache_directory, load_settings
-from dflash_runtime.cli.output import write_lines
+from dflash_runtime.cli.terminal import ProgressReporter, write_lines
 
 if TYPE_CHECKING:
     from dflash_adapters.gguf.file import GgufFile
@@ -54,16 +54,15 @@ def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
 
 
 def _digests(file: GgufFile) -> list[str]:
-    """SHA-256 of each of the model's files; what is read of them is shown on a terminal."""
+    """SHA-256 of each of the model's files, with progress on a terminal."""
     from dflash_adapters.gguf.digest import file_digests
     from dflash_protocol.errors import SettingsError
-    from dflash_runtime.cli.progress import ProgressReporter
 
     folder = None
     try:
         folder = cache_directory(load_settings())
     except SettingsError as error:
-        # docs: the cache folder cannot be used (`CACHE_DIR`); it is made again next time
+        # docs: the cache folder cannot be used (`CACHE_DIR`); it is computed again next time
         click.echo(f"dflash-moe: the digest is not kept: {error}", err=True)
     num_read = 0
     with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
@@ -172,7 +171,7 @@ def _lines(file: GgufFile, spec: ModelSpec, digests: list[str]) -> list[str]:
 
 
 def _digest_lines(file: GgufFile, digests: list[str]) -> list[str]:
-    """The model's, which processes compare, and what sha256sum says of each file."""
+    """The model's digest, which processes compare, and the SHA-256 of each file."""
     from dflash_adapters.gguf.digest import whole_digest
 
     if not digests:
@@ -187,7 +186,7 @@ def _digest_lines(file: GgufFile, digests: list[str]) -> list[str]:
 
 
 def _attention(spec: ModelSpec) -> str:
-    """Layers by what they keep of a position, and how far back they see."""
+    """Layers by their key/value heads, windows and chunks, and the number of recurrent ones."""
 
     def shown(kv: KvLayer, count: int) -> str:
         sizes = f"{kv.key_dim}" if kv.key_dim == kv.value_dim else f"{kv.key_dim}/{kv.value_dim}"
@@ -203,8 +202,8 @@ def _attention(spec: ModelSpec) -> str:
 
 
 def _runs(spec: ModelSpec) -> Iterator[tuple[range, MoeLayer]]:
-    """Layers that follow each other at even distances and whose experts are alike: their ids, and
-    one of them."""
+    """Groups of successive, evenly spaced layers with the same sizes and types of experts: their
+    ids, and one of them."""
 
     def alike(layer: MoeLayer) -> tuple[object, ...]:
         types = tuple(projection.tensor_type for projection in layer.projections)

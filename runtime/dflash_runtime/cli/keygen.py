@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dflash_runtime.cli.output import write_lines
+from dflash_runtime.cli.terminal import write_lines
 
 _EPILOG = """\b
 Examples:
@@ -25,8 +25,8 @@ Examples:
 def keygen(folder: Path | None, comment: str | None, force: bool) -> None:
     """Make a key pair in FOLDER (default: the key folder of the settings).
 
-    Parents and daemons on different machines prove with it who they are, and encrypt what they
-    say. Each machine has its own; only public keys are copied.
+    Parents and daemons on different machines authenticate with it, and encrypt their messages.
+    Each machine has its own; only public keys are copied.
     """
     from dflash_protocol.settings import keys_directory, load_settings
     from dflash_protocol.transports.curve import (

@@ -43,7 +43,7 @@ def cli() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def daemon(arguments: tuple[str, ...]) -> None:
     """Compute experts for parents that connect."""
-    # -P: what lies in the folder we were started in is not ours to import.
+    # -P: import nothing from the working directory.
     command = [sys.executable, "-P", "-m", "dflash_daemon", *arguments]
     os.execv(command[0], command)
 
@@ -57,7 +57,7 @@ def version() -> None:
 for _command in (doctor, generate, inspect, keygen, serve):
     cli.add_command(_command)
 for _command in cli.commands.values():
-    # Else the list of commands cuts it off in mid-sentence.
+    # Else the list of commands truncates it.
     _command.short_help = " ".join((_command.help or "").partition("\n\n")[0].split())
 
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character must not end the run.
+            # A character that the terminal cannot show must not end the run.
             stream.reconfigure(errors="replace")
     log_to_stderr("dflash-moe")
     interrupt_once()
@@ -94,7 +94,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         return _fail(lack, 1)
     except BrokenPipeError:
-        # Whoever read our output has seen enough.
+        # The reader of our output has closed it.
         _discard_stdout()
         return 1
     except OSError as error:
@@ -105,7 +105,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _discard_stdout() -> None:
-    """Nothing can be written any more; keep the interpreter from trying once again at exit."""
+    """Redirect stdout to /dev/null, so that the interpreter does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,7 +1,4 @@
-"""The settings as command-line options: made of the table, and put into one Settings again.
-
-Knows nothing of what a setting means.
-"""
+"""Settings as command-line options, generated from the table of settings."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _COMMON = (
     "--device", "--daemon", "--connect", "--require-daemons", "--local-experts", "--context",
     "--threads",
 )  # fmt: skip
-"""Flags that stand among a command's own ones; the others have a heading to themselves."""
+"""Settings listed among a command's own options; the rest have a heading of their own."""
 
 
 class SettingOption(click.Option):
@@ -37,7 +34,7 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(click.Command):
-    """Lists its settings under a heading of their own, after what the command is about."""
+    """Lists its settings under a heading of their own, after the command's options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
@@ -55,14 +52,14 @@ class SettingsCommand(click.Command):
 
 
 def server_options(function: F) -> F:
-    """Decorator: give a command that has `settings_options` those of a server too."""
+    """Decorator: add a server's settings to a command that has `settings_options`."""
     return _with_options(server_knobs(), function)
 
 
 def settings_options(function: F) -> F:
-    """Decorator: give a command a parent's settings as options; `take_settings` reads them.
+    """Decorator: add a parent's settings to a command, the argument MODEL among them.
 
-    What a parent has as an argument, the model, is among them.
+    `take_settings` reads them.
     """
     function = _with_options(knobs_of(daemon=False), function)
     return click.option(
@@ -76,7 +73,7 @@ def settings_options(function: F) -> F:
 
 
 def take_settings(options: dict[str, Any]) -> Settings:
-    """Take the settings out of a command's options.
+    """Remove the settings from a command's options and return them as Settings.
 
     Raises: SettingsError.
     """
@@ -92,7 +89,7 @@ def _with_options(knobs: Sequence[Knob], function: F) -> F:
 
 
 def _option_of(knob: Knob) -> Callable[[F], F]:
-    # Values are checked with those of variables and files, so that a wrong one reads the same.
+    # Values are checked with those of variables and files, for the same error messages.
     if knob.is_argument:
         return click.argument(knob.field, metavar=f"[{knob.flag}]", required=False, type=str)
     if isinstance(knob.kind, Switch):

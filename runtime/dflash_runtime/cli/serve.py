@@ -17,6 +17,7 @@ from dflash_runtime.cli.options import (
     settings_options,
     take_settings,
 )
+from dflash_runtime.cli.terminal import ProgressReporter
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
@@ -44,10 +45,9 @@ def serve(**options: Any) -> None:
     settings = take_settings(options)
     template = _template(settings.chat_template_file)
 
-    # Late: --help and misuse must not wait for numpy and the rest.
+    # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_protocol.notify import Notifier
     from dflash_runtime.bus_errors import explain_bus_errors
-    from dflash_runtime.cli.progress import ProgressReporter
     from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
     from dflash_runtime.serving.server import serve as run_server

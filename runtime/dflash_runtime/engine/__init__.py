@@ -1,4 +1,1 @@
-"""Prefill, decode, sampling: from token ids to token ids.
-
-Knows nothing of command lines or HTTP.
-"""
+"""Prefill, decode, sampling: from token ids to token ids."""

@@ -1,7 +1,4 @@
-"""Checks of what a caller of the engine passes in; a wrong value is a one-line SettingsError.
-
-Knows nothing of models beyond their sizes.
-"""
+"""Checks of what a caller of the engine passes in; a wrong value is a one-line SettingsError."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ C = TypeVar("C", bound=StrEnum)
 
 
 def whole_number(name: str, value: object, *, smallest: int, largest: int = 1 << 31) -> int:
-    """`value` as an int. Raises: SettingsError if it is none, or out of range."""
+    """`value` as an int. Raises: SettingsError if it is not a whole number, or out of range."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -31,7 +28,7 @@ def whole_number(name: str, value: object, *, smallest: int, largest: int = 1 <<
 
 
 def choice(kind: type[C], name: str, value: str) -> C:
-    """The member of that value. Raises: SettingsError naming the setting and what is allowed."""
+    """The member of `kind`. Raises: SettingsError with the setting's name and allowed values."""
     try:
         return kind(value)
     except ValueError:
@@ -42,10 +39,10 @@ def choice(kind: type[C], name: str, value: str) -> C:
 def token_id_array(
     token_ids: Sequence[int], *, vocab_size: int, num_positions: int, model_positions: int
 ) -> I32Array:
-    """Token ids as an array, no more than the context's `num_positions`, which could be raised to
-    `model_positions`. Shapes: result [T] int32.
+    """Token ids as an array. Shapes: result [T] int32.
 
-    Raises: SettingsError for the first that is not an id of the vocabulary; ContextExceeded.
+    Raises: SettingsError for the first that is not in the vocabulary; ContextExceeded for more than
+    `num_positions`, saying that `model_positions` is the model's limit.
     """
     if hasattr(token_ids, "__len__") and len(token_ids) > num_positions:
         raise ContextExceeded(len(token_ids), num_positions, model_positions=model_positions)
@@ -53,7 +50,7 @@ def token_id_array(
 
 
 def index_array(what: str, indices: Collection[int], *, smallest: int, largest: int) -> I32Array:
-    """Indices, each of which is `what`, as an array. Shapes: result [T] int32.
+    """Indices as an array; `what` names one in errors. Shapes: result [T] int32.
 
     Raises: SettingsError for the first that is not within ``smallest..largest``.
     """
@@ -85,8 +82,8 @@ def chunk_bounds(
 ) -> Iterator[tuple[int, int]]:
     """Successive (first, last) of chunks that cover all tokens; the last size is repeated.
 
-    `chunk` is cut if it is above `largest`. Where it is None, chunks have up to `default` tokens,
-    and none but that of fewer tokens in all is below `smallest`, of which `default` holds two.
+    A `chunk` above `largest` is split. If it is None, chunks have up to `default` tokens, and at
+    least `smallest` unless there are fewer in all; `default` is at least twice `smallest`.
     """
     if chunk is None:
         first = 0

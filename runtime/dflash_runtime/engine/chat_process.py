@@ -1,7 +1,7 @@
 """One process that renders chat templates, as its parent sees it.
 
-It is started by exec, in a session of its own, with nothing of ours but three pipes' ends; it ends
-when its input does, and so with us. Knows nothing of what is rendered.
+The child is exec'd in a session of its own and inherits only the pipes of its standard streams; it
+ends when its input does, and so with this process.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from dflash_protocol.errors import DeadlineExceeded, ProtocolError, RenderingUna
 from dflash_protocol.settings import bare_environment, package_roots
 
 _START_S = 30.0
-"""It takes a tenth of a second on a machine that is not busy."""
+"""Usually 0.1 s, on a machine that is not busy."""
 _PIPE_BYTES = 1 << 20
-"""What a pipe holds, where the kernel allows it: fewer turns of two processes for a long chat."""
+"""Capacity of a pipe, where the kernel allows it: fewer process switches for a long chat."""
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "jinja2", "markupsafe", "msgpack")
 _RUN = (
     "import sys; sys.path += sys.argv[1:]; from dflash_adapters.text.chat_child import main; main()"
 )
-"""With -I and -S: neither variables, nor the folder we are in, nor what hooks into the start of
-every interpreter, say what it imports."""
+"""Run with -I and -S: environment, working directory and site hooks do not affect its imports."""
 
 
 def rendering_command() -> list[str]:
-    """What such a process is started by."""
+    """The command that starts such a process."""
     roots = map(str, package_roots(_PACKAGES))
     return [sys.executable, "-I", "-S", "-W", "ignore", "-c", _RUN, *roots]
 
 
 class RenderingEnded(Exception):
-    """The process ended in the middle of a request; the message says how."""
+    """The process ended during a request; the message says how."""
 
 
 class RenderingProcess:
-    """A running child, of which one thread at a time asks something.
+    """A running child, used by one thread at a time.
 
     Owns: the process and our ends of its pipes, until `end`.
     Raises: RenderingUnavailable if it cannot be started.
@@ -74,7 +73,7 @@ class RenderingProcess:
         self._input, self._output = self._process.stdin, self._process.stdout
         for pipe in (self._input, self._output):
             os.set_blocking(pipe.fileno(), False)
-            with contextlib.suppress(OSError):  # beyond what one account may have
+            with contextlib.suppress(OSError):  # above the account's limit
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property
@@ -82,7 +81,7 @@ class RenderingProcess:
         return self._process.poll() is None
 
     def await_ready(self) -> None:
-        """Wait until it takes requests. Raises: RenderingUnavailable."""
+        """Wait until it accepts requests. Raises: RenderingUnavailable."""
         if self._is_ready:
             return
         try:
@@ -98,24 +97,24 @@ class RenderingProcess:
         self._is_ready = True
 
     def ask(self, message: bytes, *, deadline_s: float, max_reply_bytes: int) -> bytearray:
-        """The body of the answer to a message, within `deadline_s` and a little.
+        """Send a message and return the body of the reply, within `deadline_s` and `LATE_S`.
 
-        The process is of no more use after any exception.
+        After any exception the process has to be ended.
         Raises: RenderingEnded, DeadlineExceeded; ProtocolError if the answer is too long.
         """
         ends_at = time.monotonic() + deadline_s + LATE_S
         self._write(message, ends_at)
         (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size, ends_at))
         if num_bytes > max_reply_bytes:
-            raise ProtocolError("an answer of the process that renders is too long")
+            raise ProtocolError("a reply of the rendering process is too long")
         return self._read(num_bytes, ends_at)
 
     def kill(self) -> None:
-        """Have it ended at once; who asks it something is told. May be called by any thread."""
+        """Kill the process; a pending `ask` raises RenderingEnded. Any thread may call it."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kill it, and give back all that is owned."""
+        """Kill the process and release what is owned."""
         self._process.kill()
         self._process.wait()
         self._input.close()
@@ -127,7 +126,7 @@ class RenderingProcess:
             self._wait(self._input.fileno(), select.POLLOUT, ends_at)
             try:
                 rest = rest[os.write(self._input.fileno(), rest) :]
-            except BlockingIOError:  # poll promises room for a page, and we offer more
+            except BlockingIOError:  # poll promises room for one page, and more is offered
                 continue
             except BrokenPipeError:
                 raise self._ended() from None
@@ -146,12 +145,12 @@ class RenderingProcess:
         """Raises: DeadlineExceeded."""
         poller = select.poll()
         poller.register(descriptor, events)
-        # Looked at before the clock is: we may have been stopped ourselves.
+        # Polled before the deadline counts: this process may have been stopped meanwhile.
         if not poller.poll(max(0.0, ends_at - time.monotonic()) * 1e3):
-            raise DeadlineExceeded("it does not answer in time")
+            raise DeadlineExceeded("it did not answer in time")
 
     def _ended(self) -> RenderingEnded:
-        """How it ended; it has closed its output, and will be gone in a moment."""
+        """How it ended. It has closed its output, and exits in a moment."""
         try:
             code = self._process.wait(LATE_S)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""Renders conversations in processes that can be killed: a few, one of them always to spare.
+"""Renders conversations with chat templates, in a small pool of processes that can be killed.
 
-The template is a program by a stranger, and no sandbox knows all that it can be made to do; one
-that escapes its limits costs its own request some seconds, and the next one nothing.
+A template is untrusted code, and no sandbox is known to hold: one that escapes its limits costs its
+own request some seconds. One process is kept spare, so that the next request does not wait.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from dflash_runtime.engine.chat_process import (
 )
 
 MOST_AT_ONCE = 2
-"""Conversations that are rendered at the same time while one process is still to spare."""
+"""Conversations rendered at the same time while one process stays spare."""
 _KEPT = 2
 _MOST = MOST_AT_ONCE + 1
 _TIMEOUT_S = 60.0
-"""For one that is free; each is within seconds."""
+"""To wait for a free process; a rendering takes at most seconds."""
 _CLOSING_S = 5.0
 _LARGE_BYTES = 4 << 20
-"""A process that has held a larger request is replaced: it may keep the memory."""
+"""After a larger request a process is replaced, as it may keep the memory."""
 _TRIES = 2
 _CLOSED = "the engine is being closed"
 _FIELD = "tokenizer.chat_template"
@@ -55,24 +55,24 @@ class ChatRenderer:
     """
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
-        """`command` in place of that of `rendering_command`."""
+        """`command` replaces that of `rendering_command`."""
         self._command = command
         self._state = threading.Condition()
-        # In turn, so that the one to spare knows the template too.
+        # First in, first out, so that the spare process has compiled the template too.
         self._idle: deque[RenderingProcess] = deque()
         self._busy: set[RenderingProcess] = set()
         self._is_closed = False
 
     def prepare(self) -> None:
-        """Start the processes that are kept, so that the first conversation waits for none."""
+        """Start the pool, so that the first conversation does not wait for it."""
         with self._state:
             self._fill()
 
     def render(self, request: ChatRequest, *, path: Path | str = "chat template") -> str:
-        """The text of a conversation; `path` is the model file, for messages.
+        """The text of a conversation; `path` is the model file, for error messages.
 
-        Raises: SettingsError if the template refuses the messages; UnsupportedModel if it is no
-        template, fails, or asks for too much; RenderingUnavailable.
+        Raises: SettingsError if the template refuses the messages; UnsupportedModel if it is not
+        a template, fails, or exceeds its limits; RenderingUnavailable.
         """
         message = encode_request(request)
         process = self._take()
@@ -86,11 +86,11 @@ class ChatRenderer:
             kind, text = decode_reply(body)
             is_sound = len(message) <= _LARGE_BYTES
         except DeadlineExceeded:
-            raise _unsupported("the template takes too long", path) from None
+            raise _unsupported("the template took too long", path) from None
         except RenderingEnded as error:
             if self._is_closed:
                 raise RenderingUnavailable(_CLOSED) from None
-            raise _unsupported(f"the process that rendered it is gone: {error}", path) from None
+            raise _unsupported(f"its rendering process ended: {error}", path) from None
         except ProtocolError as error:
             raise _unsupported(str(error), path) from None
         finally:
@@ -102,7 +102,7 @@ class ChatRenderer:
         return text
 
     def close(self) -> None:
-        """Kill all, whatever they are at; who waits for a conversation is told. May be repeated."""
+        """Kill all processes; pending renderings raise RenderingUnavailable. May be repeated."""
         with self._state:
             self._is_closed = True
             for process in self._busy:
@@ -111,11 +111,11 @@ class ChatRenderer:
                 self._idle.pop().end()
             self._state.notify_all()
             self._state.wait_for(lambda: not self._busy, _CLOSING_S)
-            while self._busy:  # of a thread that Ctrl-C has ended, or that is itself stopped
+            while self._busy:  # of a thread that Ctrl-C has ended, or that is stopped
                 self._busy.pop().end()
 
     def _take(self) -> RenderingProcess:
-        """One that takes requests, and no other thread's until it is given back.
+        """A process ready for requests, reserved for this thread until `_give_back`.
 
         Raises: RenderingUnavailable.
         """
@@ -125,7 +125,7 @@ class ChatRenderer:
                 process.await_ready()
                 return process
             except RenderingUnavailable as error:
-                failure = error  # it may have been ended while nothing was asked of it
+                failure = error  # it may have ended while idle
             except BaseException:
                 self._give_back(process, is_sound=False)
                 raise
@@ -133,7 +133,7 @@ class ChatRenderer:
         raise failure
 
     def _next(self) -> RenderingProcess:
-        """One that is idle, or a new one."""
+        """An idle process, or a new one; marked busy."""
         ends_at = time.monotonic() + _TIMEOUT_S
         with self._state:
             while not self._is_closed:
@@ -157,7 +157,7 @@ class ChatRenderer:
             self._state.notify_all()
 
     def _alive(self) -> RenderingProcess | None:
-        """An idle one that has not been ended meanwhile. With the lock held, as all below."""
+        """An idle process that still runs. Needs the lock, as do the methods below."""
         while self._idle:
             process = self._idle.popleft()
             if process.is_alive:
@@ -170,12 +170,12 @@ class ChatRenderer:
         return len(self._idle) + len(self._busy)
 
     def _fill(self) -> None:
-        """Start what is missing, which costs some milliseconds each; it gets ready beside us."""
+        """Start missing processes, some milliseconds each; they get ready in the background."""
         while not self._is_closed and (self._num < _KEPT or (not self._idle and self._num < _MOST)):
             self._idle.append(self._started())
 
     def _refill(self) -> None:
-        with contextlib.suppress(RenderingUnavailable):  # who needs it will be told
+        with contextlib.suppress(RenderingUnavailable):  # the next request raises it
             self._fill()
 
     def _started(self) -> RenderingProcess:

@@ -1,8 +1,7 @@
-"""States of a sequence that are kept, so that a later prompt can go on from where it differs.
+"""State checkpoints: copies of a sequence's state, from which a later prompt can go on.
 
-Recurrent layers have one state, that of the tokens computed last, and sliding-window caches hold
-the last positions alone: to go on from earlier ones, what there was then must have been copied.
-Knows nothing of tokens, nor of what is in a state.
+Recurrent layers have one state, that after the last token, and sliding-window caches hold the last
+positions only: to resume at an earlier position, the state there must have been copied.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 
 LEAST_APART = 64
-"""Positions that are sooner computed again than a state is copied."""
+"""Fewer positions than this are computed again rather than checkpointed."""
 
 
 class StateCheckpoints:
-    """Snapshots of one cache, by their positions. Owns: their memory, which is used again."""
+    """Snapshots of one cache, by their positions. Owns: their memory, which is reused."""
 
     def __init__(
         self, cache: KvCache, *, most_kept: int = MOST_KEPT, least_apart: int = LEAST_APART
@@ -32,7 +31,7 @@ class StateCheckpoints:
 
     @property
     def positions(self) -> list[int]:
-        """Where a sequence can be gone on from, besides where it is; ascending."""
+        """Positions that can be restored, ascending."""
         return sorted(self._kept)
 
     @property
@@ -41,29 +40,29 @@ class StateCheckpoints:
         return sum(each.nbytes for each in (*self._kept.values(), *self._unused))
 
     def save(self, num_positions: int) -> None:
-        """Copy the state, which is that after so many positions; unless one is kept nearby, or
-        there is no memory for it."""
+        """Copy the cache's state, at `num_positions`; skipped if a checkpoint is less than
+        `least_apart` before, or there is no memory for it."""
         before = max((each for each in self._kept if each <= num_positions), default=0)
         if num_positions - before < self._least_apart:
             return
         if len(self._kept) == self._most_kept:
-            self._unused.append(self._kept.pop(self._least_needed(num_positions)))
+            self._unused.append(self._kept.pop(self._least_useful(num_positions)))
         instead_of = self._unused.pop() if self._unused else None
         with suppress(DeviceOutOfMemory, MemoryError):
             self._kept[num_positions] = self._cache.snapshot(num_positions, instead_of)
 
     def cut(self, num_positions: int) -> None:
-        """Positions from there on are about to become other tokens'."""
+        """Drop checkpoints beyond this position, whose tokens are about to change."""
         for each in [each for each in self._kept if each > num_positions]:
             self._unused.append(self._kept.pop(each))
 
     def restore(self, num_positions: int) -> None:
-        """Have the cache go on from there, if it does not anyway and the state is kept."""
+        """Restore the checkpoint there, if there is one and the cache cannot resume without."""
         if not self._cache.can_resume(num_positions) and num_positions in self._kept:
             self._cache.restore(self._kept[num_positions])
 
-    def _least_needed(self, newest: int) -> int:
-        """The one without which the fewest positions would have to be computed again."""
+    def _least_useful(self, newest: int) -> int:
+        """The checkpoint whose loss costs the fewest positions to compute again."""
         places = [0, *self.positions, newest]
         gaps = {
             place: after - before

@@ -1,7 +1,4 @@
-"""Decoding: each token from the one before it, by whichever way is the fastest here.
-
-Knows nothing of text; a generation asks for one token after the other.
-"""
+"""Decoding: each token from the one before it, by the fastest way the backend has."""
 
 from __future__ import annotations
 
@@ -16,24 +13,24 @@ from dflash_runtime.engine.sampling import Sampler, TokenLogprobs
 from dflash_runtime.engine.steps import Steps
 
 Choose: TypeAlias = Callable[[F32Array], tuple[int, TokenLogprobs | None]]
-"""The next token from its logits [V], with its log-probabilities if they are wanted."""
+"""The next token from its logits [V], with its log-probabilities if asked for."""
 
 _AHEAD = 2
-"""Steps that are started before a token is read: one that computes, and one that waits for it while
-the host is busy with other things. When a stop token comes, they were in vain."""
+"""Captured steps launched before a token is read: one runs, one is queued behind it while the host
+is busy. Their results are discarded when a stop token comes."""
 
 _ALONE = 16
-"""Tokens for which no step is started ahead, after one that the device has left to the host."""
+"""Tokens without launching ahead, after one that the device has left to the host."""
 
 _NUMBERS = 1024
-"""What so many tokens are drawn with is given to the device at once."""
+"""Random numbers, one a sampled token, that are copied to the device at once."""
 
 
 class Decoding(Protocol):
     """The tokens of one run after its prompt."""
 
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
-        """The token that follows `token_id`, which is the one returned last, at `position`.
+        """The token after `token_id`, the one returned last, which is at `position`.
 
         Raises: as Steps.forward; NotFinite.
         """
@@ -42,9 +39,9 @@ class Decoding(Protocol):
 def decoding_of(
     steps: Steps, run: int, choose: Choose, *, sampler: Sampler | None, end_position: int
 ) -> Decoding:
-    """How a run goes on; no token from `end_position` on is ever computed.
+    """How this backend decodes a run, before `end_position`.
 
-    `sampler`: all that `choose` does is to ask it.
+    `sampler`: given if `choose` does no more than call it; the device can then sample by itself.
     """
     captured = steps.captured(run)
     if captured is None:
@@ -55,7 +52,7 @@ def decoding_of(
 
 
 class _StepByStep:
-    """A step is asked of every layer's owners."""
+    """Each step is a forward pass driven by the host, layer by layer."""
 
     def __init__(self, steps: Steps, run: int, choose: Choose) -> None:
         self._steps = steps
@@ -68,7 +65,7 @@ class _StepByStep:
 
 
 class _FromLogits:
-    """One captured step after the other, and the host chooses from the logits of each."""
+    """Captured steps, one at a time; the host chooses from the logits of each."""
 
     def __init__(self, steps: Steps, run: int, captured: CapturedStep, choose: Choose) -> None:
         self._steps = steps
@@ -88,10 +85,10 @@ class _FromLogits:
 
 
 class _OnDevice:
-    """The device takes or draws the tokens itself, and goes on while the host reads them.
+    """Captured steps that sample on the device, launched ahead while the host reads tokens.
 
-    What it is not sure of, the host draws from the logits. Where there is one such token there may
-    be more: for a while no step is started that could be in vain.
+    Where the device cannot decide a token exactly, the host samples it from the logits. More such
+    tokens may follow: for the next ones no step is launched ahead.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class _OnDevice:
         self._num_started: int | None = None
         self._num_alone = 0
         self._numbers: list[float] = []
-        self._first_drawn = 0
+        self._first_numbered = 0
         captured.choose_by(sampler.device_sampling)
 
     def next(self, token_id: int, position: int) -> tuple[int, TokenLogprobs | None]:
@@ -124,30 +121,30 @@ class _OnDevice:
             self._steps.refuse_run()
         self._num_alone = max(0, self._num_alone - 1)
         if next_id is None:
-            next_id = self._drawn(token_id, position)
+            next_id = self._sampled_by_host(token_id, position)
         if not captured.counts_itself:
             self._steps.count()
         return next_id, None
 
     def _expect(self, position: int) -> None:
-        """Have the device know what the token of this position is drawn with."""
+        """Have the random number for this position on the device."""
         if self._sampler.is_greedy:
             return
         if not self._numbers:
-            self._first_drawn = position
-        if position < self._first_drawn + len(self._numbers):
+            self._first_numbered = position
+        if position < self._first_numbered + len(self._numbers):
             return
         numbers = self._sampler.numbers(min(_NUMBERS, self._end_position + 1 - position))
         self._captured.expect(position, numbers)
         self._numbers += numbers.tolist()
 
-    def _drawn(self, token_id: int, position: int) -> int:
-        """The token that follows, drawn here; the next step begins with it."""
+    def _sampled_by_host(self, token_id: int, position: int) -> int:
+        """The next token, sampled by the host; the next step starts from it."""
         captured = self._captured
-        if self._num_started != position + 1:  # the last logits are another step's
+        if self._num_started != position + 1:  # the logits at hand are of another step
             captured.begin(token_id, position)
             captured.start()
         self._num_started = None
         self._num_alone = _ALONE
-        number = self._numbers[position + 1 - self._first_drawn]
+        number = self._numbers[position + 1 - self._first_numbered]
         return self._sampler.sample(self._steps.finite(captured.logits()), number)

@@ -1,5 +1,4 @@
-"""Which model is opened if none is named, and where the demo model lies: in the wheel, or in the
-demo folder of a clone."""
+"""The default model: the settings' one, else the demo model of the wheel or of a clone."""
 
 from __future__ import annotations
 

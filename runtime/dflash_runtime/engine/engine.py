@@ -1,7 +1,7 @@
 """Engine: a model opened for use. Prefill in chunks, decode, sample; logits for tests and tools.
 
-One sequence at a time, used by one thread. Knows nothing of how experts are spread: `opening` asks
-for their owners, `steps` hands them every layer's routing, `generation` makes tokens of it.
+One sequence at a time, used by one thread. `opening` makes what an engine consists of, `steps` runs
+chunks through the layers, `generation` makes tokens, `verifying` verifies draft tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Engine:
     """
 
     def __init__(self, opened: Opened, *, is_profiled: bool = False) -> None:
-        """Not for direct use; see `open`."""
+        """For `open`; not to be called directly."""
         self._file = opened.file
         self._owners = opened.owners
         self._profile = Profile() if is_profiled else None
@@ -95,12 +95,13 @@ class Engine:
         settings: Settings | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> Engine:
-        """Open a GGUF file and make its experts ready wherever they go.
+        """Open a GGUF file, and its experts in this process and in daemons.
 
-        `daemons` are spawned (``DEVICE[@LAUNCHER]``), `connect` are endpoints of running ones; what
-        is None is taken from the `settings`, which are by default those of `load_settings`; if they
-        name no model either, it is the demo model.
-        `local_experts` a layer stay in this process; `placement` says it all and excludes it.
+        An option that is None is taken from `settings`, by default those of `load_settings`; if
+        they name no model either, the demo model is opened.
+        `daemons` are spawned (``DEVICE[@LAUNCHER]``); `connect` are endpoints of running daemons.
+        `local_experts` experts of each layer stay in this process; `placement` gives the owner of
+        every expert instead.
         With `tolerates_absent`, unless daemons are required, those of `connect` may come later.
         `device` is what this process computes on: ``auto``, ``cpu``, ``cuda:N`` or ``hip:N``.
         `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
@@ -131,7 +132,7 @@ class Engine:
                 engine._steps.try_out()
             if on_progress is not None:
                 on_progress("parent", "ready", 1, 1)
-            # An engine that is dropped without being closed must not leave its daemons running.
+            # The daemons of an engine that is dropped without being closed end too.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
             return engine
 
@@ -147,13 +148,13 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the daemons we spawned, leave the others, release the file. May be called twice.
+        """End the daemons that were spawned, disconnect from the others, release the file.
 
-        Ctrl-C is held back meanwhile.
+        May be called twice. Ctrl-C is held back meanwhile.
         """
         with uninterrupted():
             self._steps.end()
-            self._verifier = None  # it may hold parts of the cache
+            self._verifier = None  # may hold parts of the cache
             self._release()
 
     @property
@@ -163,19 +164,19 @@ class Engine:
 
     @property
     def placement(self) -> Placement:
-        """Which owner holds which experts."""
+        """The owner of each expert."""
         return self._owners.placement
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, loaded when first asked for; None if the file has none."""
+        """The model's tokenizer, loaded on first use; None if the file has none."""
         if not self._tokenizer_is_loaded:
             self._tokenizer = load_tokenizer(self._file)
             self._tokenizer_is_loaded = True
         return self._tokenizer
 
     def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a text, or with `chat` of the conversation that it opens.
+        """Token ids of a text, or with `chat` of a conversation whose first message it is.
 
         Raises: SettingsError if the file has no tokenizer, or no chat template.
         """
@@ -184,7 +185,7 @@ class Engine:
         return text_ids(self.tokenizer, text)
 
     def prepare_chat(self) -> None:
-        """Start the processes that chat templates are rendered in, else the first chat does.
+        """Start the processes that render chat templates; otherwise the first chat does.
 
         Raises: RenderingUnavailable.
         """
@@ -197,20 +198,14 @@ class Engine:
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; `template` in place of the file's, `extra` for it to read.
+        """Token ids of a conversation. `template` replaces the file's; `extra` are its variables.
 
-        May be called from any thread once `tokenizer` has been loaded.
+        Any thread may call it once `tokenizer` has been loaded.
         Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
         UnsupportedModel if it fails; RenderingUnavailable.
         """
-        return chat_ids(
-            self.tokenizer,
-            messages,
-            renderer=self._renderer,
-            template=template,
-            extra=extra,
-            path=self._file.path,
-        )
+        rendered = self.chat_text(messages, template=template, extra=extra)
+        return chat_ids(self.tokenizer, rendered)
 
     def chat_text(
         self,
@@ -219,7 +214,7 @@ class Engine:
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text whose tokens `encode_chat` gives. May be called as that, and raises the same."""
+        """The text whose token ids `encode_chat` returns; threads and errors as there."""
         return chat_text(
             self.tokenizer,
             messages,
@@ -230,11 +225,11 @@ class Engine:
         )
 
     def prompt_parts(self, text: str, *, is_chat: bool = False) -> Iterator[list[int]]:
-        """The ids that `encode_prompt` gives for a text or, if it `is_chat`, `encode_chat` for what
-        `chat_text` gave: in parts that are made one by one, by any thread.
+        """The token ids of a text, or of what `chat_text` returned, tokenised part by part.
 
-        Raises: SettingsError if there is no tokenizer, or, before any is made, ContextExceeded if
-        there would be more than the context holds even of the longest tokens.
+        Any thread may call it. The same ids as of `encode_prompt` and `encode_chat`.
+        Raises: SettingsError if there is no tokenizer; ContextExceeded, before the first part, if
+        the text exceeds the context even if all its tokens were the longest ones.
         """
         return prompt_parts(self.tokenizer, text, is_chat=is_chat, num_positions=self.num_positions)
 
@@ -243,7 +238,7 @@ class Engine:
     ) -> F32Array:
         """Logits after every position, from an empty state. Shapes: result [T, V] float32.
 
-        `chunk` is the most tokens computed at once, or the sizes of successive chunks.
+        `chunk` is the largest number of tokens in a chunk, or the sizes of successive chunks.
         Raises: SettingsError for a bad id, ContextExceeded, DaemonUnavailable.
         """
         ids = self._checked(token_ids)
@@ -277,12 +272,12 @@ class Engine:
 
         Ends early at a stop token of the model, which is not yielded, unless `ignore_eos`; and when
         the context is full. `last_generation` holds times and the reason of the end; `on_prefill`
-        is told how many prompt tokens are done. With `top_logprobs` (0 or more) a token comes with
-        its log-probability and those of so many most likely ones. With `reuse_prefix` the first
-        tokens that this prompt and the run before have in common are not computed again, which
-        does not show in the bits; but nothing of a run of another `prefix_scope`: their number
-        would tell who asks what another's prompt was. Once `is_cancelled`, asked before every
-        layer, says so, the generation ends.
+        gets the number of prompt tokens computed, and of all. `top_logprobs` (0 or more): each
+        token comes with its log-probability and those of that many most likely tokens.
+        `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
+        cache, with the same bits; but only within one `prefix_scope`, since the time saved would
+        tell one client about another's prompt. `is_cancelled` is called before every layer; once it
+        returns True, the generation ends.
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
         """
@@ -320,10 +315,10 @@ class Engine:
     ) -> Iterator[GeneratedToken]:
         """Yield up to `max_tokens` tokens of the answer to a conversation, as `generate` does.
 
-        A message is a dict of ``role`` and ``content``, and what else the model's template reads.
-        `template` stands in place of the file's; it is given the `tools` that may be called, and
-        `extra`, such as ``enable_thinking``. `options` are those of `generate`. Reasoning and calls
-        of tools stand in the text as the model writes them, with their tags.
+        A message is a dict of ``role``, ``content``, and whatever else the model's template reads.
+        `template` replaces the file's; its variables are `tools`, the tools that may be called, and
+        `extra`, such as ``enable_thinking``. `options` are those of `generate`. Reasoning and tool
+        calls stay in the text as the model writes them, with their tags.
         Raises: as `encode_chat` and `generate`.
         """
         variables = {**(extra or {}), **({"tools": list(tools)} if tools else {})}
@@ -333,10 +328,10 @@ class Engine:
     def prefill(
         self, token_ids: Sequence[int], *, feature_layers: Collection[int] = ()
     ) -> Verified:
-        """Begin a sequence for `verify` with a prompt; another call of this engine ends it.
+        """Begin a sequence for `verify` with a prompt; any other run of this engine ends it.
 
-        Gives the most likely token after the prompt, and the hidden states of all its tokens after
-        each of the `feature_layers`.
+        Returns the most likely token after the prompt, and the hidden states of all its tokens
+        after each of the `feature_layers`.
         Raises: SettingsError, ContextExceeded, DaemonUnavailable.
         """
         self._verifier = Verifier(self._steps, self.spec, self._checked(token_ids))
@@ -349,17 +344,20 @@ class Engine:
         *,
         feature_layers: Collection[int] = (),
     ) -> Verified:
-        """Compute up to 64 tokens of a tree at once, without making them count.
+        """Speculative verification: compute up to 64 draft tokens, a chain or a tree, in one pass.
 
-        A token follows that of index ``parents[i]``, which is smaller than its own; -1 is the last
-        token that counts. Gives the most likely token after each, and hidden states as `prefill`.
+        Draft token i follows the one of index ``parents[i] < i``, or if that is -1 the last token
+        of the sequence, which stays as it is until `accept`. Returns the most likely token after
+        each, and hidden states as `prefill` does.
         Raises: SettingsError, also if there is no sequence; ContextExceeded, DaemonUnavailable.
         """
         return self._begun().verify(self._checked(token_ids), parents, feature_layers)
 
     def accept(self, path: Sequence[int]) -> None:
-        """Have tokens of the last `verify` count: indices, each the parent of the next, the first
-        one's parent -1. None may be; once after each verify.
+        """Append draft tokens of the last `verify` to the sequence; once after each verify.
+
+        `path` holds their indices, each the parent of the next, the first one's parent -1; it may
+        be empty.
 
         Raises: SettingsError.
         """
@@ -376,7 +374,7 @@ class Engine:
         )
 
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
-        """A generation, and a line about it in the log at its end, if that is wanted."""
+        """Run a generation; log its profile at the end if the engine is profiled."""
         try:
             run = self._steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             stats = GenerationStats(num_prompt_tokens=request.prompt.size)

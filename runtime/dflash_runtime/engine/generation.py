@@ -1,7 +1,4 @@
-"""A generation: the prompt through the model, then token after token until something ends it.
-
-Knows nothing of experts or devices; it asks Steps for hidden states and logits.
-"""
+"""A generation: the prompt through the model, then token after token until something ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from dflash_runtime.engine.steps import Steps
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One generated token. `text` is what became readable with it: a character may need several."""
+    """One generated token. `text` is empty while a character lacks bytes of further tokens."""
 
     token_id: int
     text: str
@@ -28,7 +25,7 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What `Engine.generate` was asked for, checked. Shapes: prompt [T], at least one token."""
+    """The checked arguments of `Engine.generate`. Shapes: prompt [T], at least one token."""
 
     prompt: I32Array
     max_tokens: int
@@ -41,7 +38,7 @@ class GenerationRequest:
     on_prefill: Callable[[int, int], None]
 
     def choose(self, logits: F32Array) -> tuple[int, TokenLogprobs | None]:
-        """The next token, with its log-probabilities if they are wanted. Shapes: logits [V]."""
+        """The next token, with its log-probabilities if asked for. Shapes: logits [V]."""
         token_id = self.sampler(logits)
         if self.top_logprobs is None:
             return token_id, None
@@ -56,7 +53,7 @@ def generated_tokens(
     tokenizer: Tokenizer | None,
     stats: GenerationStats,
 ) -> Iterator[GeneratedToken]:
-    """The tokens of one run of `steps`; `stats` says at any time how far it is, and why it ended.
+    """Yield the tokens of one run of `steps`; keeps `stats` up to date at every token.
 
     Raises: as `Steps.forward`; NotFinite.
     """
@@ -76,7 +73,7 @@ def generated_tokens(
         if request.reuse_prefix and last in (boundary, prompt.size):
             steps.save_state(last)
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
-    del hidden  # of a device, where it may be large
+    del hidden  # may be large, on a device
     num_positions = prompt.size
     stats.prefill_s = time.perf_counter() - started_s
     decoding: Decoding | None = None

@@ -1,6 +1,6 @@
-"""Opening: from what a caller asked for to a model with its backend and the owners of its experts.
+"""Opening: from a caller's options to a model with its backend and the owners of its experts.
 
-Checks all that can be wrong before anything is started. Knows nothing of tokens.
+Options are checked before anything is started.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split
 
 _DEFAULT_CONTEXT_LIMIT = 32768
-"""Context if none is asked for and the model has more: a cache larger than this is a choice."""
+"""Default context of models that have more: a larger cache has to be asked for."""
 
 _BYTES_PER_VALUE = {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
-    """What `Engine.open` was told besides file and settings, as it came; see there."""
+    """The options of `Engine.open` besides file and settings, unchecked; see there."""
 
     daemons: Sequence[DaemonSetting | str] | None
     connect: Sequence[str] | None
@@ -68,7 +68,7 @@ class OpenOptions:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What an engine is made of; whoever opened it closes it."""
+    """What an engine consists of; closed by the exit stack given to `open_model`."""
 
     file: GgufFile
     model: Model[AnyArray]
@@ -80,7 +80,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Options with what the settings say where they say nothing, checked without the file."""
+    """Options, with settings in place of those not given; checked without the file."""
 
     choices: list[DaemonChoice]
     endpoints: list[Endpoint]
@@ -124,7 +124,7 @@ def open_model(
     if kv_type is None:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = asked.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
-    if choose_device(asked.device).kind is DeviceKind.CPU:  # others look into their own memory
+    if choose_device(asked.device).kind is DeviceKind.CPU:  # devices check their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = asked.threads or settings.threads or None
     with advice_if_out_of_memory():
@@ -136,7 +136,7 @@ def open_model(
             cache_dir=settings.cache_dir,
         )
     undo.callback(backend.close)
-    report = on_progress or _nobody_watches
+    report = on_progress or _ignore_progress
     report("parent", "compile", 0, 1)
     types = {tensor.tensor_type for tensor in file.tensors.values()}
     backend.warm_up(
@@ -157,7 +157,7 @@ def open_model(
     fallback_backend = backend
     computes_locally = is_any_local(settings, require_daemons=asked.require_daemons)
     if not backend.is_host and (asked.choices or asked.endpoints) and computes_locally:
-        # What the device has no room for is computed by the host where the file is mapped.
+        # The fallback computes on the host, from the mapped file: the device has no room.
         fallback_backend = make_backend(
             BackendName.AUTO,
             num_threads=num_threads,
@@ -194,7 +194,7 @@ def open_model(
 
 
 def _checked(options: OpenOptions, settings: Settings) -> _Checked:
-    """Raises: SettingsError for the first that is wrong."""
+    """Raises: SettingsError for the first wrong one."""
     backend = choice(
         BackendName, "backend", settings.backend if options.backend is None else options.backend
     )
@@ -237,7 +237,7 @@ def _checked(options: OpenOptions, settings: Settings) -> _Checked:
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:
-    """How many experts of every layer this process is to hold."""
+    """How many experts of each layer this process holds."""
     local: Mapping[int, I32Array] = {}
     if LOCAL_OWNER in placement.owner_names:
         local = placement.owners[placement.owner_names.index(LOCAL_OWNER)].by_layer
@@ -246,7 +246,7 @@ def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer
 
 @contextlib.contextmanager
 def advice_if_out_of_memory() -> Iterator[None]:
-    """Have an error about too little memory say what to do."""
+    """Add advice to DeviceOutOfMemory."""
     try:
         yield
     except DeviceOutOfMemory as error:
@@ -254,7 +254,7 @@ def advice_if_out_of_memory() -> Iterator[None]:
 
 
 def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
-    """Raises: SettingsError if all that layers keep would be larger than this machine's memory."""
+    """Raises: SettingsError if caches and recurrent states exceed this machine's memory."""
     values = sum(
         num_rows(kv.mask, num_positions) * kv.num_heads * (kv.key_dim + kv.value_dim)
         for kv in spec.kv_layers
@@ -268,5 +268,5 @@ def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> N
         )
 
 
-def _nobody_watches(owner: str, stage: str, num_done: int, num_total: int) -> None:
-    """Where no progress is wanted."""
+def _ignore_progress(owner: str, stage: str, num_done: int, num_total: int) -> None:
+    """For callers without `on_progress`."""

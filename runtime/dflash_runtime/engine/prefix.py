@@ -1,6 +1,6 @@
-"""What the key/value cache holds: of a new prompt, how many first positions need no computing.
+"""Prefix caching: how many of a new prompt's first positions are in the key/value cache.
 
-Knows nothing of keys and values, only of the tokens that they were computed for.
+Tracks the tokens of the cached positions, not their keys and values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dflash_protocol.ids import I32Array
 class CachedPrefix:
     """The tokens whose keys and values are in the cache, from position 0 on.
 
-    `invariant_from`: a position's keys and values have the same bits in whatever chunk of at least
-    so many tokens they are computed; those of smaller ones are not kept. Where it is None, only
-    chunks that would be computed again just so are.
+    `invariant_from`: the smallest chunk from which on a position's keys and values have the same
+    bits whatever the chunk; positions of smaller chunks are not tracked. If it is None, bits depend
+    on the chunk, and only chunks with the same bounds are reused.
     """
 
     def __init__(self, num_positions: int, *, invariant_from: int | None) -> None:
@@ -31,34 +31,32 @@ class CachedPrefix:
         return self._bounds[-1][1] if self._bounds else 0
 
     def cut(self, first_position: int) -> None:
-        """What was computed from this position on is about to be overwritten."""
+        """Forget positions from this one on, which are about to be overwritten."""
         while self._bounds and self._bounds[-1][1] > first_position:
             first, _ = self._bounds.pop()
             if first < first_position and self._invariant_from is not None:
                 self._bounds.append((first, first_position))
 
     def add(self, first_position: int, token_ids: I32Array) -> None:
-        """These tokens were computed, as one chunk. Shapes: token_ids [T]."""
+        """Note that these tokens were computed as one chunk. Shapes: token_ids [T]."""
         if first_position != self.num_cached or token_ids.size < (self._invariant_from or 1):
             return
         last = first_position + token_ids.size
         self._token_ids[first_position:last] = token_ids
-        if (
-            self._invariant_from is not None
-        ):  # one stretch of all: a list would grow with every token
-            self._bounds.clear()
+        if self._invariant_from is not None:
+            self._bounds.clear()  # one range for all: a list would grow with every token
             first_position = 0
         self._bounds.append((first_position, last))
 
     def reusable(
         self, prompt: I32Array, chunks: Iterable[tuple[int, int]], *, boundary: int = 0
     ) -> list[range]:
-        """Of a prompt's first positions, how many can stay: ascending ranges of numbers, the first
-        of which begins with 0. At least one position is left to compute, and as many as are needed
-        for the same bits.
+        """How many of a prompt's first positions may be reused: ascending ranges of such numbers,
+        the first from 0. At least one position is left to compute, and as many as the same bits
+        need.
 
-        `chunks` are those that the prompt would be computed in without a cache; none of them
-        crosses `boundary`. Shapes: prompt [T].
+        `chunks` are those in which the prompt would be computed without a cache; none crosses
+        `boundary`. Shapes: prompt [T].
         """
         num_known = min(self.num_cached, prompt.size)
         differs = np.flatnonzero(self._token_ids[:num_known] != prompt[:num_known])

@@ -1,7 +1,4 @@
-"""Prompts as token ids: of a text, and of a conversation.
-
-Knows nothing of what is computed with them.
-"""
+"""Prompts as token ids: plain texts, and conversations rendered with a chat template."""
 
 from __future__ import annotations
 
@@ -17,34 +14,11 @@ from dflash_runtime.engine.chat_renderer import ChatRenderer
 
 
 def text_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Token ids of a text that the model is to continue.
+    """Token ids of a plain text for the model to continue.
 
     Raises: SettingsError if there is no tokenizer.
     """
     return _required(tokenizer).encode(text, add_special=True)
-
-
-def chat_ids(
-    tokenizer: Tokenizer | None,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    renderer: ChatRenderer,
-    template: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    path: Path,
-) -> list[int]:
-    """Token ids of a conversation, rendered with `template` or else that of the file at `path`, in
-    a process of the `renderer`.
-
-    They begin with the token that the file wants before every text, whether the template writes it
-    or not.
-    Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
-    UnsupportedModel if it fails; RenderingUnavailable.
-    """
-    rendered = chat_text(
-        tokenizer, messages, renderer=renderer, template=template, extra=extra, path=path
-    )
-    return list(chain.from_iterable(_chat_parts(_required(tokenizer), rendered)))
 
 
 def chat_text(
@@ -56,7 +30,12 @@ def chat_text(
     extra: Mapping[str, Any] | None = None,
     path: Path,
 ) -> str:
-    """A conversation as text, whose token ids `chat_ids` gives. Raises: as `chat_ids`."""
+    """A conversation as text: rendered by a process of the `renderer`, with `template` or else that
+    of the file at `path`.
+
+    Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
+    UnsupportedModel if it fails; RenderingUnavailable.
+    """
     tokenizer = _required(tokenizer)
     template = template or tokenizer.chat_template
     if template is None:
@@ -71,13 +50,22 @@ def chat_text(
     return renderer.render(request, path=path)
 
 
+def chat_ids(tokenizer: Tokenizer | None, rendered: str) -> list[int]:
+    """Token ids of the text that `chat_text` gave for a conversation.
+
+    They begin with the file's bos token if it asks for one, whether or not the template writes it.
+    Raises: SettingsError if there is no tokenizer.
+    """
+    return list(chain.from_iterable(_chat_parts(_required(tokenizer), rendered)))
+
+
 def prompt_parts(
     tokenizer: Tokenizer | None, text: str, *, is_chat: bool, num_positions: int
 ) -> Iterator[list[int]]:
-    """The ids of a text, or of a conversation as text, in parts that are made one by one.
+    """The ids of a text, or of a conversation as text, tokenised part by part.
 
-    Raises: SettingsError if there is no tokenizer; ContextExceeded, before any part is made, if
-    even of the longest tokens there are more than `num_positions`.
+    Raises: SettingsError if there is no tokenizer; ContextExceeded, before the first part, if the
+    text needs more than `num_positions` tokens even if all were the longest ones.
     """
     tokenizer = _required(tokenizer)
     fewest = tokenizer.fewest_tokens(text)

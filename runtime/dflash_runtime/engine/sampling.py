@@ -1,7 +1,4 @@
-"""Choosing the next token from logits: greedy, or temperature with top-k, top-p and min-p.
-
-Knows nothing of models; one row of logits in, one token id out.
-"""
+"""Choosing the next token from logits: greedy, or temperature with top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.backend import DeviceSampling
 
 _FIRST_BLOCK, _GROWTH = 1024, 16
-"""Tokens that are looked at to find a share of the probability; so many times as many next."""
+"""Most likely tokens scanned first for top-p; each further scan takes `_GROWTH` times as many."""
 _ROUNDING = 1e-9
-"""More than sums of the probabilities of all tokens are rounded by."""
+"""Bound of the rounding error of a sum of all probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +54,30 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities as the model gave them, before any sampling option."""
+    """Natural logarithms of the model's probabilities, before any sampling option."""
 
     logprob: float
-    """Of the token that was chosen."""
+    """The chosen token's."""
     top: tuple[tuple[int, float], ...]
-    """(token id, logprob) of the most likely ones, the first the most likely."""
+    """(token id, logprob) of the most likely tokens, the most likely first."""
 
 
 def token_logprobs(logits: F32Array, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of one token, and of the `num_top` most likely ones. Shapes: logits [V]."""
+    """Log-probabilities of one token and of the `num_top` most likely. Shapes: logits [V]."""
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= np.log(np.exp(wide).sum())
     num_top = min(num_top, logits.size)
     top = np.argpartition(-logits, num_top - 1)[:num_top] if num_top else np.empty(0, np.int64)
-    # Equal ones by id, so that the order does not depend on how they were found.
+    # Ties by id, for an order that does not depend on the partition.
     top = top[np.lexsort((top, -logits[top]))]
     return TokenLogprobs(float(wide[token_id]), tuple((int(i), float(wide[i])) for i in top))
 
 
 class Sampler:
-    """Draws tokens; two samplers with the same options and seed draw the same ones.
+    """Samples tokens; two samplers with the same options and seed give the same ones.
 
-    Each token that is drawn takes one number of the generator's, whoever draws it.
+    Each sampled token takes one number of the generator, whether host or device samples it.
     """
 
     def __init__(self, options: SamplingParams) -> None:
@@ -89,12 +86,12 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """It takes the most likely token, the first of equals."""
+        """Whether it takes the argmax, the first of equals."""
         return self._options.temperature == 0.0
 
     @property
     def device_sampling(self) -> DeviceSampling | None:
-        """The same for a device that draws; None if it is to take the most likely."""
+        """The options for sampling on a device; None for argmax."""
         if self.is_greedy:
             return None
         options = self._options
@@ -107,27 +104,26 @@ class Sampler:
         return self.sample(logits, self._random.random())
 
     def numbers(self, count: int) -> F64Array:
-        """What the next tokens are drawn with: from 0 to below 1. Shapes: result [count]."""
+        """Random numbers in [0, 1) for the next `count` tokens. Shapes: result [count]."""
         return self._random.random(count)
 
     def sample(self, logits: F32Array, number: float) -> int:
-        """Token id, drawn with that number. Shapes: logits [V].
+        """Sample a token id with a random number in [0, 1). Shapes: logits [V].
 
-        Tokens stand in order of their logits, equal ones in order of their ids, and the one is
-        taken that `number` of all that the filters leave falls on. Where there is no such order or
-        no distribution, since a logit is NaN or the largest one infinite, it is what a greedy
-        sampler takes; a generation ends before it has such logits sampled (Steps.finite).
+        Tokens are in order of descending logits, ties by id; the one is taken at which the
+        cumulative probability of what the filters leave passes `number`. If there is no
+        distribution, since a logit is NaN or the largest infinite, it is the argmax; a generation
+        ends before such logits are sampled (Steps.finite).
         """
         options, size = self._options, logits.size
-        # All that counts is how large the first, second, … logit is: sorting these is ten times as
-        # quick as sorting ids.
+        # Sorting values is ten times as fast as sorting ids; the id is looked up at the end.
         descending = np.negative(logits)
         if 0 < options.top_k < size:
             descending = np.partition(descending, options.top_k - 1)[: options.top_k]
         descending.sort()
         # Float64, and sums in a fixed order, so that a seed means the same text everywhere.
         probabilities = descending.astype(np.float64)
-        # A tiny temperature takes all but the peak to nothing; infinite peaks are seen below.
+        # A tiny temperature leaves nothing but the peak; infinite peaks are handled below.
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(probabilities[0], probabilities, out=probabilities)
             probabilities /= options.temperature
@@ -147,12 +143,12 @@ class Sampler:
 
 
 def _reaching(probabilities: F64Array, share: float) -> F64Array:
-    """Those of descending probabilities before which there is less than `share`. Shapes: [N]."""
+    """The fewest of descending probabilities that reach `share` together. Shapes: [N]."""
     num_seen = _FIRST_BLOCK
     while True:
         seen = probabilities[:num_seen]
         before = np.cumsum(seen) - seen
-        # Further on there is more before all of them, even as sums are rounded.
+        # Past this block every sum before is above `share`, rounding included.
         if num_seen >= probabilities.size or before[-1] > share + _ROUNDING:
             return seen[before < share]
         num_seen *= _GROWTH

@@ -1,7 +1,4 @@
-"""What an engine counts and measures: the last generation, and everything since it was opened.
-
-Knows nothing of how it is shown.
-"""
+"""What an engine counts and measures: the last generation, and everything since it was opened."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from dflash_runtime.experts.selections import HitCounts
 
 @dataclass(slots=True)
 class GenerationStats:
-    """The last generation. Prefill ends with the first token; decode counts the ones after it."""
+    """One generation. Prefill ends with the first token; decode is all tokens after it."""
 
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
@@ -44,8 +41,8 @@ class EngineStats:
     owners: dict[str, OwnerStats]
     events: list[Event]
     selections: dict[int, list[int]]
-    """How often each expert was chosen: by layer id, then by global expert id. Layers that a device
-    computes whole are counted there, which comes here when a generation ends, and with the one or
-    two steps that were begun after its last."""
+    """How often each expert was chosen: by layer id, then by global expert id. Steps that a device
+    runs by itself are added when a generation ends, including the one or two discarded ones that
+    were launched after its last."""
     hits: HitCounts = field(default_factory=HitCounts)
-    """How much of what was chosen lay where the parent computes."""
+    """How many chosen experts were local."""

@@ -1,7 +1,4 @@
-"""Steps: chunks of an engine's one sequence through all layers, one run after the other.
-
-Knows nothing of text or sampling; hands every layer's routing to whoever computes its experts.
-"""
+"""Steps: chunks of an engine's one sequence through all layers, one run after the other."""
 
 from __future__ import annotations
 
@@ -36,18 +33,18 @@ _NOT_FINITE = (
 )
 
 _HEAD_CHUNK = 512
-"""Rows of logits at once: each is as long as the vocabulary."""
+"""Rows of logits computed at once: each is as long as the vocabulary."""
 
 
 class Cancelled(Exception):
-    """Nobody wants the rest of this run."""
+    """The run was cancelled by its caller."""
 
 
 class Steps:
-    """The one sequence, its key/value cache, and the run over it that counts: the latest.
+    """The one sequence, its key/value cache, and the current run over it: the latest begun.
 
-    `local_banks` hold the experts of this process, by layer id. File, backend and runtime are the
-    caller's.
+    `local_banks` hold the experts of this process, by layer id. File, backend and runtime belong to
+    the caller.
     Owns: the cache and the captured step, until `end`.
     """
 
@@ -63,7 +60,7 @@ class Steps:
         num_positions: int,
     ) -> None:
         self.num_positions = num_positions
-        """How long the sequence can be."""
+        """The longest sequence, in tokens."""
         self._file = file
         self._poll_file = file.watch.poll
         self._model = model
@@ -84,10 +81,10 @@ class Steps:
         self._num_runs = 0
         self._is_cancelled: Callable[[], bool] | None = None
         self._token_s = math.inf
-        """Of the last token that was computed alone."""
+        """Time of the last token that was computed alone."""
 
     def try_out(self) -> None:
-        """Have every kernel compiled that the model needs, and all memory taken, on a device.
+        """On a device, compile every kernel that the model needs and allocate all memory.
 
         Raises: DeviceUnavailable, DeviceOutOfMemory among them.
         """
@@ -95,7 +92,7 @@ class Steps:
             return
         for size in (1, min(self._chunking.preferred, self.num_positions)):
             phase = _phase_of(size)
-            moe = self._backend.moe(self._local_banks, phase, _NobodyElse(self._runtime))
+            moe = self._backend.moe(self._local_banks, phase, _NoRemoteExperts(self._runtime))
             assert moe is not None
             tokens, positions = np.zeros(size, np.int32), np.arange(size, dtype=np.int32)
             hidden = self._model.forward(tokens, positions, self._cache, moe)
@@ -103,16 +100,16 @@ class Steps:
                 self._backend.to_host(self._model.head(rows))
         if self._captured is not None:
             self._captured.prepare()
-        self._backend.take_selections(self._local_banks)  # nobody's
+        self._backend.take_selections(self._local_banks)  # dropped: of the trial
         if self._captured is not None:
             self._captured.take_selections()
         layers = self._model.spec.moe.layers
         self._backend.offload_prompts(self._file, layers, self._runtime)
 
     def settle(self) -> None:
-        """Count what was chosen on a device, where the host did not see it.
+        """Add to the counters which experts were chosen in steps that the device ran by itself.
 
-        Steps that were started in vain are among it. Raises: DeviceUnavailable.
+        Steps that were launched ahead and discarded are included. Raises: DeviceUnavailable.
         """
         if self._num_runs < 0:
             return
@@ -125,9 +122,9 @@ class Steps:
     def begin(
         self, is_cancelled: Callable[[], bool] | None = None, *, prefix_scope: str = ""
     ) -> int:
-        """A number for a run over the one sequence; the run before it is at its end.
+        """Begin a run over the one sequence, which ends the one before; returns its number.
 
-        What runs of another `prefix_scope` have left behind is not reusable any more.
+        Cached positions of another `prefix_scope` are dropped.
         Raises: SettingsError if the engine is closed; ModelFileError if the file was written to
         since it was opened.
         """
@@ -142,8 +139,7 @@ class Steps:
         return self._num_runs
 
     def end(self) -> None:
-        """No run goes on, and none begins any more; what is on a device is given back. Twice does
-        nothing."""
+        """End the run, refuse further ones, release the device's memory. May be called twice."""
         if self._num_runs >= 0:
             self._num_runs = -1
             if self._captured is not None:
@@ -155,9 +151,9 @@ class Steps:
     def chunks(
         self, num_tokens: int, chunk: int | Iterable[int] | None = None
     ) -> Iterable[tuple[int, int]]:
-        """Successive (first, last) of what is computed at once, as `chunk_bounds` says.
+        """Bounds (first, last) of successive chunks, as `chunk_bounds` gives them.
 
-        A prompt that is too short for a chunk goes token by token, as kernels for decoding take it.
+        A prompt shorter than the smallest chunk goes token by token, through decoding kernels.
         """
         chunking = self._chunking
         if chunk is None and num_tokens < chunking.smallest:
@@ -171,8 +167,8 @@ class Steps:
         )
 
     def boundary(self, prompt: I32Array, stop_ids: Collection[int]) -> int:
-        """Where a prompt's last turn begins, as a place to go on from if another takes its place;
-        0 if there is none, or any place is as good. Shapes: prompt [T]."""
+        """Where the last turn of a prompt begins: worth a state checkpoint, as a later prompt may
+        differ only from there on. 0 if there is none, or none is needed. Shapes: prompt [T]."""
         if self._model.spec.can_be_cut:
             return 0
         smallest = self._chunking.smallest
@@ -183,15 +179,15 @@ class Steps:
     def prompt_chunks(
         self, num_tokens: int, *, boundary: int = 0, first: int = 0
     ) -> Iterable[tuple[int, int]]:
-        """As `chunks`, of what is left of a prompt from `first` on; none crosses `boundary`."""
+        """Chunks of a prompt from `first` on, as `chunks`; none crosses `boundary`."""
         middle = max(first, boundary)
         for begin, end in ((first, middle), (middle, num_tokens)):
             for chunk_first, chunk_last in self.chunks(end - begin):
                 yield begin + chunk_first, begin + chunk_last
 
     def num_reusable(self, prompt: I32Array, boundary: int = 0) -> int:
-        """How many of a prompt's first positions need not be computed again: what they have left is
-        in the cache, or was kept. Shapes: prompt [T]."""
+        """Length of the prompt's prefix that is in the cache or restorable from a checkpoint.
+        Shapes: prompt [T]."""
         chunks = self.prompt_chunks(prompt.size, boundary=boundary)
         ranges = self._prefix.reusable(prompt, chunks, boundary=boundary)
         places = {each[-1] for each in ranges} | {self._prefix.num_cached}
@@ -200,8 +196,8 @@ class Steps:
         return max(place for place in (0, *places) if any(place in each for each in ranges))
 
     def save_state(self, num_positions: int) -> None:
-        """The state after the last `forward`, which has computed so many positions, may be gone on
-        from in later runs."""
+        """Save a checkpoint of the state after the last `forward`, at that many positions, for
+        later runs; nothing if the model's cache can be cut anywhere."""
         if not self._model.spec.can_be_cut:
             self._checkpoints.save(num_positions)
 
@@ -214,9 +210,9 @@ class Steps:
     ) -> AnyArray:
         """One chunk of a run through all layers. Shapes: token_ids [T]; result [T, H].
 
-        It goes on from `first_position`, if that is where the last one ended, or 0, or reusable.
+        `first_position` is where the last chunk ended, or 0, or what `num_reusable` returned.
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
-        Cancelled, before the first layer that nobody wants any more; CheckpointMissing;
+        Cancelled, before the next layer once the run is cancelled; CheckpointMissing;
         ModelFileError if the file was written to.
         """
         self._require_current(run)
@@ -225,9 +221,9 @@ class Steps:
         self._checkpoints.restore(first_position)
         self._poll_file()
         phase, started_s = _phase_of(token_ids.size), time.monotonic()
-        # A token that is quick is over before it is time for the next look.
-        is_quick = phase is Phase.DECODE and self._token_s < LOOK_S / 4
-        moe = self._cancellable(phase, looks=not is_quick)
+        # A fast token is over before the file would be polled again.
+        is_fast = phase is Phase.DECODE and self._token_s < LOOK_S / 4
+        moe = self._cancellable(phase, polls_file=not is_fast)
         hidden = self._through_layers(token_ids, positions, moe, on_layer)
         if phase is Phase.DECODE:
             self._token_s = time.monotonic() - started_s
@@ -237,9 +233,9 @@ class Steps:
     def verify_captured(
         self, run: int, token_ids: I32Array, tree: Tree, *, features: Collection[int]
     ) -> TreeResult | None:
-        """A tree's tokens through all layers as `forward_tree` has them, with what follows each,
-        and the hidden states that some layers leave behind: at the cost of a step or two. None: it
-        cannot be had so here, now.
+        """Speculative verification in one captured step: what `forward_tree` computes, the most
+        likely token after each draft token, and the hidden states after the layers of `features`.
+        It costs a step or two. None if the backend has no captured step for it now.
 
         Shapes: token_ids [W], W > 0.
         Raises: as `forward`; NotFinite.
@@ -263,7 +259,7 @@ class Steps:
         *,
         on_layer: OnLayer[AnyArray] = nobody_looks,
     ) -> AnyArray:
-        """A tree's tokens through all layers, as `forward`; the sequence stays as it is.
+        """A tree of draft tokens through all layers, as `forward`; the sequence stays as it is.
 
         Shapes: token_ids [W]; result [W, H].
         Raises: as `forward`.
@@ -277,23 +273,23 @@ class Steps:
             )
 
     def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
-        """The tokens of a path through a tree that `forward_tree` has computed count from now on.
+        """Append the draft tokens of a path through the last verified tree to the sequence.
 
         Shapes: token_ids [W]; path [L].
         Raises: as `forward`.
         """
         self._require_current(run)
         tree.accept(path)
-        if self._chunking.invariant_from == 1:  # else a chunk of them would have other bits
+        if self._chunking.invariant_from == 1:  # else as a chunk they would have other bits
             self._prefix.add(tree.position, token_ids[path])
 
     def _cut(self, first_position: int) -> None:
-        """What there is from this position on is about to be overwritten."""
+        """Forget cached positions from this one on, which are about to be overwritten."""
         self._prefix.cut(first_position)
         self._checkpoints.cut(first_position)
 
     def to_host(self, hidden: AnyArray) -> F32Array:
-        """Where the host can read it, until the next layer. Shapes: hidden, result [T, H]."""
+        """Rows for the host to read, valid until the next layer. Shapes: hidden, result [T, H]."""
         return self._backend.to_host(hidden)
 
     def head(self, hidden: AnyArray) -> F32Array:
@@ -304,7 +300,7 @@ class Steps:
         return self.finite(self._backend.to_host(self._model.head(hidden)))
 
     def argmax(self, hidden: AnyArray) -> I32Array:
-        """The most likely token after each. Shapes: hidden [T, H] of `forward`; result [T].
+        """The most likely token after each row. Shapes: hidden [T, H] of `forward`; result [T].
 
         Raises: NotFinite.
         """
@@ -313,20 +309,18 @@ class Steps:
         return argmax
 
     def finite(self, logits: F32Array) -> F32Array:
-        """The same logits of this run, from which a token may be chosen. Shapes: [V] or [T, V].
+        """The logits, checked to be finite. Shapes: [V] or [T, V].
 
         Raises: NotFinite if one of them is NaN or infinite.
         """
-        # For a small vocabulary this takes half the time of `.all()`.
+        # For a small vocabulary twice as fast as `.all()`.
         if 0 in np.isfinite(logits).tobytes():
             self.refuse_run()
         return logits
 
     def refuse_run(self) -> NoReturn:
-        """The run's logits are not finite. No later run goes on from what it has left: that may
-        be damaged, and would be found again as the beginning of the next prompt.
-
-        Raises: NotFinite.
+        """Raise NotFinite, and drop the run's cached positions: they may be damaged, and the next
+        prompt with the same prefix would reuse them.
         """
         self._cut(0)
         raise NotFinite(_NOT_FINITE)
@@ -346,8 +340,8 @@ class Steps:
             out[first:last] = self.head(hidden[first:last])
 
     def captured(self, run: int) -> CapturedStep | None:
-        """Steps of one token that cost next to nothing, if there are some here: to be used for all
-        that follows in this run, with `check` and `count` for every token.
+        """The captured step of one token, if the backend has one. It serves the whole rest of this
+        run, with `check` and `count` called for every token.
 
         Raises: as `forward`.
         """
@@ -362,14 +356,14 @@ class Steps:
             raise Cancelled
 
     def check_last(self) -> None:
-        """To be called before a result is final.
+        """Check the file before a result is final.
 
-        Raises: ModelFileError if the file was written to since the run began.
+        Raises: ModelFileError if it was written to since the run began.
         """
         self._file.require_unwritten()
 
     def count(self) -> None:
-        """A captured step has brought forth a token that was wanted."""
+        """Count one token of a captured step that was not discarded."""
         self._count(Phase.DECODE, 1)
 
     def _count(self, phase: Phase, num_tokens: int) -> None:
@@ -387,25 +381,28 @@ class Steps:
         moe: MoeBlock[AnyArray],
         on_layer: OnLayer[AnyArray],
     ) -> AnyArray:
-        """A chunk at once, or, if nobody looks at its layers, as two halves that others compute
-        experts of in turn.
+        """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
+
+        Not overlapped if `on_layer` is given, or experts are offloaded to this device.
 
         Shapes: token_ids, positions [T]; result [T, H].
         """
         overlapped_from = self._chunking.overlapped_from
         is_short = overlapped_from is None or token_ids.size < overlapped_from
-        # Experts that are copied here for a layer are used by the whole chunk.
+        # Weights that are copied here for a layer serve the whole chunk.
         is_whole = is_short or self._runtime.may_offload_now or on_layer is not nobody_looks
         if is_whole or not self._runtime.asks_daemons:
             return self._model.forward(token_ids, positions, self._cache, moe, on_layer)
-        of_half = self._overlap.passing(moe)
+        overlapped = self._overlap.overlapped(moe)
 
-        def half(part: slice) -> AnyArray:
-            return self._model.forward(token_ids[part], positions[part], self._cache, of_half)
+        def micro_batch(part: slice) -> AnyArray:
+            return self._model.forward(token_ids[part], positions[part], self._cache, overlapped)
 
         middle = -(-token_ids.size // 2)
         return self._backend.joined(
-            self._overlap.run(partial(half, slice(middle)), partial(half, slice(middle, None)))
+            self._overlap.run(
+                partial(micro_batch, slice(middle)), partial(micro_batch, slice(middle, None))
+            )
         )
 
     def _require_current(self, run: int) -> None:
@@ -417,28 +414,28 @@ class Steps:
             )
 
     def _moe(self, phase: Phase) -> MoeBlock[AnyArray]:
-        """The model's routed experts, on this device and elsewhere."""
+        """The model's routed experts, local and remote."""
         moe = self._moes.get(phase)
         if moe is None:
-            others = self._overlap if phase is Phase.PREFILL else self._runtime
-            moe = self._backend.moe(self._local_banks, phase, others)
+            remote = self._overlap if phase is Phase.PREFILL else self._runtime
+            moe = self._backend.moe(self._local_banks, phase, remote)
             if moe is None:
                 moe = partial(self._runtime.compute, phase=phase)
             self._moes[phase] = moe
         return moe
 
-    def _cancellable(self, phase: Phase, *, looks: bool = True) -> MoeBlock[AnyArray]:
-        """The same, but the first layer that nobody wants any more raises Cancelled, and if it
-        `looks` one that finds the file written to ModelFileError."""
-        compute, look = self._moe(phase), self._poll_file
-        if self._is_cancelled is None and not looks:
+    def _cancellable(self, phase: Phase, *, polls_file: bool = True) -> MoeBlock[AnyArray]:
+        """The same, raising Cancelled before a layer once the run is cancelled, and with
+        `polls_file` ModelFileError once the file was written to."""
+        compute, poll_file = self._moe(phase), self._poll_file
+        if self._is_cancelled is None and not polls_file:
             return compute
 
         def moe(
             layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
         ) -> AnyArray:
-            if looks:
-                look()
+            if polls_file:
+                poll_file()
             if self._is_cancelled is not None and self._is_cancelled():
                 raise Cancelled
             return compute(layer_id, hidden, topk_ids, topk_weights)
@@ -450,8 +447,8 @@ def _phase_of(num_tokens: int) -> Phase:
     return Phase.DECODE if num_tokens == 1 else Phase.PREFILL
 
 
-class _NobodyElse:
-    """Implements backend.RemoteExperts for a trial: others' shares are zero, nothing is counted."""
+class _NoRemoteExperts:
+    """Implements backend.RemoteExperts for a trial: remote sums are zero, nothing is counted."""
 
     def __init__(self, runtime: MoeExpertComputeRuntime) -> None:
         self.local_experts_mask = runtime.local_experts_mask
@@ -467,7 +464,7 @@ class _NobodyElse:
     may_offload = False
 
     def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
-        """Nobody's experts."""
+        """None."""
 
     def start(
         self,
@@ -484,7 +481,7 @@ class _NobodyElse:
         return sums
 
     def abandon(self, started: Any) -> None:
-        """Nothing was begun."""
+        """Nothing."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         return ()

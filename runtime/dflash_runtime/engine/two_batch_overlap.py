@@ -1,20 +1,19 @@
-"""Two halves of a chunk on their way through the layers, one behind the other.
+"""Two-batch overlap: two micro-batches of a chunk go through the layers, one behind the other.
 
 ::
 
-    first    attention 0, asks | . . . . . . . . . | sums 0, attention 1, asks | . . .
-    second   . . . . . . . . . | attention 0, asks | . . . . . . . . . . . . . | sums 0, …
-    others   . . . . . . . . . | first's experts 0 . . | second's experts 0 . . | first's …
+    first    attention 0, send | . . . . . . . . . | sums 0, attention 1, send | . . .
+    second   . . . . . . . . . | attention 0, send | . . . . . . . . . . . . . | sums 0, …
+    remote   . . . . . . . . . | first's experts 0 . . | second's experts 0 . . | first's …
 
-A model's forward is one loop, so each half has one of its own: the first in the caller's thread,
+A model's forward is one loop, so each micro-batch runs its own: the first in the caller's thread,
 the second in a thread that lives as long as the chunk. Exactly one of them runs at a time. A turn
-ends in the middle of a layer's experts, when others have been asked and before anybody waits for
-them; so the second half comes to a layer when the first has been there, whose keys, values and
-recurrent states are for it those of the chunk before. What the two have in common need not be
-locked.
+ends within a layer's experts, after requests to remote owners were sent and before their replies
+are waited for. So the second reaches a layer after the first, and finds the first's keys, values
+and recurrent states there as those of an earlier chunk. What the two share needs no lock.
 
-Whatever ends one half ends the other, before `TwoBatchOverlap.run` raises; what others were asked
-for is abandoned then.
+An exception in one micro-batch ends the other before `TwoBatchOverlap.run` raises it; requests in
+flight are abandoned then.
 """
 
 from __future__ import annotations
@@ -36,49 +35,50 @@ from dflash_runtime.interrupts import uninterrupted
 
 _FIRST, _SECOND = 0, 1
 _LONGEST_TURN_S = 1800.0
-"""A turn waits for requests, the longest of which has 600 s, and computes what was lost."""
+"""A turn may wait for requests, of at most 600 s each, and compute what a lost daemon did not."""
 
 T = TypeVar("T")
 
 
-class _OtherHasFailed(Exception):
-    """Ends a half, and is seen by nobody else."""
+class _PeerFailed(Exception):
+    """Ends a micro-batch after the other one has failed; caught within this module."""
 
 
-class AskedExperts(RemoteExperts, Protocol):
-    """Others that go on with what they were asked for when they are given time."""
+class PolledExperts(RemoteExperts, Protocol):
+    """Remote experts whose requests in flight advance when polled."""
 
     def poll(self) -> None:
-        """Do what can be done without waiting, for whoever has asked."""
+        """Advance all requests in flight without waiting."""
 
 
 class TwoBatchOverlap:
-    """Implements backend.RemoteExperts by those who are asked, and has halves take turns meanwhile.
+    """Implements backend.RemoteExperts: delegates to `remote`, and between the start and the finish
+    of a layer's experts lets the other micro-batch run.
 
     Used by one thread at a time.
     """
 
-    def __init__(self, others: AskedExperts) -> None:
-        self._others = others
+    def __init__(self, remote: PolledExperts) -> None:
+        self._remote = remote
         self._pair: _Pair[Any] | None = None
-        self.local_experts_mask, self.count_local = others.local_experts_mask, others.count_local
-        self.count_selections, self.abandon = others.count_selections, others.abandon
-        self.mail_routes, self.count_mailed = others.mail_routes, others.count_mailed
-        self.is_step_to_be_checked = others.is_step_to_be_checked
-        self.note_checked_step = others.note_checked_step
+        self.local_experts_mask, self.count_local = remote.local_experts_mask, remote.count_local
+        self.count_selections, self.abandon = remote.count_selections, remote.abandon
+        self.mail_routes, self.count_mailed = remote.mail_routes, remote.count_mailed
+        self.is_step_to_be_checked = remote.is_step_to_be_checked
+        self.note_checked_step = remote.note_checked_step
 
     @property
     def may_offload(self) -> bool:
-        """As RemoteExperts.may_offload."""
-        return self._others.may_offload
+        """Whether `to_offload` may name an expert."""
+        return self._remote.may_offload
 
     def to_offload(
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
-        """As RemoteExperts.to_offload; None for halves, each of which would have them copied."""
+        """None for micro-batches, as each would copy the weights."""
         if self._pair is not None:
             return None
-        return self._others.to_offload(layer_id, topk_ids, expert_s=expert_s)
+        return self._remote.to_offload(layer_id, topk_ids, expert_s=expert_s)
 
     def start(
         self,
@@ -90,40 +90,40 @@ class TwoBatchOverlap:
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
-        """As RemoteExperts.start."""
+        """Send the layer's requests."""
         if self._pair is not None:
-            self._others.poll()
-        return self._others.start(
+            self._remote.poll()
+        return self._remote.start(
             layer_id, hidden, topk_ids, topk_weights, phase=phase, offloaded=offloaded
         )
 
     def finish(self, started: Any, out: F64Array | None = None) -> Sums:
-        """As RemoteExperts.finish; before that it is the other half's turn, if there are halves."""
+        """Wait for the sums, after a turn of the other micro-batch if there are two."""
         if self._pair is not None:
             try:
-                self._others.poll()
+                self._remote.poll()
                 self._pair.pass_on()
             except BaseException:
                 self.abandon(started)
                 raise
-        return self._others.finish(started, out)
+        return self._remote.finish(started, out)
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """What both return; each calls layers' experts as `passing` has made them of a block that
-        asks these others.
+        """Run two micro-batches and return both results. Each computes its routed experts with
+        the block of `overlapped`.
 
-        Raises: what one of them has raised, or KeyboardInterrupt, when both have ended.
+        Raises: what one of them has raised, or KeyboardInterrupt, once both have ended.
         """
         if self._pair is not None:
-            raise RuntimeError("a half is cut in halves")
+            raise RuntimeError("a micro-batch was split again")
         pair = self._pair = _Pair(second)
         try:
             return pair.run(first)
         finally:
             self._pair = None
 
-    def passing(self, moe: MoeBlock[AnyArray]) -> MoeBlock[AnyArray]:
-        """The same for a half: a turn ends within each call, also if nobody is asked in it."""
+    def overlapped(self, moe: MoeBlock[AnyArray]) -> MoeBlock[AnyArray]:
+        """The same block for a micro-batch: each call ends a turn, even if no request was sent."""
 
         def block(
             layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
@@ -131,7 +131,7 @@ class TwoBatchOverlap:
             pair = self._pair
             assert pair is not None
             num_turns = pair.num_turns_of_holder
-            self._others.poll()  # the device has much to do until experts are chosen
+            self._remote.poll()  # the device is busy until experts are chosen
             sums = moe(layer_id, hidden, topk_ids, topk_weights)
             if pair.num_turns_of_holder == num_turns:
                 pair.pass_on()
@@ -141,13 +141,13 @@ class TwoBatchOverlap:
 
 
 class _Pair(Generic[T]):
-    """One chunk's halves, and whose turn it is.
+    """One chunk's micro-batches, and whose turn it is.
 
-    Whoever has the turn gives it away: `_holder` says who has it, and opening that one's gate wakes
-    it up. A gate that was opened once too often only has it look once more. An interrupt, which
-    comes to the caller's thread alone and at any moment, may find the turn with the other half; it
-    is waited for then, as what both use must not be left while somebody uses it. Further ones are
-    held back meanwhile: `Thread.join`, interrupted, takes the thread to have ended (bpo-45274).
+    `_holder` has the turn. It passes the turn on by setting `_holder` and opening the other's gate;
+    a gate opened once too often causes one more check of `_holder`. KeyboardInterrupt comes to the
+    caller's thread at any moment, perhaps during the other's turn, which is then waited for, since
+    it uses what both share. Further interrupts are held back meanwhile: `Thread.join`, interrupted,
+    takes the thread to have ended (bpo-45274).
     """
 
     def __init__(self, second: Callable[[], T]) -> None:
@@ -161,16 +161,18 @@ class _Pair(Generic[T]):
         self._has_failed = False
         self._result: list[T] = []
         self._error: BaseException | None = None
-        """Of the second half."""
-        self._thread = threading.Thread(target=self._run_second, name="dflash-half", daemon=True)
+        """What the second micro-batch raised."""
+        self._thread = threading.Thread(
+            target=self._run_second, name="dflash-micro-batch", daemon=True
+        )
 
     @property
     def num_turns_of_holder(self) -> int:
-        """How often the half that runs has given its turn away."""
+        """How often the running micro-batch has passed its turn on."""
         return self._num_turns[self._holder]
 
     def run(self, first: Callable[[], T]) -> tuple[T, T]:
-        """As TwoBatchOverlap.run."""
+        """Run both; see TwoBatchOverlap.run."""
         try:
             try:
                 self._thread.start()
@@ -180,20 +182,20 @@ class _Pair(Generic[T]):
                 raise
             finally:
                 self._finish_second()
-        except _OtherHasFailed:
+        except _PeerFailed:
             pass
-        error, self._error = self._error, None  # which refers to frames that refer to this
+        error, self._error = self._error, None  # its frames refer to self
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # as its frames are this one too
+                del error  # its frames include this one
         return result, self._result.pop()
 
     def pass_on(self) -> None:
         """End a turn; returns when the next one begins.
 
-        Raises: _OtherHasFailed; DeviceUnavailable if the other half does not come to an end.
+        Raises: _PeerFailed; DeviceUnavailable if the other micro-batch does not end its turn.
         """
         me = self._holder
         self._num_turns[me] += 1
@@ -206,52 +208,52 @@ class _Pair(Generic[T]):
                 self._regain(me)
                 raise
         if self._has_failed:
-            raise _OtherHasFailed
+            raise _PeerFailed
 
     def _run_second(self) -> None:
         try:
             self._await(_SECOND)
             if not self._has_failed:
                 self._result.append(self._second())
-        except _OtherHasFailed:
+        except _PeerFailed:
             pass
         except BaseException as error:
             self._error, self._has_failed = error, True
         finally:
-            del self._second  # with all that it refers to
+            del self._second  # releases what it refers to
             self._second_has_ended = True
             self._give(_FIRST)
 
     def _finish_second(self) -> None:
-        """The first half has ended: the second one ends too, with its work done unless one failed.
+        """Run the second micro-batch to its end after the first has ended, or failed.
 
-        Raises: KeyboardInterrupt if there was one meanwhile, when it has ended; DeviceUnavailable
-        if it does not.
+        Raises: KeyboardInterrupt if one came meanwhile, once it has ended; DeviceUnavailable if it
+        does not end.
         """
         with uninterrupted():
             self._first_has_ended = True
             self._give(_SECOND)
             while self._thread.is_alive() and not self._second_has_ended:
                 if not self._gates[_FIRST].acquire(timeout=_LONGEST_TURN_S):
-                    raise DeviceUnavailable("half of a chunk has not come to an end")
-                self._give(_SECOND)  # if it was just giving its turn away
+                    raise DeviceUnavailable("a micro-batch of a prompt did not end in time")
+                self._give(_SECOND)  # if it was just passing its turn on
             if self._thread.is_alive():
                 self._thread.join(_LONGEST_TURN_S)
 
-    def _give(self, half: int) -> None:
-        self._holder = half
-        with suppress(RuntimeError):  # it is open
-            self._gates[half].release()
+    def _give(self, to: int) -> None:
+        self._holder = to
+        with suppress(RuntimeError):  # already open
+            self._gates[to].release()
 
-    def _await(self, half: int) -> None:
-        """Wait for a turn. Raises: DeviceUnavailable if it never comes."""
-        while self._holder != half:
-            if not self._gates[half].acquire(timeout=_LONGEST_TURN_S):
-                raise DeviceUnavailable("half of a chunk waits for the other in vain")
+    def _await(self, me: int) -> None:
+        """Wait for my turn. Raises: DeviceUnavailable after `_LONGEST_TURN_S`."""
+        while self._holder != me:
+            if not self._gates[me].acquire(timeout=_LONGEST_TURN_S):
+                raise DeviceUnavailable("a micro-batch of a prompt waited for the other too long")
 
-    def _regain(self, half: int) -> None:
-        """Wait for the turn that was given away, whatever comes."""
-        with uninterrupted(), suppress(DeviceUnavailable):  # something is on its way already
-            if self._holder != half:
-                self._give(1 - half)  # which may not have been done
-                self._await(half)
+    def _regain(self, me: int) -> None:
+        """Wait until the turn that was passed on comes back, ignoring interrupts and timeouts."""
+        with uninterrupted(), suppress(DeviceUnavailable):  # another exception is being raised
+            if self._holder != me:
+                self._give(1 - me)  # the interrupt may have come before
+                self._await(me)

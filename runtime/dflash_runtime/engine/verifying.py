@@ -1,7 +1,7 @@
-"""Verifying draft tokens: chains and trees of them in one pass each.
+"""Speculative verification: chains and trees of draft tokens, in one pass each.
 
-A sequence is begun with a prompt; then a tree of guesses is computed at once, and a path through it
-accepted, again and again. Knows nothing of where guesses come from.
+A sequence begins with a prompt; then, again and again, a tree of draft tokens is computed at once
+and a path through it accepted. Where drafts come from is the caller's matter.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dflash_runtime.engine.steps import Steps
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a model says of tokens, given those before each of them."""
+    """The result of `prefill` or `verify`."""
 
     next_token_ids: I32Array
-    """The most likely token after each of those that were asked about. Shapes: [W]."""
+    """The most likely token after each draft token, or after the prompt. Shapes: [W]."""
     features: dict[int, F32Array]
-    """Hidden states after each of the layers that were asked for. Shapes: [T, H], all tokens."""
+    """Hidden states of all tokens after each of the `feature_layers`. Shapes: [T, H]."""
 
 
 class Verifier:
-    """The state of one sequence of an engine, from its prompt on."""
+    """One sequence of an engine: its prompt, the accepted tokens, and the drafts last verified."""
 
     def __init__(self, steps: Steps, spec: ModelSpec, prompt: I32Array) -> None:
-        """Begin a run. Shapes: prompt [T]. Raises: SettingsError if there is no token."""
+        """Begin a run. Shapes: prompt [T]. Raises: SettingsError if it is empty."""
         if prompt.size == 0:
             raise SettingsError("the prompt is empty")
         self._steps = steps
@@ -42,10 +42,10 @@ class Verifier:
         self._prompt = prompt
         self._pending: tuple[I32Array, Tree] | None = None
         self.num_positions = 0
-        """Tokens that count."""
+        """Length of the sequence: the prompt and the accepted tokens."""
 
     def prefill(self, feature_layers: Collection[int]) -> Verified:
-        """The prompt through the model; what comes after its last token.
+        """Compute the prompt.
 
         Raises: as Steps.forward.
         """
@@ -68,11 +68,11 @@ class Verifier:
         num_tokens = token_ids.size
         if num_tokens > MOST_NODES:
             raise SettingsError(f"{num_tokens} tokens: up to {MOST_NODES} can be verified at once")
-        of_tokens = index_array("parent", parents, smallest=-1, largest=num_tokens - 1)
-        if of_tokens.size != num_tokens:
-            raise SettingsError(f"{num_tokens} tokens with {of_tokens.size} parents")
+        parent_ids = index_array("parent", parents, smallest=-1, largest=num_tokens - 1)
+        if parent_ids.size != num_tokens:
+            raise SettingsError(f"{num_tokens} tokens with {parent_ids.size} parents")
         try:
-            tree = Tree(of_tokens, self.num_positions)
+            tree = Tree(parent_ids, self.num_positions)
         except ValueError as error:
             raise SettingsError(f"parents: {error}") from error
         end = self.num_positions + int(tree.depths.max(initial=-1)) + 1
@@ -83,13 +83,13 @@ class Verifier:
         self._steps.check(self._run)
         next_token_ids = np.empty(0, np.int32)
         if num_tokens:
-            done = self._steps.verify_captured(
+            captured = self._steps.verify_captured(
                 self._run, token_ids, tree, features=features.by_layer
             )
-            if done is not None:
+            if captured is not None:
                 self._steps.check_last()
                 self._pending = token_ids, tree
-                return Verified(done.next_token_ids, done.features)
+                return Verified(captured.next_token_ids, captured.features)
             hidden = self._steps.forward_tree(
                 self._run, token_ids, tree, on_layer=features.on_layer
             )
@@ -102,7 +102,7 @@ class Verifier:
         """See Engine.accept."""
         self._steps.check(self._run)
         if self._pending is None:
-            raise SettingsError("there is nothing to accept: a path counts once after each verify")
+            raise SettingsError("nothing to accept: accept may be called once after each verify")
         token_ids, tree = self._pending
         nodes = index_array("node", path, smallest=0, largest=token_ids.size - 1)
         try:
@@ -114,7 +114,7 @@ class Verifier:
         self.num_positions += nodes.size
 
     def _features(self, layers: Collection[int], num_tokens: int) -> _Features:
-        """Raises: SettingsError for a layer that there is not."""
+        """Raises: SettingsError for a layer that does not exist."""
         spec = self._spec
         layer_ids = index_array("feature layer", layers, smallest=0, largest=spec.num_layers - 1)
         by_layer = {
@@ -125,16 +125,16 @@ class Verifier:
 
 
 class _Features:
-    """Hidden states of some layers, as chunks come through them. Shapes: by_layer [T, H]."""
+    """Collects hidden states of some layers, chunk by chunk. Shapes: by_layer [T, H]."""
 
     def __init__(self, steps: Steps, by_layer: dict[int, F32Array]) -> None:
         self._steps = steps
         self.by_layer = by_layer
         self.first = 0
-        """The first token of the chunk at hand."""
+        """The first token of the current chunk."""
 
     def on_layer(self, layer_id: int, hidden: AnyArray) -> None:
-        """As ops.OnLayer."""
+        """Keep the rows if the layer is asked for. Shapes: hidden [T, H]."""
         if layer_id in self.by_layer:
             rows = self._steps.to_host(hidden)
             self.by_layer[layer_id][self.first : self.first + rows.shape[0]] = rows

@@ -1,4 +1,4 @@
-"""Choosing who owns which expert. Pure: imports no device library.
+"""Choosing the owner of each expert: from a model's spec and a list of owners to a Placement.
 
-Knows nothing of processes; it turns a model's facts and a list of owners into a Placement.
+Pure: imports no device library, starts no process.
 """

@@ -1,6 +1,6 @@
 """The even split: the first N experts of each layer stay local, the rest are dealt to the daemons.
 
-Knows nothing of speeds or memory sizes; all daemons count alike.
+All daemons count alike, whatever their speed or memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LOCAL_OWNER = "local"
 def even_split(
     spec: MoeSpec, daemon_names: Sequence[str], num_local_experts: int | None
 ) -> Placement:
-    """Deal experts one by one, so that every daemon gets as many of each layer, give or take one.
+    """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one.
 
     `num_local_experts` a layer stay in the parent: none by default if there are daemons, else all.
-    Raises: SettingsError if a layer has not so many, or if some have no owner.
+    Raises: SettingsError if a layer has fewer experts, or if some have no owner.
     """
     experts: dict[str, dict[int, range]] = {name: {} for name in (LOCAL_OWNER, *daemon_names)}
     for layer in spec.layers:

@@ -1,4 +1,1 @@
-"""The server: OpenAI's HTTP interface over one engine, which one thread owns for life.
-
-Knows nothing of command lines.
-"""
+"""The server: OpenAI's HTTP interface over one engine, which one thread owns for life."""

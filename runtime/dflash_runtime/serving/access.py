@@ -1,7 +1,4 @@
-"""Who may use the server: where it listens, keys, and web pages of others.
-
-Knows nothing of models.
-"""
+"""Access to the server: where it listens, API keys, and protection from foreign web pages."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _BACKLOG = 512
 
 
 class ApiKeys:
-    """The keys of which a client must have one."""
+    """The API keys, one of which a client must send."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self._keys = tuple(keys)
@@ -33,7 +30,7 @@ class ApiKeys:
     def load(cls, path: Path) -> ApiKeys:
         """Read a file of keys, one on a line; lines that begin with ``#`` are comments.
 
-        Raises: SettingsError if it cannot be read, others than we may, or it holds no sound key.
+        Raises: SettingsError if it cannot be read, other accounts can read it, or a key is invalid.
         """
         text = _read_private(path)
         lines = [line.strip() for line in text.splitlines()]
@@ -52,9 +49,9 @@ class ApiKeys:
         return cls(keys)
 
     def index_of(self, authorization: bytes) -> int | None:
-        """Which key the value of an ``Authorization`` header holds; None = none of ours.
+        """The index of the key in an ``Authorization`` header's value; None if it is not ours.
 
-        Takes as long whichever it is.
+        The time taken does not depend on the key.
         """
         scheme, _, given = authorization.partition(b" ")
         given = given.strip() if scheme.lower() == b"bearer" else b""
@@ -70,13 +67,13 @@ def _read_private(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            # Of what is open, not of the path: that may be another file by now.
+            # fstat, not stat: the path may be another file by now.
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise file_error(_WHAT, path, "is no regular file")
             if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
-                # docs: others may read the keys
-                raise file_error(_WHAT, path, "is open to others; chmod 600 it")
+                # docs: other accounts may read the keys
+                raise file_error(_WHAT, path, "is open to other accounts; chmod 600 it")
             text = os.read(descriptor, _MOST_BYTES + 1)
         finally:
             os.close(descriptor)
@@ -90,9 +87,9 @@ def _read_private(path: Path) -> bytes:
 
 
 def listening_socket(host: str, port: int, *, has_keys: bool) -> socket.socket:
-    """A bound socket; whoever gets it closes it.
+    """A bound, listening socket; the caller closes it.
 
-    Raises: SettingsError if the address cannot be had, or is not loopback and there are no keys.
+    Raises: SettingsError if the address cannot be bound, or is not loopback and there are no keys.
     """
     try:
         found = socket.getaddrinfo(
@@ -113,7 +110,7 @@ def listening_socket(host: str, port: int, *, has_keys: bool) -> socket.socket:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # now, so that who comes while we start waits
+        listener.listen(_BACKLOG)  # now, so that clients wait while the server starts
         listener.setblocking(False)
     except OSError as error:
         listener.close()
@@ -123,10 +120,10 @@ def listening_socket(host: str, port: int, *, has_keys: bool) -> socket.socket:
 
 
 def is_of_another_site(host: str, origin: str | None) -> bool:
-    """Whether a request without a key may be the doing of some web page in a browser.
+    """Whether a request without a key may come from a foreign web page in a browser.
 
-    `host` is the request's ``Host``: a page can have its own name lead to us, but not another.
-    `origin` is what browsers say of who asks, None = it is not said.
+    `host` is the request's ``Host``: a page can have its own host name resolve to us (DNS
+    rebinding), but not one of ours. `origin` is its ``Origin``, which browsers send, or None.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""

@@ -1,6 +1,6 @@
 """The routes.
 
-What bodies say is checked in ``requests``; ``bodies`` bounds them, and what is made of them.
+``requests`` checks the contents of bodies; ``bodies`` bounds their memory and that of their tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def create_app(state: ServerState) -> ASGIApp:
     app = FastAPI(
         title="dflash-moe",
         version=__version__,
-        # Their pages load scripts from elsewhere.
+        # Their pages load scripts from other sites.
         docs_url=None,
         redoc_url=None,
         routes=page_routes(),
@@ -106,8 +106,8 @@ def create_app(state: ServerState) -> ASGIApp:
             ids = tokenizer.encoded(
                 body.content, add_special=body.add_special, parse_special=body.parse_special
             )
-            # As JSON in the thread: it takes long too, and a text less memory than its ids.
-            parts = await _made(received, (",".join(map(str, part)) for part in ids), "content")
+            # JSON is made in the thread too: it takes long, and needs less memory than the ids.
+            parts = await _in_turns(received, (",".join(map(str, part)) for part in ids), "content")
         return _json('{"tokens":[', ",".join(filter(None, parts)), "]}")
 
     @app.post("/detokenize")
@@ -120,7 +120,7 @@ def create_app(state: ServerState) -> ASGIApp:
                 raise ApiError(400, f"tokens: {largest} is no token", param="tokens")
             texts = tokenizer.decoded(body.tokens)
             escaped = (json.dumps(part)[1:-1] for part in texts)
-            parts = await _made(received, escaped, "tokens")
+            parts = await _in_turns(received, escaped, "tokens")
         return _json('{"content":"', "".join(parts), '"}')
 
     @app.post("/v1/completions")
@@ -152,7 +152,7 @@ def create_app(state: ServerState) -> ASGIApp:
                     messages, template=state.chat_template, extra=body.chat_template_kwargs
                 )
 
-            [rendered] = await _made(received, text(), "messages", turns=state.bodies.rendering)
+            [rendered] = await _in_turns(received, text(), "messages", turns=state.bodies.rendering)
             prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
         answer = ChatAnswer(
             model_id(engine),
@@ -193,7 +193,7 @@ def _model_record(engine: Engine) -> dict[str, Any]:
 def _job(
     request: Request, engine: Engine, body: CompletionBody | ChatBody, token_ids: list[int]
 ) -> Job:
-    """Raises: ApiError if it cannot be done."""
+    """A job for the worker. Raises: ApiError."""
     field = "prompt" if isinstance(body, CompletionBody) else "messages"
     try:
         token_id_array(
@@ -260,13 +260,13 @@ async def _prompt(
                 raise ContextExceeded(num_tokens, engine.num_positions)
             yield part
 
-    return list(chain.from_iterable(await _made(received, parts(), field)))
+    return list(chain.from_iterable(await _in_turns(received, parts(), field)))
 
 
-async def _made(
+async def _in_turns(
     received: Body, parts: Iterator[T], field: str, *, turns: Turns | None = None
 ) -> list[T]:
-    """What is made of a body's `field`. Raises: ApiError."""
+    """The `parts` made from a body's `field`, in threads. Raises: ApiError."""
     try:
         return await received.made(parts, turns=turns)
     except ContextExceeded as error:

@@ -1,8 +1,8 @@
-"""Bodies of requests: received, and made into tokens, within bounds of memory and in turns.
+"""Bodies of requests: received, and made into tokens, with bounded memory and fair turns.
 
-A body counts from its first byte until its tokens are made. They are made in threads, in parts:
-clients take turns, and what a client has asked for who is gone is left at once. Knows nothing of
-models. Used in the event loop's thread alone.
+A body counts from its first byte until its tokens are made. They are made in threads, part by part:
+clients take turns, and the work stops when its client disconnects. Used in the event loop's thread
+alone.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.turns import Turns
 
 BODY_S = 30.0
-"""For a body to arrive."""
+"""Within this a body must arrive."""
 _DRAINED_BYTES = 64 << 20
-"""A body that is too large is received to its end if it is no larger: many clients do not read the
-answer before they have sent all."""
+"""A body that is too large, but not larger than this, is received to its end: many clients read no
+answer before they have sent everything."""
 _BODIES_AT_ONCE = 8
 _LARGE_BYTES = 64 << 10
 _SMALL_AT_ONCE = 2
 _RENDERED_AT_ONCE = 2
 _TURN_S = 0.02
-"""So long a turn lasts, and until a part is made: a word of a million letters takes longer."""
+"""A turn lasts until the first part that ends after this; a very long word takes longer."""
 _MOST_WAITING = 4096
-"""Never reached: a connection has one request at a time, and there are fewer than half as many."""
+"""Never reached: a connection has one request at a time, and there are fewer than half of this."""
 
 T = TypeVar("T")
 
 
 class Bodies:
-    """All that are here: together at most eight times `max_bytes`, the most of one body; those of
+    """All bodies held: together at most eight times `max_bytes`, the limit of one body; those of
     one client at most half of that."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Of all bodies that are here."""
+        """Bytes of all bodies held."""
         self._bytes_of: Counter[str] = Counter()
         self._small = Turns(_SMALL_AT_ONCE, _MOST_WAITING)
         self._large = Turns(1, _MOST_WAITING)
         self.rendering = Turns(_RENDERED_AT_ONCE, _MOST_WAITING)
-        """At having a chat template at work, which may take seconds: other texts do not wait."""
+        """Turns at rendering chat templates, which may take seconds: other texts do not wait."""
 
     @contextmanager
     def body_of(self, request: Request, client: str) -> Iterator[Body]:
-        """The body of a request, which counts as its client's for as long as this lasts."""
+        """The body of a request; it counts towards the bounds until the context is left."""
         body = Body(self, request, client)
         try:
             yield body
         finally:
             self.num_bytes -= body.num_bytes
             self._bytes_of[client] -= body.num_bytes
-            self._bytes_of += Counter()  # without those that have none any more
+            self._bytes_of += Counter()  # drops clients with 0 bytes
 
     def add(self, client: str, num_bytes: int) -> None:
-        """So much more has arrived. Raises: ApiError if it is too much."""
+        """Count bytes that arrived. Raises: ApiError if a bound is exceeded."""
         self.num_bytes += num_bytes
         self._bytes_of[client] += num_bytes
         most = _BODIES_AT_ONCE * self.max_bytes
@@ -76,22 +76,23 @@ class Bodies:
             )
 
     def turns(self, num_bytes: int) -> Turns:
-        """At making tokens of a body of this size: small ones do not wait for large ones."""
+        """Turns at tokenising a body of this size: small ones do not wait for large ones."""
         return self._large if num_bytes > _LARGE_BYTES else self._small
 
 
 class Body:
-    """One of them; made by `Bodies.body_of`."""
+    """The body of one request; made by `Bodies.body_of`."""
 
     def __init__(self, bodies: Bodies, request: Request, client: str) -> None:
         self.num_bytes = 0
-        """That have arrived."""
+        """Bytes received so far."""
         self._bodies = bodies
         self._request = request
         self._client = client
 
     async def receive(self) -> bytes:
-        """All of it. Raises: ApiError if it is too large, too late, cut short, or one too many."""
+        """Receive all of it. Raises: ApiError if it is too large, late, cut short, or exceeds the
+        bounds of all bodies."""
         limit = self._bodies.max_bytes
         declared = self._request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
@@ -119,10 +120,10 @@ class Body:
             ) from None
 
     async def made(self, parts: Iterator[T], *, turns: Turns | None = None) -> list[T]:
-        """The parts of what is made of it, each made in a thread when it is this client's turn: of
-        `turns`, or of those at making tokens of a body of this size.
+        """Consume `parts`, an iterator over what is made from this body, in threads, when it is
+        this client's turn: by `turns`, or by those for tokenising a body of this size.
 
-        Raises: what `parts` raise; ApiError if the client goes away meanwhile.
+        Raises: what `parts` raise; ApiError if the client disconnects meanwhile.
         """
         turns = turns or self._bodies.turns(self.num_bytes)
         making = asyncio.ensure_future(self._in_turns(parts, turns))
@@ -154,7 +155,7 @@ class Body:
 
 
 def _some(parts: Iterator[T]) -> tuple[list[T], bool]:
-    """As many parts as a turn has time for, and whether there are no more."""
+    """The parts made within one turn, and whether they were the last."""
     end_s = time.perf_counter() + _TURN_S
     made: list[T] = []
     for part in parts:
@@ -165,13 +166,13 @@ def _some(parts: Iterator[T]) -> tuple[list[T], bool]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Cancelled, it ends when the thread is done: what it has is not free before."""
+    """Run in a thread. If cancelled, still waits for the thread, which holds the memory."""
     working = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         await asyncio.wait([working])
-        working.exception()  # which nobody wants to know any more
+        working.exception()  # marks it as retrieved
         raise
 
 

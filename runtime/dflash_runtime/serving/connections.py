@@ -1,7 +1,6 @@
-"""Which connections are taken: so many in all, so many of one address, and never the last files.
+"""Accepting connections within bounds: in all, of one address, and of file descriptors.
 
-Knows nothing of requests. asyncio's own server takes every connection, and writes a traceback for
-each that it has no descriptor for.
+asyncio's own server accepts every connection, and logs a traceback when it has no descriptor left.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ _LOG = logging.getLogger(__name__)
 MOST_CONNECTIONS = 1024
 _REPORT_EVERY_S = 60.0
 _PAUSE_S = 1.0
-"""Where not even one connection can be taken to be closed."""
+"""Before accepting again, when no descriptor is left even for a connection to be closed."""
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_connections() -> int:
-    """In all: half of the files that may be open, for the model and daemons need the others."""
+    """Limit in all: half of the process's file limit; the model and daemons need the rest."""
     return min(MOST_CONNECTIONS, max(8, _most_files() // 2))
 
 
 def first_reserved_file() -> int:
-    """Of the files that may be open, the last quarter is for daemons: a connection never has one
-    of these numbers, which the kernel gives only when all lower ones are taken."""
+    """The last quarter of file descriptors is reserved for daemons: connections use none from this
+    number on. The kernel always gives the lowest free number."""
     most = _most_files()
     return most - most // 4
 
 
 class Acceptor:
-    """Takes connections from a listening socket, one in each turn of the event loop.
+    """Accepts connections from a listening socket, one per iteration of the event loop.
 
-    Where there is no room, the connection makes it whose client has been waited for longest: of
-    all, or of the address that has half of all. If every one has a whole request, the new one is
-    closed at once. `connections` are those that there are, kept by who makes them.
+    Without room, the connection whose client has been silent longest is closed: of all, or of the
+    address that has half of all. If each has a whole request, the new one is closed at once.
+    `connections` is the live set, maintained by uvicorn.
     """
 
     def __init__(
@@ -62,12 +61,12 @@ class Acceptor:
         self._reported_s = float("-inf")
 
     def start(self) -> None:
-        """Take connections from now on."""
+        """Begin to accept."""
         self._resuming = None
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def stop(self) -> None:
-        """Take no more; those that there are stay. May be called twice."""
+        """Accept no more; open connections stay. May be called twice."""
         if self._resuming is not None:
             self._resuming.cancel()
         elif self._listener.fileno() >= 0:
@@ -75,7 +74,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         has_room = self._has_room()
-        # What is closed gives its descriptor back in the loop's next turn.
+        # A closed connection's descriptor is free in the loop's next iteration.
         if not has_room and self._close_silent(self._connections, "there were too many"):
             return
         try:
@@ -85,10 +84,10 @@ class Acceptor:
                 self._report(error.strerror or str(error))
                 self._loop.remove_reader(self._listener.fileno())
                 self._resuming = self._loop.call_later(_PAUSE_S, self.start)
-            return  # else it was gone before we came
+            return  # else the client disconnected before
         if not has_room or not self._has_room_for(host):
             connection.close()
-            self._count("every one had a request")
+            self._count("all had requests")
             return
         connection.setblocking(False)
         starting = self._loop.create_task(self._begin(connection))
@@ -98,7 +97,7 @@ class Acceptor:
     async def _begin(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make, connection)
-        except OSError as error:  # it is gone
+        except OSError as error:  # disconnected
             connection.close()
             _LOG.debug("a connection could not be begun: %s", error)
 
@@ -113,7 +112,8 @@ class Acceptor:
         return lowest < first_reserved_file()
 
     def _has_room_for(self, host: str) -> bool:
-        """There is, or was made. No address has too many as long as all together have not."""
+        """Whether an address may have one more, after closing a silent one of its own if need be.
+        Addresses are unlimited while all together have less than half."""
         most = most_connections() // 2
         if len(self._connections) + len(self._starting) < most:
             return True
@@ -122,7 +122,7 @@ class Acceptor:
         return len(own) + num_starting < most or self._close_silent(own, f"{host} had too many")
 
     def _close_silent(self, connections: Collection[BoundedProtocol], why: str) -> bool:
-        """Close the one whose client is waited for longest; False if there is none."""
+        """Close the connection silent longest; False if none is silent."""
         waiting = [each for each in connections if each.silent_since_s is not None]
         if not waiting:
             return False
@@ -132,10 +132,10 @@ class Acceptor:
 
     def _count(self, why: str) -> None:
         self._num_closed += 1
-        self._report(f"closed {self._num_closed} since the start for want of room: {why}")
+        self._report(f"closed {self._num_closed} since the start for lack of room: {why}")
 
     def _report(self, what: str) -> None:
-        """Say so, but not a thousand times a second."""
+        """Log, at most once a minute."""
         now_s = self._loop.time()
         if now_s - self._reported_s < _REPORT_EVERY_S:
             return
@@ -143,7 +143,7 @@ class Acceptor:
         # docs: there was no room for a connection: one whose client said nothing was closed for it,
         # or it was closed itself since all had requests; or the process had no files left (`ulimit
         # -n`). See *Bounds* in [serving.md](serving.md)
-        _LOG.warning("connections: %s (said at most once a minute)", what)
+        _LOG.warning("connections: %s (logged at most once a minute)", what)
 
 
 def _most_files() -> int:

@@ -1,7 +1,4 @@
-"""What a server says of itself: the model, where its experts are, and what their owners did.
-
-Knows nothing of HTTP.
-"""
+"""The server's description of itself: the model, where its experts are, what their owners did."""
 
 from __future__ import annotations
 
@@ -12,22 +9,22 @@ from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
-"""Of `describe`; raised when a field changes its meaning or goes."""
+"""Version of `describe`; raised when a field changes its meaning or is removed."""
 
 
 def model_id(engine: Engine) -> str:
-    """What clients call the model: the file's name without its ending."""
+    """The model's id in the API: the file's name without its suffix."""
     return engine.model_path.stem
 
 
 def chat_template(state: ServerState, engine: Engine) -> str | None:
-    """That of the settings, else the model's; None if neither has one."""
+    """The settings' template, else the model's; None if neither has one."""
     tokenizer = engine.tokenizer
     return state.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
 
 
 def describe(state: ServerState, engine: Engine) -> dict[str, Any]:
-    """All of it, for JSON. Never waits for the engine."""
+    """The description, for JSON. Never waits for the engine."""
     spec, stats, placement = engine.spec, engine.stats(), engine.placement
     running = state.worker.running
     return {

@@ -1,7 +1,4 @@
-"""Errors as clients see them, a status and OpenAI's JSON, and how JSON goes out.
-
-Knows nothing of routes.
-"""
+"""Errors as clients see them: a status and OpenAI's JSON. And the JSON encoding of our answers."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from dflash_protocol.process.output import ascii_json
 
 
 class JSONResponse(responses.JSONResponse):
-    """What the server says of itself, in ASCII: whatever a name holds does nothing in the terminal
-    of a client like curl, and clients read the same from it."""
+    """JSON in ASCII, so that names cannot send control sequences to the terminal of a client like
+    curl; parsed, it is the same."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Encode the body."""
         return ascii_json(content).encode()
 
 
 class ApiError(Exception):
-    """A request that cannot be answered. `param` names what of it is wrong, if something is."""
+    """A request that cannot be answered. `param` names the field that is wrong, if one is."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of any exception; of ours the message, of others no more than that."""
+    """Any exception as an ApiError: our own with their message, others as an internal error."""
     match error:
         case ApiError():
             return error

@@ -1,7 +1,4 @@
-"""A bounded queue that is fair between clients: each that has work gets its turn.
-
-Knows nothing of what waits in it.
-"""
+"""A bounded queue that is fair between clients: each that has items takes turns."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ T = TypeVar("T")
 
 
 class QueueFull(Exception):
-    """There is no room, or none for this client."""
+    """The queue is full, or this client has filled its half."""
 
 
 class FairQueue(Generic[T]):
-    """Items by client, taken in turn: one of each client that has some. For several threads.
+    """Items by client, taken round robin. For several threads.
 
-    `capacity` counts all that wait; one client may fill half of it, so that others get in too.
+    `capacity` counts all waiting items; one client may fill half of it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,7 +31,7 @@ class FairQueue(Generic[T]):
         return self._num_waiting
 
     def put(self, client: str, item: T) -> None:
-        """Raises: QueueFull."""
+        """Append an item of this client. Raises: QueueFull."""
         with self._changed:
             mine = self._waiting.get(client)
             if self._num_waiting >= self.capacity or (
@@ -48,7 +45,7 @@ class FairQueue(Generic[T]):
             self._changed.notify()
 
     def take(self) -> T | None:
-        """The next item, as soon as there is one; None once the queue is closed and empty."""
+        """Wait for the next item; None once the queue is closed and empty."""
         with self._changed:
             while not self._waiting:
                 if self._is_closed:
@@ -58,11 +55,11 @@ class FairQueue(Generic[T]):
             item = items.popleft()
             self._num_waiting -= 1
             if items:
-                self._waiting[client] = items  # behind all others
+                self._waiting[client] = items  # behind all other clients
             return item
 
     def remove(self, client: str, item: T) -> bool:
-        """Take this item out, whatever its turn. False if it does not wait (any more)."""
+        """Remove an item; False if it is not waiting (any more)."""
         with self._changed:
             items = self._waiting.get(client)
             if items is None or item not in items:
@@ -74,7 +71,7 @@ class FairQueue(Generic[T]):
             return True
 
     def close(self) -> None:
-        """Whoever waits for items gets those that are left, then None."""
+        """`take` returns the items that are left, then None."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -1,8 +1,7 @@
-"""Fields of requests that are not supported: refused by name, unless they change nothing.
+"""Unsupported fields of requests: refused by name, unless they do not change the answer.
 
-The names are those of OpenAI's interface, and of vLLM's and llama.cpp's servers. What is named
-nowhere is refused too, as OpenAI does: who asks for something must not take an answer without it
-for one with it. Knows nothing of HTTP.
+The names are those of OpenAI's interface, and of vLLM's and llama.cpp's servers. Unknown fields are
+refused too, as OpenAI does: a client must not take an answer without an option for one with it.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from pydantic import JsonValue
 from dflash_protocol.errors import one_line
 from dflash_runtime.serving.errors import ApiError
 
-PASSED_OVER = frozenset(
+IGNORED = frozenset(
     {
-        # Who asks, what for, and what becomes of it afterwards.
+        # The client, its purpose, storage of the answer.
         "metadata", "priority", "request_id", "safety_identifier", "service_tier", "store", "user",
-        # How fast the same answer comes, or from where.
+        # Caching, scheduling and speed of the same answer.
         "backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "parallel_tool_calls",
         "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
         "slot_id", "speculative", "sse_ping_interval",
-        # What else is said of it.
+        # Further output beside the text.
         "return_progress", "timings_per_token", "verbose",
-        # Parameters of what is off: what turns it on is refused.
+        # Parameters of features that are off: the field that turns them on is refused.
         "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
         "dry_sequence_breakers", "dynatemp_exponent", "grammar_lazy", "grammar_triggers",
         "grammar_type", "guided_decoding_backend", "guided_whitespace_pattern", "mirostat_eta",
@@ -32,7 +31,7 @@ PASSED_OVER = frozenset(
         "xtc_threshold",
     }
 )  # fmt: skip
-"""Fields that do not change the text, whatever they say."""
+"""Fields that do not change the text, whatever their values."""
 
 NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     # OpenAI
@@ -123,22 +122,22 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "with_pieces": (False,),
     "xtc_probability": (0,),
 }
-"""Fields that would change the answer, with the values with which they do not, besides null."""
+"""Fields that may change the answer, each with the values, besides null, that do not."""
 
 _LONGEST_NAME = 100
 
 
 def refuse_unsupported(fields: Mapping[str, JsonValue]) -> None:
-    """Look at the fields of a body that are not taken. Raises: ApiError naming the first of them
-    that changes the answer, or may do so."""
+    """Check the fields of a body that have no meaning here. Raises: ApiError naming the first that
+    changes the answer, or may."""
     for name, value in fields.items():
-        if value is None or name in PASSED_OVER:
+        if value is None or name in IGNORED:
             continue
         if name not in NEUTRAL:
             shown = one_line(name)[:_LONGEST_NAME]
             raise ApiError(
                 400,
-                f"{shown}: is no field that is known here",
+                f"{shown}: unknown field",
                 param=shown,
                 code="unknown_parameter",
             )
@@ -151,5 +150,5 @@ def refuse_unsupported(fields: Mapping[str, JsonValue]) -> None:
 
 
 def _is_same(value: JsonValue, other: JsonValue) -> bool:
-    """Numbers by what they are worth, but true is no number."""
+    """Equality in which 1 is 1.0, but not true."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,7 +1,4 @@
-"""What every request passes before its route: may it, and what came of it is counted.
-
-Knows nothing of models.
-"""
+"""The outermost ASGI layer: admits each request before its route, and counts its status."""
 
 from __future__ import annotations
 
@@ -18,18 +15,17 @@ from dflash_runtime.serving.status_page import PAGE_PATHS
 _LOG = logging.getLogger(__name__)
 
 OPEN_TO_ALL = frozenset({"/health", "/ready"})
-"""What needs no key: that the server is there is no secret, and probes have none."""
+"""Paths without a key: probes have none, and that the server runs is no secret."""
 
 CLIENT = "dflash.client"
-"""Where in a request's scope stands whose turn it takes in the queue."""
-
+"""Key of the request's scope for the client that takes turns in the queue."""
 
 KEY = "dflash.key"
-"""There stands which API key a request has; empty if the server has none."""
+"""Key of the request's scope for the index of its API key; empty if the server has none."""
 
 
 class RequestGate:
-    """The outermost application: everything goes through it."""
+    """The outermost ASGI application."""
 
     def __init__(self, app: ASGIApp, state: ServerState, endpoints: frozenset[str]) -> None:
         self._app = app
@@ -63,7 +59,7 @@ class RequestGate:
             self._state.metrics.http_requests.labels(path, str(status)).inc()
 
     def _admit(self, scope: Scope) -> None:
-        """Raises: ApiError."""
+        """Set the scope's client and key. Raises: ApiError if the request is not allowed."""
         headers = Headers(scope=scope)
         host = scope["client"][0] if scope.get("client") else ""
         scope[CLIENT], scope[KEY] = host, ""
@@ -74,7 +70,7 @@ class RequestGate:
                 raise ApiError(
                     403,
                     "without a key, requests must be addressed to localhost, and not come from "
-                    "web pages of others",
+                    "web pages of other sites",
                     code="forbidden",
                 )
             return

@@ -1,7 +1,4 @@
-"""The answer to a request for text: as a stream, or whole; ended early if its client goes away.
-
-Knows nothing of what is asked for.
-"""
+"""The response of a generation: streamed, or whole; cancelled if its client disconnects."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.text import Delta
 
 KEEP_ALIVE_S = 15.0
-"""Time without an event after which a stream says that it is still there."""
+"""After this time without an event a stream sends a comment to keep the connection alive."""
 
 _GATHER_S = 0.04
-"""Tokens that come faster than this are sent together, as one chunk if nothing is said of each:
-nobody reads so fast, and whoever wakes up for each takes the cores from what computes the next."""
+"""Tokens that come faster than this are sent together, as one chunk unless log-probabilities are
+asked for: waking up for every token takes cores from computing the next."""
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,7 +34,7 @@ _HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Runs a job and sends what comes of it."""
+    """Submits a job and sends its events."""
 
     def __init__(
         self,
@@ -63,21 +60,21 @@ class GenerationResponse(Response):
             await refusal.response()(scope, receive, send)
             return
         state.begin()
-        watcher = asyncio.create_task(self._watch(receive))
+        watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
         try:
             if self._is_stream:
                 await self._send_stream(scope, receive, send)
             else:
                 await self._send_whole(scope, receive, send)
         finally:
-            state.worker.cancel(job)  # of no effect if it has ended
+            state.worker.cancel(job)  # does nothing if it has ended
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
             state.end()
 
-    async def _watch(self, receive: Receive) -> None:
-        """Cancel the job once its client is gone."""
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+        """Cancel the job once its client has disconnected."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._state.worker.cancel(self._job)
@@ -104,7 +101,7 @@ class GenerationResponse(Response):
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = await self._next_events()
         match events:
-            # As long as nothing is sent, an error still has a status.
+            # Before anything is sent, an error can have a status.
             case [Finished(finish_reason="cancelled"), *_]:
                 await _cancelled().response()(scope, receive, send)
                 return
@@ -140,7 +137,7 @@ class GenerationResponse(Response):
             events, data = await self._next_events(), b""
 
     async def _next_events(self) -> list[JobEvent]:
-        """What is there next; nothing if that takes long."""
+        """The next events; none after `KEEP_ALIVE_S`."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 return await self._job.channel.take()
@@ -149,7 +146,7 @@ class GenerationResponse(Response):
 
 
 def _joined(events: Sequence[JobEvent]) -> list[JobEvent]:
-    """The same with the texts of neighbouring tokens as one."""
+    """The same events, with the texts of neighbouring deltas joined."""
     joined: list[JobEvent] = []
     for is_text, group in itertools.groupby(events, lambda event: isinstance(event, Delta)):
         if is_text:
@@ -171,12 +168,12 @@ def _queue_full(state: ServerState) -> ApiError:
 
 
 def _cancelled() -> ApiError:
-    """Seen only by a client that is still there: then it was the server that would not go on."""
+    """A cancelled job whose client is still connected: the server is ending."""
     return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
 
 
 def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
-    """Raises: ValueError for a number that JSON has not: NaN, or infinity."""
+    """Server-sent events. Raises: ValueError for NaN or infinity, which JSON lacks."""
     return b"".join(
         b"data: "
         + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()

@@ -1,8 +1,8 @@
-"""HTTP/1.1 connections that cannot be held open for nothing.
+"""HTTP/1.1 connections with timeouts.
 
-uvicorn bounds how long a connection may idle between requests; here is bounded how long the head of
-a request may take to arrive, and how long a client may not read what is sent to it. How many there
-may be is said in ``connections``.
+uvicorn bounds how long a connection may idle between requests; this adds how long the head of a
+request may take to arrive, and how long a client may leave the answer unread. ``connections``
+bounds their number.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
-"""For the head of a request, from its first byte or that of the connection."""
+"""For the head of a request, from its first byte or the connection's start."""
 STALL_S = 60.0
-"""For a client to read something of what waits for it."""
+"""For a client to read some of the answer."""
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection."""
+    """One connection; used by the event loop."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -27,9 +27,8 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def silent_since_s(self) -> float | None:
-        """Since when, by the loop's clock, this client is waited for: for the head of a request, or
-        for more of its body. None while there is a whole one, or what was sent is not yet read, by
-        either side."""
+        """Loop time since when the client owes the head of a request, or more of its body. None
+        with a whole request, or while either side has unread data."""
         is_ours = self.flow.read_paused or self.transport.get_write_buffer_size()
         return None if is_ours or self.transport.is_closing() else self._waits_since_s
 
@@ -40,7 +39,7 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # `cycle` is the last request's until the next one's head is whole.
+        # `cycle` is the last request's until the head of the next is complete.
         if self._has_request():
             self._head_timer = _stopped(self._head_timer)
             is_whole = self.conn.their_state is not h11.SEND_BODY
@@ -67,14 +66,14 @@ class BoundedProtocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def timeout_keep_alive_handler(self) -> None:
-        """A client that has not read its answer by now will not."""
+        """Abort if the client has not read its answer by now."""
         if self.transport.get_write_buffer_size():
             self.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def abort(self) -> None:
-        """Close it at once, whatever was still to be sent."""
+        """Close at once, dropping unsent data."""
         self.transport.abort()
 
     def _has_request(self) -> bool:
@@ -82,7 +81,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Stop a timer, if there is one, and give what is left of it: none."""
+    """Cancel a timer, if there is one; returns None."""
     if timer is not None:
         timer.cancel()
     return None

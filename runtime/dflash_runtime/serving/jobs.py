@@ -1,7 +1,4 @@
-"""One generation on its way: asked for in the event loop's thread, run in the engine's.
-
-Knows nothing of HTTP, nor of what computes.
-"""
+"""Generation jobs: submitted in the event loop's thread, run in the engine's."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ class Finished:
 
 
 JobEvent = Delta | Finished | BaseException
-"""What comes of a job: deltas, then its end or why there is none."""
+"""Events of a job: deltas, then its end or the exception that ended it."""
 
 
 class Channel:
     """Events from the engine's thread to one reader in the event loop. Never blocks the writer.
 
-    What it holds is bounded by the tokens of a generation.
+    Holds at most the tokens of a generation.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,10 +39,10 @@ class Channel:
         self._has_ended = asyncio.Event()
 
     def put(self, event: JobEvent) -> None:
-        """From any thread."""
+        """Add an event, from any thread."""
         self._events.append(event)
-        # A call into the loop costs the engine's thread more than all else here: one is enough for
-        # all that the reader has not yet looked at.
+        # Waking the loop is the engine's thread's largest cost here: once is enough for all events
+        # that the reader has not yet taken.
         try:
             if not isinstance(event, Delta):
                 self._loop.call_soon_threadsafe(self._end)
@@ -53,10 +50,10 @@ class Channel:
                 self._is_woken = True
                 self._loop.call_soon_threadsafe(self._is_awake.set)
         except RuntimeError:
-            return  # the loop is closed, nobody reads any more
+            return  # the loop is closed: there is no reader
 
     async def take(self) -> list[JobEvent]:
-        """All events that are there, at least one."""
+        """Wait for events; returns all there are."""
         while not self._events:
             await self._is_awake.wait()
             self._is_awake.clear()
@@ -71,7 +68,7 @@ class Channel:
         await self._has_ended.wait()
 
     async def pause(self, seconds: float) -> None:
-        """Let events gather for a while; not beyond the last one."""
+        """Let events gather for a while, or until the last one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.ended()
@@ -83,8 +80,8 @@ class Channel:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What is to be generated, for whom. `client` is whose turn it takes in the queue; prompts are
-    shared among jobs of the same `key`."""
+    """One generation. `client` takes turns in the queue; jobs of the same API `key` reuse each
+    other's prefixes."""
 
     client: str
     prompt: list[int]
@@ -97,4 +94,4 @@ class Job:
     key: str = ""
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
-    """Set by whoever asked, from any thread: the rest is not wanted."""
+    """Set from any thread to end the job."""

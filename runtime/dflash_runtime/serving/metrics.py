@@ -1,6 +1,6 @@
 """Metrics in the format of Prometheus, named after vLLM's where those have the same meaning.
 
-Knows nothing of routes; what owners did is read from the engine when somebody asks.
+Counters of owners are read from the engine at each scrape.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TIMES_S = (
 )  # fmt: skip
 
 _ROUND_TRIPS_S = tuple(2**power * 1e-9 for power in range(13, 36))
-"""From 8 us to 34 s, doubled: bounds of which the owners' histograms are exact."""
+"""Powers of two from 8 us to 34 s: bounds at which the owners' histograms are exact."""
 
 _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     # metric: field of OwnerStats, what it counts
@@ -46,7 +46,7 @@ _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     "owner_pairs": ("pairs", "(token, expert) pairs in requests."),
     "owner_sent_bytes": ("bytes_sent", "Payload sent."),
     "owner_received_bytes": ("bytes_received", "Payload received."),
-    "owner_wait_seconds": ("wait_s", "Time the parent stood still for an owner."),
+    "owner_wait_seconds": ("wait_s", "Time the parent waited for an owner."),
     "owner_restarts": ("restarts", "Times a daemon came back after it was lost."),
     "owner_retries": (
         "retries",
@@ -58,7 +58,7 @@ _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "owner_checksum_failures": (
         "checksum_failures",
-        "Requests that were damaged on the way, or their replies.",
+        "Requests or replies that were damaged in transit.",
     ),
     "owner_deadline_failures": ("deadline_failures", "Requests that took too long."),
     "owner_not_finite_replies": (
@@ -71,18 +71,18 @@ _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "owner_wrong_replies": (
         "wrong_replies",
-        "Replies that were checked and wrong: 0, or 1 and the daemon is used no more.",
+        "Replies that were checked and wrong: 0, or 1, after which the daemon is not used again.",
     ),
     "owner_stale_messages": (
         "stale",
-        "Messages that answered nothing that was waited for: late replies.",
+        "Messages that matched no request in flight: late replies.",
     ),
     "owner_widened_messages": (
         "widened",
         "Messages with a value that IPC_DTYPE cannot hold, sent as f32.",
     ),
     "owner_breaker_opened": ("breaker_opened", "Times a daemon's circuit breaker opened."),
-    "owner_breaker_refused": ("breaker_refused", "Batches that were not sent since it was open."),
+    "owner_breaker_refused": ("breaker_refused", "Batches that were not sent while it was open."),
 }
 
 _OWNER_GAUGES: tuple[tuple[str, str, Callable[[OwnerStats], float]], ...] = (
@@ -95,18 +95,18 @@ _PHASE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "owner_phase_requests": ("requests", "Requests by phase: they tell the modes apart."),
     "owner_phase_queue_seconds": (
         "queue_s",
-        "Time requests waited at a daemon, as it said: for its other parents, or for the request "
-        "before.",
+        "Time requests waited at a daemon, as it reports: for its other parents, or for the "
+        "request before.",
     ),
-    "owner_phase_compute_seconds": ("compute_s", "Time the owner computed, as it said."),
+    "owner_phase_compute_seconds": ("compute_s", "Time the owner computed, as it reports."),
 }
 
 _LAYER_COUNTERS: Mapping[str, tuple[str, str]] = {
     # metric: field of HitCounts, what it counts
     "layers": (
         "layers",
-        "Layers of experts, each once for every step and every chunk of a prompt, or each of its "
-        "halves.",
+        "Layers of experts, each once for every step and every chunk of a prompt, or micro-batch "
+        "of one.",
     ),
     "layers_hot_only": (
         "layers_hot_only",
@@ -115,14 +115,14 @@ _LAYER_COUNTERS: Mapping[str, tuple[str, str]] = {
 }
 
 _PLACES = ("hot", "remote", "cold", "offloaded")
-"""Fields of HitCounts: who computes what was selected."""
+"""Fields of HitCounts: where a chosen expert is computed."""
 
 
 class Metrics:
     """All metrics of one server."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # twice as many lines, of no use
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # would double the lines
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 
@@ -143,7 +143,9 @@ class Metrics:
         self.reused_tokens = counter(
             "prefix_cache_hits", "Tokens of prompts that were not computed again."
         )
-        self.generated_tokens = counter("generation_tokens", "Tokens written, live.")
+        self.generated_tokens = counter(
+            "generation_tokens", "Generated tokens, counted singly."
+        )
         self.queue_s = histogram("request_queue_time_seconds", "From asking to the first layer.")
         self.first_token_s = histogram("time_to_first_token_seconds", "From asking.")
         self.token_s = histogram(
@@ -157,7 +159,7 @@ class Metrics:
         )
         self.owner_wait_s = histogram(
             "owner_generation_wait_seconds",
-            "Time the parent stood still for an owner, for each generation.",
+            "Time the parent waited for an owner, for each generation.",
             "owner",
         )
         self.owner_requests = Histogram(
@@ -170,14 +172,14 @@ class Metrics:
         )
         self.running = Gauge(
             "num_requests_running",
-            "Generations that are computed: 0 or 1.",
+            "Generations being computed: 0 or 1.",
             namespace=NAMESPACE,
             registry=self.registry,
         )
         self._owners_before: dict[str, tuple[float, int]] = {}
 
     def watch_queue(self, length: Callable[[], int]) -> None:
-        """Have the length of the queue among the metrics."""
+        """Add the length of the queue to the metrics."""
         Gauge(
             "num_requests_waiting",
             "Length of the queue.",
@@ -186,11 +188,11 @@ class Metrics:
         ).set_function(length)
 
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
-        """Have what owners did among the metrics."""
+        """Add the counters of the engine and its owners to the metrics."""
         self.registry.register(_EngineCollector(stats))
 
     def count_generation(self, reason: str, stats: GenerationStats) -> None:
-        """A generation ended."""
+        """Count a generation that ended."""
         self.finished.labels(reason).inc()
         self.prompt_tokens.inc(stats.num_prompt_tokens)
         self.reused_tokens.inc(stats.num_reused_tokens)
@@ -201,7 +203,7 @@ class Metrics:
             self.token_s.observe(stats.decode_s / (stats.num_generated_tokens - 1))
 
     def count_owners(self, owners: Mapping[str, OwnerStats]) -> None:
-        """What owners did for the generation that just ended."""
+        """Observe what owners did for the generation that just ended."""
         for name, owner in owners.items():
             wait_s, requests = self._owners_before.get(name, (0.0, 0))
             self._owners_before[name] = owner.wait_s, owner.requests
@@ -213,13 +215,13 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """The counters that an engine and its owners keep, whenever they are asked for."""
+    """Reads the counters of an engine and its owners at each scrape."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not ask the engine."""
+        """Nothing: registering must not read the engine."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -234,8 +236,7 @@ def _hits(hits: HitCounts) -> Iterator[Metric]:
     selections = CounterMetricFamily(
         f"{NAMESPACE}_selections",
         "Experts that were chosen for a token: hot are computed by the parent's own, remote by "
-        "daemons, cold by the fallback, offloaded by the parent's device with copies of others' "
-        "weights.",
+        "daemons, cold by the fallback, offloaded by the parent's device with copied weights.",
         labels=["place"],
     )
     for place in _PLACES:
@@ -262,7 +263,7 @@ def _owners(owners: Mapping[str, OwnerStats]) -> Iterator[Metric]:
         yield family
     round_trips = HistogramMetricFamily(
         f"{NAMESPACE}_owner_round_trip_seconds",
-        "From before a request is packed until its reply is at hand.",
+        "From before a request is packed until its reply is received.",
         labels=labels,
     )
     for values, stats in phases:
@@ -277,6 +278,6 @@ def _owners(owners: Mapping[str, OwnerStats]) -> Iterator[Metric]:
 
 
 def _buckets_and_sum(times: LatencyHistogram) -> tuple[list[tuple[str, float]], float]:
-    """Cumulative counts by their ``le``, as Prometheus wants them, and the sum of all times."""
+    """Cumulative counts by ``le``, in Prometheus's format, and the sum of all times."""
     bounds = [*map(floatToGoString, _ROUND_TRIPS_S), "+Inf"]
     return list(zip(bounds, times.cumulative(_ROUND_TRIPS_S), strict=True)), times.total_s

@@ -1,7 +1,6 @@
-"""What clients may ask for: bodies checked field by field, and what follows from them.
+"""Bodies of requests, validated field by field.
 
-What is not taken is refused by name, unless it changes nothing: see ``fields``. Knows nothing of
-HTTP.
+Unsupported fields are refused by name, unless they do not change the answer: see ``fields``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FEW_VALUES = 1 << 16
 _BEFORE_VALUES = (b",", b"[", b"{")
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-# A list is left at its first wrong item: errors cost more than items.
+# fail_fast: errors cost more than items.
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 
 
@@ -34,23 +33,23 @@ class _Body(BaseModel):
 
 
 class _Request(_Body):
-    """A whole body. What is not among its fields is kept until it is refused or passed over."""
+    """A whole body; extra fields are kept until they are refused or ignored."""
 
     model_config = ConfigDict(extra="allow")
 
-    def refuse_what_is_missing(self) -> None:
-        """Raises: ApiError for the first thing asked for that we cannot do."""
+    def check_fields(self) -> None:
+        """Raises: ApiError for the first field that is not supported."""
         refuse_unsupported(self.model_extra or {})
 
 
 class StreamOptions(_Body):
-    """Of a stream; what else there is says how chunks look, not what text is in them."""
+    """Options of a stream; others affect the form of chunks, not their text, and are ignored."""
 
     include_usage: bool | None = None
 
 
 class _Generation(_Request):
-    """What both ways to ask for text have."""
+    """Fields of both kinds of generation."""
 
     model: str | None = None
     stream: bool | None = None
@@ -75,7 +74,7 @@ class _Generation(_Request):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> SamplingParams:
-        """With OpenAI's defaults. Raises: SettingsError."""
+        """Sampling parameters, with OpenAI's defaults. Raises: SettingsError."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -93,7 +92,7 @@ class CompletionBody(_Generation):
 
     @property
     def one_prompt(self) -> str | list[int]:
-        """Raises: ApiError if there is none."""
+        """The prompt, text or token ids. Raises: ApiError if it is empty."""
         match self.prompt:
             case [str() | list() as prompt]:
                 return prompt
@@ -111,14 +110,14 @@ class CompletionBody(_Generation):
 
 
 class TextPart(_Body):
-    """A piece of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(_Body):
-    """One message; what else it holds is handed to the chat template."""
+    """One message; extra fields go to the chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -144,15 +143,15 @@ class ChatBody(_Generation):
 
     @property
     def most_tokens(self) -> int | None:
-        """None = as many as fit."""
+        """None = up to the context."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def refuse_what_is_missing(self) -> None:
-        super().refuse_what_is_missing()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,
@@ -180,9 +179,9 @@ B = TypeVar("B", bound=_Request)
 
 
 def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> B:
-    """A body of JSON with up to so many values, all lists and objects in it counted through.
+    """Parse a JSON body with at most `most_values` values, nested ones included.
 
-    Raises: ApiError that says which field is wrong or cannot be had, and why.
+    Raises: ApiError that names the field that is wrong or unsupported, and why.
     """
     if _has_more_values(data, most_values):
         raise ApiError(400, f"the body has more than {most_values} values")
@@ -194,17 +193,17 @@ def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> 
         where = f"{place[0]}: " if place else ""
         message = one_line(f"{where}{first['msg']}", 300)
         raise ApiError(400, message, param=place[0] if place else None) from None
-    body.refuse_what_is_missing()
+    body.check_fields()
     return body
 
 
 def _has_more_values(data: bytes, most: int) -> bool:
-    """Whether JSON has more values than that, which would keep all threads waiting while they are
-    made: a text is one value, however long it is."""
+    """Whether JSON has more values than `most`: parsing them would hold the interpreter's lock for
+    long. A string is one value, however long."""
     if sum(map(data.count, _BEFORE_VALUES)) <= most:
         return False
     plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 4 * most:  # two for a name, two for its value
+    if plain.count(b'"') > 4 * most + 2:  # two for a name, two for its value, or for the only one
         return True
     beside_texts = b"".join(plain.split(b'"')[::2])
     return sum(map(beside_texts.count, _BEFORE_VALUES)) > most

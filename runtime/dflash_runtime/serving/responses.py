@@ -1,7 +1,4 @@
-"""Answers in OpenAI's shapes: chunks of a stream, and whole ones.
-
-Knows nothing of HTTP.
-"""
+"""Answers as OpenAI's JSON objects: chunks of a stream, and whole ones."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from dflash_runtime.serving.text import Delta
 TokenBytes = Callable[[int], bytes]
 
 _LEAST_LOGPROB = -9999.0
-"""What OpenAI says of tokens that cannot be: JSON has no infinity."""
+"""OpenAI's value for impossible tokens: JSON has no infinity."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer. `token_bytes` says what a token stands for."""
+    """One answer. `token_bytes` gives the bytes of a token id."""
 
     model: str
     token_bytes: TokenBytes
@@ -60,14 +57,14 @@ class ChatAnswer(_Answer):
         super().__init__(model, token_bytes, has_logprobs, stream_usage, "chatcmpl")
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """The chunks before the first token."""
         return [self._delta({"role": "assistant", "content": ""}, None, None)]
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self._delta({"content": delta.text}, self._logprobs(delta.tokens), None)
 
     def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
-        """What a stream ends with."""
+        """The chunks after the last token."""
         last = self._delta({}, None, finish_reason)
         last["timings"] = timings(stats)
         usage_chunk = {**self._envelope("chat.completion.chunk", []), "usage": usage(stats)}
@@ -130,14 +127,14 @@ class CompletionAnswer(_Answer):
         super().__init__(model, token_bytes, has_logprobs, stream_usage, "cmpl")
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """The chunks before the first token."""
         return []
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self._text(delta.text, self._logprobs([delta]), None)
 
     def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
-        """What a stream ends with."""
+        """The chunks after the last token."""
         last = self._text("", None, finish_reason)
         last["timings"] = timings(stats)
         usage_chunk = {**self._envelope("text_completion", []), "usage": usage(stats)}
@@ -177,7 +174,7 @@ class CompletionAnswer(_Answer):
             assert token.logprobs is not None
             chosen = token_text(self.token_bytes(token.token_id))
             top = {token_text(self.token_bytes(i)): lp for i, lp in token.logprobs.top}
-            if top:  # what was chosen is always among them, as the last if it is unlikely
+            if top:  # OpenAI always lists the chosen token, last if it is unlikely
                 top.setdefault(chosen, token.logprobs.logprob)
             tokens.append(chosen)
             logprobs.append(max(token.logprobs.logprob, _LEAST_LOGPROB))
@@ -191,7 +188,7 @@ class CompletionAnswer(_Answer):
 
 
 def token_text(data: bytes) -> str:
-    """A token as text; one that is no whole character as OpenAI writes its bytes."""
+    """A token as text; incomplete UTF-8 as ``bytes:\\x..``, as OpenAI does."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -199,7 +196,7 @@ def token_text(data: bytes) -> str:
 
 
 def usage(stats: GenerationStats) -> dict[str, Any]:
-    """OpenAI's count of tokens."""
+    """Token counts, as OpenAI's ``usage``."""
     return {
         "prompt_tokens": stats.num_prompt_tokens,
         "completion_tokens": stats.num_generated_tokens,
@@ -209,7 +206,7 @@ def usage(stats: GenerationStats) -> dict[str, Any]:
 
 
 def timings(stats: GenerationStats) -> dict[str, float]:
-    """Times in the shape of llama.cpp's server."""
+    """Times, as llama.cpp's server gives them."""
     return {
         "cache_n": stats.num_reused_tokens,
         "prompt_n": stats.num_prompt_tokens - stats.num_reused_tokens,

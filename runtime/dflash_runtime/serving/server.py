@@ -1,7 +1,4 @@
-"""The server's life: listen, open the engine, serve, and end without cutting off an answer.
-
-Knows nothing of command lines.
-"""
+"""The server's life: listen, open the engine, serve, and end without cutting off an answer."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ from dflash_runtime.serving.worker import EngineWorker, OpenEngine
 
 _IDLE_CONNECTION_S = 15
 _LINGER_S = 2
-"""For connections that answer nothing when the server ends."""
+"""For connections that do not react when the server ends."""
 _LARGEST_HEAD_BYTES = 32 << 10
 
 Say = Callable[[str], None]
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn without its own idea of signals, and of which connections to take."""
+    """uvicorn with our handling of signals, and our Acceptor for connections."""
 
     _acceptor: Acceptor | None = None
 
@@ -71,12 +68,12 @@ def serve(
     say: Say = lambda line: None,
     manager: Notifier | None = None,
 ) -> None:
-    """Serve until a signal says to end.
+    """Serve until a signal.
 
-    `open_engine` is called in the thread that is the engine's for life; `say` is told where we
-    listen, and once we are ready, and so is the service `manager`. The first SIGTERM or SIGINT lets
-    what was asked for end, and refuses all else; the second ends at once.
-    Raises: SettingsError for an address or key file that will not do; what `open_engine` raises.
+    `open_engine` is called in the engine's own thread. `say` is called with the address, and once
+    the server is ready; the service `manager` is notified too. The first SIGTERM or SIGINT lets
+    running requests finish and refuses new ones; the second ends at once.
+    Raises: SettingsError for an address or key file that cannot be used; what `open_engine` raises.
     """
     keys = ApiKeys.load(Path(settings.api_key_file)) if settings.api_key_file else None
     listener = listening_socket(settings.host, settings.port, has_keys=keys is not None)
@@ -89,7 +86,7 @@ def serve(
             on_stage=manager.starting,
         ) as worker:
             state = ServerState(settings, keys, worker, metrics, chat_template)
-            # Its errors are those of clients; what fails here is logged by the gate.
+            # Its errors are those of clients; the gate logs our own.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             host, port = listener.getsockname()[:2]
             shown_host = f"[{host}]" if ":" in host else host
@@ -114,7 +111,7 @@ def serve(
 
 
 class _Life:
-    """From listening to the end."""
+    """The server's states: opening, ready, draining, ended. Runs in the event loop."""
 
     def __init__(
         self, state: ServerState, http: BoundedServer, say: Say, manager: Notifier
@@ -137,7 +134,7 @@ class _Life:
             if await self._first_of(opened) and not self._signalled.is_set():
                 self._state.engine = engine = opened.result()
                 if chat_template(self._state, engine) is not None:
-                    with contextlib.suppress(RenderingUnavailable):  # the first chat will say so
+                    with contextlib.suppress(RenderingUnavailable):  # the first chat raises it
                         engine.prepare_chat()
                 summary = f"{engine.spec.name}; experts: {', '.join(engine.stats().owners)}"
                 # docs: requests are taken; the summary names the model and the owners of its
@@ -164,7 +161,7 @@ class _Life:
             await serving
 
     async def _first_of(self, opened: asyncio.Future[Engine]) -> bool:
-        """Wait for the engine or a signal; True if the engine is there. Raises: if it cannot be."""
+        """Wait for the engine or a signal; True if the engine is open. Raises: as opening it."""
         signalled = asyncio.create_task(self._signalled.wait())
         waits: set[asyncio.Future[Any]] = {opened, signalled}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +171,7 @@ class _Life:
         return opened.done()
 
     async def _until_signalled(self) -> None:
-        """Tell the service manager that we are well, for as long as the engine's thread is."""
+        """Until a signal, report to the service manager whether the engine's thread is healthy."""
         worker = self._state.worker
 
         def status() -> str:
@@ -190,7 +187,7 @@ class _Life:
             await report
 
     async def _drained(self) -> None:
-        """All answers are sent, or somebody is in a hurry."""
+        """Wait until all answers are sent, or for a second signal."""
         waits = [
             asyncio.create_task(event.wait()) for event in (self._state.became_idle, self._hurried)
         ]
@@ -208,5 +205,5 @@ class _Life:
 
 
 def _end_now() -> NoReturn:
-    """A third signal: whatever it is that takes so long, it is not waited for."""
+    """At the third signal: exit without waiting for anything."""
     os._exit(1)

@@ -1,7 +1,4 @@
-"""What a running server is and does: shared by its routes, and by what starts and stops it.
-
-Knows nothing of routes.
-"""
+"""The state of a running server, shared by its routes and by what starts and stops it."""
 
 from __future__ import annotations
 
@@ -19,19 +16,19 @@ from dflash_runtime.serving.worker import EngineWorker
 
 @dataclass(slots=True)
 class ServerState:
-    """Used in the event loop's thread alone. `keys` None = whoever reaches us may use us."""
+    """Used in the event loop's thread alone. `keys` None: no client needs a key."""
 
     settings: Settings
     keys: ApiKeys | None
     worker: EngineWorker
     metrics: Metrics
     chat_template: str | None = None
-    """In place of the model's own."""
+    """Replaces the model's."""
     engine: Engine | None = None
-    """Once it is ready."""
+    """None until it is open."""
     is_draining: bool = False
     num_active: int = 0
-    """Generations whose answers are not yet sent whole."""
+    """Generations whose answers are not yet sent completely."""
     became_idle: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: Bodies = field(init=False)
 
@@ -39,7 +36,7 @@ class ServerState:
         self.bodies = Bodies(self.settings.max_body_bytes)
 
     def ready_engine(self) -> Engine:
-        """Raises: ApiError if there is none yet, or no more."""
+        """The engine. Raises: ApiError while it is opened, or the server is ending."""
         if self.is_draining:
             raise unavailable("the server is shutting down", "shutting_down", retry_after_s=5)
         if self.engine is None:
@@ -47,12 +44,12 @@ class ServerState:
         return self.engine
 
     def begin(self) -> None:
-        """An answer has been begun."""
+        """Count an answer that begins."""
         self.num_active += 1
         self.became_idle.clear()
 
     def end(self) -> None:
-        """It is sent, or its client is gone."""
+        """Count an answer that is sent, or whose client has disconnected."""
         self.num_active -= 1
         if not self.num_active:
             self.became_idle.set()

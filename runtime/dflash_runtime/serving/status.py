@@ -1,6 +1,6 @@
-"""What the status page shows: few numbers, often asked for, and the experts' heat map.
+"""Data of the status page: a few numbers that it polls, and the experts' heat map.
 
-Knows nothing of HTTP, nor of what the page looks like. Nothing here waits for the engine.
+Nothing here waits for the engine.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dflash_runtime.serving.description import chat_template, model_id
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
-"""Of `status` and `expert_map`; raised when a field changes its meaning or goes."""
+"""Version of `status` and `expert_map`; raised when a field changes its meaning or is removed."""
 
 
 class ModelStatus(TypedDict):
-    """The model, as it is used here."""
+    """The model and how it was opened."""
 
     id: str
     name: str
     architecture: str
     expert_types: list[str]
-    """Of the experts' matrices; the one with the most bytes first."""
+    """Types of the experts' matrices, the one with the most bytes first."""
     num_moe_layers: int
     num_experts: int
     num_experts_used: int
@@ -49,7 +49,7 @@ class OwnerStatus(TypedDict):
     kind: str
     device: str
     state: str
-    """``ready``; ``lost``: not reached now; ``paused``, ``probed``: its circuit breaker is open, or
+    """``ready``; ``lost``: not connected; ``paused``, ``probed``: its circuit breaker is open, or
     half-open."""
     reason: str
     """Why it is not ready."""
@@ -62,38 +62,38 @@ class OwnerStatus(TypedDict):
     fallbacks: int
     restarts: int
     decode_round_trip_s: float | None
-    """Median; None as long as there was none."""
+    """Median; None before the first one."""
 
 
 class Reading(TypedDict):
-    """Tokens of a prompt: computed, and in all."""
+    """Prompt tokens of the running request: computed, and in all."""
 
     done: int
     total: int
 
 
 class QueueStatus(TypedDict):
-    """Requests."""
+    """The queue, and the running request."""
 
     capacity: int
     waiting: int
     running: int
     reading: Reading | None
-    """The prompt of the running one, until its first token is written."""
+    """None once the first token is written."""
     stalled_s: float | None
-    """Since the running one last began a layer; None if none runs."""
+    """Time since the running request last began a layer; None if none runs."""
 
 
 class TokenStatus(TypedDict):
-    """Since the start; those of a prompt once its request has ended."""
+    """Tokens since the start; a prompt's are counted when its request ends."""
 
     prompt: int
     generated: int
 
 
 class Status(TypedDict):
-    """All but the heat map. `time_s`: of a clock that never goes back, for rates. `is_well`: what
-    ``/health`` says."""
+    """All but the heat map. `time_s` is monotonic, for rates; `is_well` is the state of
+    ``/health``."""
 
     schema_version: int
     is_well: bool
@@ -106,16 +106,16 @@ class Status(TypedDict):
 
 
 class LayerMap(TypedDict):
-    """One layer; both lists by global expert id."""
+    """One layer. Both lists are indexed by global expert id."""
 
     layer_id: int
     owners: list[int]
-    """Who answers for an expert, as its place in `owner_names`."""
+    """The expert's owner, as an index into `owner_names`."""
     selections: list[int]
 
 
 class ExpertMap(TypedDict):
-    """Who holds which expert, and how often it was chosen. Bounded by the model's experts."""
+    """The owner of each expert, and how often it was chosen."""
 
     schema_version: int
     owner_names: list[str]
@@ -123,7 +123,7 @@ class ExpertMap(TypedDict):
 
 
 def status(state: ServerState, engine: Engine) -> Status:
-    """What changes from second to second."""
+    """The current Status."""
     spec, stats, worker = engine.spec, engine.stats(), state.worker
     reading = worker.reading
     return {
@@ -162,7 +162,7 @@ def status(state: ServerState, engine: Engine) -> Status:
 
 
 def expert_map(engine: Engine) -> ExpertMap:
-    """The heat map: layers in order, of each all experts."""
+    """The heat map: all experts of all layers, in order."""
     selections = engine.stats().selections
     return {
         "schema_version": SCHEMA_VERSION,
@@ -181,7 +181,7 @@ def expert_map(engine: Engine) -> ExpertMap:
 def owner_status(
     name: str, owner: OwnerStats, events: Sequence[Event], *, parent_device: str
 ) -> OwnerStatus:
-    """One owner; `events` say why, if it is not ready."""
+    """One owner; if it is not ready, the reason is taken from `events`."""
     state = _owner_state(owner)
     decode = owner.phases.get(Phase.DECODE)
     has_round_trips = decode is not None and decode.round_trips.num_samples > 0
@@ -226,12 +226,12 @@ def _owner_state(owner: OwnerStats) -> str:
 
 
 def _last_reason(name: str, events: Sequence[Event]) -> str:
-    """Of the last event that was no good news."""
+    """The reason of the owner's last event other than ``daemon_back``."""
     of_owner = (each for each in reversed(events) if each.owner == name)
     return next((each.reason for each in of_owner if each.kind != "daemon_back"), "")
 
 
 def _value(counter: prometheus_client.Counter) -> int:
-    """What a counter without labels stands at."""
+    """The value of a counter without labels."""
     (family,) = counter.collect()
     return int(next(sample.value for sample in family.samples if sample.name.endswith("_total")))

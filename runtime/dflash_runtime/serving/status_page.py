@@ -1,6 +1,6 @@
-"""The status page: a few files as they lie in ``page/``, and the headers that fence them in.
+"""The status page: the static files of ``page/``, and their security headers.
 
-Knows nothing of what they show; that they ask for like any client.
+Their scripts fetch data through the API, as any client does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MEDIA_TYPES: Mapping[str, str] = {
 }
 
 _HEADERS: Mapping[str, str] = {
-    # Nothing but these files and this server; and no way to make text that came from elsewhere,
-    # such as a model's, into markup.
+    # Only these files and this server; and text from elsewhere, such as a model's, cannot become
+    # markup.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -41,7 +41,7 @@ _HEADERS: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # A newer server brings newer files.
+    # A newer server has newer files.
     "Cache-Control": "no-cache",
 }
 
@@ -51,11 +51,11 @@ def _path(name: str) -> str:
 
 
 PAGE_PATHS = frozenset(map(_path, _MEDIA_TYPES))
-"""What needs no key: it is the same for everybody, and asks for a key itself."""
+"""Paths without a key: the files hold no data, and the page asks for a key itself."""
 
 
 def page_routes() -> list[BaseRoute]:
-    """A route for each file, which is read here and kept."""
+    """A route for each file; files are read once, here."""
     return [_route(name, media_type) for name, media_type in _MEDIA_TYPES.items()]
 
 

@@ -1,7 +1,4 @@
-"""From tokens to the text that may be shown: whole characters, and nothing of a stop string.
-
-Knows nothing of requests or JSON.
-"""
+"""From tokens to text that can be sent: whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from dflash_runtime.engine.engine import GeneratedToken
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What became certain at once: text, and the tokens whose text is out with it.
+    """Text that became final at once, and the tokens completed with it.
 
-    `offsets` are where these tokens begin, in characters of the whole text.
+    `offsets` are the starts of these tokens, in characters of the whole text.
     """
 
     text: str
@@ -28,8 +25,8 @@ class Delta:
 class TextAssembler:
     """Assembles one generation.
 
-    A text that may turn out to be the beginning of a stop string is held back; so are the bytes of
-    a character that is not whole, and those at the very end are dropped.
+    Text that may be the beginning of a stop string is held back, as are the bytes of an incomplete
+    character; such bytes at the very end are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
@@ -39,16 +36,16 @@ class TextAssembler:
         self._num_decoded = 0
         self._pending: deque[tuple[int, int, GeneratedToken]] = deque()
         self.is_stopped = False
-        """A stop string was found; no more tokens are wanted."""
+        """A stop string was found: `push` needs no more tokens."""
 
     def push(self, token: GeneratedToken) -> Delta | None:
-        """Take a token; give what became certain, if anything did."""
+        """Take a token; returns the text that became final, if any did."""
         text = self._decoder.push(token.token_id) if self._decoder is not None else ""
         first, self._num_decoded = self._num_decoded, self._num_decoded + len(text)
-        # Bytes without a text yet belong to the next character, and come with it.
+        # Bytes of an incomplete character come with the token that completes it.
         self._pending.append((first, max(self._num_decoded, first + 1), token))
         self._held += text
-        # The one that is whole first, so that it does not matter how tokens cut the text.
+        # The stop string that ends first, however tokens split the text.
         found = [
             (place + len(stop), place)
             for stop in self._stops
@@ -60,11 +57,11 @@ class TextAssembler:
         return self._release(len(self._held) - self._num_uncertain())
 
     def finish(self) -> Delta | None:
-        """There will be no more tokens: give what was held back."""
+        """After the last token: returns what was held back."""
         return None if self.is_stopped else self._release(len(self._held), is_all=True)
 
     def _num_uncertain(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -79,7 +76,7 @@ class TextAssembler:
         tokens, offsets = [], []
         while self._pending:
             first, last, token = self._pending[0]
-            # Cut by a stop string, a token counts if some of it was before.
+            # A token cut by a stop string counts if some of its text is before.
             is_cut = self.is_stopped and first < out_until
             if last > out_until and not is_cut and not is_all:
                 break

@@ -1,4 +1,4 @@
-"""Turns at something that few can have at once: clients that want it get it one after the other.
+"""A semaphore that is fair between clients: they take turns at a limited resource.
 
 Used in the event loop's thread alone.
 """
@@ -13,7 +13,7 @@ from dflash_runtime.serving.fair_queue import FairQueue
 
 
 class Turns:
-    """At most `num_at_once` have a turn; of the others at most `capacity` wait for one."""
+    """At most `num_at_once` have a turn; at most `capacity` wait for one."""
 
     def __init__(self, num_at_once: int, capacity: int) -> None:
         self._num_free = num_at_once
@@ -25,7 +25,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for a turn of this client, and have it. Raises: QueueFull."""
+        """Wait for this client's turn, and hold it. Raises: QueueFull."""
         if self._num_free:
             self._num_free -= 1
         else:
@@ -48,7 +48,7 @@ class Turns:
             raise
 
     def _pass_on(self) -> None:
-        """To who is next, if anybody waits."""
+        """Give the turn to the next waiting client, if there is one."""
         while len(self._waiting):
             following = self._waiting.take()
             assert following is not None

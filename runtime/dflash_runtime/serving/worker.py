@@ -1,7 +1,4 @@
-"""The thread that owns the engine: opens it, runs one job after the other, closes it.
-
-Knows nothing of HTTP.
-"""
+"""The thread that owns the engine: opens it, runs one job after the other, closes it."""
 
 from __future__ import annotations
 
@@ -22,19 +19,19 @@ from dflash_runtime.serving.text import TextAssembler
 _LOG = logging.getLogger(__name__)
 
 _HUNG_S = 120.0
-"""A layer that takes longer will not end."""
+"""A layer that takes longer is taken to hang."""
 
 OpenEngine = Callable[[ProgressCallback], Engine]
 
 
 class OpeningAborted(Exception):
-    """The engine is not wanted any more, before it was open."""
+    """The server is ending before the engine was open."""
 
 
 class EngineWorker:
     """Owns the engine and its thread; to be closed, or used in ``with``.
 
-    `opened` gives the engine once it is ready. Others may read its statistics and use its
+    `opened` gives the engine once it is ready. Other threads may read its statistics and use its
     tokenizer, nothing else.
     """
 
@@ -48,11 +45,10 @@ class EngineWorker:
     ) -> None:
         self.opened: Future[Engine] = Future()
         self.stage = ""
-        """What opening is at, for people."""
+        """The stage of opening, for people."""
         self.running: Job | None = None
         self.reading: tuple[int, int] | None = None
-        """While the running job's prompt is computed: how many of its tokens are, and of how
-        many."""
+        """Prompt tokens of the running job: computed, and in all; None after the prompt."""
         self._open_engine = open_engine
         self._metrics = metrics
         self._queue: FairQueue[Job] = FairQueue(queue_capacity)
@@ -76,16 +72,16 @@ class EngineWorker:
 
     @property
     def is_well(self) -> bool:
-        """The thread lives, and whatever it computes gets on."""
+        """The thread runs, and its current layer has not taken more than `_HUNG_S`."""
         return self._thread.is_alive() and (self.stalled_s or 0.0) <= _HUNG_S
 
     @property
     def stalled_s(self) -> float | None:
-        """Since the running job last began a layer; None if none runs."""
+        """Time since the running job last began a layer; None if none runs."""
         return None if self.running is None else time.monotonic() - self._stepped_s
 
     def submit(self, job: Job) -> None:
-        """Have a job run when it is its client's turn. Raises: QueueFull."""
+        """Queue a job; clients take turns. Raises: QueueFull."""
         try:
             self._queue.put(job.client, job)
         except QueueFull:
@@ -93,52 +89,52 @@ class EngineWorker:
             raise
 
     def cancel(self, job: Job) -> None:
-        """The rest of a job is not wanted: at most one token of it is still computed."""
+        """Cancel a job, waiting or running: at most one more token of it is computed."""
         job.is_cancelled = True
         if self._queue.remove(job.client, job):
             self._metrics.count_generation("cancelled", GenerationStats())
             job.channel.put(Finished("cancelled", GenerationStats()))
 
     def retry_after_s(self) -> int:
-        """When there may be room in the queue again, from how long jobs took lately."""
+        """When the queue may have room again, from the mean time of recent jobs."""
         return max(1, min(60, round(self._mean_job_s)))
 
     def stop(self) -> None:
-        """Cancel what runs and waits; the thread will end. Does not wait for it."""
+        """Cancel all jobs and have the thread end, without waiting for it."""
         self._is_closing = True
         self._queue.close()
 
     def close(self) -> None:
-        """Cancel what runs and waits, close the engine, end the thread."""
+        """Cancel all jobs, close the engine, end the thread."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _main(self) -> None:
-        self.opened.set_running_or_notify_cancel()  # who waits for it no more does not end it
+        self.opened.set_running_or_notify_cancel()  # cancelling it does not end the opening
         try:
             engine = self._open_engine(self._report)
         except BaseException as error:
             self.opened.set_exception(error)
             return
         with engine:
-            # Loaded here: it may be used by others from now on.
+            # Loaded here, as other threads use it from now on.
             if (tokenizer := engine.tokenizer) is not None:
-                tokenizer.fewest_tokens("")  # looks at the whole vocabulary, once
+                tokenizer.fewest_tokens("")  # scans the whole vocabulary, once
             self._metrics.watch_engine(engine.stats)
             self.opened.set_result(engine)
             while (job := self._queue.take()) is not None:
                 self._stepped_s = time.monotonic()
                 self.running = job
                 self._metrics.running.set(1)
-                end = self._end_of(engine, job)
+                outcome = self._outcome_of(engine, job)
                 self.running = self.reading = None
                 self._metrics.running.set(0)
-                # Last of all: who hears of the end finds everything counted.
-                job.channel.put(end)
+                # Last of all: once a client sees the end, everything is counted.
+                job.channel.put(outcome)
 
-    def _end_of(self, engine: Engine, job: Job) -> Finished | Exception:
-        """Run a job; give what it ended with, which is not yet said."""
+    def _outcome_of(self, engine: Engine, job: Job) -> Finished | Exception:
+        """Run a job; return its end, which is not yet put into its channel."""
         try:
             return self._run(engine, job)
         except Exception as error:
@@ -209,6 +205,6 @@ class EngineWorker:
     def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
         self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")
         self._on_stage(self.stage)
-        # Other threads report too, and an exception would end them, not the opening.
+        # Only in this thread: an exception in another reporting thread would not end the opening.
         if self._is_closing and threading.current_thread() is self._thread:
             raise OpeningAborted

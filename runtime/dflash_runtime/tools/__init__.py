@@ -1,4 +1,4 @@
 """Tools for people: what can be used on a machine, and whether a mailbox between GPUs works.
 
-Knows nothing of the command line, which calls them and prints.
+The command line calls them and prints what they return.
 """

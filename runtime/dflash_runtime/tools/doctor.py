@@ -1,7 +1,5 @@
-"""What every launcher, this machine and its folders offer, and what not, for ``dflash-moe doctor``.
-
-Looks at what the settings ask for as well.
-"""
+"""``dflash-moe doctor``: what each launcher, this machine and its folders offer, and whether that
+covers what the settings ask for."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from dflash_runtime.experts.daemons.launching import DaemonChoice
 
 _PROBE_S = 120.0
-"""Longest that a launcher may take: it may have to compile the test of a CPU tier."""
+"""Limit for a launcher's report: it may have to compile the test of a CPU tier."""
 _CONNECT_S = 2.0
 _LARGEST_REPORT = 1 << 20
 _FEW_FILES = 1024
@@ -34,18 +32,18 @@ _SHM = Path("/dev/shm")
 
 
 def examine(settings: Settings) -> Findings:
-    """Look at everything. `problems` of the result are with what the settings ask for."""
+    """Examine everything. `problems` of the result concern what the settings ask for."""
     found = Findings()
-    _look_at_model(settings, found)
-    _look_at_launchers(settings, found)
-    _look_at_connections(settings, found)
-    _look_at_machine(settings, found)
-    _look_for_hints(found)
+    _examine_model(settings, found)
+    _examine_launchers(settings, found)
+    _examine_connections(settings, found)
+    _examine_machine(settings, found)
+    _add_hints(found)
     return found
 
 
-def _look_at_model(settings: Settings, found: Findings) -> None:
-    """Only one that is named: its metadata, no weights."""
+def _examine_model(settings: Settings, found: Findings) -> None:
+    """If the settings name one: its metadata, no weights."""
     if not settings.model:
         return
     from dflash_adapters.gguf.file import GgufFile
@@ -58,8 +56,9 @@ def _look_at_model(settings: Settings, found: Findings) -> None:
         found.problems.append(f"model: {error}")
 
 
-def _look_at_launchers(settings: Settings, found: Findings) -> None:
-    """This interpreter, and that of every daemon that was asked for, each with its environment."""
+def _examine_launchers(settings: Settings, found: Findings) -> None:
+    """This interpreter, and the launcher of every daemon in the settings, each in its
+    environment."""
     from dflash_runtime.experts.daemons.launching import choose_daemon
 
     reports: dict[tuple[object, ...], dict[str, Any]] = {}
@@ -88,7 +87,7 @@ def _look_at_launchers(settings: Settings, found: Findings) -> None:
         found.problems.append(f"this interpreter: {reason}")
     found.transports = here.get("transports", {})
     asked = [(each, each.name) for each in settings.daemons]
-    if settings.ipc_bin and not asked:  # nobody uses it yet, but it is asked for
+    if settings.ipc_bin and not asked:  # set, though no daemon uses it yet
         asked = [(DaemonSetting("cpu"), "of the default launcher")]
     for index, (setting, name) in enumerate(asked):
         daemon: dict[str, Any] = {"name": name, "device": setting.device}
@@ -112,7 +111,7 @@ def _look_at_launchers(settings: Settings, found: Findings) -> None:
 
 
 def _why_no_gpu(report: dict[str, Any], device: Device) -> str | None:
-    """Why a launcher cannot use a device, from what it says of itself."""
+    """Why a launcher cannot use a device, from its report; None if it can."""
     backends, gpus = report["backends"], {gpu["device"]: gpu for gpu in report["gpus"]}
     if (reason := backends.get(device.kind.value, "its version knows no such device")) is not None:
         return f"{device}: {reason}"
@@ -124,11 +123,11 @@ def _why_no_gpu(report: dict[str, Any], device: Device) -> str | None:
 
 
 def _report(choice: DaemonChoice, settings: Settings) -> dict[str, Any]:
-    """What the launcher says of itself, in the environment that a daemon of it would have."""
+    """The launcher's report of itself, run in the environment of its daemons."""
     from dflash_runtime.compute import inventory
 
     command = [str(choice.program)]
-    # Its source, since another environment need not have our packages.
+    # The module's source, since another environment may lack our packages.
     command += ["-c", Path(inventory.__file__).read_text()] if choice.is_python else ["--report"]
     report: dict[str, Any] = {
         "launcher": str(choice.program),
@@ -136,14 +135,14 @@ def _report(choice: DaemonChoice, settings: Settings) -> dict[str, Any]:
         "failure": None,
         "backends": {},
     }
-    # The folder that we were started in is not its to import from.
+    # It must not import from the working directory.
     environment = {**choice.environment(settings), "PYTHONSAFEPATH": "1"}
     try:
         said = json.loads(_last_line(command, environment))
         if not {"cpu", "reference"} <= set(said["backends"]) or "shared" not in said["transports"]:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        report["failure"] = "it does not answer as a daemon's launcher does"
+        report["failure"] = "its report is not that of a daemon's launcher"
     except SettingsError as error:
         report["failure"] = str(error)
     else:
@@ -152,7 +151,8 @@ def _report(choice: DaemonChoice, settings: Settings) -> dict[str, Any]:
 
 
 def _last_line(command: list[str], environment: dict[str, str]) -> str:
-    """Raises: SettingsError if the program fails, does not end, or says too much."""
+    """The last line of a program's output. Raises: SettingsError if it fails, times out, or writes
+    too much."""
     try:
         process = subprocess.Popen(
             command,
@@ -169,7 +169,7 @@ def _last_line(command: list[str], environment: dict[str, str]) -> str:
     try:
         output, errors = process.communicate(timeout=_PROBE_S)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # its children hold the pipes too
+        os.killpg(process.pid, signal.SIGKILL)  # its children may hold the pipes too
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise SettingsError(f"it did not answer within {_PROBE_S:.0f} s") from None
@@ -178,11 +178,11 @@ def _last_line(command: list[str], environment: dict[str, str]) -> str:
         last = (errors.strip().splitlines() or ["no reason given"])[-1]
         raise SettingsError(f"it ended with exit code {process.returncode}: {last[:200]}")
     if len(output) > _LARGEST_REPORT:
-        raise SettingsError("it says too much")
+        raise SettingsError("its report is too long")
     return (output.strip().splitlines() or [""])[-1]
 
 
-def _look_at_connections(settings: Settings, found: Findings) -> None:
+def _examine_connections(settings: Settings, found: Findings) -> None:
     for address in settings.connect:
         endpoint = parse_endpoint(address)
         why_not: str | None = None
@@ -204,7 +204,7 @@ def _look_at_connections(settings: Settings, found: Findings) -> None:
         found.connections.append({"endpoint": address, "why_not": why_not})
 
 
-def _look_at_machine(settings: Settings, found: Findings) -> None:
+def _examine_machine(settings: Settings, found: Findings) -> None:
     found.machine = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "run_directory": _folder(found, run_directory, settings),
@@ -243,15 +243,15 @@ def _space(path: Path) -> dict[str, int]:
 
 
 def _limit(which: int) -> dict[str, int | None]:
-    """None = no limit."""
+    """Soft and hard limit; None: no limit."""
     soft, hard = (
         None if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(which)
     )
     return {"soft": soft, "hard": hard}
 
 
-def _look_for_hints(found: Findings) -> None:
-    """What works, and would work better otherwise."""
+def _add_hints(found: Findings) -> None:
+    """Add hints for what works, but could work better."""
     folder = found.machine["run_directory"]
     if folder["why_not"] is None and folder["filesystem"] != "tmpfs":
         found.hints.append(

@@ -1,7 +1,7 @@
-"""Whether two devices, each in a process of its own, can use a mailbox, in which memory, and how
-long a round trip takes, for ``dflash-moe doctor --mailbox``.
+"""``dflash-moe doctor --mailbox``: whether two devices, each in its own process, can use a mailbox,
+in which memory, and how long a round trip takes.
 
-Starts the second process itself, as a daemon would be started. Knows nothing of models.
+Starts the second process (echo.py) as a daemon would be started. No model is needed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.tools.mailbox_findings import MailboxFindings, MediumFindings
 
 _READY_S = 120.0
-"""The other side may have to compile its kernels."""
+"""Limit for the second process to be ready: it may have to compile its kernels."""
 _STOP_S = 3.0
 _LONGEST_PAUSE_US = 20.0
-"""About two round trips: sides overtake each other in every way."""
+"""About two round trips, so that the sides meet in every order."""
 _FIRST_BATCH, _LARGEST_BATCH = 16, 4096
 _BATCH_S = 0.1
-"""Batches grow until one takes so long: between two there is time to be interrupted."""
-_LARGEST_WORDS = 1 << 16
+"""Batches grow until one takes this long; Ctrl-C takes effect between two."""
+_LARGEST_OUTPUT = 1 << 16
 
 
 def try_mailbox(
@@ -44,7 +44,7 @@ def try_mailbox(
     seed: int,
     on_progress: ProgressCallback,
 ) -> MailboxFindings:
-    """Run the trial in all memory that both devices see.
+    """Run the trial in each kind of memory that both devices see.
 
     Raises: SettingsError if no two devices are named, or one cannot be used; DflashError if one
     fails, or the second process does.
@@ -57,7 +57,7 @@ def try_mailbox(
         undo.callback(backend.close)
         mail, mover = backend.mail, backend.mover
         if mail is None or mover is None:
-            raise SettingsError(f"device {here} can have no mailbox")
+            raise SettingsError(f"device {here} cannot have a mailbox")
         folder = run_directory(settings)
         segment = create_segment(folder, mail.trial_shape, generation=TRIAL_GENERATION)
         undo.callback(segment.close)
@@ -89,7 +89,7 @@ def _chosen(devices: tuple[str, str], settings: Settings) -> tuple[Device, Daemo
     there = choose_daemon(setting, 0, settings)
     for device in (here, there.device):
         if device.kind is DeviceKind.CPU:
-            raise SettingsError(f"--mailbox: {device} is no GPU, and a mailbox joins two")
+            raise SettingsError(f"--mailbox: {device} is not a GPU; a mailbox joins two")
     if here == there.device:
         raise SettingsError(f"--mailbox: {here} is named twice, and a mailbox joins two GPUs")
     return here, there
@@ -98,7 +98,7 @@ def _chosen(devices: tuple[str, str], settings: Settings) -> tuple[Device, Daemo
 def _tried(
     trial: MailTrial, medium: Medium, num_rounds: int, on_progress: ProgressCallback
 ) -> MediumFindings:
-    """Every other batch has random pauses; the time of the others is taken."""
+    """Trial batches in one kind of memory; every other one has random pauses and is not timed."""
     found, size, has_pauses = MediumFindings(medium), _FIRST_BATCH, False
     while found.num_rounds < num_rounds:
         size = min(size, num_rounds - found.num_rounds)
@@ -107,7 +107,7 @@ def _tried(
         elapsed_s = time.monotonic() - began_s
         found.add(batch, size, is_timed=not has_pauses)
         if found.has(FaultKind.MISSING):
-            break  # nobody knows what is still under way
+            break  # lines may still be in flight
         stage = f"{found.num_rounds:,} of {num_rounds:,} round trips, "
         stage += f"{found.num_faults} {noun(found.num_faults, 'fault')}"
         on_progress(medium, stage, found.num_rounds, num_rounds)
@@ -120,13 +120,13 @@ def _tried(
 class _EchoProcess:
     """The second device's process; ended when the context is left.
 
-    Owns: the process, the write end of its life-line, and what it says.
+    Owns: the process, the write end of its life-line, and the file of its stderr.
     """
 
     def __init__(self, choice: DaemonChoice, settings: Settings, segment: Path) -> None:
         """Raises: DaemonUnavailable if it cannot be started."""
         lifeline_read, self._lifeline_write = os.pipe()
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         command = [
             str(choice.program),
             *(("-P", "-m", "dflash_daemon") if choice.is_python else ()),
@@ -137,14 +137,14 @@ class _EchoProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._words,
+                stderr=self._stderr,
                 env=choice.environment(settings),
                 pass_fds=(lifeline_read,),
-                process_group=0,  # Ctrl-C is for us
+                process_group=0,  # Ctrl-C goes to this process alone
             )
         except OSError as error:
             os.close(self._lifeline_write)
-            self._words.close()
+            self._stderr.close()
             raise DaemonUnavailable(f"cannot start {command[0]}: {error.strerror}") from error
         finally:
             os.close(lifeline_read)
@@ -153,12 +153,12 @@ class _EchoProcess:
         return self._process.poll() is None
 
     def why_ended(self) -> str:
-        """In its own words, if it has said some; empty if it runs."""
+        """Its last line on stderr, or how it ended; empty while it runs."""
         code = self._process.poll()
         if code is None:
             return ""
-        self._words.seek(0)
-        lines = self._words.read(_LARGEST_WORDS).decode(errors="replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read(_LARGEST_OUTPUT).decode(errors="replace").strip().splitlines()
         if lines and code > 0:
             return one_line(lines[-1].removeprefix("dflash-daemon: error: "))
         named = {-number.value: number.name for number in signal.Signals}
@@ -174,4 +174,4 @@ class _EchoProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._words.close()
+        self._stderr.close()

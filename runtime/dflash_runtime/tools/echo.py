@@ -1,5 +1,5 @@
-"""The other side of ``dflash-moe doctor --mailbox``: a device that answers in a process of its own,
-as a daemon's would, with no model."""
+"""The second process of ``dflash-moe doctor --mailbox``: answers as a daemon's device would,
+without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_MS = 200
 
 
 def main(device: str, segment: str, lifeline_fd: str) -> int:
-    """Answer until the life-line ends. Returns the exit code."""
+    """Answer until the life-line closes. Returns the exit code."""
     try:
         cache_dir = load_settings().cache_dir
         _serve(parse_device(device), cache_dir, Path(segment), int(lifeline_fd))
@@ -45,7 +45,7 @@ def _serve(device: Device, cache_dir: str, path: Path, lifeline_fd: int) -> None
     try:
         mail, mover = backend.mail, backend.mover
         if mail is None or mover is None:
-            raise SettingsError(f"device {device} can have no mailbox")
+            raise SettingsError(f"device {device} cannot have a mailbox")
         segment = open_segment(
             path.parent, path.name, mail.trial_shape, generation=TRIAL_GENERATION
         )

@@ -1,4 +1,4 @@
-"""What ``dflash-moe doctor`` found, and how it is shown to people."""
+"""Findings of ``dflash-moe doctor``, and their text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dflash_protocol.process.output import noun
 
 @dataclass(slots=True)
 class Findings:
-    """What was found; `problems` are with what was asked for, `hints` with the rest."""
+    """What was found. `problems` concern what was asked for, `hints` everything else."""
 
     launchers: list[dict[str, Any]] = field(default_factory=list)
     daemons: list[dict[str, Any]] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Findings:
 
 
 def shown(found: Findings) -> list[str]:
-    """All of it, as lines."""
+    """The findings, as lines of text."""
     lines = []
     for report in found.launchers:
         ours = " (this interpreter)" if report["is_this"] else ""
@@ -81,7 +81,7 @@ def _launcher_lines(report: dict[str, Any]) -> list[str]:
 
 
 def gpu_lines(gpu: dict[str, Any]) -> list[str]:
-    """One GPU; what is known of it depends on who has told."""
+    """One GPU; not every report has all fields."""
     lines = [f"  {gpu['device']:12s} {gpu['name']}, {_space_text(gpu)}"]
     if gpu.get("note"):
         lines.append(f"{'':15s}{gpu['note']}")

@@ -1,4 +1,4 @@
-"""What ``dflash-moe doctor --mailbox`` found, and how it is shown."""
+"""Findings of ``dflash-moe doctor --mailbox``, as text and JSON."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _NAMES = {
 
 @dataclass(slots=True)
 class MediumFindings:
-    """Of round trips through one kind of memory."""
+    """Round trips through one kind of memory."""
 
     medium: Medium
     num_rounds: int = 0
     times: TripTimes = field(default_factory=TripTimes)
-    """Of those without pauses."""
+    """Times of round trips without pauses."""
     in_requests: Faults = NO_FAULTS
-    """Found by the second device."""
+    """Faults found by the second device."""
     in_replies: Faults = NO_FAULTS
-    """Found by the first."""
+    """Faults found by the first device."""
 
     def add(self, batch: TrialBatch, num_rounds: int, *, is_timed: bool) -> None:
-        """Round trips that have followed those before."""
+        """Add a batch of round trips."""
         self.num_rounds += num_rounds
         self.in_requests += batch.in_requests
         self.in_replies += batch.in_replies
@@ -56,25 +56,25 @@ class MediumFindings:
 
     @property
     def quantiles_us(self) -> dict[str, float]:
-        """By name, the longest too."""
+        """Quantiles by name, and ``longest``, in µs."""
         found = {name: self.times.quantile_us(share) for name, share in _QUANTILES.items()}
         return {**found, "longest": self.times.longest_ns * 1e-3}
 
 
 @dataclass(slots=True)
 class MailboxFindings:
-    """Of both kinds; `devices`: who asks, who answers."""
+    """Findings for each kind of memory; `devices`: the asking one, the answering one."""
 
     devices: tuple[str, str]
     seed: int
     limit_ms: int
-    """Later than that, a line is missing."""
+    """A line that takes longer counts as missing."""
     media: list[MediumFindings] = field(default_factory=list)
     why_no_device_memory: str = ""
 
     @property
     def problems(self) -> list[str]:
-        """Every kind of memory and direction in which something is wrong."""
+        """A line for each kind of memory and direction with faults."""
         found = []
         for medium in self.media:
             directions = (
@@ -88,12 +88,12 @@ class MailboxFindings:
 
     @property
     def chosen(self) -> Medium | None:
-        """Where round trips are the fastest, of memory in which nothing is wrong."""
+        """The memory with the fastest median round trip, of those without faults."""
         sound = [each for each in self.media if not each.num_faults]
         return min(sound, key=lambda each: each.quantiles_us["p50"]).medium if sound else None
 
     def as_json(self) -> str:
-        """One object."""
+        """One JSON object."""
         return json.dumps(
             {
                 "devices": self.devices,
@@ -108,7 +108,7 @@ class MailboxFindings:
         )
 
     def as_text(self) -> str:
-        """For people."""
+        """Text for people."""
         asks, answers = self.devices
         lines = [f"mailbox        {asks} asks, {answers} answers; seed {self.seed}", ""]
         for each in self.media:
@@ -118,7 +118,7 @@ class MailboxFindings:
         lines += [f"problem        {problem}" for problem in self.problems]
         if self.chosen is not None:
             lines.append(
-                f"faster         {self.chosen}: a start that finds its steps so, too, uses it"
+                f"faster         {self.chosen}: used if a parent measures the same at its start"
             )
         else:
             lines.append("No memory can be used for a mailbox.")

@@ -19,9 +19,9 @@ import rich.console
 from dflash_daemon.__main__ import main as daemon_main
 from dflash_protocol.notify import Notifier
 from dflash_protocol.wire.messages import Hello, Progress, Refused
-from dflash_runtime.cli import progress
+from dflash_runtime.cli import terminal as cli_terminal
 from dflash_runtime.cli.main import main
-from dflash_runtime.cli.output import write_text
+from dflash_runtime.cli.terminal import write_text
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.events import EventLog
 from support import gguf_builder as raw
@@ -215,8 +215,8 @@ def test_progress_bars_obey_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     console = functools.partial(rich.console.Console, file=shown, force_terminal=True, width=200)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console())
-    monkeypatch.setattr(progress, "_DELAY_S", 0.0)
-    with progress.ProgressReporter(enabled=True) as reporter:
+    monkeypatch.setattr(cli_terminal, "_DELAY_S", 0.0)
+    with cli_terminal.ProgressReporter(enabled=True) as reporter:
         reporter.update("cpu0", f"[red]{HOSTILE}", 1, 2)
         wait_until(lambda: "cpu0: [red]A\\x1b[2J" in shown.getvalue(), "the bar", within_s=5)
     assert FORGED not in [line[: len(FORGED)] for line in shown.getvalue().splitlines()]

@@ -189,7 +189,7 @@ def test_it_has_nothing_of_ours_and_writes_no_file(
     path = tmp_path / "file"
     path.touch()
     assert run(escaped, f"result = open({str(path)!r}, 'rb').read()") == "b''"
-    with pytest.raises(UnsupportedModel, match=r"tokenizer\.chat_template: .*\bgone\b"):
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.chat_template: .*\bended\b"):
         run(escaped, f"result = os.write(os.open({str(path)!r}, os.O_WRONLY), b'x')")
     assert path.read_bytes() == b""
     assert run(escaped, "result = resource.getrlimit(resource.RLIMIT_CORE)") == "(0, 0)"

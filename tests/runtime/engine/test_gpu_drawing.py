@@ -1,5 +1,5 @@
 """An engine whose parent draws tokens on a GPU, emulated here: they are those that the host draws
-from the logits of the same steps, whoever has drawn the ones before."""
+from the logits of the same steps, whether host or device sampled the ones before."""
 
 from __future__ import annotations
 

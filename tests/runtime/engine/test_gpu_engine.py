@@ -126,7 +126,7 @@ def test_a_generation_ends_where_it_is_to(model: Path, gpus: EmulatedGpus) -> No
             got.append(token.token_id)
         assert got == long[:4]
         assert engine.last_generation.finish_reason == "cancelled"
-        # What was started too much is in nobody's way.
+        # Discarded steps do not disturb later ones.
         assert generated(engine, prompt, 10, reuse_prefix=True) == long[:10]
         assert generated(engine, [*prompt, *long[:5]], 1) == generated(
             engine, [*prompt, *long[:5]], 1, reuse_prefix=True
@@ -143,13 +143,13 @@ def test_a_run_that_another_has_taken_over_is_refused(model: Path, gpus: Emulate
         assert generated(engine, prompt_of(15, seed=2), 5) == expected
         tokens = engine.generate(prompt_of(12), 9, ignore_eos=True)
         next(tokens), next(tokens)
-    assert gpus.opened[0].num_bytes == 0  # whoever still holds a generation
+    assert gpus.opened[0].num_bytes == 0  # even while a generation is still referenced
     with pytest.raises(SettingsError, match="closed"):
         next(tokens)
     engine.close()
 
 
-def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus) -> None:
+def test_rejected_drafts_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus) -> None:
     prompt, wrong, parents = prompt_of(12), prompt_of(9, seed=3), [-1, 0, 0, 2]
     with opened(model) as engine:
         expected = generated(engine, prompt, 11)
@@ -160,15 +160,15 @@ def test_guesses_do_not_show_in_what_is_accepted(model: Path, gpus: EmulatedGpus
             # A wrong one, and the next ones as they will come: sometimes one of them.
             right = expected[len(written)], expected[len(written) + 1]
             last = wrong[1] if len(written) % 2 else right[1]
-            guesses = [written[-1], wrong[0], right[0], last]
-            argmax = engine.verify(guesses, parents).next_token_ids.tolist()
-            path = [0] if guesses[1] != argmax[0] else [0, 1]
-            if guesses[2] == argmax[0]:
-                path = [0, 2, 3] if guesses[3] == argmax[2] else [0, 2]
+            drafts = [written[-1], wrong[0], right[0], last]
+            argmax = engine.verify(drafts, parents).next_token_ids.tolist()
+            path = [0] if drafts[1] != argmax[0] else [0, 1]
+            if drafts[2] == argmax[0]:
+                path = [0, 2, 3] if drafts[3] == argmax[2] else [0, 2]
             engine.accept(path)
             written += [argmax[node] for node in path]
         assert written == expected[: len(written)]
-        # Another call begins anew, and finds nothing of what was guessed.
+        # Another call begins anew, and finds nothing of the drafts.
         assert generated(engine, prompt, 11, reuse_prefix=True) == expected
         with pytest.raises(SettingsError, match="another call"):
             engine.verify([1], [-1])

@@ -82,7 +82,7 @@ class Mailing:
         return opened(self.model)
 
     def opened(self, num_daemons: int = 1, **options: Any) -> Engine:
-        """An engine with the first daemons, which nobody is to stand in for."""
+        """An engine with the first daemons, without a replacement for them."""
         options = {"require_daemons": True, "settings": self.settings, **options}
         connect = [endpoint for endpoint, _ in self.daemons[:num_daemons]]
         return opened(self.model, connect=connect, **options)

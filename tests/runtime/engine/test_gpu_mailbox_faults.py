@@ -1,6 +1,6 @@
-"""Mailboxes whose other side dies, stands still or writes nonsense in the middle of a token: the
-text is right, nobody waits for longer than two steps may take, whoever is left goes on, and nothing
-is kept. Between emulated GPUs; and, with `-m gpu`, between two real ones.
+"""Mailboxes whose other side dies, is stopped or writes garbage during a token: the text is right,
+no process waits for longer than two steps may take, the remaining ones go on, and no memory is
+kept. Between emulated GPUs; and, with `-m gpu`, between two real ones.
 
 Parents have replicas of all experts, which they use when the daemon is lost: with its bits.
 """
@@ -158,7 +158,7 @@ def test_what_is_damaged_in_a_mailbox_is_computed_anew(
     monkeypatch: pytest.MonkeyPatch,
     names: tuple[str, ...],
 ) -> None:
-    """In the host's memory: that of devices nobody else reaches."""
+    """In the host's memory: that of devices is out of reach of other processes."""
     pair.hide_memory()
     pieces = damages(mail_layout(experts_of(model)))
     with (
@@ -197,7 +197,7 @@ def test_what_another_process_of_the_account_writes_into_a_mailbox_becomes_no_to
                 end_s = time.monotonic() + HARMED_WITHIN_S
                 while mailed.num_losses == num_before and time.monotonic() < end_s:
                     mailed.check_text()
-            # Words that nobody reads again do no harm; of the others, some were read.
+            # Words that are not read again do no harm; of the others, some were read.
             assert mailed.num_losses > num_before or kind in HARMLESS, kind
             assert daemon.process.poll() is None, daemon.said
         mailed.await_use()

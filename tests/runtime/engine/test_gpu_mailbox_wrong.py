@@ -89,7 +89,7 @@ def test_a_step_that_is_not_finite_is_computed_anew_and_the_daemon_is_named(
         told = [event for event in engine.stats().events if "NaN" in event.reason]
         told = [event for event in told if event.kind in ("not_finite", "daemon_lost")]
         assert engine.stats().owners["link0"].not_finite == len(told)
-        # That mailbox is not asked again in this session, whoever stands in.
+        # That mailbox is not used again in this session, whatever replaces the daemon.
         num_after = mailed.rings.count
         assert num_rung < num_after < num_rung + count
         for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_step_that_is_not_finite_is_computed_anew_and_the_daemon_is_named(
 def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
     pair: DevicePair, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host answers well: nobody is to be named."""
+    """Its host answers well: no daemon is named."""
     with spoilt(pair, tmp_path, endpoint, monkeypatch, NAN) as (mailed, daemon):
         engine, count = mailed.engine, mailed.pace.num_tokens
         refused: list[str] = []

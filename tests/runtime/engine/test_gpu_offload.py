@@ -144,7 +144,7 @@ def test_owners_on_devices_are_asked_all_the_same(
     assert on_gpu.stats.pairs == split.runtime.hits.remote - on_cpu.stats.pairs > 0
 
 
-def test_nothing_is_copied_that_nobody_has_chosen(
+def test_only_chosen_experts_are_copied(
     tmp_path: Path, undo: contextlib.ExitStack, copied: list[int]
 ) -> None:
     shape = replace(SHAPE, num_experts=40)
@@ -179,7 +179,7 @@ def logits(engine: Engine) -> F32Array:
 
 def engine_of(path: Path, mode: str, **options: Any) -> Engine:
     settings = replace(load_settings(), prefill_offload=mode)
-    if "tolerates_absent" in options:  # whom nobody waits for
+    if "tolerates_absent" in options:  # which are not waited for
         settings = replace(settings, connect_timeout_ms=100)
     return Engine.open(
         path, device="cuda:0", context=48, local_experts=0, threads=1, settings=settings, **options

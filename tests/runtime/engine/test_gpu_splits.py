@@ -64,7 +64,7 @@ def test_every_split_has_the_same_bits(model: Path, undo: contextlib.ExitStack) 
     stats = some.runtime.stats()
     assert stats[LOCAL_OWNER].pairs == hits.hot
     assert stats["gpu1"].pairs + stats["gpu2"].pairs == hits.remote
-    some.steps.try_out()  # which asks nobody
+    some.steps.try_out()  # which sends no request
     assert hits.hot + hits.remote == PAIRS
     assert (some.captured_logits() != expected[-2:]).any()  # over what was tried
     some.logits()
@@ -122,7 +122,7 @@ def test_replicas_here_are_used_when_their_owner_is_lost(
         assert (stats[name].retries > 0) == (name == "lost1")
 
 
-def test_a_step_that_nobody_can_finish_fails_and_the_next_one_does_not(
+def test_a_step_without_any_owner_left_fails_and_the_next_one_does_not(
     model: Path, undo: contextlib.ExitStack
 ) -> None:
     split = opened(undo, model, {LOCAL_OWNER: {0: WHOLE[0], 1: [0, 1]}, "lost1": {1: [2, 3, 4]}})

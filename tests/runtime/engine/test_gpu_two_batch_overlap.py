@@ -1,5 +1,5 @@
-"""Chunks that go through the layers as two halves have the bits of those that go at once, whoever
-computes their experts and whatever happens meanwhile."""
+"""Chunks in two micro-batches have the bits of whole chunks, wherever their experts are computed
+and whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from support.random_qwen35moe import Qwen35MoeShape
 
 HALVED_FROM = 18
 CHUNKS = [20, 19, 1, 9]
-"""The first two as halves of 10 and 10, 10 and 9."""
+"""The first two as micro-batches of 10 and 10, 10 and 9."""
 NUM_HALVES = len(CHUNKS) + 2
 WHOLE: Layers = dict.fromkeys(range(TINY.num_layers), range(TINY.num_experts))
 RECURRENT = Qwen35MoeShape(
@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name == "dflash-half"]
+    assert not [each for each in threading.enumerate() if each.name == "dflash-micro-batch"]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def halved(undo: contextlib.ExitStack, path: Path, owners: Mapping[str, Layers])
 def test_halves_have_the_bits_of_a_whole(model: Path, undo: contextlib.ExitStack) -> None:
     resident = halved(undo, model, {LOCAL_OWNER: WHOLE})
     expected = resident.logits()
-    assert resident.runtime.hits.layers == len(CHUNKS) * TINY.num_layers  # nobody is asked
+    assert resident.runtime.hits.layers == len(CHUNKS) * TINY.num_layers  # no daemon is asked
     for owners in (
         {"gpu1": WHOLE},
         {
@@ -100,7 +100,7 @@ def test_halves_have_the_bits_of_a_whole(model: Path, undo: contextlib.ExitStack
 def test_only_owners_on_cpus_may_have_their_experts_copied_to_a_whole_chunk(
     model: Path, undo: contextlib.ExitStack
 ) -> None:
-    """By default, who is a GPU itself is asked for halves."""
+    """By default, owners on GPUs are asked in micro-batches."""
     split = Split(
         undo,
         model,
@@ -135,7 +135,7 @@ class LostSometimes(LocalExpertCompute):
 def test_what_is_lost_is_computed_of_the_rows_of_its_half(
     model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, lost: set[int]
 ) -> None:
-    """By a replica here, when the other half has had its turn."""
+    """By a local replica, after a turn of the other micro-batch."""
     expected = halved(undo, model, {LOCAL_OWNER: WHOLE}).logits()
     split = halved(undo, model, {"gpu1": WHOLE, LOCAL_OWNER: WHOLE})
     owner = split.runtime._owners[0]
@@ -237,7 +237,7 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
         nonlocal most_in_flight
         status = move_rows(client, *args)
         most_in_flight = max(most_in_flight, len(client._pending) + 1)
-        if faults and len(client._pending) == 1:  # the other half's
+        if faults and len(client._pending) == 1:  # the other micro-batch's
             fault = faults.pop()
             if fault == "kill":
                 daemon.kill()

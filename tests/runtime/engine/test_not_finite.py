@@ -94,7 +94,7 @@ def test_a_token_that_makes_them_so_ends_the_text_in_which_it_stands_and_no_othe
         with pytest.raises(NotFinite):
             list(engine.generate(bad, 4, reuse_prefix=True))
         assert [t.token_id for t in engine.generate(PROMPT, 6, ignore_eos=True)] == expected
-    # A tree of guesses: of whatever size, by the device or by the host.
+    # A tree of draft tokens: of whatever size, by the device or by the host.
     engine.prefill(PROMPT)
     good = engine.verify([3, 4], [-1, 0])
     # More tokens than a step has are cut into parts, each of which takes long to emulate.

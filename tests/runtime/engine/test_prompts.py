@@ -14,7 +14,7 @@ from dflash_protocol.errors import ContextExceeded, SettingsError, UnsupportedMo
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main
 from dflash_runtime.engine.chat_renderer import ChatRenderer
-from dflash_runtime.engine.prompts import chat_ids, text_ids
+from dflash_runtime.engine.prompts import chat_ids, chat_text, text_ids
 from support import gguf_builder as raw
 from support.compared_tokenizers import load, load_file
 from support.processes import run_main
@@ -111,7 +111,9 @@ def test_without_a_tokenizer_there_are_no_texts() -> None:
     with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
         text_ids(None, "x")
     with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
-        chat_ids(None, ASKED, renderer=ChatRenderer(), template=TEMPLATE, path=Path("m.gguf"))
+        chat_text(None, ASKED, renderer=ChatRenderer(), template=TEMPLATE, path=Path("m.gguf"))
+    with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
+        chat_ids(None, "x")
 
 
 def with_bos(*, adds_bos: bool) -> RawVocabulary:
@@ -132,9 +134,10 @@ def test_a_conversation_begins_as_the_file_wants_it_and_only_once(
     wants, does_not = (load(with_bos(adds_bos=adds), tmp_path) for adds in (True, False))
     path = tmp_path / "m.gguf"
     asked: dict[str, Any] = {"renderer": renderer, "template": template, "path": path}
-    assert chat_ids(wants, ASKED, **asked) == [259, ord("x")]
+    assert chat_ids(wants, chat_text(wants, ASKED, **asked)) == [259, ord("x")]
     begins = [259] if "s" in template else []
-    assert chat_ids(does_not, ASKED, **asked) == [*begins, ord("x")]
+    rendered = chat_text(does_not, ASKED, **asked)
+    assert chat_ids(does_not, rendered) == [*begins, ord("x")]
 
 
 # The command line.

@@ -1,4 +1,4 @@
-"""Halves take turns layer by layer, and what ends one of them ends both."""
+"""Micro-batches take turns layer by layer, and what ends one of them ends both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMPTY = np.empty(0, np.float32)
 
 
 class Asked:
-    """Others that note what they are asked for, and by which half."""
+    """Remote experts that record what is asked of them, and by which micro-batch."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -85,7 +85,7 @@ class Asked:
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> str:
         assert offloaded is None
-        name = f"{half_of(hidden)}{layer_id}"
+        name = f"{micro_batch_of(hidden)}{layer_id}"
         self.note(f"start {name}")
         self.open.append(name)
         return name
@@ -107,19 +107,21 @@ class Asked:
         self.log.append(f"abandon {started}")
 
 
-def half_of(hidden: Any) -> str:
+def micro_batch_of(hidden: Any) -> str:
     return "AB"[int(hidden[0])]
 
 
 class Model:
-    """Both halves of a chunk whose layers note when each half has come to them."""
+    """Both micro-batches of a chunk, whose layers record when each reaches them."""
 
-    def __init__(self, *, asks: Callable[[str, int], bool] = lambda half, layer: True) -> None:
+    def __init__(
+        self, *, asks: Callable[[str, int], bool] = lambda micro_batch, layer: True
+    ) -> None:
         self.asked = Asked()
         self.turns = TwoBatchOverlap(self.asked)
         self._asks = asks
         self._num_running = 0
-        self._block = self.turns.passing(self._experts)
+        self._block = self.turns.overlapped(self._experts)
 
     def run(self) -> tuple[str, str]:
         return self.turns.run(lambda: self._forward(0), lambda: self._forward(1))
@@ -127,7 +129,7 @@ class Model:
     def _experts(
         self, layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
     ) -> AnyArray:
-        if not self._asks(half_of(hidden), layer_id):
+        if not self._asks(micro_batch_of(hidden), layer_id):
             return EMPTY
         started = self.turns.start(layer_id, hidden, topk_ids, topk_weights, phase=Phase.PREFILL)
         self._num_running -= 1
@@ -135,33 +137,33 @@ class Model:
             sums = self.turns.finish(started)
         finally:
             self._num_running += 1
-        assert self._num_running == 1, "both halves run"
+        assert self._num_running == 1, "both micro-batches run"
         assert isinstance(sums, np.ndarray)
         return sums
 
     def _forward(self, index: int) -> str:
         hidden: F32Array = np.array([index], np.float32)
-        half = half_of(hidden)
+        micro_batch = micro_batch_of(hidden)
         self._num_running += 1
         try:
             for layer_id in range(NUM_LAYERS):
-                self.asked.note(f"mixer {half}{layer_id}")
-                is_asking = self._asks(half, layer_id)
+                self.asked.note(f"mixer {micro_batch}{layer_id}")
+                is_asking = self._asks(micro_batch, layer_id)
                 self._num_running -= not is_asking
                 try:
                     self._block(layer_id, hidden, EMPTY, EMPTY)
                 finally:
                     self._num_running += not is_asking
-            self.asked.note(f"end {half}")
+            self.asked.note(f"end {micro_batch}")
         finally:
             self._num_running -= 1
-        return half
+        return micro_batch
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert [each.name for each in threading.enumerate() if each.name == "dflash-half"] == []
+    assert [each.name for each in threading.enumerate() if each.name == "dflash-micro-batch"] == []
 
 
 def test_each_is_at_work_while_the_others_experts_are_computed() -> None:
@@ -169,11 +171,11 @@ def test_each_is_at_work_while_the_others_experts_are_computed() -> None:
     assert model.run() == ("A", "B")
     expected = ["mixer A0", "start A0", "mixer B0", "start B0"]
     for layer in range(1, NUM_LAYERS):
-        for half in "AB":
+        for micro_batch in "AB":
             expected += [
-                f"finish {half}{layer - 1}",
-                f"mixer {half}{layer}",
-                f"start {half}{layer}",
+                f"finish {micro_batch}{layer - 1}",
+                f"mixer {micro_batch}{layer}",
+                f"start {micro_batch}{layer}",
             ]
     last = NUM_LAYERS - 1
     assert model.asked.log == [*expected, f"finish A{last}", "end A", f"finish B{last}", "end B"]
@@ -186,24 +188,26 @@ def test_each_is_at_work_while_the_others_experts_are_computed() -> None:
 def test_the_second_comes_to_a_layer_when_the_first_has_been_there(
     alone: set[tuple[str, int]],
 ) -> None:
-    """Also where one half, or both, ask nobody."""
-    model = Model(asks=lambda half, layer: (half, layer) not in alone)
+    """Also where one micro-batch, or both, send no request."""
+    model = Model(asks=lambda micro_batch, layer: (micro_batch, layer) not in alone)
     model.run()
     mixers = [entry[6:] for entry in model.asked.log if entry.startswith("mixer")]
-    assert mixers == [f"{half}{layer}" for layer in range(NUM_LAYERS) for half in "AB"]
+    assert mixers == [
+        f"{micro_batch}{layer}" for layer in range(NUM_LAYERS) for micro_batch in "AB"
+    ]
     assert not model.asked.open
 
 
 PLACES = [
-    f"{what} {half}{layer}"
+    f"{what} {micro_batch}{layer}"
     for what in ("mixer", "start", "finish")
-    for half in "AB"
+    for micro_batch in "AB"
     for layer in (0, 1, NUM_LAYERS - 1)
 ]
 
 
 @pytest.mark.parametrize("place", [*PLACES, "end A", "end B"])
-def test_what_ends_one_half_ends_the_other(place: str) -> None:
+def test_what_ends_one_micro_batch_ends_the_other(place: str) -> None:
     model = Model()
     error = ValueError(place)
     model.asked.fails[place] = error
@@ -218,25 +222,25 @@ def test_what_ends_one_half_ends_the_other(place: str) -> None:
     assert model.run() == ("A", "B")
 
 
-def test_a_half_is_not_cut_in_halves() -> None:
+def test_a_micro_batch_is_not_split_again() -> None:
     turns = TwoBatchOverlap(Asked())
-    with pytest.raises(RuntimeError, match="half"):
+    with pytest.raises(RuntimeError):
         turns.run(lambda: turns.run(int, int), lambda: (0, 0))
     assert turns.run(int, int) == (0, 0)
 
 
-def test_a_half_that_never_comes_to_an_end_is_not_waited_for_without_end(
+def test_a_micro_batch_that_never_ends_is_waited_for_with_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(two_batch_overlap, "_LONGEST_TURN_S", 0.05)
     released = threading.Event()
     turns = TwoBatchOverlap(Asked())
-    block = turns.passing(lambda *_: EMPTY)
+    block = turns.overlapped(lambda *_: EMPTY)
     with pytest.raises(DeviceUnavailable):
         turns.run(lambda: block(0, EMPTY, EMPTY, EMPTY), lambda: released.wait(30))
     released.set()
     for thread in threading.enumerate():
-        if thread.name == "dflash-half":
+        if thread.name == "dflash-micro-batch":
             thread.join(30)
 
 
@@ -248,7 +252,7 @@ def only_within_halves(_: int, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def test_an_interrupt_waits_for_the_half_that_runs() -> None:
+def test_an_interrupt_waits_for_the_micro_batch_that_runs() -> None:
     """It comes to the main thread, which waits for its turn, while the other one is at work."""
     model = Model()
     check_waits(model, "mixer B1", delays_s=[0.0])
@@ -256,13 +260,13 @@ def test_an_interrupt_waits_for_the_half_that_runs() -> None:
     assert model.run() == ("A", "B")
 
 
-def test_an_interrupt_waits_for_the_half_that_ends_last() -> None:
+def test_an_interrupt_waits_for_the_micro_batch_that_ends_last() -> None:
     """The caller's has ended and waits for the other one, which it must not leave at work."""
     check_waits(Model(), "end B", delays_s=[0.02, 0.02])
 
 
 def check_waits(model: Model, at: str, *, delays_s: Sequence[float]) -> None:
-    """The main thread is interrupted while the second half is there, after each delay; that half
+    """The main thread is interrupted while the second micro-batch runs, after each delay; that one
     has gone on for a while before `run` raises."""
     note, ended = model.asked.note, []
 

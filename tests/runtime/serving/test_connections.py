@@ -144,7 +144,7 @@ async def test_where_all_have_requests_a_new_one_is_closed_at_once() -> None:
     async with serving() as served:
         asked = [await served.ask() for _ in range(MOST // 2)]
         assert not await answer(await served.connect())
-        # Others have their own half.
+        # Other addresses have their own half.
         asked += [await served.ask("127.0.0.2") for _ in range(MOST // 2)]
         assert not await answer(await served.connect("127.0.0.3", REQUEST))
         assert served.num_connections == MOST

@@ -1,4 +1,4 @@
-"""Turns are taken by client; what is full says so; nobody waits in vain."""
+"""Clients take turns; a full queue refuses; every waiting thread is woken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def taken(queue: FairQueue[str]) -> list[str | None]:
     return [queue.take() for _ in range(len(queue))]
 
 
-def test_clients_take_turns_whoever_asked_for_more() -> None:
+def test_clients_take_turns_however_much_each_asked_for() -> None:
     queue: FairQueue[str] = FairQueue(20)
     for client, item in zip("aaaaabbc", "123456789", strict=False):
         queue.put(client, client + item)
@@ -55,7 +55,7 @@ def test_a_closed_queue_gives_what_is_left_then_none() -> None:
     assert [queue.take(), queue.take(), queue.take()] == [1, None, None]
 
 
-def test_whoever_waits_is_woken_by_an_item_and_by_the_end() -> None:
+def test_a_waiting_thread_is_woken_by_an_item_and_by_the_end() -> None:
     queue: FairQueue[int] = FairQueue(2)
     got: list[int | None] = []
 
@@ -74,7 +74,7 @@ def test_whoever_waits_is_woken_by_an_item_and_by_the_end() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "take"]), max_size=60))
-def test_order_within_a_client_stays_and_nobody_is_passed_over_twice(steps: list[str]) -> None:
+def test_order_within_a_client_stays_and_no_client_is_passed_over_twice(steps: list[str]) -> None:
     queue: FairQueue[tuple[str, int]] = FairQueue(1000)
     waiting: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     passed_over = dict.fromkeys(waiting, 0)

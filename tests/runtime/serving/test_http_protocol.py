@@ -121,7 +121,7 @@ async def test_who_does_not_read_is_cut_off(app: App) -> None:
         with socket.create_connection(("127.0.0.1", port)) as lazy:
             lazy.sendall(REQUEST)
             async with asyncio.timeout(10):
-                while not app.num_ended:  # sending to nobody ends at once
+                while not app.num_ended:  # sending to a closed connection ends at once
                     await asyncio.sleep(0.02)
 
 

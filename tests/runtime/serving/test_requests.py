@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.serving import requests
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.fields import NEUTRAL, PASSED_OVER
+from dflash_runtime.serving.fields import IGNORED, NEUTRAL
 from dflash_runtime.serving.requests import (
     ChatBody,
     CompletionBody,
@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_chat_is_named(fields: dict[str, Any], param: str) 
 
 
 UNSUPPORTED: list[dict[str, Any]] = [
-    # What the answer would be without them, nobody who sends them wants.
+    # A client that sends them does not want an answer without them.
     {"grammar": 'root ::= "yes" | "no"'},
     {"json_schema": {"type": "object"}},
     {"guided_json": {"type": "object"}},
@@ -167,7 +167,7 @@ def test_what_changes_the_answer_and_is_not_supported_is_refused(
 
 @pytest.mark.parametrize("ask", [completion, chat])
 def test_what_changes_nothing_is_passed_over(ask: Any) -> None:
-    for name in PASSED_OVER:
+    for name in IGNORED:
         ask(**{name: {"any": "thing"}})
     for name, values in NEUTRAL.items():
         for value in values:
@@ -177,7 +177,7 @@ def test_what_changes_nothing_is_passed_over(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("ask", [completion, chat])
-def test_what_nobody_knows_is_refused_by_its_name(ask: Any) -> None:
+def test_an_unknown_field_is_refused_by_its_name(ask: Any) -> None:
     for name in ("no_such_field", "a\nb", "x" * 999):
         with pytest.raises(ApiError) as caught:
             ask(**{name: 1})
@@ -211,9 +211,9 @@ def test_every_field_that_openais_client_sends_is_taken_refused_or_passed_over(
     of_the_client = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     sent = set(inspect.signature(create).parameters) - of_the_client
     assert len(sent) > 15
-    assert sent <= set(kind.model_fields) | PASSED_OVER | set(NEUTRAL)
-    assert not PASSED_OVER & set(NEUTRAL)
-    assert not (PASSED_OVER | set(NEUTRAL)) & set(CompletionBody.model_fields)
+    assert sent <= set(kind.model_fields) | IGNORED | set(NEUTRAL)
+    assert not IGNORED & set(NEUTRAL)
+    assert not (IGNORED | set(NEUTRAL)) & set(CompletionBody.model_fields)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def said(script: str) -> str:
         ("exit 3", "^it ended with exit code 3: no reason given$"),
         ("echo some >&2; echo why >&2; exit 1", "^it ended with exit code 1: why$"),
         ("kill -9 $$", "^it ended with exit code -9"),
-        ("yes | head -c 2000000", "^it says too much$"),
+        ("yes | head -c 2000000", "^its report is too long$"),
     ],
 )
 def test_what_is_no_answer_is_a_reason(script: str, message: str) -> None:

@@ -1,1 +1,1 @@
-"""Daemon processes and links to them: launched, greeted, watched, revived."""
+"""Daemon processes and the links to them: launching, handshake, heartbeat, restart."""

@@ -1,7 +1,8 @@
-"""A daemon process of our own: exec'd, watched, and never left behind.
+"""A daemon that is our child process: exec'd, watched, and never left behind.
 
-The child ends when the pipe whose write end we hold is closed, even if we are killed; besides, it
-asks the kernel to be ended with the thread that made it. Used within the supervisor's loop.
+The child ends when the write end of its life-line pipe, which we hold, is closed, even if we are
+killed; besides, it asks the kernel to end it with the thread that spawned it. Used within the
+supervisor's loop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dflash_protocol.settings import child_environment
 from dflash_runtime.experts.daemons.link import Launch
 
 _TERMINATE_S = 3.0
-# docs: of a daemon: put the file back as a whole, look at the system's log for errors of the disk
+# docs: of a daemon: restore the whole file, look at the system's log for errors of the disk
 _MEMORY_IS_GONE = ": the model's file was cut short while it was in use, or its disk failed"
 
 
@@ -36,8 +37,8 @@ class DaemonProcess:
         if environment is None:
             environment = child_environment(())
         if endpoint.path is not None:
-            # An older daemon takes the empty folder with it, and its successor does not make it.
-            with contextlib.suppress(OSError):  # which the daemon will say better
+            # An ending daemon of an older version removes the empty folder, and does not make it.
+            with contextlib.suppress(OSError):  # the daemon reports it better
                 endpoint.path.parent.mkdir(mode=0o700, exist_ok=True)
         lifeline_read, self._lifeline_write = os.pipe()
         command = [
@@ -50,7 +51,7 @@ class DaemonProcess:
                 stdout=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=(lifeline_read,),
-                process_group=0,  # Ctrl-C is for the parent; it ends its daemons in order
+                process_group=0,  # Ctrl-C goes to the parent alone, which ends its daemons
             )
         except OSError as error:
             os.close(self._lifeline_write)
@@ -83,22 +84,22 @@ class DaemonProcess:
             signal_name = named.get(-code, f"signal {-code}")
             hint = _MEMORY_IS_GONE if -code == signal.SIGBUS else ""
             # docs: a signal ended the daemon: with SIGKILL often the kernel, for lack of memory
-            # (`dmesg`). `… before it was ready, 3 times`: so ended each try of a start; give it
-            # fewer experts. Required daemons get one try
+            # (`dmesg`). `… before it was ready, 3 times`: every attempt to start it ended so; give
+            # it fewer experts. Required daemons get one attempt
             return f"was ended by {signal_name}{hint}"
         return f"ended with exit code {code}"
 
     @property
     def was_told_to_end(self) -> bool:
-        """Whether it did not end by itself: by a signal, or as it does when it is asked to stop.
+        """Whether it was ended from outside: by a signal, or by a request to stop (exit code 0).
 
-        A shell that has run it tells of a signal by an exit code from 129 on.
+        A shell in between reports a signal as an exit code from 129 on.
         """
         code = self._process.returncode
         return code is not None and (code <= 0 or 128 < code <= 128 + max(signal.valid_signals()))
 
     async def stop(self) -> None:
-        """Ask it to end, wait a little, then kill it. Returns when it is gone."""
+        """Terminate it, kill it after 3 s; returns when it has ended."""
         if self._lifeline_write >= 0:
             os.close(self._lifeline_write)
             self._lifeline_write = -1

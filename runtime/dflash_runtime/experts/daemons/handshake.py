@@ -1,7 +1,6 @@
-"""A parent's side of a handshake: what it says, whether a daemon's welcome will do, and whether the
-daemon's file has our weights.
+"""The parent's side of a handshake: its hello, checks of the welcome, and comparing weights.
 
-Knows nothing of sockets.
+Messages only; link_task sends and receives them.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from dflash_runtime.experts.daemons.sharing import SharingPlan
 from dflash_runtime.experts.event_kinds import EventKind
 
 OTHER_WEIGHTS = "weights"
-"""Code of a refusal."""
+"""Code of the refusal of a daemon with other weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a parent tells every daemon about itself and its model."""
+    """What a parent tells every daemon about itself and its model, and requires of it."""
 
     model_identity: str
     moe_digest: str
     numeric_class: str
     max_tokens: int
     payload: PayloadType = PayloadType.F32
-    """Type that rows and sums should travel in, where a daemon knows it."""
+    """Type of rows and sums on the wire, for daemons that support it."""
     sharing: SharingPlan | None = None
-    """How to share memory with daemons of this machine; None = not to."""
+    """How to share memory with daemons of this machine; None: no sharing."""
     is_sharing_required: bool = False
     is_mail_required: bool = False
-    """Devices must be able to ask each other by themselves."""
+    """A daemon must have a mailbox, through which our device asks its."""
     weights: WeightCheck | None = None
-    """Of our file, to compare a daemon's with; None = nothing is compared."""
+    """For comparing a daemon's file with ours; None: not compared."""
 
     def hello(self, owned: OwnedExperts) -> Hello:
-        """To a daemon that is to hold these experts."""
+        """The hello to a daemon that is to hold these experts."""
         return Hello(
             versions=PROTOCOL_VERSIONS,
             model_identity=self.model_identity,
@@ -65,9 +64,11 @@ class Greeting:
 
 
 class Comparison:
-    """One handshake's question whether a daemon's file has the same weights as ours.
+    """Compares a daemon's weights with ours, during one handshake.
 
-    Made by `weights_compared`. Used in the supervisor's loop; blocks are hashed off it.
+    By digests of the whole files if both know them, else by hashes of blocks that a nonce chooses,
+    unless both have the very same files. Made by `weights_compared`; used in the supervisor's loop,
+    blocks are hashed in a thread.
     """
 
     def __init__(self, weights: WeightCheck | None, link: DaemonLink) -> None:
@@ -78,7 +79,7 @@ class Comparison:
         self._is_over = threading.Event()
 
     async def asked_in(self, hello: Hello) -> Hello:
-        """The same hello, with what the daemon has to answer.
+        """The hello with the comparison's nonce and our file's stamp and digest.
 
         Raises: HandshakeRefused if our own file was written to.
         """
@@ -95,12 +96,12 @@ class Comparison:
         )
 
     def begin(self) -> None:
-        """Hash our blocks, while the daemon does its. Twice does nothing."""
+        """Start to hash our blocks, while the daemon hashes its. May be called twice."""
         if self._weights is not None and self._hashing is None:
             self._hashing = asyncio.ensure_future(asyncio.to_thread(self._hash, self._weights))
 
     async def finish(self, welcome: Welcome) -> None:
-        """Compare with what the daemon has answered.
+        """Compare with the daemon's answer.
 
         Raises: HandshakeRefused if it has other weights, did not answer, or our own file was
         written to.
@@ -114,19 +115,19 @@ class Comparison:
                 "it speaks version 1 of the protocol, in which weights are not compared",
             )
             return
-        whose = f"daemon {link.name} at {link.endpoint.address}"
+        daemon = f"daemon {link.name} at {link.endpoint.address}"
         if not welcome.file_stamp:
             raise HandshakeRefused(
-                # docs: an older daemon: have it run this version of the program
-                f"{whose} is too old: it does not show that its file has our weights; "
-                "have it run this version of the program",
+                # docs: an older daemon: upgrade it to this version of the program
+                f"{daemon} is too old: it cannot show that its file has our weights; "
+                "upgrade it to this version of the program",
                 code="too_old",
             )
         if differ(weights.full_digest, welcome.file_digest):
             reason = digests(weights, welcome.file_digest)
-            raise HandshakeRefused(f"{whose} has other weights: {reason}", code=OTHER_WEIGHTS)
+            raise HandshakeRefused(f"{daemon} has other weights: {reason}", code=OTHER_WEIGHTS)
         if welcome.file_stamp == self._stamp:
-            return  # the very same files
+            return  # the very same file
         self.begin()
         assert self._hashing is not None
         try:
@@ -137,13 +138,13 @@ class Comparison:
             raise HandshakeRefused(
                 # docs: the daemon's file is another one, or damaged: give both sides the same file,
                 # and compare `dflash-moe inspect --digest` of both
-                f"{whose} has other weights: blocks of its file were compared with ours; "
+                f"{daemon} has other weights: blocks of its file were compared with ours; "
                 "give both sides the same file",
                 code=OTHER_WEIGHTS,
             )
 
     async def close(self) -> None:
-        """Have nothing go on that was begun."""
+        """Stop hashing and wait for its end."""
         self._is_over.set()
         if self._hashing is not None:
             await asyncio.gather(self._hashing, return_exceptions=True)
@@ -160,7 +161,7 @@ class Comparison:
 async def weights_compared(
     weights: WeightCheck | None, link: DaemonLink
 ) -> AsyncIterator[Comparison]:
-    """A comparison for one handshake, at the end of which nothing of it goes on."""
+    """A comparison for one handshake, closed at its end."""
     comparison = Comparison(weights, link)
     try:
         yield comparison
@@ -169,20 +170,20 @@ async def weights_compared(
 
 
 def differ(ours: str, theirs: str) -> bool:
-    """Whether two digests are known, and are of other bytes."""
+    """Whether both digests are known and differ."""
     return bool(ours) and bool(theirs) and ours != theirs
 
 
 def digests(weights: WeightCheck, theirs: str) -> str:
-    """For people: what two full digests are."""
+    """Both full digests, abbreviated, for messages."""
     return (
         f"the digest of all its bytes is {one_line(theirs)[:16]}, ours {weights.full_digest[:16]}"
     )
 
 
 def check_welcome(welcome: Welcome, hello: Hello, link: DaemonLink) -> None:
-    """Raises: HandshakeRefused, naming both sides, if the daemon is not what was asked for, or
-    offers what cannot be."""
+    """Check a welcome against our hello. Raises: HandshakeRefused, with both sides' values, if the
+    daemon differs from what was asked for, or a value is out of range."""
     name = link.name
     for what, ours, theirs in (
         ("model", hello.model_identity, welcome.model_identity),

@@ -1,7 +1,4 @@
-"""Daemons to spawn: from what was asked for to the command and environment that start each.
-
-Knows nothing of experts or links; what it makes is a Launch.
-"""
+"""Daemons to spawn: from their settings to the Launch, command and environment, of each."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_dae
 
 @dataclass(frozen=True, slots=True)
 class DaemonChoice:
-    """A daemon to spawn, checked. `launcher` None = this very interpreter."""
+    """A daemon to spawn, checked. `launcher` None: this interpreter."""
 
     name: str
     device: Device
@@ -38,16 +35,16 @@ class DaemonChoice:
 
     @property
     def program(self) -> Path:
-        """What is executed."""
+        """The program to execute."""
         return self.launcher or Path(sys.executable)
 
     @property
     def is_python(self) -> bool:
-        """A Python interpreter runs our module; any other executable takes the arguments itself."""
+        """Whether it is an interpreter that runs our module; other programs get the arguments."""
         return self.launcher is None or self.launcher.name.startswith("python")
 
     def environment(self, settings: Settings) -> dict[str, str]:
-        """All that the child's environment holds."""
+        """The child's whole environment."""
         python_paths = package_roots(_PACKAGES) if self.launcher is None else None
         return daemon_environment(settings, self.setting, python_paths=python_paths)
 
@@ -55,16 +52,16 @@ class DaemonChoice:
 def choose_daemons(
     daemons: Sequence[DaemonSetting | str], settings: Settings
 ) -> list[DaemonChoice]:
-    """Daemons as asked for, checked and named: ``cpu0``, ``cpu1`` … unless they have names.
+    """Check daemons, and name those without a name ``cpu0``, ``cpu1`` …
 
-    Whether a launcher can use its device is for the launcher to find out.
-    Raises: SettingsError if a launcher cannot be executed, or cores are not ours.
+    Whether a launcher can use its device is not checked here.
+    Raises: SettingsError if a launcher cannot be executed, or a core cannot be used by us.
     """
     return [choose_daemon(each, index, settings) for index, each in enumerate(daemons)]
 
 
 def choose_daemon(daemon: DaemonSetting | str, daemon_idx: int, settings: Settings) -> DaemonChoice:
-    """One of them, by its place. Raises: SettingsError that says what is wrong with which."""
+    """Check the daemon at one index. Raises: SettingsError that names its setting."""
     if isinstance(daemon, str):
         setting = checked("daemon", daemon, Daemons().from_item)
         assert isinstance(setting, DaemonSetting)
@@ -90,9 +87,9 @@ def choose_daemon(daemon: DaemonSetting | str, daemon_idx: int, settings: Settin
 
 
 def daemon_names(choices: Sequence[DaemonChoice], endpoints: Sequence[Endpoint]) -> list[str]:
-    """Names for statistics and messages: of the spawned ones, then ``link0``, ``link1`` …
+    """Names for statistics and messages: of spawned daemons, then ``link0``, ``link1`` …
 
-    Raises: SettingsError if two have the same.
+    Raises: SettingsError if two are equal.
     """
     names = [choice.name for choice in choices]
     names += [f"link{index}" for index in range(len(endpoints))]
@@ -110,22 +107,22 @@ def launch_of(
     backend_name: str,
     settings: Settings,
 ) -> Launch:
-    """How to start one of the daemons: unless told otherwise, it has its share of the cores.
+    """How to start one of the daemons; unless set otherwise, it gets an equal share of the cores.
 
-    A parent that computes on a GPU keeps one, on which it looks for what others have done.
+    A parent that computes on a GPU keeps one core, to poll for replies.
     """
     choice = choices[daemon_idx]
     cores = choice.cores or share_of_cores(
         _cores_of_daemons(len(choices), backend_name), daemon_idx, len(choices)
     )
     is_alike = choice.device.kind is DeviceKind.CPU and (
-        # Another environment may lack what our kernels need; then it is slow, and says so.
+        # Another environment may lack the kernels' packages: it then logs that it is slow.
         backend_name == BackendName.REFERENCE
         or (backend_name == BackendName.CPU and choice.launcher is None)
     )
     command = (
         str(choice.program),
-        # -P: what lies in the folder we were started in is not ours to import.
+        # -P: import nothing from the working directory.
         *(("-P", "-m", "dflash_daemon") if choice.is_python else ()),
         str(model_path.absolute()),
         "--device",
@@ -146,7 +143,8 @@ def _cores_of_daemons(num_daemons: int, backend_name: str) -> list[int]:
 
 
 def _launcher(text: str) -> Path | None:
-    """Raises: SettingsError if it cannot be executed."""
+    """The path of a launcher; None for this interpreter. Raises: SettingsError if it is not
+    executable."""
     if not text:
         return None
     path = Path(shutil.which(text) or text).absolute()
@@ -156,7 +154,7 @@ def _launcher(text: str) -> Path | None:
         raise SettingsError(f"daemon launcher {text!r}: {error.strerror}") from error
     if not is_regular or not os.access(path, os.X_OK):
         raise SettingsError(f"daemon launcher {text!r} is not an executable file")
-    # By folder too: the interpreters of two environments may be links to the same file.
+    # The folder counts too: the interpreters of two environments may link to one file.
     ours = Path(sys.executable)
     is_ours = path.parent == ours.parent and path.resolve() == ours.resolve()
     return None if is_ours else path

@@ -1,7 +1,7 @@
 """DaemonLink: the state of one link, shared by the supervisor's thread and the data thread.
 
-Knows nothing of sockets. The supervisor makes sessions; the data thread uses the present one and
-may report it lost; whoever is first to report a session lost has it counted, once.
+The supervisor opens sessions; the data thread uses the current one and may report it lost. The
+first report of a lost session counts, further ones are ignored.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dflash_runtime.experts.event_kinds import EventKind
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a daemon of our own: the command up to its endpoint and pipe arguments.
+    """How to spawn a daemon: the command up to its endpoint and pipe arguments.
 
-    `environment` is the whole of the child's; None = ours.
+    `environment` is the child's whole environment; None: ours.
     """
 
     command: tuple[str, ...]
@@ -37,7 +37,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class DaemonCounters:
-    """What a daemon says it dropped since it was started, of all its parents' requests."""
+    """Requests that a daemon has dropped since its start, of all its parents, as it reports."""
 
     late: int = 0
     stale: int = 0
@@ -46,26 +46,28 @@ class DaemonCounters:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One successful handshake. Each has a generation of its own, never used twice."""
+    """What one successful handshake agreed on. Generations are unique per link."""
 
     generation: int
     welcome: Welcome
     data_address: str
     segment: Segment | None = None
-    """Shared memory, for whoever takes it (DaemonLink.take_segment)."""
+    """Shared memory, to be taken with DaemonLink.take_segment."""
 
 
 class DaemonLink:
     """One daemon as the parent sees it.
 
-    `on_event` is called with kind, name and reason: ``daemon_lost`` once a lost session,
+    States: connected (`session` is set), lost or absent (None, the supervisor keeps trying), given
+    up (None for good).
+    `on_event` is called with kind, name and reason: ``daemon_lost`` once per lost session,
     ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_back`` for the
     session after either, with how long the daemon was away, ``daemon_refused`` for one that came
-    back as what cannot be used, ``weights_unchecked`` for one that speaks version 1,
-    ``request_failed`` for a request that failed without that, ``not_finite`` for one whose reply
-    was NaN or infinite, ``wrong_reply`` when a daemon is given up since it has answered wrongly,
+    back but cannot be used, ``weights_unchecked`` for one that speaks version 1,
+    ``request_failed`` for a request that failed while the session goes on, ``not_finite`` for a
+    reply with NaN or infinity, ``wrong_reply`` when a daemon is given up after a wrong reply,
     ``breaker_open`` and the like for every new state of the circuit breaker, and
-    ``numeric_class_differs`` for a session in which bits are not promised to equal the parent's.
+    ``numeric_class_differs`` for a session whose results may differ in bits from the parent's.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """
@@ -86,9 +88,9 @@ class DaemonLink:
         self.owned = owned
         self.launch = launch
         self.secure = secure
-        """Puts keys on a socket of this link before it connects; None if it needs none."""
+        """Sets the keys of a socket of this link before it connects; None if it needs none."""
         self.daemon_counters = DaemonCounters()
-        """As the last heartbeat said; replaced as a whole by the supervisor."""
+        """The last heartbeat's; replaced as a whole by the supervisor."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._numeric_class = numeric_class
         self._on_event = on_event
@@ -100,12 +102,12 @@ class DaemonLink:
         self._away_since_s: float | None = None
         self._refused = ""
         self.is_given_up = False
-        """The daemon is not used again, whoever makes a session."""
+        """The daemon is not used again: there are no further sessions."""
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
     def session(self) -> Session | None:
-        """The live session, or None while there is none."""
+        """The current session, or None."""
         return self._session
 
     @property
@@ -118,11 +120,11 @@ class DaemonLink:
             return f"daemon {self.name}: {self._reason}"
 
     def set_supervisor_wake(self, wake: Callable[[int], None]) -> None:
-        """`wake` is called, from any thread, with the generation of a session that was lost."""
+        """Set `wake`, which is called, from any thread, with the generation of a lost session."""
         self._wake_supervisor = wake
 
     def mark_ready(self, welcome: Welcome, segment: Segment | None = None) -> Session:
-        """Open a new session, which owns the segment until that is taken.
+        """Open a new session; the link owns the segment until it is taken.
 
         Raises: DaemonUnavailable if the daemon was given up.
         """
@@ -154,7 +156,7 @@ class DaemonLink:
         return session
 
     def mark_lost(self, generation: int, reason: str) -> None:
-        """End the session of that generation, if it is still the live one."""
+        """End the session of that generation, if it is the current one."""
         with self._lock:
             if self._session is None or self._session.generation != generation:
                 return
@@ -167,15 +169,15 @@ class DaemonLink:
         self._wake_supervisor(generation)
 
     def mark_absent(self, kind: EventKind, reason: str) -> None:
-        """Report that the daemon is not there, where there was no session that could be lost."""
+        """Report a daemon that cannot be reached, when there was no session to lose."""
         with self._lock:
             if self._away_since_s is None:
                 self._away_since_s = monotonic()
         self._on_event(kind, self.name, reason)
 
     def give_up(self, reason: str) -> None:
-        """The daemon has answered wrongly: its session ends, and there is no other one as long as
-        the link lasts. A daemon that was started by us is ended."""
+        """After a wrong reply: end the session, and have no other for the rest of the link's
+        life. A daemon that is our child is ended."""
         with self._lock:
             if self.is_given_up:
                 return
@@ -190,7 +192,7 @@ class DaemonLink:
         self._wake_supervisor(generation)
 
     def take_segment(self, session: Session) -> Segment | None:
-        """The session's shared memory, which the caller owns from now on.
+        """The session's shared memory; the caller owns it from now on.
 
         Raises: DaemonUnavailable if the session is over.
         """
@@ -206,16 +208,16 @@ class DaemonLink:
             self._untaken = None
 
     def note(self, kind: EventKind, reason: str) -> None:
-        """Report something that does not end the session."""
+        """Report an event that does not end the session."""
         self._on_event(kind, self.name, reason)
 
     def note_refused(self, reason: str) -> None:
-        """Report, once until there is a session again, why none can be had."""
+        """Report why no session can be opened; each reason once until there is one again."""
         if reason != self._refused:
             self._refused = reason
             self.note(EventKind.DAEMON_REFUSED, reason)
 
     def close(self) -> None:
-        """Release the eventfd and what nobody took. The link must not be used afterwards."""
+        """Release the eventfd and a segment that was not taken. The link is unusable afterwards."""
         self._close_untaken()
         os.close(self.lost_fd)

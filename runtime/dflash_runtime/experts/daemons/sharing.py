@@ -1,6 +1,6 @@
-"""Sharing memory with a daemon: the parent makes a segment, the daemon proves that it has the same.
+"""Sharing memory with a daemon: the parent makes a segment, the daemon proves that it mapped it.
 
-Used by the supervisor between a daemon's welcome and the session. Knows nothing of sockets.
+Happens between a daemon's welcome and the session (link_task.py).
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from dflash_protocol.wire.messages import Attach, Attached, Welcome
 
 _DEFAULT_BYTES = 128 << 20
 _FEWEST_SLOTS = 2
-"""With less, a daemon would stand still while its last reply is read."""
+"""With fewer, a daemon would idle while its last reply is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingPlan:
-    """What segments are made for. One takes up to 128 MiB, or `max_bytes` if that is more; all of
-    it is locked for devices where both sides move payload by them, which `moves` says of ours."""
+    """How segments are made. One takes up to 128 MiB, or `max_bytes` if that is more. `moves`: our
+    device copies payload by DMA; if the daemon's does too, the whole segment is page-locked."""
 
     hidden_size: int
     num_experts_used: int
     max_bytes: int
     moves: bool = False
     mail_bytes: int = 0
-    """Of a mailbox, if our device can have one."""
+    """Size of a mailbox; 0 if our device cannot have one."""
     begin_mail: Callable[[Segment], None] = lambda segment: None
-    """To be called with a segment that has one."""
+    """Called with a segment that has a mailbox."""
 
     def shape(self, max_tokens: int, mail_bytes: int = 0) -> RingShape | None:
-        """Of a segment for requests of up to `max_tokens`, or of fewer if there is not the room.
-
-        None if there is none for a single token.
+        """The shape for requests of up to `max_tokens`, or fewer if they do not fit; None if not a
+        single token fits.
         """
         while max_tokens >= 1:
             max_pairs = max_tokens * self.num_experts_used
@@ -52,13 +51,13 @@ class SharingPlan:
 
 
 class OfferFailed(Exception):
-    """No memory is shared with a daemon that is well otherwise; says why."""
+    """Memory cannot be shared with a daemon; the message says why. The session goes on without."""
 
 
 class Offer:
-    """A segment that is made for one daemon and not known to be shared yet.
+    """A segment that is made for one daemon and not confirmed yet.
 
-    Owns: the segment, until `accepted` gives it away or `withdraw` closes it.
+    Owns: the segment, until `accepted` returns it or `withdraw` closes it.
     """
 
     def __init__(self, segment: Segment, link_id: str, *, moves: bool = False) -> None:
@@ -69,7 +68,7 @@ class Offer:
 
     @property
     def message(self) -> Attach:
-        """What to tell the daemon."""
+        """The message to the daemon."""
         shape = self._segment.shape
         return Attach(
             link_id=self._link_id,
@@ -83,14 +82,14 @@ class Offer:
         )
 
     def accepted(self, answer: Attached) -> Segment:
-        """The segment, if what the daemon says it wrote can be read here.
+        """The segment, if the nonce that the daemon says it wrote can be read here.
 
         Raises: OfferFailed if not.
         """
         written = self._segment.read_nonce(is_client=False).hex().encode()
         is_same = hmac.compare_digest(answer.nonce.encode(), written)
         if answer.link_id != self._link_id or not is_same:
-            raise OfferFailed("the daemon has other memory than we")
+            raise OfferFailed("the daemon mapped other memory than ours")
         self._segment.peer_moves = self._moves and answer.moves
         self._segment.peer_mails = self._segment.peer_moves and answer.mails
         self._segment.unlink()
@@ -102,7 +101,7 @@ class Offer:
 
 
 def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
-    """Raises: OfferFailed if no memory can be had."""
+    """Make a segment for a daemon. Raises: OfferFailed if that fails."""
     moves = plan.moves and welcome.can_move
     mails = moves and welcome.mail_bytes == plan.mail_bytes
     mail_bytes = plan.mail_bytes if mails else 0
@@ -123,7 +122,7 @@ def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
 
 
 def why_not_shared(welcome: Welcome, folder: Path | None) -> str:
-    """Why a session cannot share memory; empty if it can be tried."""
+    """Why memory cannot be shared; empty if it can be tried."""
     if folder is None:
         return "its endpoint is not a path on this machine"
     if not ring_native.is_available():

@@ -1,4 +1,4 @@
-// What happens when: asks the server for its state every second while somebody looks.
+// The main loop: polls the server's state every second while the page is visible.
 
 import { Chat } from "./chat.js";
 import { compact, count, duration, plural } from "./format.js";
@@ -94,7 +94,7 @@ function showStatus(status) {
   find("forget-key").hidden = !hasKey();
 }
 
-/** What the server is at, and how that is to look. */
+/** The server's state as text, and its style. */
 function conditionOf({ is_well: isWell, owners, queue }) {
   if (!isWell) return ["the model does not get on", "lost"];
   const troubled = owners.filter((owner) => owner.state !== "ready");

@@ -1,4 +1,4 @@
-// A conversation with the model; with one that has no chat template, a text that it continues.
+// The chat box; for a model without a chat template, a text that it continues.
 
 import { plural, rate } from "./format.js";
 import { stream } from "./server.js";
@@ -104,7 +104,7 @@ export class Chat {
     return { element, body, note };
   }
 
-  /** What is written stands behind what was given, in the same text. */
+  /** Generated text is appended to the prompt, in the same element. */
   #continue(asked) {
     const body = document.createElement("span");
     body.className = "continued";

@@ -1,4 +1,4 @@
-// Numbers for people. All of one kind have one width, so that they stand still while they change.
+// Formatting of numbers. All of one kind have one width, so that the layout stays still.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const oneDigit = new Intl.NumberFormat("en", {

@@ -1,4 +1,4 @@
-// Layers × experts: the hue says who holds an expert, the fill how often it was chosen.
+// Layers × experts: the hue is an expert's owner, the fill how often it was chosen.
 
 import { count, percent, plural } from "./format.js";
 import { ownerColour, swatch } from "./owners.js";
@@ -96,7 +96,7 @@ export class HeatMap {
     const room = width - left;
     const isTurned = room / numExperts < FEWEST_PIXELS * ratio && numLayers < numExperts;
     const [rows, columns] = isTurned ? [numExperts, numLayers] : [numLayers, numExperts];
-    // Whole pixels of the device, or cells would differ in size.
+    // Whole device pixels, or cells would differ in size.
     const cellWidth = Math.max(
       1,
       Math.min(Math.floor(room / columns), Math.round(LARGEST_CELL.width * ratio)),
@@ -221,19 +221,19 @@ export class HeatMap {
   }
 }
 
-/** Where a cell begins, in pixels of the device. */
+/** The start of a cell, in device pixels. */
 function place(g, layerAt, expertAt) {
   const [row, column] = g.isTurned ? [expertAt, layerAt] : [layerAt, expertAt];
   return { x: g.left + column * g.cellWidth, y: g.top + row * g.cellHeight };
 }
 
-/** Few are told from none, and many from most: the square root, from a visible beginning. */
+/** Square root scale from a visible minimum, so that few differs from none. */
 function shadeOf(number, most) {
   if (!number) return 0;
   return Math.round((0.1 + 0.9 * Math.sqrt(number / most)) * (NUM_SHADES - 1));
 }
 
-/** Colours from the page's ground to one of its own, the first and last mixed in as told. */
+/** Colours from the page's background to an owner's, with the given first and last shares. */
 function ramp(colour, first, last) {
   const ground = colourOf("--ground");
   return Array.from({ length: NUM_SHADES }, (_, shade) => {
@@ -248,7 +248,7 @@ function colourOf(name) {
   return [1, 3, 5].map((at) => Number.parseInt(text.slice(at, at + 2), 16));
 }
 
-/** The least power of two of cells that have room for a number. */
+/** The smallest power of two of cells with room for a label. */
 function stepFor(cell, room) {
   let step = 1;
   while (step * cell < room) step *= 2;

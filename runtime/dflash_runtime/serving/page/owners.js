@@ -1,18 +1,18 @@
-// The table of owners, and the colour that stands for each of them.
+// The table of owners, and the colour of each.
 
 import { compact, count, duration, percent } from "./format.js";
 
 const NUM_COLOURS = 8;
 const LOAD_S = 60; // over so long the share of each owner is shown
 
-/** An owner's colour as [red, green, blue], by its place in the placement. */
+/** An owner's colour as [red, green, blue], by its index in the placement. */
 export function ownerColour(index) {
   const style = getComputedStyle(document.documentElement);
   const text = style.getPropertyValue(`--owner-${index % NUM_COLOURS}`).trim();
   return [1, 3, 5].map((at) => Number.parseInt(text.slice(at, at + 2), 16));
 }
 
-/** A small square in an owner's colour; what is in no placement, such as the fallback, has none. */
+/** A small square in an owner's colour; owners outside the placement, such as the fallback, have none. */
 export function swatch(index) {
   const square = document.createElement("span");
   square.className = "swatch";
@@ -22,7 +22,7 @@ export function swatch(index) {
 
 const KINDS = { local: "this process", daemon: "daemon", fallback: "this process, for lost owners" };
 
-/** Rows are made once for each owner, and then only their texts change. */
+/** Rows are made once for each owner; updates change their texts only. */
 export class OwnerTable {
   #rows = new Map();
   #looks = [];
@@ -54,12 +54,12 @@ export class OwnerTable {
     }
   }
 
-  /** Begin anew, as after a pause: what was computed meanwhile says nothing of the last minute. */
+  /** Restart, as after a pause, whose work does not belong to the last minute. */
   forget() {
     this.#looks = [];
   }
 
-  /** By owner, its share of what was computed in the last minute; of nothing there are none. */
+  /** Each owner's share of the last minute's work; empty if there was none. */
   #shares(timeS, pairs) {
     const last = this.#looks.at(-1);
     const isNew = last && (timeS < last.timeS || [...pairs].some(([name, now]) => now < (last.pairs.get(name) ?? 0)));
@@ -73,7 +73,7 @@ export class OwnerTable {
   }
 }
 
-/** `share` is null as long as nothing was computed. */
+/** `share` is null while nothing was computed. */
 function fill(row, owner, share) {
   const trip = owner.decode_round_trip_s;
   const texts = {

@@ -1,7 +1,7 @@
-// The server as this page sees it: its key, its errors, its streams.
+// Client of the server: key, errors, streams.
 
 const KEY = "dflash-moe-key";
-const PATIENCE_MS = 10_000;
+const TIMEOUT_MS = 10_000;
 
 export class ServerError extends Error {
   constructor(status, message, code) {
@@ -15,19 +15,19 @@ export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 export const keepKey = (key) => sessionStorage.setItem(KEY, key);
 export const forgetKey = () => sessionStorage.removeItem(KEY);
 
-/** What a path answers, as JSON. Throws ServerError; status 0 = nobody answered. */
+/** The JSON of a path. Throws ServerError; status 0: no answer. */
 export async function read(path) {
-  const response = await ask(path, { signal: AbortSignal.timeout(PATIENCE_MS) });
+  const response = await ask(path, { signal: AbortSignal.timeout(TIMEOUT_MS) });
   return response.json();
 }
 
-/** The same of a path that has its say whatever its status; nothing at all if nobody answers. */
+/** The JSON of a path whatever its status; {} without an answer. */
 export async function probe(path) {
-  const options = { signal: AbortSignal.timeout(PATIENCE_MS), cache: "no-store" };
+  const options = { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" };
   return fetch(path, options).then((response) => response.json()).catch(() => ({}));
 }
 
-/** The events of a stream, each parsed. Throws ServerError; AbortError once `signal` says so. */
+/** The parsed events of a stream. Throws ServerError; AbortError once `signal` is aborted. */
 export async function* stream(path, body, signal) {
   const response = await ask(path, {
     method: "POST",

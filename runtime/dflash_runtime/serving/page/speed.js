@@ -1,4 +1,4 @@
-// Tokens per second, from how far the server's count got between two looks at it.
+// Tokens per second, from the server's counter at successive polls.
 
 import { count, rate } from "./format.js";
 
@@ -17,7 +17,7 @@ export class Speed {
     this.polyline = line.querySelector("polyline");
   }
 
-  /** `reading` is how far the prompt is that is read now, or null. */
+  /** `reading` is the progress of the current prompt, or null. */
   update(timeS, generated, reading) {
     const last = this.#looks.at(-1);
     if (last && (generated < last.generated || timeS < last.timeS)) this.forget(); // a new server
@@ -38,7 +38,7 @@ export class Speed {
     return generated ? "none since this page was opened" : "nothing written yet";
   }
 
-  /** Begin anew, as after a pause: what came meanwhile has no rate. */
+  /** Restart, as after a pause, for which there is no rate. */
   forget() {
     this.#looks = [];
   }

@@ -15,7 +15,7 @@ from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.models.qwen3moe import read_spec
 from dflash_protocol.errors import HandshakeRefused
 from dflash_protocol.wire.messages import COMPARING, Hello, Ping, Pong, Progress
-from dflash_runtime.experts.daemons import supervisor as supervisor_module
+from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.supervisor import Timeouts
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon, welcome_to
@@ -128,7 +128,7 @@ def test_a_daemon_that_comes_back_with_other_weights_is_told_once_and_seldom_tri
     assert "knows" in parent.next_loss()
     for pause_s in (0.0, 3600.0):
         again = daemon.expect(Hello, skipping=(Ping,))
-        monkeypatch.setattr(supervisor_module, "_OTHER_WEIGHTS_S", pause_s)
+        monkeypatch.setattr(link_task, "_OTHER_WEIGHTS_S", pause_s)
         assert again.nonce != hello.nonce
         daemon.say(welcome_to(again, file_stamp="of a copy", blocks_digest=OTHER))
         daemon.expect_bye()
@@ -156,7 +156,7 @@ def test_a_digest_that_becomes_known_later_ends_the_session(
     assert OURS[:16] in reason
 
 
-def test_a_parent_whose_own_file_was_written_to_asks_nobody(
+def test_a_parent_whose_own_file_was_written_to_sends_no_hello(
     undo: ExitStack, daemon: ScriptedDaemon, tmp_path: Path
 ) -> None:
     path = write_qwen3moe(tmp_path / "own.gguf", ODD_SHAPES[0], seed=10)

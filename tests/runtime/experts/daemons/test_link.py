@@ -110,9 +110,7 @@ def test_a_loss_of_an_older_session_does_not_touch_the_new_one(
     assert losses.reasons == ["first"]
 
 
-def test_whoever_is_first_to_report_a_loss_has_it_counted_once(
-    link: DaemonLink, losses: Losses
-) -> None:
+def test_a_loss_that_several_report_is_counted_once(link: DaemonLink, losses: Losses) -> None:
     session = link.mark_ready(WELCOME)
     start = threading.Barrier(8)
 

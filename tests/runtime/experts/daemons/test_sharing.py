@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.wire.messages import Welcome
-from dflash_runtime.experts.daemons import supervisor
+from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.sharing import Offer, SharingPlan, make_offer, why_not_shared
 
 WELCOME = Welcome(
@@ -69,9 +69,7 @@ def test_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numba" in why_not_shared(WELCOME, folder)
 
 
-def test_an_offer_that_nobody_waits_for_any_more_leaves_no_names(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_offer_leaves_no_names(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an engine is closed while it connects."""
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -80,11 +78,11 @@ def test_an_offer_that_nobody_waits_for_any_more_leaves_no_names(
         assert may_end.wait(30.0)
         return make_offer(*args)
 
-    monkeypatch.setattr(supervisor, "make_offer", slow)
+    monkeypatch.setattr(link_task, "make_offer", slow)
 
     async def play() -> None:
         making = asyncio.create_task(
-            supervisor._made_offer(run_dir, WELCOME, SharingPlan(64, 2, 1 << 20))
+            link_task._make_offer(run_dir, WELCOME, SharingPlan(64, 2, 1 << 20))
         )
         assert await asyncio.to_thread(has_begun.wait, 30.0)
         making.cancel()

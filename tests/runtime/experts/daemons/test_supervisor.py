@@ -271,7 +271,7 @@ def test_what_a_daemon_says_of_itself_is_one_line_everywhere(
 def test_a_hello_of_a_parent_that_gave_up_reaches_no_later_daemon(
     undo: ExitStack, address: str
 ) -> None:
-    """It would load experts for nobody, and keep a place for them."""
+    """It would load experts for a parent that is gone, and keep them."""
     for timeout_s in (0.01, 0.02, 0.03, 0.04):
         parent = Parent(undo, address, timeouts=Timeouts(timeout_s, TIMEOUT_S))
         with pytest.raises(DaemonUnavailable, match="answers"):
@@ -346,7 +346,7 @@ def test_one_that_hangs_up_without_a_word_is_not_tried_again(
         start.result(TIMEOUT_S / 4)
 
 
-def test_progress_extends_the_patience_and_is_passed_on(
+def test_progress_extends_the_timeout_and_is_passed_on(
     undo: ExitStack, daemon: ScriptedDaemon, address: str
 ) -> None:
     parent = Parent(undo, address, timeouts=Timeouts(1.5, TIMEOUT_S))
@@ -362,7 +362,7 @@ def test_progress_extends_the_patience_and_is_passed_on(
     assert parent.progress.get(timeout=TIMEOUT_S) == ("cpu0", "ready", 1, 1)
     daemon.say(Progress("load", 48, 48))
     daemon.say(Pong(daemon.expect(Ping).sequence, True, 0.0))
-    assert parent.progress.empty(), "nobody waits for progress any more"
+    assert parent.progress.empty(), "progress is reported only until the start ends"
 
 
 def test_an_address_that_cannot_even_be_tried_is_unavailable_not_endless(undo: ExitStack) -> None:

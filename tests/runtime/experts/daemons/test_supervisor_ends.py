@@ -23,7 +23,7 @@ from dflash_protocol.wire.messages import (
     Pong,
     Refused,
 )
-from dflash_runtime.experts.daemons import supervisor as supervisor_module
+from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.link import Launch
 from dflash_runtime.experts.daemons.supervisor import Timeouts
 from support.descriptors import no_descriptor_left
@@ -196,7 +196,7 @@ def test_a_child_that_cannot_be_executed_is_reported_with_the_reason(
 def test_a_silent_child_is_ended(
     undo: ExitStack, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_SPAWN_SILENCE_S", 0.3)
+    monkeypatch.setattr(link_task, "_SPAWN_SILENCE_S", 0.3)
     parent = Parent(
         undo, address, launch=launch(LIVES_ON_ITS_LIFELINE), timeouts=Timeouts(0.1, TIMEOUT_S)
     )

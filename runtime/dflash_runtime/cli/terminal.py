@@ -1,25 +1,46 @@
-"""Progress on stderr for whatever takes longer than a second, if somebody is watching."""
+"""What commands write to the terminal: lines, generated text, and progress bars.
+
+Values from files or peers cannot break out of their line, nor send control sequences.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import click
+
+from dflash_protocol.errors import for_terminal, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-from dflash_protocol.errors import one_line
-
+_LONGEST_LINE = 4000
 _DELAY_S = 1.0
 _STAGE_LIMIT = 60
 
 
+def write_lines(lines: Iterable[str], *, to_stderr: bool = False) -> None:
+    """Write lines, each without control characters and of at most 4000 characters."""
+    click.echo("\n".join(one_line(line, _LONGEST_LINE) for line in lines), err=to_stderr)
+
+
+def write_text(text: str) -> None:
+    """Write a piece of generated text to stdout; on a terminal without control sequences."""
+    sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
 class ProgressReporter:
-    """Collects updates; shows bars once the whole has taken a second. Quiet if not `enabled`."""
+    """Collects updates; shows bars on stderr after a second. Does nothing if not `enabled`.
+
+    Owns: a thread that draws, from entering the context until `finish`.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -42,12 +63,12 @@ class ProgressReporter:
         self.finish()
 
     def update(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
-        """Say where a piece of work stands. May be called from any thread."""
+        """Update the progress of an owner, from any thread."""
         with self._lock:
             self._states[owner] = (one_line(stage, _STAGE_LIMIT), num_done, num_total)
 
     def finish(self) -> None:
-        """Take the bars away. Further calls do nothing."""
+        """Remove the bars. Further calls do nothing."""
         self._done.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -65,12 +86,12 @@ class ProgressReporter:
 
 
 class Bars:
-    """A line for each owner: what it is at, how much of that is done, and for how long."""
+    """A line for each owner: its stage, how much of it is done, and the time taken."""
 
     def __init__(self, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        # The spinner is for stages of one step, whose bar has no middle.
+        # The spinner is for stages of a single step.
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -89,8 +110,8 @@ class Bars:
         self.progress.stop()
 
     def show(self, states: Mapping[str, tuple[str, int, int]]) -> None:
-        """Show stage, steps that are done, and steps in all, of each owner. The clock of a stage
-        stops when all its steps are done; that of the next one begins at 0."""
+        """Show (stage, steps done, steps in all) of each owner. The clock of a stage stops when
+        all its steps are done; that of the next starts at 0."""
         for owner, state in states.items():
             stage, num_done, num_total = state
             what = f"{owner}: {stage}"

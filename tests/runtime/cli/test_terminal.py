@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dflash_runtime.cli.progress import Bars
+from dflash_runtime.cli.terminal import Bars
 
 
 class Shown:
