@@ -25,7 +25,7 @@ _ROW_UNIT = 64
 """A sliding window's rows are a multiple of this: kernels read positions in whole blocks."""
 
 
-class Rows(Protocol):
+class CachedArray(Protocol):
     """An array of rows, in host or device memory."""
 
     @property
@@ -46,7 +46,7 @@ class WindowSnapshot:
 
     num_positions: int
     first_kept: int
-    copies: tuple[Rows, ...]
+    copies: tuple[CachedArray, ...]
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ class WindowRows:
 
     def __init__(self, mask: Mask, capacity: int) -> None:
         self.mask = mask
-        self.arrays: tuple[Rows, ...] = ()
+        self.arrays: tuple[CachedArray, ...] = ()
         """The arrays of rows, set by the cache that allocates them."""
         self.num_rows = num_rows(mask, capacity)
         self.is_window = self.num_rows < capacity

@@ -143,9 +143,7 @@ class Metrics:
         self.reused_tokens = counter(
             "prefix_cache_hits", "Tokens of prompts that were not computed again."
         )
-        self.generated_tokens = counter(
-            "generation_tokens", "Generated tokens, counted singly."
-        )
+        self.generated_tokens = counter("generation_tokens", "Generated tokens, counted singly.")
         self.queue_s = histogram("request_queue_time_seconds", "From asking to the first layer.")
         self.first_token_s = histogram("time_to_first_token_seconds", "From asking.")
         self.token_s = histogram(
