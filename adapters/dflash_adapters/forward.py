@@ -1,0 +1,247 @@
+"""The forward pass of every described model, written in Ops.
+
+How each kind of layer is computed stands here once; which kinds a model has, in its description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import (
+    Attention,
+    DeltaNet,
+    Description,
+    Ffn,
+    GateBesideQueries,
+    HeadOrElementGate,
+    InputScaledFfn,
+    Linear,
+    Qkv,
+    Rotary,
+    RotaryUnitNorm,
+    RoutedFfn,
+    RowNormRotary,
+)
+from dflash_adapters.loading import load_weights, model_spec
+from dflash_adapters.ops import Gate, KvCache, MoeBlock, OnLayer, Ops, nobody_looks
+from dflash_protocol.ids import I32Array
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a layer needs besides its input. Shapes: positions [T]."""
+
+    positions: I32Array
+    cache: KvCache
+    cache_layer: int
+    """Index among the layers of the same kind that the cache keeps."""
+
+
+class LayeredModel(Generic[A]):
+    """A described model with its weights on the device of `ops`. Implements ops.Model.
+
+    Immutable; computes on the thread that calls it.
+    """
+
+    def __init__(self, file: GgufFile, ops: Ops[A], description: Description) -> None:
+        """Raises: as loading.model_spec and loading.load_weights."""
+        self.spec = model_spec(file, description)
+        self._ops, self._ends, self._eps = ops, description.ends, description.rms_eps
+        self._weights = load_weights(file, ops, description)
+        self._layers = []
+        num_of_kind = {Attention: 0, DeltaNet: 0}
+        for layer in description.layers:
+            kind = type(layer.mixer)
+            self._layers.append((layer, num_of_kind[kind]))
+            num_of_kind[kind] += 1
+
+    def forward(
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
+    ) -> A:
+        ops, eps, vectors = self._ops, self._eps, self._weights.vectors
+        x = ops.embed(self._weights.matrices[self._ends.embedding], token_ids)
+        for layer_id, (layer, cache_layer) in enumerate(self._layers):
+            step = _Step(positions, cache, cache_layer)
+            h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
+            match layer.mixer:
+                case Attention():
+                    x = self._attention(layer.mixer, h, step, add=x)
+                case DeltaNet():
+                    x = self._delta_net(layer.mixer, h, step, add=x)
+            h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
+            match layer.ffn:
+                case Ffn():
+                    x = self._end_ffn(layer.ffn, self._begin_ffn(layer.ffn, h), add=x)
+                case RoutedFfn():
+                    x = self._routed_ffn(layer.ffn, layer_id, h, moe, add=x)
+                case InputScaledFfn():
+                    x = self._input_scaled_ffn(layer.ffn, layer_id, h, moe, add=x)
+            on_layer(layer_id, x)
+        return x
+
+    def head(self, hidden: A) -> A:
+        norm = self._weights.vectors[self._ends.norm]
+        return self._linear(self._ends.head, self._ops.rms_norm(hidden, norm, self._eps))
+
+    # What follows computes a part of a layer. Shapes: x, h, add, result [T, H] unless said
+    # otherwise; the result is added to `add`, in place.
+
+    # -- matrices ---------------------------------------------------------------------------------
+
+    def _linear(self, linear: Linear, x: A, *, add: A | None = None) -> A:
+        """Shapes: x [T, columns]; add, result [T, rows]."""
+        matrix = self._weights.matrices[linear.weight]
+        if linear.bias is None and linear.scale is None:
+            return self._ops.linear(x, matrix, out=add, add=add)
+        result = self._finished(linear, self._ops.linear(x, matrix))
+        return result if add is None else self._ops.add(add, result, out=add)
+
+    def _finished(self, linear: Linear, product: A) -> A:
+        """What follows the product with the matrix, in place."""
+        if linear.scale is not None:
+            scale = self._weights.scales[linear.scale]
+            product = self._ops.scale_rows(product, scale, out=product)
+        if linear.bias is not None:
+            product = self._ops.add_bias(product, self._weights.vectors[linear.bias], out=product)
+        return product
+
+    def _project(self, linears: Sequence[Linear], x: A) -> list[A]:
+        """The products of the same rows with several matrices."""
+        matrices = self._weights.matrices
+        products = self._ops.project(x, [matrices[each.weight] for each in linears])
+        return [self._finished(*each) for each in zip(linears, products, strict=True)]
+
+    # -- mixers -----------------------------------------------------------------------------------
+
+    def _attention(self, layer: Attention, h: A, step: _Step, *, add: A) -> A:
+        ops, heads, positions = self._ops, layer.heads, step.positions
+        q, k, v = self._qkv(layer.qkv, h)
+        if isinstance(layer.positions, RowNormRotary):
+            q = ops.rms_norm(q, self._weights.vectors[layer.positions.q_norm], self._eps)
+            k = ops.rms_norm(k, self._weights.vectors[layer.positions.k_norm], self._eps)
+        q, k, v = map(ops.split_heads, (q, k, v), (heads.num, heads.num_kv, heads.num_kv))
+        gate: A | None = None
+        match layer.gate:
+            case HeadOrElementGate(linear):
+                gate = self._linear(linear, h)
+            case GateBesideQueries():
+                both, dim = q, heads.dim
+                q, gate = ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
+        self._mark_positions(layer, q, k, positions)
+        sinks = None if layer.sinks is None else self._weights.vectors[layer.sinks]
+        attended = ops.attention(
+            q, k, v, step.cache, step.cache_layer, positions, layer.scale, sinks=sinks
+        )
+        merged = ops.merge_heads(attended)
+        if gate is not None:
+            if isinstance(layer.gate, GateBesideQueries):
+                merged = ops.gated(merged, ops.merge_heads(gate), Gate.SIGMOID)
+            else:
+                merged = ops.gated(merged, gate, Gate.SOFTPLUS, out=merged)
+        return self._linear(layer.output, merged, add=add)
+
+    def _qkv(self, qkv: Qkv, x: A) -> tuple[A, A, A]:
+        """Queries, keys and values of rows. Shapes: results [T, size]."""
+        ops = self._ops
+        results = self._project(qkv.linears, x)
+        if len(results) == 1:
+            both, end = qkv.sizes[0] + qkv.sizes[1], sum(qkv.sizes)
+            bounds = ((0, qkv.sizes[0]), (qkv.sizes[0], both), (both, end))
+            results = [ops.columns(results[0], first, last) for first, last in bounds]
+        if qkv.biases:
+            biases = (self._weights.vectors[bias] for bias in qkv.biases)
+            results = [
+                ops.add_bias(each, bias, out=each)
+                for each, bias in zip(results, biases, strict=True)
+            ]
+        q, k, v = results
+        return q, k, v
+
+    def _mark_positions(self, layer: Attention, q: A, k: A, positions: I32Array) -> None:
+        """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
+        ops, tables, vectors = self._ops, self._weights.rope_tables, self._weights.vectors
+        match layer.positions:
+            case Rotary(rope, None, None) | RowNormRotary(rope):
+                ops.norm_and_rotate(q, k, positions, tables[rope])
+            case Rotary(rope, q_norm, k_norm):
+                ops.norm_and_rotate(
+                    q,
+                    k,
+                    positions,
+                    tables[rope],
+                    q_weight=None if q_norm is None else vectors[q_norm],
+                    k_weight=None if k_norm is None else vectors[k_norm],
+                    eps=self._eps,
+                )
+            case RotaryUnitNorm(rope):
+                ops.norm_and_rotate(q, k, positions, tables[rope], eps=self._eps, norms_after=True)
+            case temperature:
+                ops.scale_queries(q, positions, temperature)
+
+    def _delta_net(self, layer: DeltaNet, h: A, step: _Step, *, add: A) -> A:
+        ops, vectors = self._ops, self._weights.vectors
+        mixed, gate, alpha, beta = self._project(layer.inputs, h)
+        conv = vectors[layer.conv]
+        mixed = ops.causal_conv(mixed, conv, step.cache, step.cache_layer, step.positions)
+        heads = ops.delta_rule(
+            mixed,
+            alpha,
+            beta,
+            layer.state.delta,
+            a=vectors[layer.a],
+            dt_bias=vectors[layer.dt_bias],
+            cache=step.cache,
+            layer=step.cache_layer,
+            positions=step.positions,
+            eps=self._eps,
+        )
+        normed = ops.merge_heads(ops.rms_norm(heads, vectors[layer.norm], self._eps))
+        return self._linear(layer.output, ops.gated(normed, gate, Gate.SILU), add=add)
+
+    # -- FFNs -------------------------------------------------------------------------------------
+
+    def _begin_ffn(self, ffn: Ffn, h: A) -> list[A]:
+        """What `_end_ffn` makes the result of; `h` need not stay as it is."""
+        linears = (ffn.gate, ffn.up) if ffn.share is None else (ffn.gate, ffn.up, ffn.share)
+        return self._project(linears, h)
+
+    def _end_ffn(self, ffn: Ffn, begun: list[A], *, add: A) -> A:
+        ops = self._ops
+        gate, up, *share = begun
+        activated = ops.swiglu(gate, up, out=up)
+        if not share:
+            return self._linear(ffn.down, activated, add=add)
+        result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
+        return ops.add(add, result, out=add)
+
+    def _routed_ffn(self, ffn: RoutedFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A) -> A:
+        ops = self._ops
+        bias = None if ffn.bias is None else self._weights.vectors[ffn.bias]
+        topk_ids, topk_weights = ops.route(self._linear(ffn.router, h), ffn.rule, bias=bias)
+        shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
+        x = ops.add(add, moe(layer_id, h, topk_ids, topk_weights), out=add)
+        if ffn.shared is None or shared is None:
+            return x
+        return self._end_ffn(ffn.shared, shared, add=x)
+
+    def _input_scaled_ffn(
+        self, ffn: InputScaledFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A
+    ) -> A:
+        ops = self._ops
+        logits = self._linear(ffn.router, h)
+        topk_ids, ones = ops.route(logits, ffn.choice)
+        _, input_scales = ops.route(logits, ffn.input_scale)
+        shared = self._begin_ffn(ffn.shared, h)
+        scaled = ops.scale_rows(h, input_scales)
+        x = ops.add(add, moe(layer_id, scaled, topk_ids, ones), out=add)
+        return self._end_ffn(ffn.shared, shared, add=x)
