@@ -18,7 +18,9 @@ from dflash_adapters.layers import (
     GateBesideQueries,
     HeadOrElementGate,
     InputScaledFfn,
+    Layer,
     Linear,
+    Mixer,
     Qkv,
     Rotary,
     RotaryUnitNorm,
@@ -34,12 +36,10 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What a layer needs besides its input. Shapes: positions [T]."""
+    """What layers share in one pass. Shapes: positions [T]."""
 
     positions: I32Array
     cache: KvCache
-    cache_layer: int
-    """Index among the layers of the same kind that the cache keeps."""
 
 
 class LayeredModel(Generic[A]):
@@ -53,8 +53,9 @@ class LayeredModel(Generic[A]):
         self.spec = model_spec(file, description)
         self._ops, self._ends, self._eps = ops, description.ends, description.rms_eps
         self._weights = load_weights(file, ops, description)
-        self._layers = []
-        num_of_kind = {Attention: 0, DeltaNet: 0}
+        # Each layer with its index among those of the same kind, which the cache keeps.
+        self._layers: list[tuple[Layer, int]] = []
+        num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
         for layer in description.layers:
             kind = type(layer.mixer)
             self._layers.append((layer, num_of_kind[kind]))
@@ -69,15 +70,15 @@ class LayeredModel(Generic[A]):
         on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
         ops, eps, vectors = self._ops, self._eps, self._weights.vectors
+        step = _Step(positions, cache)
         x = ops.embed(self._weights.matrices[self._ends.embedding], token_ids)
         for layer_id, (layer, cache_layer) in enumerate(self._layers):
-            step = _Step(positions, cache, cache_layer)
             h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
             match layer.mixer:
                 case Attention():
-                    x = self._attention(layer.mixer, h, step, add=x)
+                    x = self._attention(layer.mixer, cache_layer, h, step, add=x)
                 case DeltaNet():
-                    x = self._delta_net(layer.mixer, h, step, add=x)
+                    x = self._delta_net(layer.mixer, cache_layer, h, step, add=x)
             h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
             match layer.ffn:
                 case Ffn():
@@ -123,7 +124,7 @@ class LayeredModel(Generic[A]):
 
     # -- mixers -----------------------------------------------------------------------------------
 
-    def _attention(self, layer: Attention, h: A, step: _Step, *, add: A) -> A:
+    def _attention(self, layer: Attention, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
         ops, heads, positions = self._ops, layer.heads, step.positions
         q, k, v = self._qkv(layer.qkv, h)
         if isinstance(layer.positions, RowNormRotary):
@@ -140,7 +141,7 @@ class LayeredModel(Generic[A]):
         self._mark_positions(layer, q, k, positions)
         sinks = None if layer.sinks is None else self._weights.vectors[layer.sinks]
         attended = ops.attention(
-            q, k, v, step.cache, step.cache_layer, positions, layer.scale, sinks=sinks
+            q, k, v, step.cache, cache_layer, positions, layer.scale, sinks=sinks
         )
         merged = ops.merge_heads(attended)
         if gate is not None:
@@ -188,11 +189,11 @@ class LayeredModel(Generic[A]):
             case temperature:
                 ops.scale_queries(q, positions, temperature)
 
-    def _delta_net(self, layer: DeltaNet, h: A, step: _Step, *, add: A) -> A:
+    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
         ops, vectors = self._ops, self._weights.vectors
         mixed, gate, alpha, beta = self._project(layer.inputs, h)
         conv = vectors[layer.conv]
-        mixed = ops.causal_conv(mixed, conv, step.cache, step.cache_layer, step.positions)
+        mixed = ops.causal_conv(mixed, conv, step.cache, cache_layer, step.positions)
         heads = ops.delta_rule(
             mixed,
             alpha,
@@ -201,7 +202,7 @@ class LayeredModel(Generic[A]):
             a=vectors[layer.a],
             dt_bias=vectors[layer.dt_bias],
             cache=step.cache,
-            layer=step.cache_layer,
+            layer=cache_layer,
             positions=step.positions,
             eps=self._eps,
         )
