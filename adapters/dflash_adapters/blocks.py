@@ -21,13 +21,13 @@ from dflash_adapters.layers import (
     ExpertSizes,
     F32Tensor,
     Ffn,
+    HeadNormRotary,
     Heads,
     Layer,
     Linear,
     MatrixTensor,
     Qkv,
     Rope,
-    Rotary,
     ScaleTensor,
     Tensor,
     VectorTensor,
@@ -143,9 +143,10 @@ class Block:
             biases = tuple(self.vector(f"{name}.bias", size) for name, size in each)
         return Qkv((fused,), sizes, biases)
 
-    def rotary(self, rope: Rope, head_dim: int) -> Rotary:
-        """With a norm of each head."""
-        return Rotary(rope, self.norm("attn_q_norm", head_dim), self.norm("attn_k_norm", head_dim))
+    def normed_rotary(self, rope: Rope, head_dim: int) -> HeadNormRotary:
+        return HeadNormRotary(
+            rope, self.norm("attn_q_norm", head_dim), self.norm("attn_k_norm", head_dim)
+        )
 
     def delta_net(self, state: RecurrentLayer) -> DeltaNet:
         delta = state.delta

@@ -16,19 +16,20 @@ from dflash_adapters.layers import (
     Description,
     Ffn,
     GateBesideQueries,
-    HeadOrElementGate,
+    HeadNormRotary,
     InputScaledFfn,
     Layer,
     Linear,
     Mixer,
+    PositionKind,
     Qkv,
-    Rotary,
     RotaryUnitNorm,
     RoutedFfn,
     RowNormRotary,
 )
 from dflash_adapters.loading import load_weights, model_spec
 from dflash_adapters.ops import Gate, KvCache, MoeBlock, OnLayer, Ops, nobody_looks
+from dflash_adapters.rope import AttentionTemperature
 from dflash_protocol.ids import I32Array
 
 A = TypeVar("A")
@@ -52,7 +53,9 @@ class LayeredModel(Generic[A]):
         """Raises: as loading.model_spec and loading.load_weights."""
         self.spec = model_spec(file, description)
         self._ops, self._ends, self._eps = ops, description.ends, description.rms_eps
-        self._weights = load_weights(file, ops, description)
+        weights = load_weights(file, ops, description)
+        self._vectors, self._matrices = weights.vectors, weights.matrices
+        self._scales, self._rope_tables = weights.scales, weights.rope_tables
         # Each layer with its index among those of the same kind, which the cache keeps.
         self._layers: list[tuple[Layer, int]] = []
         num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
@@ -69,30 +72,29 @@ class LayeredModel(Generic[A]):
         moe: MoeBlock[A],
         on_layer: OnLayer[A] = nobody_looks,
     ) -> A:
-        ops, eps, vectors = self._ops, self._eps, self._weights.vectors
+        ops, eps, vectors = self._ops, self._eps, self._vectors
         step = _Step(positions, cache)
-        x = ops.embed(self._weights.matrices[self._ends.embedding], token_ids)
+        x = ops.embed(self._matrices[self._ends.embedding], token_ids)
         for layer_id, (layer, cache_layer) in enumerate(self._layers):
             h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
-            match layer.mixer:
-                case Attention():
-                    x = self._attention(layer.mixer, cache_layer, h, step, add=x)
-                case DeltaNet():
-                    x = self._delta_net(layer.mixer, cache_layer, h, step, add=x)
+            mixer, ffn = layer.mixer, layer.ffn
+            if isinstance(mixer, Attention):
+                x = self._attention(mixer, cache_layer, h, step, add=x)
+            else:
+                x = self._delta_net(mixer, cache_layer, h, step, add=x)
             h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
-            match layer.ffn:
-                case Ffn():
-                    x = self._end_ffn(layer.ffn, self._begin_ffn(layer.ffn, h), add=x)
-                case RoutedFfn():
-                    x = self._routed_ffn(layer.ffn, layer_id, h, moe, add=x)
-                case InputScaledFfn():
-                    x = self._input_scaled_ffn(layer.ffn, layer_id, h, moe, add=x)
+            if isinstance(ffn, RoutedFfn):
+                x = self._routed_ffn(ffn, layer_id, h, moe, add=x)
+            elif isinstance(ffn, InputScaledFfn):
+                x = self._input_scaled_ffn(ffn, layer_id, h, moe, add=x)
+            else:
+                x = self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
             on_layer(layer_id, x)
         return x
 
     def head(self, hidden: A) -> A:
-        norm = self._weights.vectors[self._ends.norm]
-        return self._linear(self._ends.head, self._ops.rms_norm(hidden, norm, self._eps))
+        normed = self._ops.rms_norm(hidden, self._vectors[self._ends.norm], self._eps)
+        return self._linear(self._ends.head, normed)
 
     # What follows computes a part of a layer. Shapes: x, h, add, result [T, H] unless said
     # otherwise; the result is added to `add`, in place.
@@ -101,7 +103,7 @@ class LayeredModel(Generic[A]):
 
     def _linear(self, linear: Linear, x: A, *, add: A | None = None) -> A:
         """Shapes: x [T, columns]; add, result [T, rows]."""
-        matrix = self._weights.matrices[linear.weight]
+        matrix = self._matrices[linear.weight]
         if linear.bias is None and linear.scale is None:
             return self._ops.linear(x, matrix, out=add, add=add)
         result = self._finished(linear, self._ops.linear(x, matrix))
@@ -110,38 +112,43 @@ class LayeredModel(Generic[A]):
     def _finished(self, linear: Linear, product: A) -> A:
         """What follows the product with the matrix, in place."""
         if linear.scale is not None:
-            scale = self._weights.scales[linear.scale]
+            scale = self._scales[linear.scale]
             product = self._ops.scale_rows(product, scale, out=product)
         if linear.bias is not None:
-            product = self._ops.add_bias(product, self._weights.vectors[linear.bias], out=product)
+            product = self._ops.add_bias(product, self._vectors[linear.bias], out=product)
         return product
 
     def _project(self, linears: Sequence[Linear], x: A) -> list[A]:
         """The products of the same rows with several matrices."""
-        matrices = self._weights.matrices
+        matrices = self._matrices
         products = self._ops.project(x, [matrices[each.weight] for each in linears])
-        return [self._finished(*each) for each in zip(linears, products, strict=True)]
+        for index, linear in enumerate(linears):
+            if linear.bias is not None or linear.scale is not None:
+                products[index] = self._finished(linear, products[index])
+        return products
 
     # -- mixers -----------------------------------------------------------------------------------
 
     def _attention(self, layer: Attention, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
-        ops, heads, positions = self._ops, layer.heads, step.positions
+        ops, heads = self._ops, layer.heads
         q, k, v = self._qkv(layer.qkv, h)
         if isinstance(layer.positions, RowNormRotary):
-            q = ops.rms_norm(q, self._weights.vectors[layer.positions.q_norm], self._eps)
-            k = ops.rms_norm(k, self._weights.vectors[layer.positions.k_norm], self._eps)
-        q, k, v = map(ops.split_heads, (q, k, v), (heads.num, heads.num_kv, heads.num_kv))
+            q = ops.rms_norm(q, self._vectors[layer.positions.q_norm], self._eps)
+            k = ops.rms_norm(k, self._vectors[layer.positions.k_norm], self._eps)
+        q, k = ops.split_heads(q, heads.num), ops.split_heads(k, heads.num_kv)
+        v = ops.split_heads(v, heads.num_kv)
         gate: A | None = None
-        match layer.gate:
-            case HeadOrElementGate(linear):
-                gate = self._linear(linear, h)
-            case GateBesideQueries():
-                both, dim = q, heads.dim
-                q, gate = ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
-        self._mark_positions(layer, q, k, positions)
-        sinks = None if layer.sinks is None else self._weights.vectors[layer.sinks]
+        if layer.gate is None:
+            pass
+        elif isinstance(layer.gate, GateBesideQueries):
+            both, dim = q, heads.dim
+            q, gate = ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
+        else:
+            gate = self._linear(layer.gate.linear, h)
+        self._mark_positions(layer.positions, q, k, step.positions)
+        sinks = None if layer.sinks is None else self._vectors[layer.sinks]
         attended = ops.attention(
-            q, k, v, step.cache, cache_layer, positions, layer.scale, sinks=sinks
+            q, k, v, step.cache, cache_layer, step.positions, layer.scale, sinks=sinks
         )
         merged = ops.merge_heads(attended)
         if gate is not None:
@@ -160,7 +167,7 @@ class LayeredModel(Generic[A]):
             bounds = ((0, qkv.sizes[0]), (qkv.sizes[0], both), (both, end))
             results = [ops.columns(results[0], first, last) for first, last in bounds]
         if qkv.biases:
-            biases = (self._weights.vectors[bias] for bias in qkv.biases)
+            biases = (self._vectors[bias] for bias in qkv.biases)
             results = [
                 ops.add_bias(each, bias, out=each)
                 for each, bias in zip(results, biases, strict=True)
@@ -168,29 +175,25 @@ class LayeredModel(Generic[A]):
         q, k, v = results
         return q, k, v
 
-    def _mark_positions(self, layer: Attention, q: A, k: A, positions: I32Array) -> None:
+    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: I32Array) -> None:
         """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
-        ops, tables, vectors = self._ops, self._weights.rope_tables, self._weights.vectors
-        match layer.positions:
-            case Rotary(rope, None, None) | RowNormRotary(rope):
-                ops.norm_and_rotate(q, k, positions, tables[rope])
-            case Rotary(rope, q_norm, k_norm):
-                ops.norm_and_rotate(
-                    q,
-                    k,
-                    positions,
-                    tables[rope],
-                    q_weight=None if q_norm is None else vectors[q_norm],
-                    k_weight=None if k_norm is None else vectors[k_norm],
-                    eps=self._eps,
-                )
-            case RotaryUnitNorm(rope):
-                ops.norm_and_rotate(q, k, positions, tables[rope], eps=self._eps, norms_after=True)
-            case temperature:
-                ops.scale_queries(q, positions, temperature)
+        ops = self._ops
+        if isinstance(kind, AttentionTemperature):
+            ops.scale_queries(q, positions, kind)
+            return
+        table = self._rope_tables[kind.rope]
+        if isinstance(kind, RotaryUnitNorm):
+            ops.norm_and_rotate(q, k, positions, table, eps=self._eps, norms_after=True)
+        elif isinstance(kind, HeadNormRotary):
+            q_weight, k_weight = self._vectors[kind.q_norm], self._vectors[kind.k_norm]
+            ops.norm_and_rotate(
+                q, k, positions, table, q_weight=q_weight, k_weight=k_weight, eps=self._eps
+            )
+        else:
+            ops.norm_and_rotate(q, k, positions, table)
 
     def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
-        ops, vectors = self._ops, self._weights.vectors
+        ops, vectors = self._ops, self._vectors
         mixed, gate, alpha, beta = self._project(layer.inputs, h)
         conv = vectors[layer.conv]
         mixed = ops.causal_conv(mixed, conv, step.cache, cache_layer, step.positions)
@@ -227,7 +230,7 @@ class LayeredModel(Generic[A]):
 
     def _routed_ffn(self, ffn: RoutedFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A) -> A:
         ops = self._ops
-        bias = None if ffn.bias is None else self._weights.vectors[ffn.bias]
+        bias = None if ffn.bias is None else self._vectors[ffn.bias]
         topk_ids, topk_weights = ops.route(self._linear(ffn.router, h), ffn.rule, bias=bias)
         shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
         x = ops.add(add, moe(layer_id, h, topk_ids, topk_weights), out=add)

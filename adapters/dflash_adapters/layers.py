@@ -156,11 +156,18 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Each head of q and k is normed, if there are weights [D], then rotated."""
+    """Heads of q and k are rotated."""
 
     rope: Rope
-    q_norm: VectorTensor | None = None
-    k_norm: VectorTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormRotary:
+    """Each head of q and k is normed, then rotated. Shapes: weights [D]."""
+
+    rope: Rope
+    q_norm: VectorTensor
+    k_norm: VectorTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +184,12 @@ class RotaryUnitNorm:
     """Heads are rotated, then divided by their root mean square."""
 
     rope: Rope
+
+
+PositionKind: TypeAlias = (
+    Rotary | HeadNormRotary | RowNormRotary | RotaryUnitNorm | AttentionTemperature
+)
+"""What happens to q and k before they are multiplied; temperature scales q alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +212,7 @@ class Attention:
     heads: Heads
     qkv: Qkv
     output: Linear
-    positions: Rotary | RowNormRotary | RotaryUnitNorm | AttentionTemperature
-    """What happens to q and k before they are multiplied. Temperature scales q alone."""
+    positions: PositionKind
     scale: float
     """Scores are multiplied by it."""
     mask: Mask = CAUSAL

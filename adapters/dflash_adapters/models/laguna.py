@@ -66,7 +66,7 @@ def describe(file: GgufFile) -> Description:
             heads,
             block.qkv(heads, may_have_bias=True),
             block.output("attn_output", heads.query_size),
-            block.rotary(rope(slides), head_dim),
+            block.normed_rotary(rope(slides), head_dim),
             scale=head_dim**-0.5,
             mask=Mask(window=window) if slides else CAUSAL,
             gate=HeadOrElementGate(

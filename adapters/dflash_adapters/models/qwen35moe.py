@@ -50,7 +50,7 @@ def describe(file: GgufFile) -> Description:
             heads,
             block.qkv(replace(heads, num=2 * heads.num)),
             block.output("attn_output", heads.query_size),
-            block.rotary(rope, heads.dim),
+            block.normed_rotary(rope, heads.dim),
             scale=heads.dim**-0.5,
             gate=GateBesideQueries(),
         )

@@ -38,7 +38,7 @@ def describe(file: GgufFile) -> Description:
             heads,
             block.qkv(heads),
             block.output("attn_output", heads.query_size),
-            block.rotary(rope, heads.dim),
+            block.normed_rotary(rope, heads.dim),
             scale=heads.dim**-0.5,
         )
         ffn = RoutedFfn(block.linear("ffn_gate_inp", base.num_experts), rule, block.experts(sizes))

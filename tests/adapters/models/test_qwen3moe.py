@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.layers import Attention, Rotary
+from dflash_adapters.layers import Attention, HeadNormRotary
 from dflash_adapters.loading import model_spec
 from dflash_adapters.models.qwen3moe import describe
 from dflash_adapters.quant import TensorType
@@ -107,7 +107,7 @@ def spec_of(path: Path) -> ModelSpec:
 def rope_table_of(file: GgufFile) -> RopeTable:
     mixer = describe(file).layers[0].mixer
     assert isinstance(mixer, Attention)
-    assert isinstance(mixer.positions, Rotary)
+    assert isinstance(mixer.positions, HeadNormRotary)
     return mixer.positions.rope.table()
 
 
