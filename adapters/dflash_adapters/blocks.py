@@ -41,11 +41,11 @@ def _if_present(file: GgufFile, tensor: T) -> T | None:
     return tensor if tensor.name in file.tensors else None
 
 
-def linear(
-    file: GgufFile, name: str, rows: int, columns: int, *, may_have_bias: bool = False
+def _linear(
+    file: GgufFile, name: str, shape: tuple[int, int], *, may_have_bias: bool = False
 ) -> Linear:
-    """`name` is that of the weight without its suffix."""
-    weight = MatrixTensor(f"{name}.weight", (rows, columns))
+    """`name` is that of the weight without its suffix, `shape` its rows and columns."""
+    weight, (rows, columns) = MatrixTensor(f"{name}.weight", shape), shape
     stored = file.tensors.get(weight.name)
     if rows == 1 and stored is not None and len(stored.shape) == 1:
         weight = MatrixTensor(weight.name, (columns,))  # a trailing dimension of 1 may be left out
@@ -82,7 +82,7 @@ def describe_model(
     ends = Ends(
         MatrixTensor(embedding, (vocab_size, hidden_size)),
         VectorTensor("output_norm.weight", (hidden_size,)),
-        linear(file, "token_embd" if is_tied else "output", vocab_size, hidden_size),
+        _linear(file, "token_embd" if is_tied else "output", (vocab_size, hidden_size)),
     )
     return Description(base.context_length, base.rms_eps, ends, tuple(layers), tuple(left_out))
 
@@ -115,15 +115,13 @@ class Block:
 
     def linear(self, name: str, rows: int, *, may_have_bias: bool = False) -> Linear:
         """A projection of hidden states."""
-        return linear(
-            self.file, self.name(name), rows, self.hidden_size, may_have_bias=may_have_bias
-        )
+        shape = rows, self.hidden_size
+        return _linear(self.file, self.name(name), shape, may_have_bias=may_have_bias)
 
     def output(self, name: str, columns: int, *, may_have_bias: bool = False) -> Linear:
         """A projection to hidden states."""
-        return linear(
-            self.file, self.name(name), self.hidden_size, columns, may_have_bias=may_have_bias
-        )
+        shape = self.hidden_size, columns
+        return _linear(self.file, self.name(name), shape, may_have_bias=may_have_bias)
 
     def qkv(self, heads: Heads, *, may_have_bias: bool = False) -> Qkv:
         """One matrix of queries, keys and values if the file has it, else three."""
