@@ -36,7 +36,7 @@ from bench.workload import Work, make_work
 
 from bench import report
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 
 MAIN_FILES = ("q4_k_m", "q8_0")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -56,7 +56,7 @@ class LayerBench:
         self._path, self._sides, self._reader = path, sides, reader
         self._rounds, self._patience_s = rounds, timeout_s
         with GgufFile.open(path) as file:
-            layers = adapter_for(file).read_spec(file).moe.layers
+            layers = read_spec(file).moe.layers
         self._expert_bytes = [layer.expert_bytes for layer in layers]
 
     def measure(self, num_tokens: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from bench.sides import Side
 
 from bench import report
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ModelSpec
 
 OURS, PEER, REPACKED = "ours", "peer", "peer, repacked"
@@ -175,7 +175,7 @@ def measure_file(name: str, path: Path, options: argparse.Namespace) -> dict[str
         "realtime": options.realtime,
     }
     with GgufFile.open(path) as file:
-        spec = adapter_for(file).read_spec(file)
+        spec = read_spec(file)
     with contextlib.ExitStack() as open_sides:
         sides: dict[str, Side] = {}
         for side, repack in ((PEER, False), (REPACKED, True)):

@@ -25,7 +25,7 @@ from bench.sides import Side
 
 from bench import report
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_runtime.experts.compute import OwnerKind
 
 IN_PROCESS = "in process"
@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All samples of all sides, and the counters of the owners of experts."""
     path = options.model or model_path(options.file)
     with GgufFile.open(path) as file:
-        spec = adapter_for(file).read_spec(file)
+        spec = read_spec(file)
     random = np.random.default_rng(0)
     prompt: list[int] = random.integers(0, spec.vocab_size, options.context).tolist()
     with contextlib.ExitStack() as undo:

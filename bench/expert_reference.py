@@ -9,7 +9,7 @@ import numpy as np
 from bench.workload import Work
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ExpertProjection
 from dflash_protocol.ids import AnyArray, F64Array
 
@@ -17,7 +17,7 @@ from dflash_protocol.ids import AnyArray, F64Array
 def expert_reference(path: Path, work: Work, num_tokens: int) -> F64Array:
     """The first tokens' results. Shapes: result [num_tokens, H] float64."""
     with GgufFile.open(path) as file:
-        layer = adapter_for(file).read_spec(file).moe.layers[work.layer_index]
+        layer = read_spec(file).moe.layers[work.layer_index]
         out = np.zeros((num_tokens, layer.hidden_size))
         for token in range(num_tokens):
             x = work.hidden[token].astype(np.float64)

@@ -22,7 +22,7 @@ from bench.sides import Side
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import load, read_spec
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
@@ -52,12 +52,11 @@ class StepModel:
         """Raises: DeviceUnavailable, ModelFileError."""
         self.backend = backend = CupyBackend(device)
         self.file = GgufFile.open(path)
-        adapter = adapter_for(self.file)
-        self.spec = adapter.read_spec(self.file)
+        self.spec = read_spec(self.file)
         self.reads: dict[int, Read] = {}
         ops: Any = backend.ops
         self._note_matrices(ops)
-        self.model: Any = adapter.load(self.file, ops)
+        self.model: Any = load(self.file, ops)
         self.banks = {
             layer.layer_id: backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)

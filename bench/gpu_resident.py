@@ -24,7 +24,7 @@ from bench.pairs import Sample, interleave, ratio
 from bench.sides import Side, SideError
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ModelSpec
 
 TEMPERATURE = 0.8
@@ -58,7 +58,7 @@ class Work:
 def spec_of(path: Path) -> ModelSpec:
     """What a file says of its model. Raises: ModelFileError."""
     with GgufFile.open(path) as file:
-        return adapter_for(file).read_spec(file)
+        return read_spec(file)
 
 
 def random_ids(vocab_size: int) -> list[int]:

@@ -10,7 +10,7 @@ from bench.machine import touch_pages
 from bench.workload import Work
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_protocol.batch import group_by_expert
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.settings import load_settings
@@ -22,7 +22,7 @@ class OurLayers:
 
     def __init__(self, path: Path, *, num_threads: int) -> None:
         self._file = GgufFile.open(path)
-        layers = adapter_for(self._file).read_spec(self._file).moe.layers
+        layers = read_spec(self._file).moe.layers
         self._backend = make_backend(
             BackendName.CPU, num_threads=num_threads, cpu_tier=load_settings().cpu_tier
         )

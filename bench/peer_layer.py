@@ -21,7 +21,7 @@ from bench.peer import GgmlInitParams, PeerError, open_peer
 from bench.workload import Work
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ExpertProjection, MoeLayer
 from dflash_protocol.ids import F32Array
 
@@ -40,7 +40,7 @@ class PeerLayers:
         self._peer = open_peer(folder)
         self._map_file(path)
         with GgufFile.open(path) as file:
-            layers = adapter_for(file).read_spec(file).moe.layers
+            layers = read_spec(file).moe.layers
         self._backend = self._peer.ggml_backend_cpu_init()
         self._peer.ggml_backend_cpu_set_n_threads(self._backend, num_threads)
         self._context = self._new_context(4 * len(layers), 0)

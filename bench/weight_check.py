@@ -25,7 +25,7 @@ from dflash_adapters.gguf import weight_check
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_blocks import NONCE_BYTES, expert_blocks
 from dflash_adapters.gguf.weight_check import WeightCheck
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_protocol.settings import child_environment, package_roots
 from dflash_runtime import Engine
 from dflash_runtime.experts.store import every_expert
@@ -42,7 +42,7 @@ def seconds_of_blocks(model: Path, nonces: list[bytes]) -> list[float]:
     """Times of answers about all experts, one for each nonce."""
     found = []
     with GgufFile.open(model) as file:
-        moe = adapter_for(file).read_spec(file).moe
+        moe = read_spec(file).moe
         check, owned = WeightCheck(file, moe), every_expert(moe)
         for nonce in nonces:
             started_s = time.perf_counter()
@@ -90,7 +90,7 @@ def by_two_processes(model: Path, nonce: bytes, rounds: int) -> list[float]:
 def answer_when_told(model: Path, nonce: bytes) -> None:
     """One of the two processes."""
     with GgufFile.open(model) as file:
-        moe = adapter_for(file).read_spec(file).moe
+        moe = read_spec(file).moe
         check, owned = WeightCheck(file, moe), every_expert(moe)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -109,7 +109,7 @@ def decode_ratios(model: Path, rounds: int) -> list[float]:
             rates = {}
             for with_digest in (True, False) if number % 2 else (False, True):
                 with GgufFile.open(model) as file:
-                    check = WeightCheck(file, adapter_for(file).read_spec(file).moe)
+                    check = WeightCheck(file, read_spec(file).moe)
                     if with_digest:
                         check.start()
                     rates[with_digest] = tokens_per_s(engine)
@@ -135,7 +135,7 @@ def measure(model: Path, rounds: int) -> dict[str, Any]:
         cold += seconds_of_blocks(model, [nonce])
     warm = seconds_of_blocks(model, [nonces[-1]] * (2 * rounds + 1))[1:]
     with GgufFile.open(model) as file:
-        moe = adapter_for(file).read_spec(file).moe
+        moe = read_spec(file).moe
         tensors = file.tensors.values()
         num_blocks = len(expert_blocks(nonces[0], moe, every_expert(moe), tensors=tensors).places)
     return {

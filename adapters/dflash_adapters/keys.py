@@ -1,6 +1,6 @@
 """Metadata keys of one architecture, read as llama.cpp's loader does, and refused by name.
 
-Knows nothing of tensors, but for the factors that rotary frequencies may have.
+Tensors are not looked at, but for the factors that rotary frequencies may have.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.quant import TensorType
-from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
-from dflash_adapters.spec import CAUSAL, KvLayer, Mask
+from dflash_adapters.layers import ExpertSizes, F32Tensor, Heads, Rope
+from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.rope import RopePairing, YarnScaling
+from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
-from dflash_protocol.ids import F32Array
 
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -105,6 +103,10 @@ class BaseConfig:
     num_experts: int
     num_experts_used: int
 
+    def expert_sizes(self, ffn_size: int) -> ExpertSizes:
+        """`ffn_size` is that of one expert."""
+        return ExpertSizes(self.num_experts, self.num_experts_used, self.hidden_size, ffn_size)
+
 
 def read_base(keys: Keys) -> BaseConfig:
     """Raises: ModelFileError for a missing or impossible key."""
@@ -124,33 +126,8 @@ def read_base(keys: Keys) -> BaseConfig:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Query heads of an attention layer, and the key/value heads that they share."""
-
-    num: int
-    num_kv: int
-    dim: int
-
-    @property
-    def query_size(self) -> int:
-        return self.num * self.dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv * self.dim
-
-    @property
-    def of_qkv(self) -> tuple[int, int, int]:
-        """How many there are of queries, keys and values."""
-        return self.num, self.num_kv, self.num_kv
-
-    def kv_layer(self, mask: Mask = CAUSAL) -> KvLayer:
-        return KvLayer(self.num_kv, self.dim, self.dim, mask)
-
-
 def read_heads(keys: Keys, hidden_size: int) -> Heads:
-    """Of all layers.
+    """The heads of all layers.
 
     Raises: ModelFileError; UnsupportedModel for sizes that no adapter computes.
     """
@@ -204,39 +181,107 @@ def read_attention_scale(keys: Keys, head_dim: int) -> float:
     return scale or head_dim**-0.5
 
 
+def read_shared_ffn_size(keys: Keys) -> int:
+    """The width of the shared expert, which old converters gave as that of an FFN."""
+    key = "expert_shared_feed_forward_length"
+    return keys.uint(key if keys.has(key) else "feed_forward_length")
+
+
 def read_expert_ffn_size(keys: Keys, num_experts_used: int) -> int:
-    """Of one expert; old converters gave that of all used experts together."""
+    """The width of one expert; old converters gave that of all used experts together."""
     key = "expert_feed_forward_length"
     if keys.has(key):
         return keys.uint(key)
     return max(1, keys.uint("feed_forward_length") // num_experts_used)
 
 
-@dataclass(frozen=True, slots=True)
-class RopeKeys:
-    """How a kind of layer is rotated."""
-
-    pairing: RopePairing
-    num_rotated: int
-    context_length: int
-    base_key: str = "rope.freq_base"
-    default_base: float = 10000.0
-    is_scaled: bool = True
-    """Whether the file's context scaling counts for these layers."""
+_GATINGS = {
+    0: Gating.SIGMOID,  # not said
+    1: Gating.SOFTMAX,
+    2: Gating.SIGMOID,
+    3: Gating.SOFTMAX_WEIGHT,
+    4: Gating.SQRT_SOFTPLUS,
+}
 
 
-def read_rope(keys: Keys, rope: RopeKeys, factors: F32Array | None = None) -> RopeTable:
-    """Rotary table with the file's context scaling, if any. Shapes: factors [num_rotated / 2].
+def read_routing_rule(keys: Keys, num_experts_used: int) -> RoutingRule:
+    """How experts are chosen, where the file says so.
+
+    Raises: UnsupportedModel for an unknown gating.
+    """
+    gating = keys.count("expert_gating_func")
+    if gating not in _GATINGS:
+        raise keys.unsupported("expert_gating_func", f"{gating} is not known")
+    return RoutingRule(
+        num_experts_used,
+        _GATINGS[gating],
+        normalise=keys.flag("expert_weights_norm", False),
+        scale=keys.number("expert_weights_scale", 0.0) or 1.0,
+    )
+
+
+def read_window(keys: Keys, num_layers: int) -> tuple[int, Callable[[int], bool]]:
+    """Positions of the window, and by layer id whether a layer has it.
+
+    Raises: ModelFileError.
+    """
+    window, key = keys.count("attention.sliding_window"), "attention.sliding_window_pattern"
+    if not window:
+        return 0, lambda layer_id: False
+    if keys.file.is_array(keys.name(key)):
+        return window, keys.file.get_bool_per_layer(keys.name(key), num_layers).__getitem__
+    period = keys.count(key, 4)
+    # The first of each period sees everything.
+    return window, lambda layer_id: period == 0 or layer_id % period != 0
+
+
+def read_delta_state(keys: Keys) -> RecurrentLayer:
+    """The state of a gated delta rule.
+
+    Raises: ModelFileError for numbers that contradict each other.
+    """
+    key_heads, value_heads = keys.uint("ssm.group_count"), keys.uint("ssm.time_step_rank")
+    dim, inner = keys.uint("ssm.state_size"), keys.uint("ssm.inner_size")
+    if value_heads % key_heads:
+        reason = f"{value_heads} value heads cannot share {key_heads} key heads"
+        raise keys.wrong("ssm.time_step_rank", reason)
+    if inner != value_heads * dim:
+        raise keys.wrong("ssm.inner_size", f"{inner} is not {value_heads} heads of {dim}")
+    delta = DeltaShape(key_heads, value_heads, key_dim=dim, value_dim=dim)
+    return RecurrentLayer(keys.uint("ssm.conv_kernel"), delta)
+
+
+def read_num_rotated(keys: Keys, head_dim: int, key: str = "rope.dimension_count") -> int:
+    """Dimensions of a head that are rotated, by default all.
+
+    Raises: ModelFileError if they are more than it has, or an odd number.
+    """
+    num_rotated = keys.uint(key, head_dim)
+    if num_rotated > head_dim or num_rotated % 2:
+        raise keys.wrong(key, f"{num_rotated} of {head_dim} cannot be rotated in pairs")
+    return num_rotated
+
+
+def read_rope(
+    keys: Keys,
+    pairing: RopePairing,
+    num_rotated: int,
+    *,
+    base_key: str = "rope.freq_base",
+    is_scaled: bool = True,
+    factors: F32Tensor | None = None,
+) -> Rope:
+    """The file's rotary embedding; with `is_scaled` its context scaling, if any, counts.
 
     Raises: ModelFileError, UnsupportedModel.
     """
-    base = keys.number(rope.base_key, rope.default_base)
+    base = keys.number(base_key, 10000.0)
     if not 1.0 < base < 1e12:
-        raise keys.wrong(rope.base_key, "out of range")
-    scaling = read_scaling(keys, rope) if rope.is_scaled else None
-    return rope_table(
-        rope.pairing,
-        rope.num_rotated,
+        raise keys.wrong(base_key, "out of range")
+    scaling = read_scaling(keys) if is_scaled else None
+    return Rope(
+        pairing,
+        num_rotated,
         base,
         linear_factor=scaling if isinstance(scaling, float) else 1.0,
         yarn=scaling if isinstance(scaling, YarnScaling) else None,
@@ -244,7 +289,7 @@ def read_rope(keys: Keys, rope: RopeKeys, factors: F32Array | None = None) -> Ro
     )
 
 
-def read_scaling(keys: Keys, rope: RopeKeys) -> float | YarnScaling | None:
+def read_scaling(keys: Keys) -> float | YarnScaling | None:
     """What positions are divided by, or YaRN, or nothing.
 
     Raises: ModelFileError, UnsupportedModel.
@@ -262,7 +307,7 @@ def read_scaling(keys: Keys, rope: RopeKeys) -> float | YarnScaling | None:
         case "linear":
             return factor
         case "yarn":
-            return _read_yarn(keys, rope, factor)
+            return _read_yarn(keys, factor)
         case kind:
             raise keys.unsupported("rope.scaling.type", f"rope scaling {kind!r}")
 
@@ -275,11 +320,11 @@ YARN_KEYS = tuple(
 architecture, and computes with the defaults."""
 
 
-def _read_yarn(keys: Keys, rope: RopeKeys, factor: float) -> YarnScaling:
+def _read_yarn(keys: Keys, factor: float) -> YarnScaling:
     fast_key, slow_key, attn_key, ext_key, log_key = YARN_KEYS
     yarn = YarnScaling(
         factor,
-        keys.uint("rope.scaling.original_context_length", rope.context_length),
+        keys.uint("rope.scaling.original_context_length", keys.uint("context_length")),
         beta_fast=keys.number(fast_key, 32.0),
         beta_slow=keys.number(slow_key, 1.0),
     )
@@ -296,22 +341,8 @@ def _read_yarn(keys: Keys, rope: RopeKeys, factor: float) -> YarnScaling:
     return yarn
 
 
-def read_rope_factors(file: GgufFile, num_rotated: int) -> F32Array | None:
-    """What each pair's angles are divided by, if the file says so. Reads the tensor.
-
-    Shapes: result [num_rotated / 2].
-    Raises: ModelFileError if they are not positive numbers; UnsupportedModel if they are not F32.
-    """
-    if ROPE_FREQS not in file.tensors:
+def rope_factors(keys: Keys, num_rotated: int) -> F32Tensor | None:
+    """The tensor of what each pair's angles are divided by, if the file has it."""
+    if ROPE_FREQS not in keys.file.tensors:
         return None
-    tensor = file.tensor(ROPE_FREQS)
-    if tensor.tensor_type is not TensorType.F32:
-        raise UnsupportedModel(
-            f"type {tensor.tensor_type.name}, only F32 is known", path=file.path, field=ROPE_FREQS
-        )
-    factors = file.tensor_bytes(ROPE_FREQS).view("<f4").astype(np.float32)
-    if factors.shape != (num_rotated // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
-        raise ModelFileError(
-            f"not {num_rotated // 2} positive numbers", path=file.path, field=ROPE_FREQS
-        )
-    return factors
+    return F32Tensor(ROPE_FREQS, (num_rotated // 2,))

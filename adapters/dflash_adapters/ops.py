@@ -1,9 +1,9 @@
-"""The Ops protocol: the operations an architecture is written in.
+"""The Ops protocol: the operations that the forward pass is written in.
 
-An adapter says *what* (norm, project, rotate, attend, route); a compute backend says *how*.
+`forward` says *what* (norm, project, rotate, attend, route); a compute backend says *how*.
 ``A`` is the backend's array type. Every op takes an optional output buffer, never synchronises a
 device by itself, and has fixed shapes for a fixed T; positions are explicit per token.
-Knows nothing of experts' whereabouts: the MoE block is handed to the adapter as a callable.
+Routed experts are no op: the forward pass is handed a callable that computes them.
 """
 
 from __future__ import annotations

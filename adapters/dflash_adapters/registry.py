@@ -1,4 +1,4 @@
-"""Finds the adapter for a file's ``general.architecture``.
+"""From a model file to its description, facts and forward pass, by ``general.architecture``.
 
 Each adapter is a module of `models` with the architecture's name, imported on demand.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Protocol, TypeVar, cast
 
+from dflash_adapters.forward import LayeredModel
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import Description
+from dflash_adapters.loading import model_spec
 from dflash_adapters.ops import Model, Ops
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import UnsupportedModel
@@ -22,11 +25,12 @@ ARCHITECTURES = ("qwen3moe", "qwen35moe", "olmoe", "qwen2moe", "llama", "laguna"
 class Adapter(Protocol):
     """The interface of an adapter module."""
 
-    def read_spec(self, file: GgufFile) -> ModelSpec:
-        """Read the model's dimensions and check every tensor's shape; reads no weight."""
+    def describe(self, file: GgufFile) -> Description:
+        """The model as metadata says it is; tensors' shapes are not compared yet.
 
-    def load(self, file: GgufFile, ops: Ops[A]) -> Model[A]:
-        """Load the model's dense weights to the device of `ops`. Experts are not loaded."""
+        Raises: ModelFileError for a missing or impossible key, UnsupportedModel for a setting that
+        is not computed.
+        """
 
 
 def adapter_for(file: GgufFile) -> Adapter:
@@ -46,3 +50,19 @@ def adapter_for(file: GgufFile) -> Adapter:
     else:
         reason = f"unknown architecture {architecture!r}; supported: {', '.join(ARCHITECTURES)}"
     raise UnsupportedModel(reason, path=file.path, field="general.architecture")
+
+
+def read_spec(file: GgufFile) -> ModelSpec:
+    """Facts from metadata alone: every tensor's name and shape is checked, no weight is read.
+
+    Raises: ModelFileError, UnsupportedModel.
+    """
+    return model_spec(file, adapter_for(file).describe(file))
+
+
+def load(file: GgufFile, ops: Ops[A]) -> Model[A]:
+    """The model with its dense weights on the device of `ops`; experts are left to their owners.
+
+    Raises: as read_spec; ModelFileError for weights that cannot be.
+    """
+    return LayeredModel(file, ops, adapter_for(file).describe(file))

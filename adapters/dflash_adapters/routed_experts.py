@@ -1,46 +1,19 @@
-"""The routed experts of a layer, in each of the ways in which files have them.
-
-Knows nothing of how they are chosen.
-"""
+"""Where the routed experts of a layer lie in the file, in each of the forms that files have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import ExpertMatrices, Experts
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
-from dflash_adapters.tensors import Tensors, halves, separate_experts, stacked_experts
+from dflash_adapters.tensors import halves, separate_experts, stacked_experts
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    """Dimensions of the experts of every layer that has some."""
-
-    num_experts: int
-    num_experts_used: int
-    hidden_size: int
-    ffn_size: int
-
-
-def plan_experts(
-    tensors: Tensors,
-    layer_id: int,
-    sizes: ExpertSizes,
-    *,
-    may_be_merged: bool = False,
-    may_be_separate: bool = False,
-) -> MoeLayer:
-    """Stacks of gate, up and down; where it may be one of gate and up; or a tensor of each expert,
-    as llama.cpp wrote them until April 2024.
-
-    Raises: as tensors.expect_tensor; UnsupportedModel for experts of several types.
-    """
-    prefix = f"blk.{layer_id}.ffn_"
-    if may_be_separate and tensors.has(f"{prefix}gate.0.weight"):
-        projections = tuple(_separate(tensors, prefix, sizes))
-    else:
-        projections = _stacked(tensors, prefix, sizes, may_be_merged=may_be_merged)
-    gate, up, down = projections
+def moe_layer(file: GgufFile, layer_id: int, experts: Experts) -> MoeLayer:
+    """Raises: as tensors.expect_tensor; UnsupportedModel for experts of several types."""
+    sizes = experts.sizes
+    first, *rest = (_projection(file, each) for each in experts.projections)
+    # Two projections are one of gate and up, merged, and one of down.
+    gate, up, down = (*halves(first), *rest) if len(rest) == 1 else (first, *rest)
     return MoeLayer(
         layer_id=layer_id,
         num_experts=sizes.num_experts,
@@ -54,36 +27,17 @@ def plan_experts(
     )
 
 
-def _separate(tensors: Tensors, prefix: str, sizes: ExpertSizes) -> Iterator[ExpertProjection]:
-    hidden, ffn = sizes.hidden_size, sizes.ffn_size
-    for kind, rows, columns in (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn)):
-        names = []
-        for expert in range(sizes.num_experts):
-            names.append(f"{prefix}{kind}.{expert}.weight")
-            tensors.expect(names[-1], rows, columns)
-        yield separate_experts(tensors.file, names, rows=rows, columns=columns)
-
-
-def _stacked(
-    tensors: Tensors, prefix: str, sizes: ExpertSizes, *, may_be_merged: bool
-) -> tuple[ExpertProjection, ...]:
-    def stack(kind: str, rows: int, columns: int) -> ExpertProjection:
-        name = f"{prefix}{kind}_exps"
-        tensors.expect(f"{name}.weight", sizes.num_experts, rows, columns)
-        # For activations of 4 bits: not needed.
-        tensors.optional_f32(f"{name}.input_scale", sizes.num_experts)
-        return stacked_experts(
-            tensors.file,
-            f"{name}.weight",
-            num_experts=sizes.num_experts,
-            rows=rows,
-            columns=columns,
-            scale=tensors.optional_scale(name, sizes.num_experts),
-        )
-
-    hidden, ffn = sizes.hidden_size, sizes.ffn_size
-    if may_be_merged and tensors.has(f"{prefix}gate_up_exps.weight"):
-        gate, up = halves(stack("gate_up", 2 * ffn, hidden))
-    else:
-        gate, up = stack("gate", ffn, hidden), stack("up", ffn, hidden)
-    return gate, up, stack("down", hidden, ffn)
+def _projection(file: GgufFile, matrices: ExpertMatrices) -> ExpertProjection:
+    first, scale = matrices.tensors[0], matrices.scale
+    *stacked, rows, columns = first.shape
+    if not stacked:
+        names = [tensor.name for tensor in matrices.tensors]
+        return separate_experts(file, names, rows=rows, columns=columns)
+    return stacked_experts(
+        file,
+        first.name,
+        num_experts=stacked[0],
+        rows=rows,
+        columns=columns,
+        scale=None if scale is None else scale.name,
+    )

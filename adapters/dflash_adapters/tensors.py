@@ -1,6 +1,6 @@
-"""Checked access to a model's tensors, shared by all adapters.
+"""Checked access to a file's tensors, and where matrices of experts lie in them.
 
-Knows nothing of any architecture: it compares what the file says with what an adapter expects.
+Compares what the file says with what is expected; knows no architecture.
 """
 
 from __future__ import annotations
@@ -29,68 +29,6 @@ def expect_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorIn
             f"weights of type {tensor.tensor_type.name}", path=file.path, field=name
         )
     return tensor
-
-
-class Tensors:
-    """The tensors of a file, checked as they are asked for; at the end none must be left."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self._known: set[str] = set()
-
-    def has(self, name: str) -> bool:
-        return name in self.file.tensors
-
-    def num_rows(self, name: str) -> int:
-        """Of a tensor that must be there. Raises: ModelFileError."""
-        return self.file.tensor(name).num_rows
-
-    def expect(self, name: str, *shape: int) -> TensorInfo:
-        """Raises: as expect_tensor."""
-        self._known.add(name)
-        return expect_tensor(self.file, name, shape)
-
-    def expect_vectors(self, prefix: str, **sizes: int) -> None:
-        """Weights of one dimension, by name without prefix and suffix, of these sizes.
-
-        Raises: as expect_tensor.
-        """
-        for name, size in sizes.items():
-            self.expect(f"{prefix}{name}.weight", size)
-
-    def optional(self, name: str, *shape: int) -> str | None:
-        """Its name, if it is there. Raises: as expect_tensor."""
-        if not self.has(name):
-            return None
-        self.expect(name, *shape)
-        return name
-
-    def optional_f32(self, name: str, *shape: int) -> str | None:
-        """Its name, if it is there.
-
-        Raises: as expect_tensor; UnsupportedModel if it is not F32.
-        """
-        if self.optional(name, *shape) is None:
-            return None
-        _require_f32(self.file, name)
-        return name
-
-    def optional_scale(self, name: str, *shape: int) -> str | None:
-        """Name of what products with the weight of that name, without its suffix, are multiplied
-        by, if it is there. Some programs have put it after the suffix.
-
-        Raises: as optional_f32.
-        """
-        scale = self.optional_f32(f"{name}.scale", *shape)
-        return scale or self.optional_f32(f"{name}.weight.scale", *shape)
-
-    def leave_out(self, prefix: str) -> None:
-        """Tensors whose names begin so are not computed with, on purpose."""
-        self._known |= {name for name in self.file.tensors if name.startswith(prefix)}
-
-    def refuse_others(self) -> None:
-        """Raises: UnsupportedModel naming the first tensor that nobody has asked for."""
-        refuse_other_tensors(self.file, self._known)
 
 
 def stacked_experts(
@@ -178,7 +116,7 @@ def _expert_vector(file: GgufFile, name: str, shape: tuple[int, ...]) -> ExpertV
     Raises: UnsupportedModel if it is not F32.
     """
     tensor = expect_tensor(file, name, shape)
-    _require_f32(file, name)
+    require_f32(file, name)
     length = math.prod(shape[1:])
     return ExpertVector(
         tensor_name=name,
@@ -189,7 +127,7 @@ def _expert_vector(file: GgufFile, name: str, shape: tuple[int, ...]) -> ExpertV
     )
 
 
-def _require_f32(file: GgufFile, name: str) -> None:
+def require_f32(file: GgufFile, name: str) -> None:
     """Raises: UnsupportedModel if a tensor is not F32."""
     tensor_type = file.tensor(name).tensor_type
     if tensor_type is not TensorType.F32:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from dflash_adapters.gguf.file import FileChange, GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_protocol.wire.messages import COMPARING
@@ -41,7 +41,7 @@ class ExpertHost:
     ) -> None:
         self._file = GgufFile.open(model_path)
         try:
-            self.spec = adapter_for(self._file).read_spec(self._file)
+            self.spec = read_spec(self._file)
             self.identity = self._file.identity()
             self.weights = WeightCheck(self._file, self.spec.moe, cache_dir)
             self.weights.start()

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.models import llama
 from dflash_adapters.ops import Ops
-from dflash_adapters.registry import ARCHITECTURES, adapter_for
+from dflash_adapters.registry import ARCHITECTURES, load, read_spec
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask, ModelSpec
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import AnyArray, F32Array
@@ -54,7 +53,7 @@ MAY_TIE = ("llama", "laguna", "llama4", "qwen3moe", "qwen35moe")
 
 def spec_of(path: Path) -> ModelSpec:
     with GgufFile.open(path) as file:
-        return adapter_for(file).read_spec(file)
+        return read_spec(file)
 
 
 def refuse(
@@ -62,7 +61,7 @@ def refuse(
 ) -> None:
     """Reading the spec raises one line that names file, field and reason."""
     with GgufFile.open(path) as file, pytest.raises(kind, match=reason) as caught:
-        adapter_for(file).read_spec(file)
+        read_spec(file)
     assert caught.value.field == field
     assert type(caught.value) is kind
     assert str(caught.value).startswith(f"{path}: {field}")
@@ -198,7 +197,7 @@ def test_experts_of_a_layer_have_one_type(tmp_path: Path) -> None:
 
 def test_separate_experts_lie_where_their_tensors_do(tmp_path: Path) -> None:
     with GgufFile.open(write_separate(tmp_path / "model.gguf", dict, split_into=3)) as file:
-        layer = adapter_for(file).read_spec(file).moe.layers[1]
+        layer = read_spec(file).moe.layers[1]
         for kind, projection in zip(("gate", "up", "down"), layer.projections, strict=True):
             for expert in range(layer.num_experts):
                 tensor = file.tensor(f"blk.1.ffn_{kind}.{expert}.weight")
@@ -302,10 +301,10 @@ def test_rope_factors_that_cannot_be_are_refused(tmp_path: Path, value: float) -
     change = with_tensor("rope_freqs.weight", np.array([1, value, 1, 1], np.float32))
     path = write_model(tmp_path / "model.gguf", LLAMA, seed=1, change=change)
     with GgufFile.open(path) as file:
-        assert llama.read_spec(file).num_layers == 2
+        assert read_spec(file).num_layers == 2
         ops: Ops[AnyArray] = ReferenceOps()
         with pytest.raises(ModelFileError, match=r"rope_freqs\.weight\b.*\b4\b"):
-            llama.load(file, ops)
+            load(file, ops)
 
 
 NASTY: list[Any] = [None, 0, 1, 3, 1 << 16, (1 << 31) - 1, 1 << 31, -1.0, 0.0, 1e-38, 3e38]
@@ -328,7 +327,7 @@ def test_any_metadata_is_read_or_refused_as_a_model_file_error(
     write_model(path, shape, seed=1, keys=keys)
     with GgufFile.open(path) as file:
         try:
-            adapter_for(file).read_spec(file)
+            read_spec(file)
         except ModelFileError as error:
             reason = str(error)
             assert len(reason.splitlines()) == 1

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile, sample_places
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DaemonUnavailable, HandshakeRefused
 from dflash_runtime import Engine
 from support.faults import spawned_daemons

@@ -13,7 +13,7 @@ import pytest
 
 from dflash_adapters.gguf import watch as file_watch
 from dflash_adapters.gguf.file import GgufFile, sample_places
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ExpertProjection
 from dflash_protocol.errors import HandshakeRefused, ModelFileError
 from dflash_runtime import Engine

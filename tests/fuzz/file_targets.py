@@ -14,7 +14,7 @@ import numpy as np
 from dflash_adapters.gguf.digest import read_kept
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_protocol.hotness import MAX_COUNTS, Hotness, read_hotness, write_hotness
 from dflash_protocol.placement import (
@@ -200,7 +200,7 @@ class GgufHeaders(Target):
             for getter in (*getters, lambda key: list(file.strings(key))):
                 _try(getter, key)
             assert len(file.identity()) == 64
-            spec = adapter_for(file).read_spec(file)
+            spec = read_spec(file)
             for layer in spec.moe.layers:
                 for projection in layer.projections:
                     assert projection.tensor_name in file.tensors
@@ -216,7 +216,7 @@ class GgufHeaders(Target):
                 assert list(file.tensors)[:2] == ["one", "two"]
         for header, size_bytes in self._headers[2:]:
             with GgufFile.open(self._file.put(header, size_bytes)) as file:
-                assert adapter_for(file).read_spec(file).moe.layers[0].num_experts == 3
+                assert read_spec(file).moe.layers[0].num_experts == 3
 
     def close(self) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import load, read_spec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
@@ -63,9 +63,8 @@ class GpuModel:
         self.poison = Poison(device)
         self.backend = CupyBackend(device, max_chunk=64, scratch_bytes=16 << 20)
         self.file = GgufFile.open(path)
-        adapter = adapter_for(self.file)
-        self.spec = adapter.read_spec(self.file)
-        self.model: Any = adapter.load(self.file, self.backend.ops)
+        self.spec = read_spec(self.file)
+        self.model: Any = load(self.file, self.backend.ops)
         self.banks = {
             layer.layer_id: self.backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)

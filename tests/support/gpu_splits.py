@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import load
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.batch import Sums
 from dflash_protocol.device import CPU
@@ -72,7 +72,7 @@ class Split:
         self._poisons: list[Poison] = []
         self.file = undo.enter_context(GgufFile.open(path))
         backend: Any = self._new_backend()  # whose arrays are not numpy's
-        model = adapter_for(self.file).load(self.file, backend.ops)
+        model = load(self.file, backend.ops)
         self.spec: ModelSpec = model.spec
         spec = self.spec
         self._vocab_size = spec.vocab_size

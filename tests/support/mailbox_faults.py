@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts
@@ -60,7 +60,7 @@ def remove_sockets(endpoint: str) -> None:
 
 def experts_of(model: Path) -> MoeSpec:
     with GgufFile.open(model) as file:
-        return adapter_for(file).read_spec(file).moe
+        return read_spec(file).moe
 
 
 @contextmanager

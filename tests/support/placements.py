@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.placement import OwnedExperts, Placement, write_owned_experts
 from dflash_runtime.placement.split import even_split, make_placement

@@ -9,159 +9,45 @@ Source: Jiang et al. 2024 (arXiv 2401.04088) and llama.cpp's graph of the same n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-from dflash_adapters.blocks import (
-    Ends,
-    EndsPlan,
-    Linear,
-    LinearPlan,
-    Qkv,
-    QkvPlan,
-    model_spec,
-    plan_ends,
-    plan_linear,
-    plan_qkv,
-)
+from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import (
-    ROPE_FREQS,
-    BaseConfig,
-    Heads,
     Keys,
-    RopeKeys,
     read_attention_scale,
     read_base,
     read_heads,
     read_rope,
-    read_rope_factors,
     require_dim,
+    rope_factors,
 )
-from dflash_adapters.ops import Gating, KvCache, MoeBlock, OnLayer, Ops, RoutingRule, nobody_looks
+from dflash_adapters.layers import Attention, Description, Layer, Rotary, RoutedFfn
+from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing
-from dflash_adapters.routed_experts import ExpertSizes, plan_experts
-from dflash_adapters.spec import ModelSpec, MoeLayer
-from dflash_adapters.tensors import Tensors
-from dflash_protocol.ids import I32Array
-
-A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerPlan:
-    prefix: str
-    qkv: QkvPlan
-    output: LinearPlan
-    router: LinearPlan
-    experts: MoeLayer
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    base: BaseConfig
-    heads: Heads
-    rope: RopeKeys
-    attention_scale: float
-    ends: EndsPlan
-    layers: list[_LayerPlan]
-
-
-def _plan(file: GgufFile) -> _Plan:
-    keys, tensors = Keys(file), Tensors(file)
+def describe(file: GgufFile) -> Description:
+    keys = Keys(file)
     base = read_base(keys)
-    hidden = base.hidden_size
-    heads = read_heads(keys, hidden)
+    heads = read_heads(keys, base.hidden_size)
     require_dim(keys, "rope.dimension_count", heads.dim)
-    sizes = ExpertSizes(
-        base.num_experts, base.num_experts_used, hidden, keys.uint("feed_forward_length")
-    )
-    ends = plan_ends(tensors, hidden, may_be_tied=True)
-    layers = []
-    for layer_id in range(base.num_layers):
-        prefix = f"blk.{layer_id}."
-        output = f"{prefix}attn_output"
-        layers.append(
-            _LayerPlan(
-                prefix,
-                plan_qkv(tensors, prefix, heads, hidden_size=hidden, may_have_bias=True),
-                plan_linear(tensors, output, (hidden, heads.query_size), may_have_bias=True),
-                plan_linear(tensors, f"{prefix}ffn_gate_inp", (base.num_experts, hidden)),
-                plan_experts(tensors, layer_id, sizes, may_be_separate=True),
-            )
+    factors = rope_factors(keys, heads.dim)
+    positions = Rotary(read_rope(keys, RopePairing.INTERLEAVED, heads.dim, factors=factors))
+    scale = read_attention_scale(keys, heads.dim)
+    sizes = base.expert_sizes(keys.uint("feed_forward_length"))
+    rule = RoutingRule(base.num_experts_used, Gating.SOFTMAX, normalise=True)
+
+    def layer(layer_id: int) -> Layer:
+        block = Block(file, layer_id, base.hidden_size)
+        attention = Attention(
+            heads,
+            block.qkv(heads, may_have_bias=True),
+            block.output("attn_output", heads.query_size, may_have_bias=True),
+            positions,
+            scale,
         )
-        tensors.expect_vectors(prefix, attn_norm=hidden, ffn_norm=hidden)
-    tensors.optional_f32(ROPE_FREQS, heads.dim // 2)
-    tensors.refuse_others()
-    rope = RopeKeys(RopePairing.INTERLEAVED, heads.dim, base.context_length)
-    read_rope(keys, rope)
-    return _Plan(base, heads, rope, read_attention_scale(keys, heads.dim), ends, layers)
+        router = block.linear("ffn_gate_inp", base.num_experts)
+        ffn = RoutedFfn(router, rule, block.experts(sizes, may_be_separate=True))
+        return Layer(block.norm("attn_norm"), block.norm("ffn_norm"), attention, ffn)
 
-
-def read_spec(file: GgufFile) -> ModelSpec:
-    """See registry.Adapter."""
-    return _spec(file, _plan(file))
-
-
-def _spec(file: GgufFile, plan: _Plan) -> ModelSpec:
-    return model_spec(
-        file,
-        plan.base,
-        plan.ends,
-        kv_layers=[plan.heads.kv_layer()] * len(plan.layers),
-        experts=[layer.experts for layer in plan.layers],
-    )
-
-
-def load(file: GgufFile, ops: Ops[A]) -> Llama[A]:
-    """See registry.Adapter."""
-    return Llama(file, ops)
-
-
-class _Layer(Generic[A]):
-    def __init__(self, file: GgufFile, ops: Ops[A], plan: _LayerPlan) -> None:
-        self.attn_norm = ops.load_vector(file, f"{plan.prefix}attn_norm.weight")
-        self.ffn_norm = ops.load_vector(file, f"{plan.prefix}ffn_norm.weight")
-        self.qkv = Qkv(file, ops, plan.qkv)
-        self.output = Linear(file, ops, plan.output)
-        self.router = Linear(file, ops, plan.router)
-
-
-class Llama(Generic[A]):
-    """The forward pass. Shapes as in ops.Model."""
-
-    def __init__(self, file: GgufFile, ops: Ops[A]) -> None:
-        plan = _plan(file)
-        self.spec = _spec(file, plan)
-        self._heads, self._rms_eps = plan.heads, plan.base.rms_eps
-        self._scale = plan.attention_scale
-        self._rope = read_rope(Keys(file), plan.rope, read_rope_factors(file, plan.heads.dim))
-        self._rule = RoutingRule(plan.base.num_experts_used, Gating.SOFTMAX, normalise=True)
-        self._ops = ops
-        self._ends = Ends(file, ops, plan.ends, rms_eps=self._rms_eps)
-        self._layers = [_Layer(file, ops, layer) for layer in plan.layers]
-
-    def forward(
-        self,
-        token_ids: I32Array,
-        positions: I32Array,
-        cache: KvCache,
-        moe: MoeBlock[A],
-        on_layer: OnLayer[A] = nobody_looks,
-    ) -> A:
-        ops, eps = self._ops, self._rms_eps
-        x = self._ends.embed(token_ids)
-        for layer_id, layer in enumerate(self._layers):
-            h = ops.rms_norm(x, layer.attn_norm, eps)
-            q, k, v = map(ops.split_heads, layer.qkv(h), self._heads.of_qkv)
-            ops.norm_and_rotate(q, k, positions, self._rope)
-            attended = ops.attention(q, k, v, cache, layer_id, positions, self._scale)
-            x = layer.output(ops.merge_heads(attended), add=x)
-            h = ops.rms_norm(x, layer.ffn_norm, eps)
-            topk_ids, topk_weights = ops.route(layer.router(h), self._rule)
-            x = ops.add(x, moe(layer_id, h, topk_ids, topk_weights), out=x)
-            on_layer(layer_id, x)
-        return x
-
-    def head(self, hidden: A) -> A:
-        return self._ends.head(hidden)
+    layers = map(layer, range(base.num_layers))
+    return describe_model(file, base, layers, may_be_tied=True)

@@ -40,12 +40,12 @@ Examples:
 def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
     """Show architecture, dimensions, experts and tokenizer of MODEL, without reading weights."""
     from dflash_adapters.gguf.file import GgufFile
-    from dflash_adapters.registry import adapter_for
+    from dflash_adapters.registry import read_spec
     from dflash_runtime.engine.demo_model import chosen_model_path
 
     path = chosen_model_path(load_settings()) if model is None else model
     with GgufFile.open(path) as file:
-        spec = adapter_for(file).read_spec(file)
+        spec = read_spec(file)
         digests = _digests(file) if with_digest else []
         if as_json:
             click.echo(ascii_json(_record(file, spec, digests)))

@@ -17,7 +17,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
 from dflash_adapters.ops import KvType, Model
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import load, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
@@ -108,10 +108,9 @@ def open_model(
     """
     asked = _checked(options, settings)
     file = undo.enter_context(GgufFile.open(chosen_model_path(settings) if path is None else path))
-    adapter = adapter_for(file)
     if settings.yarn == "llama.cpp":
         file.ignore(f"{file.architecture}.{key}" for key in YARN_KEYS)
-    spec = adapter.read_spec(file)
+    spec = read_spec(file)
     if asked.context is not None and asked.context > spec.context_length:
         raise SettingsError(
             f"context={asked.context}: the model was made for up to {spec.context_length}"
@@ -187,7 +186,7 @@ def open_model(
     undo.callback(owners.close)
     report("parent", "load", 0, 1)
     with advice_if_out_of_memory():
-        model = adapter.load(file, backend.ops)
+        model = load(file, backend.ops)
     weights.remember()
     weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type)

@@ -47,11 +47,11 @@ def _examine_model(settings: Settings, found: Findings) -> None:
     if not settings.model:
         return
     from dflash_adapters.gguf.file import GgufFile
-    from dflash_adapters.registry import adapter_for
+    from dflash_adapters.registry import read_spec
 
     try:
         with GgufFile.open(settings.model) as file:
-            adapter_for(file).read_spec(file)
+            read_spec(file)
     except DflashError as error:
         found.problems.append(f"model: {error}")
 

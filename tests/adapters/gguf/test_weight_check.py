@@ -17,7 +17,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.watch import FileWatch
 from dflash_adapters.gguf.weight_blocks import Blocks
 from dflash_adapters.gguf.weight_check import WeightCheck
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.placement import OwnedExperts
 from support.descriptors import no_descriptor_left

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.models.qwen35moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import DeltaShape, KvLayer, ModelSpec, RecurrentLayer
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import F32Array

@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.models.qwen3moe import read_config, read_rope, read_spec
+from dflash_adapters.layers import Attention, HeadNormRotary
+from dflash_adapters.loading import model_spec
+from dflash_adapters.models.qwen3moe import describe
 from dflash_adapters.quant import TensorType
-from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
+from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
 from dflash_adapters.spec import Activation, KvLayer, ModelSpec
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from support.examples import examples
@@ -93,9 +95,20 @@ def write(
     return path
 
 
+def read_spec(file: GgufFile) -> ModelSpec:
+    return model_spec(file, describe(file))
+
+
 def spec_of(path: Path) -> ModelSpec:
     with GgufFile.open(path) as file:
         return read_spec(file)
+
+
+def rope_table_of(file: GgufFile) -> RopeTable:
+    mixer = describe(file).layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert isinstance(mixer.positions, HeadNormRotary)
+    return mixer.positions.rope.table()
 
 
 def refuse(
@@ -203,7 +216,7 @@ def test_old_files_without_derivable_keys_are_read(tmp_path: Path) -> None:
     assert spec.kv_layers[0] == KvLayer(4, 2, 2)
     assert spec.moe.layers[0].ffn_size == 5
     with GgufFile.open(path) as file:
-        assert read_rope(file, read_config(file)).inv_freq.tolist() == [1.0]
+        assert rope_table_of(file).inv_freq.tolist() == [1.0]
 
 
 def test_a_file_without_a_head_ties_it_to_the_embedding(tmp_path: Path) -> None:
@@ -368,11 +381,11 @@ def test_a_head_wider_than_the_file_is_refused_before_anything_is_made_for_it(
         tracemalloc.stop()
 
 
-def rope_of(folder: Path, **scaling: Any) -> Any:
+def rope_of(folder: Path, **scaling: Any) -> RopeTable:
     keys = {f"{ROPE}.freq_base": 5e4, "qwen3moe.context_length": 4096}
     keys |= {f"{SCALING}.{key}": value for key, value in scaling.items()}
     with GgufFile.open(write(folder / "model.gguf", keys=keys)) as file:
-        return read_rope(file, read_config(file))
+        return rope_table_of(file)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import OwnedExperts
@@ -183,7 +183,7 @@ def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
     rings = mailing.rings
     settings = replace(mailing.settings, step_limit_ms=3000)
     with GgufFile.open(mailing.model) as file:
-        moe = adapter_for(file).read_spec(file).moe
+        moe = read_spec(file).moe
     whole = OwnedExperts.from_lists(
         {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
     )

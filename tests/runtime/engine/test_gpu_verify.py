@@ -15,7 +15,7 @@ import pytest
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.models import llama4
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute import sliding_window
@@ -51,7 +51,7 @@ def new_device(request: pytest.FixtureRequest) -> NewDevice:
 
 def experts_of(path: Path) -> MoeSpec:
     with GgufFile.open(path) as file:
-        return adapter_for(file).read_spec(file).moe
+        return read_spec(file).moe
 
 
 def splits_of(moe: MoeSpec) -> dict[str, dict[str, Layers]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.ids import I32Array, U8Array
 from dflash_protocol.placement import OwnedExperts

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded

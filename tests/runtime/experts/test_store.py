@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.models.qwen3moe import read_spec
 from dflash_adapters.quant import TensorType
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import Activation, ExpertVector, MoeSpec
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.errors import ModelFileError

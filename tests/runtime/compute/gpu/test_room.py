@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.room import weights_bytes
 from support.emulated_gpu import install_emulated_gpus
@@ -30,7 +30,7 @@ def test_a_convolution_has_shorter_rows_than_matrices(
 ) -> None:
     path = write_model(tmp_path / "m.gguf", RECURRENT, seed=2)
     with GgufFile.open(path) as file:
-        layers = adapter_for(file).read_spec(file).moe.layers
+        layers = read_spec(file).moe.layers
         stored = sum(tensor.num_bytes for tensor in file.tensors.values())
         experts = sum(layer.num_experts * layer.expert_bytes for layer in layers)
         # All of it is F32, and rows are padded to 64 values.

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
-from dflash_adapters.models.qwen3moe import read_spec
+from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import HandshakeRefused
 from dflash_protocol.wire.messages import COMPARING, Hello, Ping, Pong, Progress
 from dflash_runtime.experts.daemons import link_task

@@ -13,7 +13,7 @@ import pytest
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import Gating, RoutingRule
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
@@ -82,7 +82,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def layer(file: Path) -> Iterator[MoeLayer]:
     with GgufFile.open(file) as opened:
-        yield adapter_for(opened).read_spec(opened).moe.layers[0]
+        yield read_spec(opened).moe.layers[0]
 
 
 def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> StepRows:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.registry import read_spec
 from dflash_protocol.batch import group_by_expert
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F64Array, Phase
@@ -104,7 +104,7 @@ class Layer:
         self.device = EmulatedDevice()
         self.backend = CupyBackend(self.device, max_chunk=20, scratch_bytes=1 << 20)
         self.file = GgufFile.open(write_qwen3moe(folder / "m.gguf", TINY, seed=3))
-        self.layer = adapter_for(self.file).read_spec(self.file).moe.layers[0]
+        self.layer = read_spec(self.file).moe.layers[0]
         self.rows = np.random.default_rng(4).standard_normal((9, TINY.hidden_size), np.float32)
 
     def load(self) -> CupyExpertBank:

@@ -1,0 +1,251 @@
+"""The forward pass of every described model, written in Ops.
+
+How each kind of layer is computed stands here once; which kinds a model has, in its description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import (
+    Attention,
+    DeltaNet,
+    Description,
+    Ffn,
+    GateBesideQueries,
+    HeadNormRotary,
+    InputScaledFfn,
+    Layer,
+    Linear,
+    Mixer,
+    PositionKind,
+    Qkv,
+    RotaryUnitNorm,
+    RoutedFfn,
+    RowNormRotary,
+)
+from dflash_adapters.loading import load_weights, model_spec
+from dflash_adapters.ops import Gate, KvCache, MoeBlock, OnLayer, Ops, nobody_looks
+from dflash_adapters.rope import AttentionTemperature
+from dflash_protocol.ids import I32Array
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What layers share in one pass. Shapes: positions [T]."""
+
+    positions: I32Array
+    cache: KvCache
+
+
+class LayeredModel(Generic[A]):
+    """A described model with its weights on the device of `ops`. Implements ops.Model.
+
+    Immutable; computes on the thread that calls it.
+    """
+
+    def __init__(self, file: GgufFile, ops: Ops[A], description: Description) -> None:
+        """Raises: as loading.model_spec and loading.load_weights."""
+        self.spec = model_spec(file, description)
+        self._ops, self._ends, self._eps = ops, description.ends, description.rms_eps
+        weights = load_weights(file, ops, description)
+        self._vectors, self._matrices = weights.vectors, weights.matrices
+        self._scales, self._rope_tables = weights.scales, weights.rope_tables
+        # Each layer with its index among those of the same kind, which the cache keeps.
+        self._layers: list[tuple[Layer, int]] = []
+        num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
+        for layer in description.layers:
+            kind = type(layer.mixer)
+            self._layers.append((layer, num_of_kind[kind]))
+            num_of_kind[kind] += 1
+
+    def forward(
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        cache: KvCache,
+        moe: MoeBlock[A],
+        on_layer: OnLayer[A] = nobody_looks,
+    ) -> A:
+        ops, eps, vectors = self._ops, self._eps, self._vectors
+        step = _Step(positions, cache)
+        x = ops.embed(self._matrices[self._ends.embedding], token_ids)
+        for layer_id, (layer, cache_layer) in enumerate(self._layers):
+            h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
+            mixer, ffn = layer.mixer, layer.ffn
+            if isinstance(mixer, Attention):
+                x = self._attention(mixer, cache_layer, h, step, add=x)
+            else:
+                x = self._delta_net(mixer, cache_layer, h, step, add=x)
+            h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
+            if isinstance(ffn, RoutedFfn):
+                x = self._routed_ffn(ffn, layer_id, h, moe, add=x)
+            elif isinstance(ffn, InputScaledFfn):
+                x = self._input_scaled_ffn(ffn, layer_id, h, moe, add=x)
+            else:
+                x = self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
+            on_layer(layer_id, x)
+        return x
+
+    def head(self, hidden: A) -> A:
+        normed = self._ops.rms_norm(hidden, self._vectors[self._ends.norm], self._eps)
+        return self._linear(self._ends.head, normed)
+
+    # What follows computes a part of a layer. Shapes: x, h, add, result [T, H] unless said
+    # otherwise; the result is added to `add`, in place.
+
+    # -- matrices ---------------------------------------------------------------------------------
+
+    def _linear(self, linear: Linear, x: A, *, add: A | None = None) -> A:
+        """Shapes: x [T, columns]; add, result [T, rows]."""
+        matrix = self._matrices[linear.weight]
+        if linear.bias is None and linear.scale is None:
+            return self._ops.linear(x, matrix, out=add, add=add)
+        result = self._finished(linear, self._ops.linear(x, matrix))
+        return result if add is None else self._ops.add(add, result, out=add)
+
+    def _finished(self, linear: Linear, product: A) -> A:
+        """What follows the product with the matrix, in place."""
+        if linear.scale is not None:
+            scale = self._scales[linear.scale]
+            product = self._ops.scale_rows(product, scale, out=product)
+        if linear.bias is not None:
+            product = self._ops.add_bias(product, self._vectors[linear.bias], out=product)
+        return product
+
+    def _project(self, linears: Sequence[Linear], x: A) -> list[A]:
+        """The products of the same rows with several matrices."""
+        matrices = self._matrices
+        products = self._ops.project(x, [matrices[each.weight] for each in linears])
+        for index, linear in enumerate(linears):
+            if linear.bias is not None or linear.scale is not None:
+                products[index] = self._finished(linear, products[index])
+        return products
+
+    # -- mixers -----------------------------------------------------------------------------------
+
+    def _attention(self, layer: Attention, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
+        ops, heads = self._ops, layer.heads
+        q, k, v = self._qkv(layer.qkv, h)
+        if isinstance(layer.positions, RowNormRotary):
+            q = ops.rms_norm(q, self._vectors[layer.positions.q_norm], self._eps)
+            k = ops.rms_norm(k, self._vectors[layer.positions.k_norm], self._eps)
+        q, k = ops.split_heads(q, heads.num), ops.split_heads(k, heads.num_kv)
+        v = ops.split_heads(v, heads.num_kv)
+        gate: A | None = None
+        if layer.gate is None:
+            pass
+        elif isinstance(layer.gate, GateBesideQueries):
+            both, dim = q, heads.dim
+            q, gate = ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
+        else:
+            gate = self._linear(layer.gate.linear, h)
+        self._mark_positions(layer.positions, q, k, step.positions)
+        sinks = None if layer.sinks is None else self._vectors[layer.sinks]
+        attended = ops.attention(
+            q, k, v, step.cache, cache_layer, step.positions, layer.scale, sinks=sinks
+        )
+        merged = ops.merge_heads(attended)
+        if gate is not None:
+            if isinstance(layer.gate, GateBesideQueries):
+                merged = ops.gated(merged, ops.merge_heads(gate), Gate.SIGMOID)
+            else:
+                merged = ops.gated(merged, gate, Gate.SOFTPLUS, out=merged)
+        return self._linear(layer.output, merged, add=add)
+
+    def _qkv(self, qkv: Qkv, x: A) -> tuple[A, A, A]:
+        """Queries, keys and values of rows. Shapes: results [T, size]."""
+        ops = self._ops
+        results = self._project(qkv.linears, x)
+        if len(results) == 1:
+            both, end = qkv.sizes[0] + qkv.sizes[1], sum(qkv.sizes)
+            bounds = ((0, qkv.sizes[0]), (qkv.sizes[0], both), (both, end))
+            results = [ops.columns(results[0], first, last) for first, last in bounds]
+        if qkv.biases:
+            biases = (self._vectors[bias] for bias in qkv.biases)
+            results = [
+                ops.add_bias(each, bias, out=each)
+                for each, bias in zip(results, biases, strict=True)
+            ]
+        q, k, v = results
+        return q, k, v
+
+    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: I32Array) -> None:
+        """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
+        ops = self._ops
+        if isinstance(kind, AttentionTemperature):
+            ops.scale_queries(q, positions, kind)
+            return
+        table = self._rope_tables[kind.rope]
+        if isinstance(kind, RotaryUnitNorm):
+            ops.norm_and_rotate(q, k, positions, table, eps=self._eps, norms_after=True)
+        elif isinstance(kind, HeadNormRotary):
+            q_weight, k_weight = self._vectors[kind.q_norm], self._vectors[kind.k_norm]
+            ops.norm_and_rotate(
+                q, k, positions, table, q_weight=q_weight, k_weight=k_weight, eps=self._eps
+            )
+        else:
+            ops.norm_and_rotate(q, k, positions, table)
+
+    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
+        ops, vectors = self._ops, self._vectors
+        mixed, gate, alpha, beta = self._project(layer.inputs, h)
+        conv = vectors[layer.conv]
+        mixed = ops.causal_conv(mixed, conv, step.cache, cache_layer, step.positions)
+        heads = ops.delta_rule(
+            mixed,
+            alpha,
+            beta,
+            layer.state.delta,
+            a=vectors[layer.a],
+            dt_bias=vectors[layer.dt_bias],
+            cache=step.cache,
+            layer=cache_layer,
+            positions=step.positions,
+            eps=self._eps,
+        )
+        normed = ops.merge_heads(ops.rms_norm(heads, vectors[layer.norm], self._eps))
+        return self._linear(layer.output, ops.gated(normed, gate, Gate.SILU), add=add)
+
+    # -- FFNs -------------------------------------------------------------------------------------
+
+    def _begin_ffn(self, ffn: Ffn, h: A) -> list[A]:
+        """What `_end_ffn` makes the result of; `h` need not stay as it is."""
+        linears = (ffn.gate, ffn.up) if ffn.share is None else (ffn.gate, ffn.up, ffn.share)
+        return self._project(linears, h)
+
+    def _end_ffn(self, ffn: Ffn, begun: list[A], *, add: A) -> A:
+        ops = self._ops
+        gate, up, *share = begun
+        activated = ops.swiglu(gate, up, out=up)
+        if not share:
+            return self._linear(ffn.down, activated, add=add)
+        result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
+        return ops.add(add, result, out=add)
+
+    def _routed_ffn(self, ffn: RoutedFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A) -> A:
+        ops = self._ops
+        bias = None if ffn.bias is None else self._vectors[ffn.bias]
+        topk_ids, topk_weights = ops.route(self._linear(ffn.router, h), ffn.rule, bias=bias)
+        shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
+        x = ops.add(add, moe(layer_id, h, topk_ids, topk_weights), out=add)
+        if ffn.shared is None or shared is None:
+            return x
+        return self._end_ffn(ffn.shared, shared, add=x)
+
+    def _input_scaled_ffn(
+        self, ffn: InputScaledFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A
+    ) -> A:
+        ops = self._ops
+        logits = self._linear(ffn.router, h)
+        topk_ids, ones = ops.route(logits, ffn.choice)
+        _, input_scales = ops.route(logits, ffn.input_scale)
+        shared = self._begin_ffn(ffn.shared, h)
+        scaled = ops.scale_rows(h, input_scales)
+        x = ops.add(add, moe(layer_id, scaled, topk_ids, ones), out=add)
+        return self._end_ffn(ffn.shared, shared, add=x)

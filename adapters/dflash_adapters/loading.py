@@ -1,0 +1,130 @@
+"""From a description to facts and weights: every tensor is checked by name and shape first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import (
+    Attention,
+    DeltaNet,
+    Description,
+    F32Tensor,
+    Ffn,
+    MatrixTensor,
+    Rope,
+    ScaleTensor,
+    Tensor,
+    VectorTensor,
+    parts_of,
+)
+from dflash_adapters.ops import Matrix, Ops
+from dflash_adapters.rope import RopeTable
+from dflash_adapters.routed_experts import moe_layer
+from dflash_adapters.spec import ModelSpec, MoeSpec
+from dflash_adapters.tensors import (
+    all_matrices_f32,
+    expect_tensor,
+    refuse_other_tensors,
+    require_f32,
+)
+from dflash_protocol.errors import ModelFileError, one_line
+from dflash_protocol.ids import F32Array
+
+A = TypeVar("A")
+
+_NAME_LIMIT = 200
+"""Characters of a model's name; published ones have fewer than 60."""
+
+
+def check_tensors(file: GgufFile, description: Description) -> None:
+    """Compare the file's tensors with the description's; reads no weight.
+
+    Raises: as tensors.expect_tensor; UnsupportedModel for a tensor of the wrong type, or one that
+    the description does not use.
+    """
+    known = {name for name in file.tensors if name.startswith(description.left_out)}
+    for tensor in _tensors_of(description):
+        expect_tensor(file, tensor.name, tensor.shape)
+        if isinstance(tensor, F32Tensor):
+            require_f32(file, tensor.name)
+        known.add(tensor.name)
+    refuse_other_tensors(file, known)
+
+
+def _tensors_of(description: Description) -> Iterator[Tensor]:
+    return (part for part in parts_of(description) if isinstance(part, Tensor))
+
+
+def model_spec(file: GgufFile, description: Description) -> ModelSpec:
+    """The facts of a described model, all of whose tensors are checked; reads no weight.
+
+    Raises: as check_tensors; UnsupportedModel for experts of several types in a layer.
+    """
+    check_tensors(file, description)
+    layers = description.layers
+    mixers = [layer.mixer for layer in layers]
+    vocab_size, hidden_size = description.ends.embedding.shape
+    return ModelSpec(
+        architecture=file.architecture,
+        name=one_line(file.get_str("general.name", file.path.stem), _NAME_LIMIT),
+        num_layers=len(layers),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        context_length=description.context_length,
+        kv_layers=tuple(each.kv_layer for each in mixers if isinstance(each, Attention)),
+        all_matrices_f32=all_matrices_f32(file),
+        moe=MoeSpec(
+            tuple(
+                moe_layer(file, layer_id, layer.ffn.experts)
+                for layer_id, layer in enumerate(layers)
+                if not isinstance(layer.ffn, Ffn)
+            )
+        ),
+        recurrent_layers=tuple(each.state for each in mixers if isinstance(each, DeltaNet)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[A]):
+    """The dense weights of a description on a device."""
+
+    vectors: dict[VectorTensor, A] = field(default_factory=dict)
+    matrices: dict[MatrixTensor, Matrix] = field(default_factory=dict)
+    scales: dict[ScaleTensor, float] = field(default_factory=dict)
+    rope_tables: dict[Rope, RopeTable] = field(default_factory=dict)
+
+
+def load_weights(file: GgufFile, ops: Ops[A], description: Description) -> Weights[A]:
+    """Load what `check_tensors` has checked; experts are left to their owners.
+
+    Raises: ModelFileError for factors of frequencies that are not positive numbers.
+    """
+    weights: Weights[A] = Weights()
+    for part in parts_of(description):
+        match part:
+            case VectorTensor():
+                weights.vectors[part] = ops.load_vector(file, part.name)
+            case MatrixTensor():
+                weights.matrices[part] = ops.load_matrix(file, part.name)
+            case ScaleTensor():
+                weights.scales[part] = float(file.tensor_bytes(part.name).view("<f4")[0])
+            case Rope() if part not in weights.rope_tables:
+                weights.rope_tables[part] = part.table(_rope_factors(file, part.factors))
+    return weights
+
+
+def _rope_factors(file: GgufFile, tensor: F32Tensor | None) -> F32Array | None:
+    """Raises: ModelFileError if they are not positive numbers."""
+    if tensor is None:
+        return None
+    factors = file.tensor_bytes(tensor.name).view("<f4").astype(np.float32)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelFileError(
+            f"not {factors.size} positive numbers", path=file.path, field=tensor.name
+        )
+    return factors
