@@ -1,4 +1,4 @@
-"""From a description to facts and weights: every tensor is checked by name and shape first."""
+"""Checks a description against the file's tensors, derives the ModelSpec, loads dense weights."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from dflash_protocol.ids import F32Array
 A = TypeVar("A")
 
 _NAME_LIMIT = 200
-"""Characters of a model's name; published ones have fewer than 60."""
+"""Most characters of a model's name that are kept; published names have fewer than 60."""
 
 
 def check_tensors(file: GgufFile, description: Description) -> None:
-    """Compare the file's tensors with the description's; reads no weight.
+    """Check that the file has the description's tensors and no others; reads no weights.
 
-    Raises: as tensors.expect_tensor; UnsupportedModel for a tensor of the wrong type, or one that
-    the description does not use.
+    Raises: ModelFileError for a missing tensor or a wrong shape; UnsupportedModel for a wrong type,
+    or a tensor that the description does not use.
     """
     known = {name for name in file.tensors if name.startswith(description.left_out)}
     for tensor in _tensors_of(description):
@@ -61,7 +61,7 @@ def _tensors_of(description: Description) -> Iterator[Tensor]:
 
 
 def model_spec(file: GgufFile, description: Description) -> ModelSpec:
-    """The facts of a described model, all of whose tensors are checked; reads no weight.
+    """Derive the spec of a described model after `check_tensors`; reads no weights.
 
     Raises: as check_tensors; UnsupportedModel for experts of several types in a layer.
     """
@@ -91,7 +91,7 @@ def model_spec(file: GgufFile, description: Description) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Weights(Generic[A]):
-    """The dense weights of a description on a device."""
+    """The dense weights of a description, loaded on a device."""
 
     vectors: dict[VectorTensor, A] = field(default_factory=dict)
     matrices: dict[MatrixTensor, Matrix] = field(default_factory=dict)
@@ -100,14 +100,14 @@ class Weights(Generic[A]):
 
 
 def load_weights(file: GgufFile, ops: Ops[A], description: Description) -> Weights[A]:
-    """Load what `check_tensors` has checked; experts are left to their owners.
+    """Load the dense weights, after `check_tensors`; owners of experts load the experts.
 
-    Raises: ModelFileError for factors of frequencies that are not positive numbers.
+    Raises: ModelFileError if RoPE's frequency factors are not positive numbers.
     """
     weights: Weights[A] = Weights()
     parts = list(parts_of(description.ends))
     for layer in description.layers:
-        # A layer's vectors lie together on a device, before its matrices: decode is 1 % quicker.
+        # Vectors first, so that those of a layer are adjacent in memory: decode is 1 % faster.
         parts += sorted(parts_of(layer), key=lambda part: isinstance(part, MatrixTensor))
     for part in parts:
         match part:

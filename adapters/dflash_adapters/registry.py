@@ -1,6 +1,6 @@
-"""From a model file to its description, facts and forward pass, by ``general.architecture``.
+"""Finds the adapter of a model file by ``general.architecture``; reads specs and loads models.
 
-Each adapter is a module of `models` with the architecture's name, imported on demand.
+An adapter is a module of `models` with the architecture's name, imported when it is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Adapter(Protocol):
     """The interface of an adapter module."""
 
     def describe(self, file: GgufFile) -> Description:
-        """The model as metadata says it is; tensors' shapes are not compared yet.
+        """Describe the model from its metadata; shapes of tensors are checked later.
 
         Raises: ModelFileError for a missing or impossible key, UnsupportedModel for a setting that
         is not computed.
@@ -34,9 +34,9 @@ class Adapter(Protocol):
 
 
 def adapter_for(file: GgufFile) -> Adapter:
-    """The adapter of a file's architecture.
+    """Return the adapter of a file's architecture.
 
-    Raises: UnsupportedModel if there is none; the message says if the model is a dense one.
+    Raises: UnsupportedModel if there is none, or if the model is dense.
     """
     architecture = file.architecture
     is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0
@@ -53,7 +53,7 @@ def adapter_for(file: GgufFile) -> Adapter:
 
 
 def read_spec(file: GgufFile) -> ModelSpec:
-    """Facts from metadata alone: every tensor's name and shape is checked, no weight is read.
+    """Read a model's spec from its metadata; checks all tensors, reads no weights.
 
     Raises: ModelFileError, UnsupportedModel.
     """
@@ -61,8 +61,8 @@ def read_spec(file: GgufFile) -> ModelSpec:
 
 
 def load(file: GgufFile, ops: Ops[A]) -> Model[A]:
-    """The model with its dense weights on the device of `ops`; experts are left to their owners.
+    """Load a model's dense weights on the device of `ops`; owners of experts load the experts.
 
-    Raises: as read_spec; ModelFileError for weights that cannot be.
+    Raises: as read_spec; ModelFileError for impossible weights.
     """
     return LayeredModel(file, ops, adapter_for(file).describe(file))
