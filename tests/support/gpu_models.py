@@ -1,4 +1,4 @@
-"""A whole model on a KernelDevice, real or emulated, beside the float reference."""
+"""A whole model on a KernelDevice, real or emulated, and the same model on the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.random_qwen2moe import Qwen2MoeShape
 from support.random_qwen35moe import Qwen35MoeShape
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "num_experts": 7, "num_experts_used": 2, "ffn_size": 32}
-"""Rows as kernels of quantised and float matrices take them."""
+"""Sizes that the kernels of both quantised and float matrices support."""
 SHAPES: dict[str, RandomShape] = {
     "olmoe": OlmoeShape(**WIDE, num_layers=2, num_heads=4),
     "qwen2moe": Qwen2MoeShape(**WIDE, num_layers=2, num_heads=4, shared_ffn_size=32),
@@ -55,7 +55,7 @@ SHAPES: dict[str, RandomShape] = {
 
 
 class GpuModel:
-    """A file with all its experts on one device, whose results are spoilt before each run."""
+    """A model with all experts on one device; result buffers are poisoned before each run."""
 
     def __init__(
         self, path: Path, device: KernelDevice, *, kv_type: KvType, capacity: int = 96
@@ -101,17 +101,17 @@ class GpuModel:
 
 
 def reference_logits(path: Path, ids: I32Array, kv_type: KvType) -> F32Array:
-    """Of the float reference. Shapes: ids [T]; result [T, V]."""
+    """Logits of the reference backend. Shapes: ids [T]; result [T, V]."""
     with Engine.open(path, backend="reference", kv_type=kv_type.value) as engine:
         return engine.logits(ids.tolist())
 
 
 def error_of(logits: F32Array, reference: F32Array) -> float:
-    """Root of the mean square, relative to that of the logits; a NaN is told as such."""
+    """Root mean square error, relative to that of the logits; NaN if any is NaN."""
     return float(np.sqrt(((logits - reference) ** 2).mean() / (reference**2).mean()))
 
 
 def largest_error(found: AnyArray, expected: AnyArray) -> float:
-    """Relative to the largest value; infinite for a NaN."""
+    """The largest error relative to the largest value; infinite if any is NaN."""
     error = np.abs(found - expected).max() / np.abs(expected).max()
     return float(error) if error == error else float("inf")

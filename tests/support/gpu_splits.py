@@ -1,4 +1,4 @@
-"""A parent on a device and owners of experts elsewhere, all in this process."""
+"""A parent on a device and other owners of experts, all in this process."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Layers = Mapping[int, Sequence[int]]
 
 
 class LostDaemon(LocalExpertCompute):
-    """Takes work and never answers."""
+    """Accepts work and never finishes it."""
 
     def collect(self, ticket: Ticket, out: Sums) -> None:
         raise DaemonUnavailable("gone")
 
 
 class Split:
-    """Logits of one text, by whoever owns the experts; results are spoilt before each chunk.
+    """Logits of one text with experts split among owners; buffers are poisoned before each chunk.
 
     The parent is called ``local``; an owner whose name begins with ``cpu`` computes on the CPU, one
     whose name begins with ``lost`` is lost, and each of the others has a device of its own.
@@ -62,8 +62,8 @@ class Split:
         offload: OffloadMode = OffloadMode.OFF,
         kv_type: KvType = KvType.F16,
     ) -> None:
-        """`new_device` opens one that `undo` closes; emulated ones if it is not given. With
-        `offload` the parent has been tried out.
+        """`new_device` opens a device that `undo` closes; the default is an emulated one. With
+        `offload` the parent has run its trial of copies.
 
         Shapes: ids [T].
         """
@@ -71,7 +71,7 @@ class Split:
         self._undo, self._new_device, self._halved_from = undo, new_device, overlapped_from
         self._poisons: list[Poison] = []
         self.file = undo.enter_context(GgufFile.open(path))
-        backend: Any = self._new_backend()  # whose arrays are not numpy's
+        backend: Any = self._new_backend()  # its arrays are not numpy's
         model = load(self.file, backend.ops)
         self.spec: ModelSpec = model.spec
         spec = self.spec
@@ -113,7 +113,7 @@ class Split:
             poison.begin()
 
     def logits(self) -> F32Array:
-        """Of every position, chunk by chunk. Shapes: result [T, V]."""
+        """Logits of every position, computed chunk by chunk. Shapes: result [T, V]."""
         run = self.steps.begin()
         out = np.empty((self.ids.size, self._vocab_size), np.float32)
         for first, last in self.steps.chunks(self.ids.size, self._chunks):
@@ -123,7 +123,7 @@ class Split:
         return out
 
     def captured_logits(self) -> F32Array:
-        """Of the last two positions, whose tokens were chunks of their own, by captured steps."""
+        """Logits of the last two positions, each computed by a captured step."""
         captured = self.steps.captured(self.steps.begin())
         assert captured is not None
         rows = []
@@ -136,7 +136,7 @@ class Split:
         return np.array(rows)
 
     def verified_logits(self, first: int, sizes: Sequence[int]) -> F32Array:
-        """Of positions from `first` on, in steps of several tokens as a draft is verified."""
+        """Logits from position `first` on, in steps of several tokens, as drafts are verified."""
         moe = self._backend.moe(self._local_banks, Phase.VERIFY, self.runtime)
         rows = []
         for size in sizes:
@@ -166,7 +166,7 @@ class Split:
         return backend
 
     def spoil(self) -> None:
-        """Nothing that was computed is wanted any more."""
+        """Poison all result buffers."""
         for poison in self._poisons:
             poison.again()
 
