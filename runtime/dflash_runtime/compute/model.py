@@ -24,6 +24,7 @@ from dflash_protocol.ids import AnyArray, I32Array, Phase
 from dflash_runtime.compute.trees import Tree
 
 A = TypeVar("A")
+E = TypeVar("E")
 E_contra = TypeVar("E_contra", contravariant=True)
 
 HostWork: TypeAlias = Callable[[], None]
@@ -140,9 +141,9 @@ class Model(Protocol[A, E_contra]):
 
 
 def forward(
-    model: Model[A, E_contra],
+    model: Model[A, E],
     step: Step,
-    experts: E_contra,
+    experts: E,
     *,
     before_layer: Callable[[], None] | None = None,
     on_layer: OnLayer[A] | None = None,
@@ -169,11 +170,12 @@ def run_to_end(work: Pausable[A]) -> A:
     """
     try:
         while True:
-            host_work = next(work)
+            try:
+                host_work = next(work)
+            except StopIteration as end:
+                result: A = end.value
+                return result
             if host_work is not None:
                 host_work()
-    except StopIteration as end:
-        result: A = end.value
-        return result
     finally:
         work.close()
