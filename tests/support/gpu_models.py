@@ -10,12 +10,13 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import load, read_spec
+from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.model import Step, forward, run_to_end
 from support.poison import Poison
 from support.random_gguf import RandomShape
 from support.random_laguna import LagunaShape
@@ -64,27 +65,25 @@ class GpuModel:
         self.backend = CupyBackend(device, max_chunk=64, scratch_bytes=16 << 20)
         self.file = GgufFile.open(path)
         self.spec = read_spec(self.file)
-        self.model: Any = load(self.file, self.backend.ops)
+        self.model = self.backend.load_model(self.file, describe(self.file))
         self.banks = {
             layer.layer_id: self.backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
             )
             for layer in self.spec.moe.layers
         }
-        self.cache = self.backend.ops.new_kv_cache(
-            self.spec.kv_layers, capacity, kv_type, self.spec.recurrent_layers
-        )
+        self.cache = self.backend.new_cache(self.spec, capacity, kv_type)
         self.poison.begin()
 
     def logits(self, ids: I32Array, chunks: Sequence[int]) -> F32Array:
         """Logits of every position, computed in chunks. Shapes: ids [T]; result [T, V]."""
         rows, first = [], 0
         for size in chunks:
-            positions = np.arange(first, first + size, dtype=np.int32)
             phase = Phase.DECODE if size == 1 else Phase.PREFILL
             moe = self.backend.moe(self.banks, phase, None)
             self.poison.again()
-            hidden = self.model.forward(ids[first : first + size], positions, self.cache, moe)
+            step = Step.of_chunk(ids[first : first + size], first, self.cache, phase)
+            hidden = run_to_end(forward(self.model, step, moe))
             rows.append(self.backend.to_host(self.model.head(hidden)))
             first += size
         assert first == ids.size
