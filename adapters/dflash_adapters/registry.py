@@ -1,13 +1,16 @@
 """From a model file to its description, facts and forward pass, by ``general.architecture``.
 
-Each adapter is a module of `models` with the architecture's name, imported on demand.
+Each adapter is a module of `models` with the architecture's name, in which ``_`` stands for ``-``,
+imported on demand.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import Protocol, TypeVar, cast
 
+from dflash_adapters import models
 from dflash_adapters.forward import LayeredModel
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
@@ -18,8 +21,12 @@ from dflash_protocol.errors import UnsupportedModel
 
 A = TypeVar("A")
 
-ARCHITECTURES = ("qwen3moe", "qwen35moe", "olmoe", "qwen2moe", "llama", "laguna", "llama4")
-"""The architectures that have an adapter."""
+_MODULES = {
+    each.name.replace("_", "-"): each.name for each in pkgutil.iter_modules(models.__path__)
+}
+
+ARCHITECTURES = tuple(_MODULES)
+"""The architectures that have an adapter, in alphabetical order."""
 
 
 class Adapter(Protocol):
@@ -41,7 +48,8 @@ def adapter_for(file: GgufFile) -> Adapter:
     architecture = file.architecture
     is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0
     if architecture in ARCHITECTURES and not is_dense:
-        return cast(Adapter, importlib.import_module(f"dflash_adapters.models.{architecture}"))
+        module = architecture.replace("-", "_")
+        return cast(Adapter, importlib.import_module(f"{models.__name__}.{module}"))
     if is_dense:
         reason = (
             f"{architecture!r} is a dense model: it has no experts to compute elsewhere; "

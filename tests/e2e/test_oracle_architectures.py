@@ -10,7 +10,7 @@ import pytest
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from support import random_laguna, random_llama, random_llama4, random_olmoe, random_qwen2moe
+from support.architectures import RANDOM
 from support.llama_oracle import relative_error
 from support.oracle_cases import (
     BACKENDS,
@@ -23,12 +23,11 @@ from support.random_gguf import RandomShape, YarnRope, with_fused_qkv, with_scal
 from support.random_laguna import LagunaShape
 from support.random_llama import LlamaShape, with_separate_experts
 from support.random_llama4 import Llama4Shape
-from support.random_olmoe import OlmoeShape
 from support.random_qwen2moe import Qwen2MoeShape
 
 pytestmark = pytest.mark.e2e
 
-MODULES = (random_olmoe, random_qwen2moe, random_llama, random_laguna, random_llama4)
+MODULES = [module for name, module in RANDOM.items() if name != "qwen35moe"]
 SHAPES: list[RandomShape] = [shape for module in MODULES for shape in module.SHAPES]
 IN_EVERY_RUN = ("laguna", "llama4")
 """Of what takes long: those with the most that is their own."""
@@ -178,48 +177,6 @@ def test_llama4_agrees_with_llama_cpp_past_its_first_chunk(tmp_path: Path, backe
 
 # -- files of fewer bits --------------------------------------------------------------------------
 
-QUANTISED: list[RandomShape] = [
-    # Of all experts: a router whose choice flips would drown what is measured.
-    OlmoeShape(
-        num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
-    ),
-    Qwen2MoeShape(
-        num_layers=2,
-        hidden_size=256,
-        num_heads=4,
-        num_experts=4,
-        num_experts_used=4,
-        ffn_size=256,
-        shared_ffn_size=256,
-    ),
-    LlamaShape(
-        num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
-    ),
-    LagunaShape(
-        hidden_size=256,
-        num_heads=(8, 16, 16),
-        head_dim=32,
-        num_rotated=16,
-        num_rotated_in_window=32,
-        dense_ffn_size=256,
-        num_experts=4,
-        num_experts_used=4,
-        ffn_size=256,
-        shared_ffn_size=256,
-    ),
-    Llama4Shape(
-        num_layers=4,
-        hidden_size=256,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        num_experts=1,
-        ffn_size=256,
-        interleave_step=2,
-        dense_ffn_size=256,
-    ),
-]
-
 
 @pytest.mark.parametrize(
     ("tensor_type", "seeds"),
@@ -230,7 +187,9 @@ QUANTISED: list[RandomShape] = [
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-@pytest.mark.parametrize("shape", QUANTISED, ids=lambda shape: shape.architecture)
+@pytest.mark.parametrize(
+    "shape", [module.BLOCK_256_SHAPE for module in MODULES], ids=lambda shape: shape.architecture
+)
 def test_logits_are_no_further_from_float32_than_llama_cpps(
     tmp_path: Path, shape: RandomShape, tensor_type: str, seeds: range
 ) -> None:

@@ -54,6 +54,15 @@ class RandomShape(Protocol):
         """Row-major shapes by tensor name, in file order."""
 
 
+SIZES_ON_GPU: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_experts": 7,
+    "num_experts_used": 2,
+    "ffn_size": 32,
+}
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearRope:
     """Positions divided by `factor`."""
