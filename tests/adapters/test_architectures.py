@@ -22,6 +22,7 @@ from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support import (
     random_glm4moe,
+    random_gpt_oss,
     random_laguna,
     random_llama,
     random_llama4,
@@ -37,7 +38,7 @@ from support.random_qwen35moe import Qwen35MoeShape
 
 OLMOE, QWEN2MOE = random_olmoe.SMALL, random_qwen2moe.SMALL
 LLAMA, LAGUNA, LLAMA4 = random_llama.SMALL, random_laguna.SMALL, random_llama4.SMALL
-GLM4MOE = random_glm4moe.SMALL
+GLM4MOE, GPT_OSS = random_glm4moe.SMALL, random_gpt_oss.SMALL
 SHAPES = [module.SMALL for name, module in RANDOM.items() if name != "qwen35moe"]
 WITH_OWN_KEYS: list[RandomShape] = [
     Qwen3MoeShape(num_layers=2),
@@ -249,6 +250,7 @@ def test_a_missing_key_is_named(tmp_path: Path, shape: RandomShape, key: str) ->
         (GLM4MOE, "nextn_predict_layers", (1 << 31) - 1, r"\bof 2 blocks"),
         (GLM4MOE, "expert_group_count", 5, r"\b12 in 5 groups"),
         (GLM4MOE, "expert_shared_count", 0, r"\b0 .*range"),
+        (GPT_OSS, "attention.sliding_window", 0, r"\b0 .*range"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
@@ -275,6 +277,8 @@ YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}
         (LLAMA4, {"expert_used_count": 2}, r": .*\b2\b.*\b1\b"),
         (LLAMA4, {"attention.sliding_window": 0}, "every layer"),
         (GLM4MOE, {"rope.dimension_sections": [1, 1, 1, 1]}, "coordinate"),
+        (GPT_OSS, {"attention.sliding_window_pattern": 3}, r": .*\b3\b.*\b2\b"),
+        (GPT_OSS, {"rope.freq_base_swa": 1e4}, r": .*\b10000\.0\b"),
         (LLAMA4, {"attention.sliding_window_pattern": 3}, r": .*\b3\b.*\b4\b"),
     ],
 )
@@ -363,6 +367,7 @@ def test_each_layer_has_its_mask_and_heads(tmp_path: Path) -> None:
         (random_laguna.SHAPES[2], [CAUSAL, CAUSAL, CAUSAL]),
         (random_laguna.SHAPES[3], [window, CAUSAL, window, window]),
         (replace(LAGUNA, pattern=1), [CAUSAL, CAUSAL]),
+        (random_gpt_oss.SHAPES[0], [window, CAUSAL, window, CAUSAL]),
         (random_llama4.SHAPES[0], [chunk, chunk, chunk, CAUSAL, chunk]),
         (random_llama.SHAPES[0], [CAUSAL] * 4),
     ):

@@ -20,6 +20,7 @@ from support.oracle_cases import (
     oracle_case,
 )
 from support.random_gguf import RandomShape, YarnRope, with_fused_qkv, with_scales, write_model
+from support.random_gpt_oss import GptOssShape
 from support.random_laguna import LagunaShape
 from support.random_llama import LlamaShape, with_separate_experts
 from support.random_llama4 import Llama4Shape
@@ -194,6 +195,18 @@ def test_logits_are_no_further_from_float32_than_llama_cpps(
     tmp_path: Path, shape: RandomShape, tensor_type: str, seeds: range
 ) -> None:
     check_no_less_accurate(tmp_path, shape, tensor_type, seeds=seeds, most_error=0.06)
+
+
+@pytest.mark.parametrize("seed", [20, pytest.param(21, marks=pytest.mark.slow)])
+def test_experts_in_mxfp4_are_no_further_from_float32_than_llama_cpps(
+    tmp_path: Path, seed: int
+) -> None:
+    """As gpt-oss is published: rows of whole blocks of 32, not of 256."""
+    shape = GptOssShape(
+        num_layers=2, hidden_size=96, num_heads=6, num_experts_used=11, head_dim=32, ffn_size=160
+    )
+    types = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")
+    check_no_less_accurate(tmp_path, shape, types, seeds=[seed], most_error=0.06)
 
 
 # -- YaRN -----------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Glm4MoeShape:
         """See random_gguf.RandomShape."""
         return {
             "block_count": self.num_layers + self.has_prediction_block,
-            "nextn_predict_layers": 1 if self.has_prediction_block else None,
+            "nextn_predict_layers": int(self.has_prediction_block),
             "context_length": self.context_length,
             "embedding_length": self.hidden_size,
             "feed_forward_length": self.dense_ffn_size,

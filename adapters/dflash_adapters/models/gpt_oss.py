@@ -10,6 +10,8 @@ Source: the gpt-oss model card (arXiv 2508.10925) and llama.cpp's graph of the s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import (
@@ -57,11 +59,11 @@ def describe(file: GgufFile) -> Description:
             mask=CAUSAL if layer_id % 2 else Mask(window=window),
             sinks=block.vector("attn_sinks.weight", heads.num),
         )
-        ffn = RoutedFfn(
-            block.linear("ffn_gate_inp", base.num_experts, may_have_bias=True),
-            rule,
-            block.biased_experts(sizes, _ACTIVATION),
+        router = replace(
+            block.linear("ffn_gate_inp", base.num_experts),
+            bias=block.vector("ffn_gate_inp.bias", base.num_experts),
         )
+        ffn = RoutedFfn(router, rule, block.biased_experts(sizes, _ACTIVATION))
         return Layer(block.norm("attn_norm"), block.norm("post_attention_norm"), attention, ffn)
 
     return describe_model(file, base, map(layer, range(base.num_layers)), may_be_tied=False)
