@@ -1,21 +1,28 @@
 """Finds the adapter of a model file by ``general.architecture``; reads descriptions and specs.
 
-An adapter is a module of `models` with the architecture's name, imported when it is needed.
+An adapter is a module of `models` with the architecture's name, in which ``_`` stands for ``-``; it
+is imported when it is needed.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import Protocol, cast
 
+from dflash_adapters import models
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.loading import model_spec
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import UnsupportedModel
 
-ARCHITECTURES = ("qwen3moe", "qwen35moe", "olmoe", "qwen2moe", "llama", "laguna", "llama4")
-"""The architectures that have an adapter."""
+_MODULES = {
+    each.name.replace("_", "-"): each.name for each in pkgutil.iter_modules(models.__path__)
+}
+
+ARCHITECTURES = tuple(_MODULES)
+"""The architectures that have an adapter, in alphabetical order."""
 
 
 class Adapter(Protocol):
@@ -37,7 +44,8 @@ def adapter_for(file: GgufFile) -> Adapter:
     architecture = file.architecture
     is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0
     if architecture in ARCHITECTURES and not is_dense:
-        return cast(Adapter, importlib.import_module(f"dflash_adapters.models.{architecture}"))
+        module = architecture.replace("-", "_")
+        return cast(Adapter, importlib.import_module(f"{models.__name__}.{module}"))
     if is_dense:
         reason = (
             f"{architecture!r} is a dense model: it has no experts to compute elsewhere; "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,42 +16,10 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.model import Step, forward, run_to_end
+from support.architectures import RANDOM
 from support.poison import Poison
-from support.random_gguf import RandomShape
-from support.random_laguna import LagunaShape
-from support.random_llama import LlamaShape
-from support.random_llama4 import Llama4Shape
-from support.random_olmoe import OlmoeShape
-from support.random_qwen2moe import Qwen2MoeShape
-from support.random_qwen35moe import Qwen35MoeShape
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "num_experts": 7, "num_experts_used": 2, "ffn_size": 32}
-"""Rows as kernels of quantised and float matrices take them."""
-SHAPES: dict[str, RandomShape] = {
-    "olmoe": OlmoeShape(**WIDE, num_layers=2, num_heads=4),
-    "qwen2moe": Qwen2MoeShape(**WIDE, num_layers=2, num_heads=4, shared_ffn_size=32),
-    "llama": LlamaShape(**WIDE, num_layers=2, num_heads=4),
-    "laguna": LagunaShape(
-        **WIDE,
-        num_heads=(6, 4, 2),
-        head_dim=16,
-        num_rotated=8,
-        num_rotated_in_window=16,
-        dense_ffn_size=32,
-        shared_ffn_size=32,
-        window=5,
-    ),
-    "qwen35moe": Qwen35MoeShape(**WIDE, num_layers=4, head_dim=16, shared_ffn_size=32),
-    "llama4": Llama4Shape(
-        num_layers=4,
-        hidden_size=64,
-        num_experts=7,
-        ffn_size=32,
-        dense_ffn_size=32,
-        interleave_step=2,
-        head_dim=16,
-    ),
-}
+SHAPES = {name: module.SHAPE_ON_GPU for name, module in RANDOM.items()}
 
 
 class GpuModel:
