@@ -22,7 +22,7 @@ from bench.sides import Side
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import load, read_spec
+from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
@@ -54,16 +54,15 @@ class StepModel:
         self.file = GgufFile.open(path)
         self.spec = read_spec(self.file)
         self.reads: dict[int, Read] = {}
-        ops: Any = backend.ops
-        self._note_matrices(ops)
-        self.model: Any = load(self.file, ops)
+        self._note_matrices(backend.ops)
+        self.model = backend.load_model(self.file, describe(self.file))
         self.banks = {
             layer.layer_id: backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
             )
             for layer in self.spec.moe.layers
         }
-        self.cache = backend.ops.new_kv_cache(self.spec.kv_layers, context, KvType.F16)
+        self.cache = backend.new_cache(self.spec, context, KvType.F16)
         self._note_experts()
         self._note_cache()
         backend.device.synchronize()

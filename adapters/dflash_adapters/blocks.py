@@ -7,12 +7,13 @@ in `loading`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import BaseConfig
 from dflash_adapters.layers import (
+    ClampedSwiglu,
     DeltaNet,
     Description,
     Ends,
@@ -180,6 +181,16 @@ class Block:
             self.output(f"ffn_down{suffix}", ffn_size),
             share,
         )
+
+    def biased_experts(self, sizes: ExpertSizes, activation: ClampedSwiglu) -> Experts:
+        """Stacks of gate, up and down, each with a bias of every expert."""
+        experts = self.experts(sizes)
+        projections = []
+        for kind, each in zip(("gate", "up", "down"), experts.projections, strict=True):
+            shape = each.tensors[0].shape[:2]
+            bias = F32Tensor(self.name(f"ffn_{kind}_exps.bias"), shape)
+            projections.append(replace(each, bias=bias))
+        return replace(experts, projections=tuple(projections), activation=activation)
 
     def experts(
         self, sizes: ExpertSizes, *, may_be_merged: bool = False, may_be_separate: bool = False

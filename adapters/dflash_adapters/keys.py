@@ -129,6 +129,17 @@ def read_base(keys: Keys) -> BaseConfig:
     return config
 
 
+def num_prediction_blocks(keys: Keys) -> int:
+    """Blocks at the end that predict several tokens at once, which no pass needs.
+
+    Raises: ModelFileError if no layer would be left.
+    """
+    num_blocks, num_left_out = keys.uint("block_count"), keys.count("nextn_predict_layers")
+    if num_left_out >= num_blocks or num_left_out > len(keys.file.tensors):
+        raise keys.wrong("nextn_predict_layers", f"{num_left_out} of {num_blocks} blocks")
+    return num_left_out
+
+
 def read_heads(keys: Keys, hidden_size: int) -> Heads:
     """Read the heads of attention, where all layers have the same.
 
@@ -211,20 +222,31 @@ _GATINGS = {
 }
 
 
-def read_routing_rule(keys: Keys, num_experts_used: int) -> RoutingRule:
+def read_routing_rule(keys: Keys, base: BaseConfig) -> RoutingRule:
     """Read the routing rule of an architecture whose files state it.
 
-    Raises: UnsupportedModel for an unknown gating function.
+    Raises: UnsupportedModel for an unknown gating function; ModelFileError for impossible groups.
     """
     gating = keys.count("expert_gating_func")
     if gating not in _GATINGS:
         raise keys.unsupported("expert_gating_func", f"{gating} is not known")
-    return RoutingRule(
-        num_experts_used,
+    num_groups = keys.count("expert_group_count") or 1
+    num_groups_used = keys.count("expert_group_used_count") if num_groups > 1 else 1
+    if not 1 <= num_groups_used <= num_groups:
+        raise keys.wrong("expert_group_used_count", f"{num_groups_used} of {num_groups} groups")
+    rule = RoutingRule(
+        base.num_experts_used,
         _GATINGS[gating],
         normalise=keys.flag("expert_weights_norm", False),
         scale=keys.number("expert_weights_scale", 0.0) or 1.0,
+        num_groups=num_groups,
+        num_groups_used=num_groups_used,
     )
+    try:
+        rule.check(base.num_experts)
+    except ValueError as error:
+        raise keys.wrong("expert_group_count", str(error)) from None
+    return rule
 
 
 def read_window(keys: Keys, num_layers: int) -> tuple[int, Callable[[int], bool]]:

@@ -259,10 +259,23 @@ class ExpertMatrices:
     """One projection of all experts: one tensor [E, rows, columns], or E of [rows, columns]."""
 
     tensors: tuple[Tensor, ...]
+    bias: F32Tensor | None = None
+    """Shape: [E, rows]."""
     scale: F32Tensor | None = None
     """Shape: [E]."""
     input_scale: F32Tensor | None = None
     """Scale for 4-bit activations, which are not used here. Shape: [E]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """``g * sigmoid(alpha * g) * (u + 1)`` of g = min(gate, limit) and u = clip(up, -limit, limit).
+
+    Source: the gpt-oss model card.
+    """
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +285,8 @@ class Experts:
     sizes: ExpertSizes
     projections: tuple[ExpertMatrices, ...]
     """Gate, up and down; or gate and up stacked in one, and down."""
+    activation: ClampedSwiglu | None = None
+    """None: SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from dflash_adapters.layers import (
     VectorTensor,
     parts_of,
 )
-from dflash_adapters.ops import Matrix, Ops
+from dflash_adapters.ops import Matrix
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.routed_experts import moe_layer
 from dflash_adapters.spec import ModelSpec, MoeSpec
@@ -36,6 +36,7 @@ from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.ids import F32Array
 
 A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 _NAME_LIMIT = 200
 """Most characters of a model's name that are kept; published names have fewer than 60."""
@@ -89,6 +90,16 @@ def model_spec(file: GgufFile, description: Description) -> ModelSpec:
     )
 
 
+class Loader(Protocol[A_co]):
+    """Brings dense weights to a device."""
+
+    def load_vector(self, file: GgufFile, tensor_name: str) -> A_co:
+        """A one-dimensional weight, converted to float32."""
+
+    def load_matrix(self, file: GgufFile, tensor_name: str) -> Matrix:
+        """A two-dimensional weight, or a vector as its only row, kept in the file's own format."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights(Generic[A]):
     """The dense weights of a description, loaded on a device."""
@@ -99,7 +110,7 @@ class Weights(Generic[A]):
     rope_tables: dict[Rope, RopeTable] = field(default_factory=dict)
 
 
-def load_weights(file: GgufFile, ops: Ops[A], description: Description) -> Weights[A]:
+def load_weights(file: GgufFile, loader: Loader[A], description: Description) -> Weights[A]:
     """Load the dense weights, after `check_tensors`; owners of experts load the experts.
 
     Raises: ModelFileError if RoPE's frequency factors are not positive numbers.
@@ -112,9 +123,9 @@ def load_weights(file: GgufFile, ops: Ops[A], description: Description) -> Weigh
     for part in parts:
         match part:
             case VectorTensor():
-                weights.vectors[part] = ops.load_vector(file, part.name)
+                weights.vectors[part] = loader.load_vector(file, part.name)
             case MatrixTensor():
-                weights.matrices[part] = ops.load_matrix(file, part.name)
+                weights.matrices[part] = loader.load_matrix(file, part.name)
             case ScaleTensor():
                 weights.scales[part] = float(file.tensor_bytes(part.name).view("<f4")[0])
             case Rope() if part not in weights.rope_tables:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import ExpertMatrices, Experts
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
@@ -17,21 +19,24 @@ def moe_layer(file: GgufFile, layer_id: int, experts: Experts) -> MoeLayer:
     first, *rest = (_projection(file, each) for each in experts.projections)
     # Two projections: gate and up merged in one stack, and down.
     gate, up, down = (*halves(first), *rest) if len(rest) == 1 else (first, *rest)
+    clamped = experts.activation
     return MoeLayer(
         layer_id=layer_id,
         num_experts=sizes.num_experts,
         num_experts_used=sizes.num_experts_used,
         hidden_size=sizes.hidden_size,
         ffn_size=sizes.ffn_size,
-        activation=Activation.SWIGLU,
+        activation=Activation.SWIGLU if clamped is None else Activation.GPT_OSS,
         gate=gate,
         up=up,
         down=down,
+        activation_limit=math.inf if clamped is None else clamped.limit,
+        activation_alpha=1.0 if clamped is None else clamped.alpha,
     )
 
 
 def _projection(file: GgufFile, matrices: ExpertMatrices) -> ExpertProjection:
-    first, scale = matrices.tensors[0], matrices.scale
+    first, bias, scale = matrices.tensors[0], matrices.bias, matrices.scale
     *stacked, rows, columns = first.shape
     if not stacked:
         names = [tensor.name for tensor in matrices.tensors]
@@ -42,5 +47,6 @@ def _projection(file: GgufFile, matrices: ExpertMatrices) -> ExpertProjection:
         num_experts=stacked[0],
         rows=rows,
         columns=columns,
+        bias=None if bias is None else bias.name,
         scale=None if scale is None else scale.name,
     )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_adapters.forward import LayeredModel
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import (
     Attention,
@@ -20,11 +18,13 @@ from dflash_adapters.layers import (
     VectorTensor,
     parts_of,
 )
-from dflash_adapters.loading import load_weights, model_spec
-from dflash_adapters.ops import KvType, Ops
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.loading import Loader, load_weights, model_spec
+from dflash_adapters.ops import KvType
+from dflash_adapters.registry import describe
 from dflash_protocol.errors import UnsupportedModel
-from dflash_protocol.ids import AnyArray, F32Array
+from dflash_protocol.ids import AnyArray, F32Array, Phase
+from dflash_runtime.compute.model import Pausable, Step, forward, run_to_end
+from dflash_runtime.compute.reference.backend import ReferenceBackend
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.gpu_models import SHAPES
 from support.random_gguf import RandomShape, write_model
@@ -32,10 +32,6 @@ from support.random_models import Qwen3MoeShape
 
 QWEN3MOE = Qwen3MoeShape(num_layers=2)
 SINKS = "blk.0.attn_sinks.weight"
-
-
-def describe(file: GgufFile) -> Description:
-    return adapter_for(file).describe(file)
 
 
 def tensors_of(description: Description) -> list[Tensor]:
@@ -56,8 +52,8 @@ def test_layers_share_the_tables_of_their_rotary_embeddings(
     with GgufFile.open(write_model(tmp_path / "model.gguf", shape, seed=1)) as file:
         description = describe(file)
         ropes = {part for part in parts_of(description) if isinstance(part, Rope)}
-        ops: Ops[AnyArray] = ReferenceOps()
-        assert set(load_weights(file, ops, description).rope_tables) == ropes
+        loader: Loader[AnyArray] = ReferenceOps()
+        assert set(load_weights(file, loader, description).rope_tables) == ropes
         assert 1 <= len(ropes) <= 2
 
 
@@ -87,14 +83,18 @@ def with_sinks(file: GgufFile) -> Description:
 
 def hidden_of(file: GgufFile, description: Description) -> F32Array:
     """Hidden states of three tokens without what experts would add."""
-    ops: Ops[Any] = ReferenceOps()
-    model = LayeredModel(file, ops, description)
-    cache = ops.new_kv_cache(model.spec.kv_layers, 4, KvType.F32)
-    ids = np.array([1, 2, 3], np.int32)
-    hidden: F32Array = model.forward(
-        ids, np.arange(3, dtype=np.int32), cache, lambda layer_id, x, *chosen: np.zeros_like(x)
-    )
-    return hidden
+
+    def experts(
+        layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
+    ) -> Pausable[AnyArray]:
+        yield None
+        return np.zeros_like(hidden)
+
+    backend = ReferenceBackend()
+    model = backend.load_model(file, description)
+    cache = backend.new_cache(model.spec, 4, KvType.F32)
+    step = Step.of_chunk(np.array([1, 2, 3], np.int32), 0, cache, Phase.PREFILL)
+    return run_to_end(forward(model, step, experts))
 
 
 def test_sinks_take_their_share_of_attention(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import load
+from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.batch import Sums
 from dflash_protocol.device import CPU
@@ -21,6 +21,7 @@ from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute import ComputeBackend, open_backend
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket
 from dflash_runtime.experts.offload import OffloadMode
@@ -72,7 +73,7 @@ class Split:
         self._poisons: list[Poison] = []
         self.file = undo.enter_context(GgufFile.open(path))
         backend: Any = self._new_backend()  # its arrays are not numpy's
-        model = load(self.file, backend.ops)
+        model = backend.load_model(self.file, describe(self.file))
         self.spec: ModelSpec = model.spec
         spec = self.spec
         self._vocab_size = spec.vocab_size
@@ -94,9 +95,7 @@ class Split:
             self.placement, computes, fallback=None, device_owner=device_owner, offload=offload
         )
         self._backend, self._model = backend, model
-        self._cache = backend.ops.new_kv_cache(
-            spec.kv_layers, ids.size, kv_type, spec.recurrent_layers
-        )
+        self._cache = backend.new_cache(spec, ids.size, kv_type)
         self.steps = Steps(
             self.file,
             model,
@@ -141,8 +140,9 @@ class Split:
         rows = []
         for size in sizes:
             self.spoil()
-            positions = np.arange(first, first + size, dtype=np.int32)
-            hidden = self._model.forward(self.ids[positions], positions, self._cache, moe)
+            tokens = self.ids[first : first + size]
+            step = Step.of_chunk(tokens, first, self._cache, Phase.VERIFY)
+            hidden = run_to_end(forward(self._model, step, moe))
             rows.append(self._backend.to_host(self._model.head(hidden)))
             first += size
         return np.concatenate(rows)

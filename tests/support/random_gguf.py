@@ -54,6 +54,15 @@ class RandomShape(Protocol):
         """Row-major shapes by tensor name, in file order."""
 
 
+SIZES_ON_GPU: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_experts": 7,
+    "num_experts_used": 2,
+    "ffn_size": 32,
+}
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearRope:
     """Positions divided by `factor`."""
@@ -101,6 +110,8 @@ def random_tensors(shape: RandomShape, *, seed: int) -> dict[str, F32Array]:
 def _random_values(
     random: np.random.Generator, name: str, dims: tuple[int, ...], gains: Mapping[str, float]
 ) -> F32Array:
+    if name.endswith(("gate_exps.bias", "up_exps.bias")):  # some values are clamped
+        return random.standard_normal(dims, dtype=np.float32) * np.float32(4)
     if name.endswith(".bias"):
         return random.standard_normal(dims, dtype=np.float32) * np.float32(0.3)
     if name.endswith(".ssm_a"):  # decay rates from very fast to very slow
@@ -155,7 +166,8 @@ def write_model(
     for index, (name, values) in enumerate(tensors.items()):
         if index in first_of_shard:
             writer.tensors.append({})
-        type_name = "F32" if values.ndim == 1 else _type_name(tensor_type, name)
+        is_vector = values.ndim == 1 or name.endswith(".bias")
+        type_name = "F32" if is_vector else _type_name(tensor_type, name)
         stored = values if type_name == "F32" else _quantise_stack(values, type_name)
         ggml_type = gguf.GGMLQuantizationType[type_name]
         if dequantised and type_name != "F32":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import YarnRope
+from support.random_gguf import SIZES_ON_GPU, YarnRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +202,15 @@ SHAPES = (
     ),
 )
 """Shapes in which nothing is round, for F32 files."""
+
+SMALL = Qwen35MoeShape(num_layers=2, interval=2)
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = Qwen35MoeShape(**SIZES_ON_GPU, num_layers=4, head_dim=16, shared_ffn_size=32)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+REQUIRED_KEYS = ()
+"""Beside those that every architecture needs."""
 
 BLOCK_256_SHAPE = Qwen35MoeShape(
     "blocks of 256",

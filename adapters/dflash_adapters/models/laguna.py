@@ -43,7 +43,7 @@ from dflash_adapters.spec import CAUSAL, Mask
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
     base = read_base(keys)
-    rule = read_routing_rule(keys, base.num_experts_used)
+    rule = read_routing_rule(keys, base)
     ffn_size = keys.uint("expert_feed_forward_length")
     shared_size = keys.count("expert_shared_feed_forward_length")
     shared_size = shared_size or ffn_size * keys.uint("expert_shared_count", 1)

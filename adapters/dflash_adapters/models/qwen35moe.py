@@ -17,6 +17,7 @@ from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import (
     Keys,
+    num_prediction_blocks,
     read_base,
     read_delta_state,
     read_expert_ffn_size,
@@ -34,10 +35,8 @@ _SECTIONS = "rope.dimension_sections"
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    num_blocks, num_left_out = keys.uint("block_count"), keys.count("nextn_predict_layers")
-    if num_left_out >= num_blocks or num_left_out > len(file.tensors):
-        raise keys.wrong("nextn_predict_layers", f"{num_left_out} of {num_blocks} blocks")
-    base, num_layers = read_base(keys), num_blocks - num_left_out
+    base = read_base(keys)
+    num_blocks, num_layers = base.num_layers, base.num_layers - num_prediction_blocks(keys)
     heads, state = read_heads(keys, base.hidden_size), read_delta_state(keys)
     rope = _read_rope(keys, heads.dim)
     sizes = base.expert_sizes(read_expert_ffn_size(keys, base.num_experts_used))

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache, KvType, Model
+from dflash_adapters.layers import Description
+from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
+from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
@@ -43,6 +44,8 @@ from dflash_runtime.compute.gpu.room import (
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
+from dflash_runtime.compute.host_model import HostModel
+from dflash_runtime.compute.model import Model
 
 _LOG = logging.getLogger(__name__)
 
@@ -201,15 +204,24 @@ class CupyBackend:
     def joined(self, parts: Sequence[Any]) -> Any:
         return self.ops.joined(parts)
 
+    def load_model(self, file: GgufFile, description: Description) -> Model[Any, Any]:
+        ops: Any = self.ops
+        return HostModel(file, ops, description)
+
+    def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> DeviceKvCache:
+        return self.ops.new_kv_cache(spec.kv_layers, num_positions, kv_type, spec.recurrent_layers)
+
     def moe(
         self,
         banks: Mapping[int, ExpertBank],
         phase: Phase,
         remote: RemoteExperts | None,
+        *,
+        may_offload: bool = True,
     ) -> DeviceMoe:
         """Without `remote` all experts of the banks are used."""
         resident = self._resident(banks, remote)
-        offload = self._offload if phase is Phase.PREFILL else None
+        offload = self._offload if may_offload and phase is Phase.PREFILL else None
         return DeviceMoe(self.ops, resident, phase, remote=remote, offload=offload)
 
     def offload_prompts(
@@ -255,7 +267,7 @@ class CupyBackend:
 
     def captured_step(
         self,
-        model: Model[Any],
+        model: Model[Any, Any],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,

@@ -21,10 +21,11 @@ from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.model import Pausable
 
 
 class DeviceMoe:
-    """Implements ops.MoeBlock for one phase. Used by the thread that runs the model.
+    """Implements model.RoutedExperts for one phase. Used by the thread that runs the model.
 
     `resident`: the experts computed here; `remote` asks for the rest, None if every layer is whole.
     `offload` computes remote experts of chunks if that is faster than asking.
@@ -45,16 +46,23 @@ class DeviceMoe:
         self._phase = phase
         self._remote = remote
 
-    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+    def __call__(
+        self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any
+    ) -> Pausable[ExpertSums]:
         """Raises: DaemonUnavailable if a remote expert's owner is lost and it has no fallback."""
         assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
         layer, remote = self._resident.get(layer_id), self._remote
-        if self._phase is Phase.PREFILL or layer is None or not layer.is_whole:
+        is_chunk = self._phase is Phase.PREFILL
+        if is_chunk and remote is not None:
+            remote.poll()  # the device is busy until experts are chosen
+        if is_chunk or layer is None or not layer.is_whole:
             self._ops.steps.choose(topk_ids)
         sums = ExpertSums(layer, hidden, topk_ids, topk_weights, self._phase)
         if remote is None:
+            if is_chunk:
+                yield None
             return sums
         num_tokens, num_used = topk_ids.array.shape
         if layer is None or not layer.is_whole:
@@ -62,10 +70,24 @@ class DeviceMoe:
             ids = device.download(topk_ids.array) if both is None else both[0]
             if layer is None or _has_remote(layer.slot_of_expert, ids):
                 weights = device.download(topk_weights.array) if both is None else both[1]
-                sums.parts = self._parts(layer_id, sums, (ids, weights), remote)
+                local, started = self._begin(layer_id, sums, (ids, weights), remote)
+                if is_chunk:
+                    try:
+                        remote.poll()
+                        yield None
+                    except BaseException:
+                        if started is not None:
+                            remote.abandon(started)
+                        raise
+                parts = () if local is None else (local,)
+                if started is not None:
+                    parts = (*parts, self._on_device(remote.finish(started)))
+                sums.parts = parts
                 return sums
             remote.count_selections(layer_id, ids)
         remote.count_local(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
+        if is_chunk:
+            yield None
         return sums
 
     def _both(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array] | None:
@@ -75,20 +97,23 @@ class DeviceMoe:
         both: I32Array = self._ops.device.download(topk_ids.both)
         return both[0], both[1].view(np.float32)
 
-    def _parts(
+    def _begin(
         self,
         layer_id: int,
         sums: ExpertSums,
         chosen: tuple[I32Array, F32Array],
         remote: RemoteExperts,
-    ) -> tuple[Buffer, ...]:
-        """Sums of the local experts, if any, and of the remote ones.
+    ) -> tuple[Buffer | None, Any]:
+        """Launch the local experts and ask for the remote ones: sums of the former, if any, and
+        what `remote` has started, if anything.
 
-        Shapes: chosen [T, K], of global ids; all results [T, H] float64.
+        Shapes: chosen [T, K], of global ids; sums [T, H] float64.
         """
         (ids, weights), offload = chosen, self._offload
         hidden = self._hidden_of(sums)
         offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
+        if self._phase is Phase.PREFILL:
+            remote.poll()
         # Launched first, so that the device works while the host groups pairs and sends rows.
         local = None if sums.layer is None else self._ops.local_sums(sums)
         started = remote.start(
@@ -101,8 +126,7 @@ class DeviceMoe:
             if started is not None:
                 remote.abandon(started)
             raise
-        parts = () if local is None else (local,)
-        return parts if started is None else (*parts, self._on_device(remote.finish(started)))
+        return local, started
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
         """The experts' input rows; those of a chunk stay on the device.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import MoeBlock, RoutingRule
+from dflash_adapters.ops import RoutingRule
 from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.ids import I64Array, Phase
 from dflash_runtime.compute.gpu.device.device import DeviceArray
@@ -22,6 +22,7 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.model import Pausable, RoutedExperts
 
 
 class MailMoe:
@@ -47,7 +48,7 @@ class MailMoe:
         }
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
 
-    def block(self, phase: Phase) -> MoeBlock[Any]:
+    def block(self, phase: Phase) -> RoutedExperts[Any]:
         """A MoE block that counts its selections under this phase."""
         for layer_id, tables in self._tables.items():
             if tables and (phase, layer_id) not in self._selections:
@@ -69,7 +70,8 @@ class MailMoe:
 
     def _compute(
         self, phase: Phase, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any
-    ) -> ExpertSums:
+    ) -> Pausable[ExpertSums]:
+        yield from ()  # never pauses: the device asks
         assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)

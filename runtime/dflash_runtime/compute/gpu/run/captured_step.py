@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
@@ -32,14 +31,17 @@ from dflash_runtime.compute.gpu.layers.values import F32Rows, Product, StepPosit
 from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
 from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.run.captured_pieces import (
-    Capture,
-    GraphPiece,
-    Pause,
-    capture_pieces,
-)
+from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_pieces
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
+from dflash_runtime.compute.model import (
+    Model,
+    Pausable,
+    RoutedExperts,
+    Step,
+    forward,
+    run_to_end,
+)
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 _NONE = -1
@@ -67,10 +69,10 @@ class GraphStep:
     def __init__(
         self,
         ops: CupyOps,
-        model: Model[Any],
+        model: Model[Any, Any],
         cache: DeviceKvCache,
         *,
-        moe: MoeBlock[Any],
+        moe: RoutedExperts[Any],
         sessions: MailboxSessions | None = None,
     ) -> None:
         device = ops.device
@@ -449,37 +451,33 @@ class GraphStep:
             if shared is not None:
                 shared.begin_trial()
             with self._ops.steps.uncounted():
-                self._launch_step(bucket)
+                run_to_end(self._launch_step(bucket))
         device.synchronize()
         self._tokens[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
-        results: list[F32Rows] = []
         if shared is None:
             with buffers.repeated(noted):
-                graph = device.capture(lambda: results.append(self._launch_step(bucket)))
-            return Capture([GraphPiece(graph, None)], results[0], [])
-
-        def launch(pause: Pause) -> None:
-            shared.begin_capture(pause)
-            results.append(self._launch_step(bucket))
-
+                pieces, logits = capture_pieces(device, self._launch_step(bucket))
+            return Capture(pieces, logits, [])
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
         with buffers.repeated(noted) as kept:
+            shared.begin_capture()
             try:
-                pieces = capture_pieces(device, launch)
+                pieces, logits = capture_pieces(device, self._launch_step(bucket))
             finally:
                 shared.end_capture()
-        return Capture(pieces, results[0], kept)
+        return Capture(pieces, logits, kept)
 
-    def _launch_step(self, bucket: int) -> F32Rows:
+    def _launch_step(self, bucket: int) -> Pausable[F32Rows]:
         tokens: Any = StepTokens(self._token_ids)
         positions: Any = StepPositions(self._positions, bucket)
         moe = self._moe
         if self._mail is not None:
             self._mail.mail.kernels.begin()
             moe = self._mail.block(Phase.DECODE)
-        hidden = self._model.forward(tokens, positions, self._cache, moe)
+        step = Step(tokens, positions, (self._cache,), Phase.DECODE, bucket)
+        hidden = yield from forward(self._model, step, moe)
         logits = self._model.head(hidden)
         if not isinstance(logits, Product):
             self._ops.lacks("a head whose logits are scaled, in a captured step")

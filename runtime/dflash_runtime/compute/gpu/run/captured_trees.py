@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE
@@ -27,6 +26,7 @@ from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.values import Product, StepTokens
 from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.model import Model, RoutedExperts, Step, forward, run_to_end
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
 _MOST_TOKENS_KEPT = 256
@@ -39,7 +39,7 @@ class CapturedTrees:
     Used by one thread. Owns: graphs, and memory of the device.
     """
 
-    def __init__(self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache) -> None:
+    def __init__(self, ops: CupyOps, model: Model[Any, Any], cache: DeviceKvCache) -> None:
         self._ops, self._model, self._cache = ops, model, cache
         self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 
@@ -49,7 +49,7 @@ class CapturedTrees:
         tree: Tree,
         features: Collection[int],
         *,
-        moe: MoeBlock[Any] | MailMoe,
+        moe: RoutedExperts[Any] | MailMoe,
     ) -> TreeResult | None:
         """Compute a tree's tokens. With a MailMoe every daemon must be ready for steps of so many
         tokens, and none may be under way. None: a mailbox step has failed or its results are not
@@ -143,8 +143,10 @@ class CapturedTrees:
 
         tokens: Any = StepTokens(capture.token_ids)
         positions: Any = capture.branch.positions
+        context = kept.position + int(kept.depths.max()) + 1
+        step = Step(tokens, positions, (self._cache,), Phase.VERIFY, context, kept)
         with self._cache.branching(kept, capture.branch):
-            hidden = self._model.forward(tokens, positions, self._cache, moe, on_layer)
+            hidden = run_to_end(forward(self._model, step, moe, on_layer=on_layer))
             logits = self._model.head(hidden)
         if not isinstance(logits, Product):
             self._ops.lacks("a head whose logits are scaled, in a captured tree")
@@ -157,7 +159,7 @@ class _Key:
     kind: tuple[int, int, int]
     """From Branch.kind_of."""
     features: frozenset[int]
-    moe: MoeBlock[Any] | MailMoe
+    moe: RoutedExperts[Any] | MailMoe
 
 
 @dataclass(slots=True, eq=False)

@@ -18,14 +18,14 @@ from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
 from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.run.captured_pieces import HostWork, Pause
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
+from dflash_runtime.compute.model import Pausable
 
 _PHASE = Phase.DECODE
 
 
 class SharedMoe:
-    """Implements ops.MoeBlock for a step of one token that is captured, or run once as a trial.
+    """Implements model.RoutedExperts for a captured step of one token, and for its trial.
 
     A trial (`begin_trial`) asks no remote owner. Used by the thread that runs the model.
     Owns: mapped memory of the host, for each layer with remote experts.
@@ -34,7 +34,7 @@ class SharedMoe:
     def __init__(
         self, ops: CupyOps, resident: Mapping[int, ResidentLayer], remote: RemoteExperts
     ) -> None:
-        self._pause: Pause | None = None
+        self._is_trial = True
         self._ops = ops
         self._resident = resident
         self._remote = remote
@@ -44,16 +44,19 @@ class SharedMoe:
 
     def begin_trial(self) -> None:
         """The next step is a trial."""
-        self.begin_capture(None)
+        self._begin(is_trial=True)
 
-    def begin_capture(self, pause: Pause | None) -> None:
-        """The next step is captured; `pause` ends a piece."""
-        self._pause = pause
+    def begin_capture(self) -> None:
+        """The next step is captured, in pieces."""
+        self._begin(is_trial=False)
+
+    def _begin(self, *, is_trial: bool) -> None:
+        self._is_trial = is_trial
         self._num_whole = self._num_whole_pairs = 0
 
     def end_capture(self) -> None:
         """The capture is complete. No step may be running."""
-        self._pause = None
+        self._is_trial = True
         self.reset()
 
     def reset(self) -> None:
@@ -82,7 +85,9 @@ class SharedMoe:
             exchange.box.close()
         self._exchanges.clear()
 
-    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
+    def __call__(
+        self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any
+    ) -> Pausable[ExpertSums]:
         assert isinstance(hidden, Normed | F32Rows)
         assert isinstance(topk_ids, Chosen)
         assert isinstance(topk_weights, Chosen)
@@ -106,24 +111,22 @@ class SharedMoe:
             exchange = self._exchanges[layer_id] = _Exchange(layer_id, layer, self._remote, box)
         box = exchange.box
         self._exchanger.give(box, rows.array, Choice(topk_ids.array, topk_weights.array))
-        pause = self._pause
-        if pause is None:
-            exchange.forget()  # no owner was asked
-            pause = _no_pause
+        is_trial = self._is_trial
+        if is_trial:
+            exchange.forget()  # no owner is asked
         remote_sums = Buffer(box.mapped_sums)
         if layer is None:
-            pause(exchange.ask_and_add)
+            if not is_trial:
+                yield exchange.ask_and_add
             sums.parts = (remote_sums,)
         else:
-            pause(exchange.ask)
+            if not is_trial:
+                yield exchange.ask
             local_sums = ops.local_sums(sums)
-            pause(exchange.add)
+            if not is_trial:
+                yield exchange.add
             sums.parts = (local_sums, remote_sums)
         return sums
-
-
-def _no_pause(work: HostWork) -> None:
-    """The pause of a trial: no host work."""
 
 
 @dataclass(slots=True, eq=False)

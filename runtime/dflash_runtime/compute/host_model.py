@@ -1,4 +1,4 @@
-"""The forward pass of every described model, written in Ops.
+"""The model of the host's backends: every kind of layer, written in Ops.
 
 How each kind of layer is computed stands here once; which kinds a model has, in its description.
 """
@@ -6,7 +6,6 @@ How each kind of layer is computed stands here once; which kinds a model has, in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dflash_adapters.gguf.file import GgufFile
@@ -28,23 +27,17 @@ from dflash_adapters.layers import (
     RowNormRotary,
 )
 from dflash_adapters.loading import load_weights, model_spec
-from dflash_adapters.ops import Gate, KvCache, MoeBlock, OnLayer, Ops, nobody_looks
+from dflash_adapters.ops import Gate
 from dflash_adapters.rope import AttentionTemperature
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.host_ops import Ops
+from dflash_runtime.compute.model import Pausable, RoutedExperts, Step
 
 A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What layers share in one pass. Shapes: positions [T]."""
-
-    positions: I32Array
-    cache: KvCache
-
-
-class LayeredModel(Generic[A]):
-    """A described model with its weights on the device of `ops`. Implements ops.Model.
+class HostModel(Generic[A]):
+    """A described model with its weights on the device of `ops`. Implements model.Model.
 
     Immutable; computes on the thread that calls it.
     """
@@ -64,36 +57,35 @@ class LayeredModel(Generic[A]):
             self._layers.append((layer, num_of_kind[kind]))
             num_of_kind[kind] += 1
 
-    def forward(
-        self,
-        token_ids: I32Array,
-        positions: I32Array,
-        cache: KvCache,
-        moe: MoeBlock[A],
-        on_layer: OnLayer[A] = nobody_looks,
-    ) -> A:
-        ops, eps, vectors = self._ops, self._eps, self._vectors
-        step = _Step(positions, cache)
-        x = ops.embed(self._matrices[self._ends.embedding], token_ids)
-        for layer_id, (layer, cache_layer) in enumerate(self._layers):
-            h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
-            mixer, ffn = layer.mixer, layer.ffn
-            if isinstance(mixer, Attention):
-                x = self._attention(mixer, cache_layer, h, step, add=x)
-            else:
-                x = self._delta_net(mixer, cache_layer, h, step, add=x)
-            h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
-            if isinstance(ffn, RoutedFfn):
-                x = self._routed_ffn(ffn, layer_id, h, moe, add=x)
-            elif isinstance(ffn, InputScaledFfn):
-                x = self._input_scaled_ffn(ffn, layer_id, h, moe, add=x)
-            else:
-                x = self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
-            on_layer(layer_id, x)
-        return x
+    def place(self, step: Step) -> Step:
+        """The step itself; that it fits is checked by the operations."""
+        return step
 
-    def head(self, hidden: A) -> A:
-        normed = self._ops.rms_norm(hidden, self._vectors[self._ends.norm], self._eps)
+    def embed(self, step: Step) -> A:
+        return self._ops.embed(self._matrices[self._ends.embedding], step.token_ids)
+
+    def layer(self, layer_id: int, x: A, step: Step, experts: RoutedExperts[A]) -> Pausable[A]:
+        """Updates `x` in place where Ops does."""
+        ops, eps, vectors = self._ops, self._eps, self._vectors
+        layer, cache_layer = self._layers[layer_id]
+        h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
+        mixer, ffn = layer.mixer, layer.ffn
+        if isinstance(mixer, Attention):
+            x = self._attention(mixer, cache_layer, h, step, add=x)
+        else:
+            x = self._delta_net(mixer, cache_layer, h, step, add=x)
+        h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
+        if isinstance(ffn, Ffn):
+            return self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
+        rows, topk_ids, topk_weights, shared = self._routed(ffn, h)
+        sums = yield from experts(layer_id, rows, topk_ids, topk_weights)
+        x = ops.add(x, sums, out=x)
+        if ffn.shared is None or shared is None:
+            return x
+        return self._end_ffn(ffn.shared, shared, add=x)
+
+    def head(self, x: A) -> A:
+        normed = self._ops.rms_norm(x, self._vectors[self._ends.norm], self._eps)
         return self._linear(self._ends.head, normed)
 
     # What follows computes a part of a layer. Shapes: x, h, add, result [T, H] unless said
@@ -129,7 +121,7 @@ class LayeredModel(Generic[A]):
 
     # -- mixers -----------------------------------------------------------------------------------
 
-    def _attention(self, layer: Attention, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
+    def _attention(self, layer: Attention, cache_layer: int, h: A, step: Step, *, add: A) -> A:
         ops, heads = self._ops, layer.heads
         q, k, v = self._qkv(layer.qkv, h)
         if isinstance(layer.positions, RowNormRotary):
@@ -175,7 +167,7 @@ class LayeredModel(Generic[A]):
         q, k, v = results
         return q, k, v
 
-    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: I32Array) -> None:
+    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: AnyArray) -> None:
         """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
         ops = self._ops
         if isinstance(kind, AttentionTemperature):
@@ -192,7 +184,7 @@ class LayeredModel(Generic[A]):
         else:
             ops.norm_and_rotate(q, k, positions, table)
 
-    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
+    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: Step, *, add: A) -> A:
         ops, vectors = self._ops, self._vectors
         mixed, gate, alpha, beta = self._project(layer.inputs, h)
         conv = vectors[layer.conv]
@@ -228,24 +220,17 @@ class LayeredModel(Generic[A]):
         result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
         return ops.add(add, result, out=add)
 
-    def _routed_ffn(self, ffn: RoutedFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A) -> A:
-        ops = self._ops
-        bias = None if ffn.bias is None else self._vectors[ffn.bias]
-        topk_ids, topk_weights = ops.route(self._linear(ffn.router, h), ffn.rule, bias=bias)
-        shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
-        x = ops.add(add, moe(layer_id, h, topk_ids, topk_weights), out=add)
-        if ffn.shared is None or shared is None:
-            return x
-        return self._end_ffn(ffn.shared, shared, add=x)
-
-    def _input_scaled_ffn(
-        self, ffn: InputScaledFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A
-    ) -> A:
+    def _routed(self, ffn: RoutedFfn | InputScaledFfn, h: A) -> tuple[A, A, A, list[A] | None]:
+        """What routed experts are given: rows, expert ids and weights; and a shared expert, begun
+        already. Shapes: rows [T, H]; ids, weights [T, K]."""
         ops = self._ops
         logits = self._linear(ffn.router, h)
+        if isinstance(ffn, RoutedFfn):
+            bias = None if ffn.bias is None else self._vectors[ffn.bias]
+            topk_ids, topk_weights = ops.route(logits, ffn.rule, bias=bias)
+            shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
+            return h, topk_ids, topk_weights, shared
         topk_ids, ones = ops.route(logits, ffn.choice)
         _, input_scales = ops.route(logits, ffn.input_scale)
-        shared = self._begin_ffn(ffn.shared, h)
-        scaled = ops.scale_rows(h, input_scales)
-        x = ops.add(add, moe(layer_id, scaled, topk_ids, ones), out=add)
-        return self._end_ffn(ffn.shared, shared, add=x)
+        begun = self._begin_ffn(ffn.shared, h)
+        return ops.scale_rows(h, input_scales), topk_ids, ones, begun

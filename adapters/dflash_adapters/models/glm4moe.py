@@ -1,0 +1,76 @@
+"""glm4moe: GLM-4.5, 4.6 and 4.7, their Air models and finetunes.
+
+Pre-norm transformer; biases of q, k and v, and in the large models a norm over each head of q and
+k; half of each head is rotated. The first layers have dense FFNs, the others a routed mixture:
+experts are chosen by sigmoid and a bias, from the best groups if there are several, weighted by
+sigmoid alone, and a shared expert is added as it is. Blocks for predicting several tokens at once
+are left out.
+
+Source: the GLM-4.5 technical report (arXiv 2508.06471) and llama.cpp's graph of the same name.
+"""
+
+from __future__ import annotations
+
+from dflash_adapters.blocks import Block, describe_model
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.keys import (
+    Keys,
+    num_prediction_blocks,
+    read_base,
+    read_heads,
+    read_num_rotated,
+    read_rope,
+    read_routing_rule,
+)
+from dflash_adapters.layers import Attention, Description, Ffn, Layer, Rotary, RoutedFfn
+from dflash_adapters.rope import RopePairing
+
+_SECTIONS = "rope.dimension_sections"
+
+
+def describe(file: GgufFile) -> Description:
+    keys = Keys(file)
+    base = read_base(keys)
+    num_layers = base.num_layers - num_prediction_blocks(keys)
+    if keys.has(_SECTIONS) and any(keys.file.get_uint_array(keys.name(_SECTIONS))[3:]):
+        raise keys.unsupported(_SECTIONS, "pairs rotated by a coordinate that text does not have")
+    heads = read_heads(keys, base.hidden_size)
+    rope = read_rope(keys, RopePairing.HALF_SPLIT, read_num_rotated(keys, heads.dim))
+    rule = read_routing_rule(keys, base)
+    num_dense = keys.count("leading_dense_block_count")
+    ffn_size = keys.uint("expert_feed_forward_length")
+    shared_size = ffn_size * keys.uint("expert_shared_count")
+
+    def attention(block: Block) -> Attention:
+        has_norms = block.name("attn_q_norm.weight") in file.tensors
+        return Attention(
+            heads,
+            block.qkv(heads, may_have_bias=True),
+            block.output("attn_output", heads.query_size),
+            block.normed_rotary(rope, heads.dim) if has_norms else Rotary(rope),
+            scale=heads.dim**-0.5,
+        )
+
+    def ffn(block: Block) -> Ffn | RoutedFfn:
+        if block.layer_id < num_dense:
+            return block.ffn(keys.uint("feed_forward_length"))
+        return RoutedFfn(
+            block.linear("ffn_gate_inp", base.num_experts),
+            rule,
+            block.experts(base.expert_sizes(ffn_size)),
+            bias=block.vector("exp_probs_b.bias", base.num_experts),
+            shared=block.shared_expert(shared_size, is_gated=False),
+        )
+
+    def layer(layer_id: int) -> Layer:
+        block = Block(file, layer_id, base.hidden_size)
+        norms = block.norm("attn_norm"), block.norm("post_attention_norm")
+        return Layer(*norms, attention(block), ffn(block))
+
+    return describe_model(
+        file,
+        base,
+        map(layer, range(num_layers)),
+        may_be_tied=True,
+        left_out=(f"blk.{block}." for block in range(num_layers, base.num_layers)),
+    )
