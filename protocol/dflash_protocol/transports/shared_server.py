@@ -174,7 +174,7 @@ class _Link:
 
 
 class SharedServer:
-    """The daemon's end of all rings.
+    """The daemon's end of all rings. Implements ServerTransport.
 
     Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
     effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
