@@ -39,7 +39,7 @@ from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.curve import ServerSecurity, server_security
-from dflash_protocol.transports.shared_client import spin_window_s
+from dflash_protocol.transports.waiting import spin_window_s
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend
