@@ -45,14 +45,25 @@ class DaemonCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory that a daemon has mapped too, and what both sides agreed on about it."""
+
+    segment: Segment
+    moves: bool = False
+    """Whether both sides' devices copy rows and sums to and from it, if ours can map it."""
+    mails: bool = False
+    """Whether the daemon is preparing its end of a mailbox in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """What one successful handshake agreed on. Generations are unique per link."""
 
     generation: int
     welcome: Welcome
     data_address: str
-    segment: Segment | None = None
-    """Shared memory, to be taken with DaemonLink.take_segment."""
+    memory: SharedMemory | None = None
+    """Its segment is to be taken with DaemonLink.take_segment."""
 
 
 class DaemonLink:
@@ -123,24 +134,24 @@ class DaemonLink:
         """Set `wake`, which is called, from any thread, with the generation of a lost session."""
         self._wake_supervisor = wake
 
-    def mark_ready(self, welcome: Welcome, segment: Segment | None = None) -> Session:
-        """Open a new session; the link owns the segment until it is taken.
+    def mark_ready(self, welcome: Welcome, memory: SharedMemory | None = None) -> Session:
+        """Open a new session; the link owns the memory's segment until it is taken.
 
         Raises: DaemonUnavailable if the daemon was given up.
         """
         with self._lock:
             if self.is_given_up:
-                if segment is not None:
-                    segment.close()
+                if memory is not None:
+                    memory.segment.close()
                 raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
             self._num_sessions += 1
             session = Session(
                 self._num_sessions,
                 welcome,
                 self.endpoint.data_address(welcome.data_port),
-                segment,
+                memory,
             )
-            self._untaken = segment
+            self._untaken = None if memory is None else memory.segment
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.lost_fd)
             self._session = session
