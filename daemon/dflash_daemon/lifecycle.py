@@ -113,7 +113,17 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
             zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
             _authenticated(context, security),
         ):
-            asyncio.run(_serve(options, settings, host, context, owned, security, manager))
+            asyncio.run(
+                _serve(
+                    options,
+                    settings,
+                    host,
+                    context,
+                    owned=owned,
+                    security=security,
+                    manager=manager,
+                )
+            )
     finally:
         host.close()
     if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
@@ -136,6 +146,7 @@ async def _serve(
     settings: Settings,
     host: ExpertHost,
     context: zmq.Context[zmq.Socket[bytes]],
+    *,
     owned: OwnedExperts | None,
     security: ServerSecurity | None,
     manager: Notifier,
