@@ -79,7 +79,7 @@ async def test_a_link_computes_through_shared_memory(daemon: Daemon, run_dir: Pa
     welcome = await parent.hello()
     offer = offer_for(welcome, run_dir)
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
+    segment = offer.accepted(await parent.expect(Attached)).segment
     assert not list(run_dir.glob("ring-*"))  # both have it: its name is gone
     lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
     client = SharedClient(segment, lost_fd=lost_fd, lost_reason=lambda: "lost")
@@ -110,8 +110,9 @@ async def test_devices_of_both_sides_move_what_is_sent(
     offer = make_offer(run_dir, welcome, replace(PLAN, moves=True))
     assert offer.message.max_tokens == MOVED_FACTOR * CAPACITY
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
-    assert segment.peer_moves
+    memory = offer.accepted(await parent.expect(Attached))
+    segment = memory.segment
+    assert memory.moves
     assert theirs.num_open == 1
     segment.open_window(ours)
     lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -155,9 +156,9 @@ async def test_a_device_that_cannot_see_the_memory_moves_nothing(
     mover.has_failed = True
     offer = make_offer(run_dir, welcome, replace(PLAN, moves=True))
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
-    assert not segment.peer_moves
-    segment.close()
+    memory = offer.accepted(await parent.expect(Attached))
+    assert not memory.moves
+    memory.segment.close()
 
 
 async def test_nothing_is_moved_for_who_does_not_ask_or_rounds(
@@ -170,10 +171,10 @@ async def test_nothing_is_moved_for_who_does_not_ask_or_rounds(
     parent = daemon.parent()
     offer = offer_for(await parent.hello(), run_dir)
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
-    assert not segment.peer_moves
+    memory = offer.accepted(await parent.expect(Attached))
+    assert not memory.moves
     assert not mover.num_open
-    segment.close()
+    memory.segment.close()
 
 
 class BrokenMail:

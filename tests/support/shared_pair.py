@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_protocol.batch import Sums
 from dflash_protocol.device_payload import DeviceMover
-from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring.layout import RingShape
@@ -24,14 +22,14 @@ from dflash_protocol.transports.testing import (
     TIMEOUT_S,
     example_batch,
 )
-from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
+from dflash_protocol.wire.transport import LinkLimits, TransportCounters
 
 NUM_SLOTS = 2
 SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 
 
 class Pair:
-    """Implements testing.TransportPair, with access to the segment's bytes."""
+    """Implements testing.Ends, with access to the segment's bytes."""
 
     def __init__(
         self,
@@ -81,15 +79,6 @@ class Pair:
     @property
     def words(self) -> AnyArray:
         return self.memory[: self.shape.segment_bytes // 8 * 8].view(np.int64)
-
-    def receive(self) -> ReceivedRequest | None:
-        return self.server.try_receive(spin_s=0.05)
-
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
-        self.server.reply(request, sums, compute_s)
-
-    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
-        self.server.fail(link_id, sequence, error)
 
     def lose(self) -> None:
         os.eventfd_write(self.lost_fd, 1)

@@ -173,8 +173,38 @@ class _Link:
         self.segment.close()
 
 
+class _Table:
+    """What compiled code looks at: the ports of all links, and what to sleep on.
+
+    Made anew when a link is added or dropped, or other descriptors are to be waited for.
+    """
+
+    __slots__ = ("_words", "address", "entries", "entries_address", "num_links", "others", "slots")
+
+    def __init__(self, links: list[_Link], changed_fd: int, others: tuple[int, ...]) -> None:
+        self.num_links = len(links)
+        self.others = others
+        self._words: I64Array = np.array(
+            [len(links), 0, 0, *(link.address for link in links)], np.int64
+        )
+        self.address = int(self._words.ctypes.data)
+        self.slots: list[_Slot] = []
+        """Indexed by link_idx · MAX_SLOTS + slot_idx; padding is never accessed."""
+        for link in links:
+            self.slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
+        bells = (link.segment.server_bell for link in links)
+        self.entries = poll_entries(*bells, changed_fd, *others)
+        self.entries_address = int(self.entries.ctypes.data)
+
+    @property
+    def are_others_ready(self) -> bool:
+        """Whether the last sleep found one of the `others` readable."""
+        found = self.entries.data[1 + self.num_links :]
+        return any(entry >> ring_native.FOUND_SHIFT for entry in found)
+
+
 class SharedServer:
-    """The daemon's end of all rings.
+    """The daemon's end of all rings. Implements ServerTransport.
 
     Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
     effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
@@ -186,14 +216,10 @@ class SharedServer:
         self._counters = TransportCounters() if counters is None else counters
         kernels = ring_native.kernels()
         self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
-        self._send_failure = kernels.send_failure
-        self._send_moved_reply = kernels.send_moved_reply
         self._links: dict[str, _Link] = {}
-        self._slots: list[_Slot] = []
         self._changes: deque[tuple[str, Segment | None, LinkLimits | None]] = deque()
         self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._others: tuple[int, ...] = ()
-        self._rebuild()
+        self._table = _Table([], self._changed_fd, ())
 
     def add_link(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
         """Serve a segment, which the server owns from now on; replaces a link of the same id.
@@ -222,29 +248,25 @@ class SharedServer:
     ) -> ReceivedRequest | None:
         """`try_receive`, then sleep until a request arrives, one of the descriptors `others` is
         readable, or the time is up."""
-        if others != self._others:
-            self._others = others
-            self._rebuild()
+        if others != self._table.others:
+            self._rebuild(others)
         return self._take_next(spin_s, math.ceil(timeout_s * 1e3))
 
     @property
     def are_others_ready(self) -> bool:
         """Whether the last sleep in `receive` found one of the `others` readable."""
-        return any(entry >> ring_native.FOUND_SHIFT for entry in self._other_entries)
+        return self._table.are_others_ready
 
     def _take_next(self, spin_s: float, timeout_ms: int) -> ReceivedRequest | None:
         if self._changes:
             self._apply_changes()
+        table = self._table
         found = self._next_request(
-            self._table_address,
-            int(spin_s * 1e9),
-            self._entries_address,
-            self._num_entries,
-            timeout_ms,
+            table.address, int(spin_s * 1e9), table.entries_address, table.entries.size, timeout_ms
         )
         if found < 0:
             return None
-        slot = self._slots[found >> ring_native.STATUS_BITS]
+        slot = table.slots[found >> ring_native.STATUS_BITS]
         if found & _VIOLATION:
             self._refuse(slot, found & _VIOLATION)
             return None
@@ -301,7 +323,7 @@ class SharedServer:
             self._refuse(slot, ring_native.WRONG_CHECKSUM)
             return
         compute_s += time.monotonic() - started_s  # the first wait for the device was here
-        self._send_moved_reply(
+        ring_native.kernels().send_moved_reply(
             slot.port, sequence, compute_s, request.waited_s, rows.shape[0], digest
         )
         slot.request = None
@@ -320,7 +342,7 @@ class SharedServer:
         self._apply_changes()
         for link_id in list(self._links):
             self._drop(link_id)
-        self._rebuild()
+        self._rebuild(())
         os.close(self._changed_fd)
 
     def _apply_changes(self) -> None:
@@ -330,29 +352,15 @@ class SharedServer:
             self._drop(link_id)
             if segment is not None and limits is not None:
                 self._links[link_id] = _Link(link_id, segment, limits)
-        self._rebuild()
+        self._rebuild(self._table.others)
 
     def _drop(self, link_id: str) -> None:
         link = self._links.pop(link_id, None)
         if link is not None:
             link.close()
 
-    def _rebuild(self) -> None:
-        """Rebuild the table and the poll entries for compiled code from the links."""
-        links = list(self._links.values())
-        self._table: I64Array = np.array(
-            [len(links), 0, 0, *(link.address for link in links)], np.int64
-        )
-        self._table_address = int(self._table.ctypes.data)
-        # Indexed by link_idx · MAX_SLOTS + slot_idx; padding is never accessed.
-        self._slots = []
-        for link in links:
-            self._slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
-        bells = (link.segment.server_bell for link in links)
-        self._entries = poll_entries(*bells, self._changed_fd, *self._others)
-        self._entries_address = int(self._entries.ctypes.data)
-        self._num_entries = self._entries.size
-        self._other_entries = self._entries.data[1 + len(links) :]
+    def _rebuild(self, others: tuple[int, ...]) -> None:
+        self._table = _Table(list(self._links.values()), self._changed_fd, others)
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
         self.refused += 1
@@ -368,4 +376,4 @@ class SharedServer:
         text = f"{error.code}\0{str(error)[:1000]}".encode(errors="replace")
         text = text[: ring.FAILURE_LIMIT_BYTES]
         data = np.frombuffer(text + bytes(-len(text) % 4), np.uint8)
-        self._send_failure(slot.port, sequence, data)
+        ring_native.kernels().send_failure(slot.port, sequence, data)

@@ -160,6 +160,12 @@ class StreamClient:
         self._num_tokens.pop(sequence, None)
         self._arrived.pop(sequence, None)
 
+    def push(self, sequence: int) -> None:
+        """Nothing: `submit` has sent all of it."""
+
+    def poll(self) -> None:
+        """Nothing: no device copies to a socket."""
+
     def close(self) -> None:
         self._socket.close(linger=0)
 
@@ -192,9 +198,11 @@ class StreamClient:
 
 
 class StreamServer:
-    """The daemon's end of all links: returns their requests one at a time, in order of arrival.
+    """The daemon's end of all links over ZeroMQ. Implements ServerTransport.
 
-    Owned by the compute thread. `counters` are incremented. `secure` sets keys on the socket.
+    Requests come in order of arrival. Owned by the compute thread. `limits_of` returns a link's
+    limits by its id, None if there is no such link. `counters` are incremented. `secure`
+    sets keys on the socket.
     """
 
     def __init__(

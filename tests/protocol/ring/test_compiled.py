@@ -140,7 +140,8 @@ def test_narrow_rows_become_what_the_stream_makes_of_them(
         Phase.DECODE, values[None], empty, np.zeros(1, np.int32), empty, empty.view(np.float32)
     )
     arrays = batch.hidden, empty, batch.group_starts, empty, batch.weights
-    sent = kernels.send_request(slots.client.address(0), 1, 0, 1, slots.code, 1.0, *arrays)
+    slots.client.words[0, ring_native.SENDS] = slots.code
+    sent = kernels.send_request(slots.client.address(0), 1, 0, 1, 1.0, *arrays)
     assert (sent == ring_native.OUT_OF_RANGE) == (sent_as is PayloadType.F32)
     if sent >= 0:
         assert kernels.next_request(slots.table.ctypes.data, 0, 0, 0, 0) == 0

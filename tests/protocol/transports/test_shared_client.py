@@ -28,7 +28,7 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports import shared_server
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer, spin_window_s
+from dflash_protocol.transports.shared_client import SharedClient, SharedServer
 from dflash_protocol.transports.testing import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
@@ -39,6 +39,7 @@ from dflash_protocol.transports.testing import (
     received,
     sums_of,
 )
+from dflash_protocol.transports.waiting import spin_window_s
 from dflash_protocol.wire.transport import LinkLimits
 from support.descriptors import no_descriptor_left
 from support.processes import environment

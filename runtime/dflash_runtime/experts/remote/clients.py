@@ -56,12 +56,13 @@ def open_data_path(
     welcome = session.welcome
     payload = PayloadType(welcome.payload)
     with contextlib.ExitStack() as undo:
-        segment = link.take_segment(session)
+        segment, memory = link.take_segment(session), session.memory
         if segment is not None:
             undo.callback(segment.close)
         try:
-            if segment is not None:
-                moves = payload is PayloadType.F32 and _has_window(link, segment, mover)
+            if segment is not None and memory is not None:
+                is_wide = payload is PayloadType.F32
+                moves = is_wide and memory.moves and _has_window(link, segment, mover)
                 shared = SharedClient(
                     segment,
                     lost_fd=link.lost_fd,
@@ -73,10 +74,10 @@ def open_data_path(
                 )
                 undo.pop_all()
                 max_tokens = segment.shape.max_tokens
-                if not segment.peer_moves:
+                if not memory.moves:
                     max_tokens = min(max_tokens, welcome.max_tokens)
                 window = segment.shape.num_slots if moves else 0
-                mail = segment if moves and segment.peer_mails else None
+                mail = segment if moves and memory.mails else None
                 return DataPath(shared, "shared", max_tokens, window, mail)
             stream = StreamClient(
                 context,
@@ -106,9 +107,8 @@ def open_data_path(
 
 
 def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -> bool:
-    """Whether both sides' devices see the memory; if the other side's does, it is mapped for
-    ours."""
-    if mover is None or not segment.peer_moves:
+    """Map the memory, which the other side's device sees, for ours; whether that worked."""
+    if mover is None:
         return False
     try:
         segment.open_window(mover)
