@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -88,6 +88,11 @@ class OwnerStats:
             stats = self.phases[phase] = PhaseStats()
         return stats
 
+    def copy(self) -> OwnerStats:
+        """These counters as they are now, which nothing changes any more."""
+        phases = {phase: each.copy() for phase, each in self.phases.items()}
+        return replace(self, phases=phases)
+
     def add_up_phases(self) -> None:
         """Set the totals to the sums over all phases."""
         for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
@@ -134,7 +139,8 @@ class ExpertCompute(Protocol):
     """One owner of experts. Used by one thread."""
 
     @property
-    def stats(self) -> OwnerStats: ...
+    def stats(self) -> OwnerStats:
+        """The counters themselves, brought up to date; for the thread that uses the owner."""
 
     @property
     def pairs_per_s(self) -> float:

@@ -278,17 +278,18 @@ class MoeExpertComputeRuntime:
         started.in_flight.clear()
 
     def stats(self) -> dict[str, OwnerStats]:
-        """Counters by owner name; the fallback's under ``fallback`` once it has been used."""
+        """A copy of the counters by owner name; the fallback's under ``fallback`` once it has been
+        used."""
         counters = {
-            name: owner.stats
+            name: owner.stats.copy()
             for name, owner in zip(self._placement.owner_names, self._owners, strict=True)
         }
         if self._fallback is not None and self._fallback.stats.requests:
-            counters["fallback"] = self._fallback.stats
+            counters["fallback"] = self._fallback.stats.copy()
         return counters
 
     def selections(self) -> dict[int, list[int]]:
-        """How often each expert was chosen: by layer id, then by global id. From any thread."""
+        """How often each expert was chosen: by layer id, then by global id."""
         return self._selections.snapshot()
 
     def close(self) -> None:
