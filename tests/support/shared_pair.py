@@ -12,7 +12,7 @@ import numpy as np
 from dflash_protocol.batch import Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import ProtocolError
-from dflash_protocol.ids import AnyArray, U8Array
+from dflash_protocol.ids import AnyArray, F64Array, U8Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
@@ -85,7 +85,7 @@ class Pair:
     def receive(self) -> ReceivedRequest | None:
         return self.server.try_receive(spin_s=0.05)
 
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
         self.server.reply(request, sums, compute_s)
 
     def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:

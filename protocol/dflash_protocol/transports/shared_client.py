@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflash_protocol.batch import DeviceBatch, RoutedBatch
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.device_payload import DmaCopy, ExpectedSums
 from dflash_protocol.errors import (
     DaemonUnavailable,
@@ -192,7 +192,7 @@ class SharedClient:
         head = (slot.port, sequence, layer_id, phase_code)
         try:
             slot.is_moved = False
-            if self._window is not None and isinstance(batch, DeviceBatch):
+            if self._window is not None and batch.rows.is_on_device:
                 status = self._move_rows(slot, head, deadline_ms, batch)
                 slot.is_moved = True
             else:
@@ -304,7 +304,7 @@ class SharedClient:
         raise self._over_capacity(batch)
 
     def _move_rows(
-        self, slot: _Slot, head: tuple[int, ...], deadline_ms: float, batch: DeviceBatch
+        self, slot: _Slot, head: tuple[int, ...], deadline_ms: float, batch: RoutedBatch
     ) -> int:
         """Start a device copy of the rows into the slot; publish if it is complete at once.
 
@@ -318,7 +318,6 @@ class SharedClient:
             raise self._over_capacity(batch)
         slot.expected, slot.reading = self._window.expect_sums((num_tokens, width)), None
         rows = self._window.write_rows(slot.request_at, batch.rows)
-        # Reading the routing groups the pairs, while the device copies.
         routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
         self._unsent = _Unsent(slot, head, deadline_ms, num_tokens, rows, routing)
         if rows.has_ended():

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_protocol.batch import RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceSums
+from dflash_protocol.batch import HostSums, RoutedBatch, Sums
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType
@@ -32,7 +31,7 @@ class Reply:
     @property
     def placed(self) -> Sums:
         """The sums, on the host or on a device. Shapes: [T, H]."""
-        return self.sums
+        return HostSums(self.sums)
 
 
 class DeviceReply(Reply):
@@ -42,7 +41,7 @@ class DeviceReply(Reply):
 
     def __init__(
         self,
-        placed: DeviceSums,
+        placed: Sums,
         compute_s: float,
         queue_s: float = 0.0,
         *,
@@ -106,7 +105,18 @@ class ClientTransport(Protocol):
     def forget(self, sequence: int) -> None:
         """Abandon a request: its reply is dropped, whether it has arrived or not."""
 
-    def close(self) -> None: ...
+    def push(self, sequence: int) -> None:
+        """Send whatever of a submitted request is not sent yet, waiting for a device's copy of its
+        rows; nothing if all of it is. Raises: DeviceUnavailable."""
+
+    def poll(self) -> None:
+        """Advance copies between a device and the transport, without waiting for any.
+
+        Raises: DeviceUnavailable.
+        """
+
+    def close(self) -> None:
+        """Release everything, requests in flight included. Idempotent."""
 
 
 REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "not_finite", "stale"})

@@ -18,8 +18,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
-from dflash_protocol.batch import DeviceBatch, Hidden, RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceMover, DeviceSums
+from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
+from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
@@ -75,7 +75,7 @@ class DivisibleBank(ExpertBank, Protocol):
 class DeviceBank(ExpertBank, Protocol):
     """A bank on a device, for batches whose rows may already be there."""
 
-    def sums_of(self, batch: DeviceBatch) -> DeviceSums:
+    def sums_of(self, batch: RoutedBatch) -> Sums:
         """Compute the weighted sums of a batch whose rows are on a device."""
 
 
@@ -84,11 +84,11 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
 
     Shapes: result [T, H].
     """
-    if isinstance(batch, DeviceBatch) and isinstance(bank, DeviceBank):
+    if batch.rows.is_on_device and isinstance(bank, DeviceBank):
         return bank.sums_of(batch)
     sums = np.zeros(batch.hidden_shape)
     bank.accumulate(batch, sums)
-    return sums
+    return HostSums(sums)
 
 
 def argmax_of(logits: F32Array) -> I32Array:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.batch import Hidden, Sums
+from dflash_protocol.batch import Hidden, HostHidden, HostSums, Sums
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import MailRoute
@@ -85,7 +85,7 @@ class Asked:
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> str:
         assert offloaded is None
-        name = f"{micro_batch_of(hidden)}{layer_id}"
+        name = f"{micro_batch_of(hidden.to_host())}{layer_id}"
         self.note(f"start {name}")
         self.open.append(name)
         return name
@@ -93,7 +93,7 @@ class Asked:
     def finish(self, started: str, out: F64Array | None = None) -> Sums:
         self.open.remove(started)
         self.note(f"finish {started}")
-        return EMPTY.astype(np.float64)
+        return HostSums(EMPTY.astype(np.float64))
 
     may_offload = False
 
@@ -131,15 +131,15 @@ class Model:
     ) -> AnyArray:
         if not self._asks(micro_batch_of(hidden), layer_id):
             return EMPTY
-        started = self.turns.start(layer_id, hidden, topk_ids, topk_weights, phase=Phase.PREFILL)
+        rows = HostHidden(hidden)
+        started = self.turns.start(layer_id, rows, topk_ids, topk_weights, phase=Phase.PREFILL)
         self._num_running -= 1
         try:
             sums = self.turns.finish(started)
         finally:
             self._num_running += 1
         assert self._num_running == 1, "both micro-batches run"
-        assert isinstance(sums, np.ndarray)
-        return sums
+        return sums.to_host()
 
     def _forward(self, index: int) -> str:
         hidden: F32Array = np.array([index], np.float32)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_protocol.batch import Hidden, Sums
+from dflash_protocol.batch import Hidden, HostHidden, Sums
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
@@ -110,13 +110,13 @@ class DeviceMoe:
         They are a copy, which may be sent while the device goes on with other rows.
         """
         if self._phase is not Phase.PREFILL:
-            return self._ops.hidden_of(sums)
+            return HostHidden(self._ops.hidden_of(sums))
         return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
-        if isinstance(sums, np.ndarray):
-            return self._ops.uploaded(sums)
+        if not sums.is_on_device:
+            return self._ops.uploaded(sums.to_host())
         return Buffer(self._ops.payload.array_of_sums(sums))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
@@ -148,7 +149,8 @@ class _Exchange:
             self.remote.count_selections(self.layer_id, ids)
             self.remote.count_local(_PHASE, num_tokens=1, num_pairs=ids.size)
             return
-        self.started = self.remote.start(self.layer_id, box.rows, ids, box.weights, phase=_PHASE)
+        rows = HostHidden(box.rows)
+        self.started = self.remote.start(self.layer_id, rows, ids, box.weights, phase=_PHASE)
 
     def add(self) -> None:
         """Wait for the owners' sums and pass them to the device."""
