@@ -466,7 +466,7 @@ class _NoRemoteExperts:
     def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
         """None."""
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -476,11 +476,11 @@ class _NoRemoteExperts:
     ) -> Sums:
         return hidden.new_sums()
 
-    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
-        sums: Sums = started
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
+        sums: Sums = ticket
         return sums
 
-    def abandon(self, started: Any) -> None:
+    def abandon(self, ticket: Any) -> None:
         """Nothing."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:

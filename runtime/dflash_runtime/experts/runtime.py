@@ -102,7 +102,7 @@ class MoeExpertComputeRuntime:
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
         rows = HostHidden(hidden)
-        ticket = self.start(layer_id, rows, topk_ids, topk_weights, phase=phase)
+        ticket = self.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
         assert ticket is not None  # nothing is offloaded
         return self.finish(ticket).to_host().astype(np.float32)
 
@@ -201,7 +201,7 @@ class MoeExpertComputeRuntime:
     ) -> npt.NDArray[np.bool_] | None:
         return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -229,7 +229,7 @@ class MoeExpertComputeRuntime:
             ticket = LayerTicket(layer_id, phase, hidden, is_hot_only=offloaded is None)
             ticket.begun_s = time.perf_counter()
             if pairs.num_pairs:
-                self._begin(ticket, pairs)
+                self._ask(ticket, pairs)
         # Counted here while daemons compute.
         if counts is None:
             self._selections.add(layer_id, topk_ids.reshape(-1))
@@ -247,14 +247,14 @@ class MoeExpertComputeRuntime:
             out.fill(0.0)
             sums = HostSums(out)
         while True:
-            self._finish(ticket, sums)
+            self._finish_begun(ticket, sums)
             orphans = ticket.orphans
             if not orphans:
                 break
             ticket.lost = ticket.lost.union(orphans)
             ticket.orphans = {}
             self._count_retries(ticket.layer_id, orphans, ticket.lost)
-            self._begin(ticket, concatenated(list(orphans.values())))
+            self._ask(ticket, concatenated(list(orphans.values())))
         self.hits.layers_hot_only += ticket.is_hot_only
         return sums
 
@@ -341,7 +341,7 @@ class MoeExpertComputeRuntime:
             counted.pairs += num_pairs
         self.hits.hot += num_pairs
 
-    def _begin(self, ticket: LayerTicket, pairs: Pairs) -> None:
+    def _ask(self, ticket: LayerTicket, pairs: Pairs) -> None:
         """Ask the first of the pairs' owners that is not lost, else the fallback.
 
         Pairs of an owner that takes no work become orphans.
@@ -368,7 +368,7 @@ class MoeExpertComputeRuntime:
             # This process computes in `finish`: its pairs come first, while daemons compute.
             in_flight.sort(key=self._is_local)
 
-    def _finish(self, ticket: LayerTicket, sums: Sums) -> None:
+    def _finish_begun(self, ticket: LayerTicket, sums: Sums) -> None:
         """Add what was begun to `sums`; pairs of owners lost meanwhile become orphans."""
         in_flight = ticket.in_flight
         try:

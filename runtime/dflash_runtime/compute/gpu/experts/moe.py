@@ -91,18 +91,18 @@ class DeviceMoe:
         offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
         # Launched first, so that the device works while the host groups pairs and sends rows.
         local = None if sums.layer is None else self._ops.local_sums(sums)
-        started = remote.start(
+        ticket = remote.begin(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
         try:
             if offload is not None and offloaded is not None:
                 local = offload.sums(layer_id, sums, experts=offloaded, before=local)
         except BaseException:
-            if started is not None:
-                remote.abandon(started)
+            if ticket is not None:
+                remote.abandon(ticket)
             raise
         parts = () if local is None else (local,)
-        return parts if started is None else (*parts, self._on_device(remote.finish(started)))
+        return parts if ticket is None else (*parts, self._on_device(remote.finish(ticket)))
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
         """The experts' input rows; those of a chunk stay on the device.

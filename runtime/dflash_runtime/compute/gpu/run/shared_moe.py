@@ -135,7 +135,7 @@ class _Exchange:
     layer: ResidentLayer | None
     remote: RemoteExperts
     box: StepBox
-    started: Any = None
+    ticket: Any = None
     has_sums: bool = False
     """The box has sums of an earlier step, not zeros."""
 
@@ -150,15 +150,15 @@ class _Exchange:
             self.remote.count_local(_PHASE, num_tokens=1, num_pairs=ids.size)
             return
         rows = HostHidden(box.rows)
-        self.started = self.remote.start(self.layer_id, rows, ids, box.weights, phase=_PHASE)
+        self.ticket = self.remote.begin(self.layer_id, rows, ids, box.weights, phase=_PHASE)
 
     def add(self) -> None:
         """Wait for the owners' sums and pass them to the device."""
-        started, self.started = self.started, None
-        if started is None:
+        ticket, self.ticket = self.ticket, None
+        if ticket is None:
             self.forget()
         else:
-            self.remote.finish(started, self.box.sums)
+            self.remote.finish(ticket, self.box.sums)
             self.has_sums = True
 
     def ask_and_add(self) -> None:
@@ -174,6 +174,6 @@ class _Exchange:
 
     def abandon(self) -> None:
         """Drop what was asked for."""
-        started, self.started = self.started, None
-        if started is not None:
-            self.remote.abandon(started)
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            self.remote.abandon(ticket)
