@@ -64,7 +64,8 @@ class GpuInPlaceOfEmulation(_Notes, CupyDevice):
     def __init__(self, *, lanes: int = 32, **_: Any) -> None:
         gpu = first_gpu()
         super().__init__(gpu, lanes=64 if lanes == 64 and gpu.kind is DeviceKind.CUDA else None)
-        self._pool: Any = _NoPool(self._cupy)
+        memory = self._memory
+        memory._pool = _NoPool(memory._cupy)
         _opened.append(self)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:

@@ -138,7 +138,7 @@ class PrefillRig:
     def group(self, topk_ids: I32Array, topk_weights: F32Array) -> None:
         """Group the pairs of a routing by expert. Shapes: [T, K]."""
         upload = self.device.upload
-        self.groups.group_chosen(
+        self.grouped = self.groups.group_chosen(
             upload(topk_ids), upload(topk_weights), slot_of_expert=self.experts.slot_of_expert
         )
 
@@ -146,7 +146,7 @@ class PrefillRig:
         """Sums of the grouped pairs. Shapes: hidden, result [T, H]."""
         out_sums = self.device.empty(hidden.shape, np.float64)
         rows = self.rows.prepare(self.device.upload(hidden))
-        self.prefill.run(rows, self.groups, self.experts.stored, out_sums=out_sums)
+        self.prefill.run(rows, self.grouped, self.experts.stored, out_sums=out_sums)
         return self.device.download(out_sums)
 
 

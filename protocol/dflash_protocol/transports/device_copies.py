@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dflash_protocol.batch import DeviceBatch
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.device_payload import DeviceWindow, DmaCopy
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import AnyArray
@@ -48,7 +48,7 @@ class DeviceCopies:
         self._send, self._receive = kernels.send_moved_request, kernels.receive_moved_reply
 
     def begin(
-        self, slot: Slot, head: tuple[int, ...], deadline_ms: float, batch: DeviceBatch
+        self, slot: Slot, head: tuple[int, ...], deadline_ms: float, batch: RoutedBatch
     ) -> None:
         """Start to copy a batch's rows into the slot, and publish the request if that is done at
         once. The batch fits the slot; `head` is port, sequence, layer and phase."""

@@ -12,6 +12,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
+from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, argmax_of
 from dflash_runtime.compute.host_model import HostModel
@@ -37,16 +38,15 @@ class HostExperts:
     ) -> Pausable[F32Array]:
         """Raises: DaemonUnavailable if all owners of an expert are lost, without a fallback."""
         remote, phase = self._remote, self._phase
-        started = remote.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
+        rows = HostHidden(hidden)
+        ticket = remote.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
         if phase is Phase.PREFILL:
             try:
                 yield None
             except BaseException:
-                remote.abandon(started)
+                remote.abandon(ticket)
                 raise
-        sums = remote.finish(started)
-        assert isinstance(sums, np.ndarray)  # like the rows
-        return sums.astype(np.float32)
+        return remote.finish(ticket).to_host().astype(np.float32)
 
 
 class HostBackend:

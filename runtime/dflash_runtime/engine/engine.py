@@ -362,7 +362,8 @@ class Engine:
         self._begun().accept(path)
 
     def stats(self) -> EngineStats:
-        """Counters since opening."""
+        """A snapshot of the counters since opening, for the thread that uses the engine; it may be
+        handed to others."""
         runtime = self._owners.runtime
         return EngineStats(
             runtime.stats(),

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.watch import LOOK_S
 from dflash_adapters.ops import KvCache
-from dflash_protocol.batch import Hidden, Sums, zero_sums
+from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
@@ -222,7 +222,9 @@ class Steps:
         # A fast token is over before the file would be polled again.
         is_fast = phase is Phase.DECODE and self._token_s < LOOK_S / 4
         step = Step.of_chunk(token_ids, first_position, self._cache, phase)
-        before_layer = self._check_cancelled if is_fast else self._check_file
+        before_layer: Callable[[], None] | None = self._check_file
+        if is_fast:
+            before_layer = None if self._is_cancelled is None else self._check_cancelled
         hidden = self._through_layers(step, before_layer, on_layer)
         if phase is Phase.DECODE:
             self._token_s = time.monotonic() - started_s
@@ -382,7 +384,7 @@ class Steps:
     def _through_layers(
         self,
         step: Step,
-        before_layer: Callable[[], None],
+        before_layer: Callable[[], None] | None,
         on_layer: OnLayer[AnyArray] | None,
     ) -> AnyArray:
         """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
@@ -459,7 +461,7 @@ class _NoRemoteExperts:
     def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
         """None."""
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -467,16 +469,16 @@ class _NoRemoteExperts:
         phase: Phase,
         offloaded: AnyArray | None = None,
     ) -> Sums:
-        return zero_sums(hidden)
+        return hidden.new_sums()
 
-    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
-        sums: Sums = started
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
+        sums: Sums = ticket
         return sums
 
     def poll(self) -> None:
         """Nothing."""
 
-    def abandon(self, started: Any) -> None:
+    def abandon(self, ticket: Any) -> None:
         """Nothing."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:

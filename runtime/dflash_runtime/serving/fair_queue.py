@@ -44,13 +44,17 @@ class FairQueue(Generic[T]):
             self._num_waiting += 1
             self._changed.notify()
 
-    def take(self) -> T | None:
-        """Wait for the next item; None once the queue is closed and empty."""
+    def take(self, timeout_s: float | None = None) -> T | None:
+        """Wait for the next item; None once the queue is closed and empty.
+
+        Raises: TimeoutError after `timeout_s` without one.
+        """
         with self._changed:
             while not self._waiting:
                 if self._is_closed:
                     return None
-                self._changed.wait()
+                if not self._changed.wait(timeout_s) and not self._waiting and not self._is_closed:
+                    raise TimeoutError
             client, items = self._waiting.popitem(last=False)
             item = items.popleft()
             self._num_waiting -= 1

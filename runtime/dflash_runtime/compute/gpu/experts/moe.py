@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_protocol.batch import Hidden, Sums
+from dflash_protocol.batch import Hidden, HostHidden, Sums
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
@@ -70,18 +70,18 @@ class DeviceMoe:
             ids = device.download(topk_ids.array) if both is None else both[0]
             if layer is None or _has_remote(layer.slot_of_expert, ids):
                 weights = device.download(topk_weights.array) if both is None else both[1]
-                local, started = self._begin(layer_id, sums, (ids, weights), remote)
+                local, ticket = self._begin(layer_id, sums, (ids, weights), remote)
                 if is_chunk:
                     try:
                         remote.poll()
                         yield None
                     except BaseException:
-                        if started is not None:
-                            remote.abandon(started)
+                        if ticket is not None:
+                            remote.abandon(ticket)
                         raise
                 parts = () if local is None else (local,)
-                if started is not None:
-                    parts = (*parts, self._on_device(remote.finish(started)))
+                if ticket is not None:
+                    parts = (*parts, self._on_device(remote.finish(ticket)))
                 sums.parts = parts
                 return sums
             remote.count_selections(layer_id, ids)
@@ -105,7 +105,7 @@ class DeviceMoe:
         remote: RemoteExperts,
     ) -> tuple[Buffer | None, Any]:
         """Launch the local experts and ask for the remote ones: sums of the former, if any, and
-        what `remote` has started, if anything.
+        the ticket of what `remote` has begun, if anything.
 
         Shapes: chosen [T, K], of global ids; sums [T, H] float64.
         """
@@ -116,17 +116,17 @@ class DeviceMoe:
             remote.poll()
         # Launched first, so that the device works while the host groups pairs and sends rows.
         local = None if sums.layer is None else self._ops.local_sums(sums)
-        started = remote.start(
+        ticket = remote.begin(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
         try:
             if offload is not None and offloaded is not None:
                 local = offload.sums(layer_id, sums, experts=offloaded, before=local)
         except BaseException:
-            if started is not None:
-                remote.abandon(started)
+            if ticket is not None:
+                remote.abandon(ticket)
             raise
-        return local, started
+        return local, ticket
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
         """The experts' input rows; those of a chunk stay on the device.
@@ -134,13 +134,13 @@ class DeviceMoe:
         They are a copy, which may be sent while the device goes on with other rows.
         """
         if self._phase is not Phase.PREFILL:
-            return self._ops.hidden_of(sums)
+            return HostHidden(self._ops.hidden_of(sums))
         return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
-        if isinstance(sums, np.ndarray):
-            return self._ops.uploaded(sums)
+        if not sums.is_on_device:
+            return self._ops.uploaded(sums.to_host())
         return Buffer(self._ops.payload.array_of_sums(sums))
 
 

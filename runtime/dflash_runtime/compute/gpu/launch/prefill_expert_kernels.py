@@ -16,6 +16,7 @@ from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     ProductKind,
     Products,
     Tile,
+    activation_parts,
 )
 from dflash_runtime.compute.gpu.launch.prefill_weights import MatrixChoice, product_row_bytes
 
@@ -160,35 +161,64 @@ class ExpertKernels:
     down: Kernel
 
 
-def compile_stored_gate_up(
-    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
-) -> Kernel:
-    """ExpertKernels.gate_up for matrices read without conversion to halves."""
-    defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
-    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GemmGateUpArgs)
+class ExpertKernelCache:
+    """The kernels for experts of one size, each compiled on its first use."""
 
+    def __init__(
+        self, device: KernelDevice, products: Products, *, hidden_size: int, ffn_size: int
+    ) -> None:
+        self._device = device
+        self._products = products
+        self._sizes = hidden_size, ffn_size
+        self._kernels: dict[tuple[int, int], ExpertKernels] = {}
+        self._stored_gate_up: dict[tuple[TensorType, int], Kernel] = {}
+        self._stored_down: dict[TensorType, Kernel] = {}
 
-def compile_stored_down(
-    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
-) -> Kernel:
-    """ExpertKernels.down for such matrices."""
-    defines = shape.down_defines(*products.of(shape.down_parts), stored)
-    return device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
+    def of(self, hidden_parts: int, down_parts: int) -> ExpertKernels:
+        """For rows of so many parts (activation_parts), times matrices converted to halves or
+        stored as products read them."""
+        kernels = self._kernels.get((hidden_parts, down_parts))
+        if kernels is None:
+            shape, products = ExpertShape(*self._sizes, hidden_parts, down_parts), self._products
+            gate_up_product, tile = products.of(hidden_parts)
+            down_product = products.of(down_parts)
+            kernels = ExpertKernels(
+                gate_up=self._gate_up(shape.gate_up_defines(gate_up_product, tile)),
+                level=self._device.module("level_activations.cu", shape.level_defines(tile)).kernel(
+                    "level_activations", LevelArgs
+                ),
+                down=self._down(shape.down_defines(*down_product)),
+            )
+            self._kernels[hidden_parts, down_parts] = kernels
+        return kernels
 
+    def stored_gate_up(self, tensor_type: TensorType, down_parts: int) -> Kernel:
+        """ExpertKernels.gate_up for matrices read without conversion to halves."""
+        kernel = self._stored_gate_up.get((tensor_type, down_parts))
+        if kernel is None:
+            parts = activation_parts((tensor_type,))
+            shape = ExpertShape(*self._sizes, parts, down_parts)
+            kernel = self._gate_up(shape.gate_up_defines(*self._products.of(parts), tensor_type))
+            self._stored_gate_up[tensor_type, down_parts] = kernel
+        return kernel
 
-def compile_expert_kernels(
-    device: KernelDevice, shape: ExpertShape, products: Products
-) -> ExpertKernels:
-    """Compile the kernels; the device caches modules."""
-    product, tile = products.of(shape.hidden_parts)
-    gate_up = device.module("gemm_gate_up.cu", shape.gate_up_defines(product, tile))
-    level = device.module("level_activations.cu", shape.level_defines(tile))
-    down = device.module("gemm_down.cu", shape.down_defines(*products.of(shape.down_parts)))
-    return ExpertKernels(
-        gate_up=gate_up.kernel("gemm_gate_up", GemmGateUpArgs),
-        level=level.kernel("level_activations", LevelArgs),
-        down=down.kernel("gemm_down", GemmDownArgs),
-    )
+    def stored_down(self, tensor_type: TensorType) -> Kernel:
+        """ExpertKernels.down for such matrices."""
+        kernel = self._stored_down.get(tensor_type)
+        if kernel is None:
+            parts = activation_parts((tensor_type,))
+            shape = ExpertShape(*self._sizes, 0, parts)
+            kernel = self._down(shape.down_defines(*self._products.of(parts), tensor_type))
+            self._stored_down[tensor_type] = kernel
+        return kernel
+
+    def _gate_up(self, defines: dict[str, int | str]) -> Kernel:
+        return self._device.module("gemm_gate_up.cu", defines).kernel(
+            "gemm_gate_up", GemmGateUpArgs
+        )
+
+    def _down(self, defines: dict[str, int | str]) -> Kernel:
+        return self._device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
 
 
 def _product_variants() -> Iterator[KernelVariant]:

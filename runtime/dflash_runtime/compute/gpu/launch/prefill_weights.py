@@ -18,7 +18,7 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, UNIT, num_units, row_bytes
-from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
+from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
 
 _UNIT_THREADS = 256
 
@@ -157,7 +157,7 @@ class WeightScratch:
     def fill_groups(
         self,
         projection: StoredProjection,
-        groups: ExpertGroups,
+        groups: GroupedPairs,
         choice: MatrixChoice,
         *,
         rows: int,

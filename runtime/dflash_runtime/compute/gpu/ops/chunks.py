@@ -151,9 +151,8 @@ class Chunks:
 
         Shapes: result [T, H] float64. Raises: SettingsError if there is no room for it.
         """
-        groups = self._groups_of(resident)
         hidden = F32Rows(self._payload.array_of(batch.rows))
-        groups.load(batch)  # put together while rows are on their way
+        groups = self._groups_of(resident).load(batch)  # put together while rows are on their way
         out = self._device.empty(batch.hidden_shape, np.float64)
         self._experts_of(resident).run(self.prepare(hidden), groups, resident.prefill, out_sums=out)
         return out
@@ -163,8 +162,7 @@ class Chunks:
         resident = chosen.layer
         assert resident is not None
         prepared = self.prepare(chosen.x)
-        groups = self._groups_of(resident)
-        groups.group_chosen(
+        groups = self._groups_of(resident).group_chosen(
             chosen.topk_ids.array,
             chosen.topk_weights.array,
             slot_of_expert=resident.decode.slot_of_expert,

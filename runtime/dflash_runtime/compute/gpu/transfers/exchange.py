@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -57,13 +58,13 @@ class Exchanger:
 
         Shapes: the box's. Raises: ValueError for others.
         """
-        copies = ((rows, box.mapped_rows), (choice.topk_ids, box.mapped_ids))
-        self._launch(box, (*copies, (choice.topk_weights, box.mapped_weights)), signals=True)
+        inputs = rows, choice.topk_ids, choice.topk_weights
+        self._launch(box, zip(inputs, box.mapped_inputs, strict=True), signals=True)
 
     def take(self, box: StepBox, rows: DeviceArray, choice: Choice) -> None:
         """Copy rows and choice that the host has written to the device."""
-        copies = ((box.mapped_rows, rows), (box.mapped_ids, choice.topk_ids))
-        self._launch(box, (*copies, (box.mapped_weights, choice.topk_weights)), signals=False)
+        inputs = rows, choice.topk_ids, choice.topk_weights
+        self._launch(box, zip(box.mapped_inputs, inputs, strict=True), signals=False)
 
     def give_sums(self, box: StepBox, sums: DeviceArray) -> None:
         """Copy sums to the box and signal the host."""
@@ -72,7 +73,7 @@ class Exchanger:
     def _launch(
         self,
         box: StepBox,
-        copies: tuple[tuple[DeviceArray, DeviceArray], ...],
+        copies: Iterable[tuple[DeviceArray, DeviceArray]],
         *,
         signals: bool,
     ) -> None:
@@ -119,7 +120,8 @@ class StepBox:
         """The same arrays."""
         self._signal = memoryview(signal)
         mapped: list[DeviceArray] = self._block.device
-        self.mapped_rows, self.mapped_ids, self.mapped_weights = mapped[:3]
+        self.mapped_inputs = mapped[:3]
+        """Rows, ids and weights."""
         self.mapped_sums, self.mapped_signal = mapped[3:]
 
     def expect(self) -> None:
