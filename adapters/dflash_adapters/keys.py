@@ -230,17 +230,14 @@ def read_routing_rule(keys: Keys, base: BaseConfig) -> RoutingRule:
     gating = keys.count("expert_gating_func")
     if gating not in _GATINGS:
         raise keys.unsupported("expert_gating_func", f"{gating} is not known")
-    num_groups = keys.count("expert_group_count") or 1
-    num_groups_used = keys.count("expert_group_used_count") if num_groups > 1 else 1
-    if not 1 <= num_groups_used <= num_groups:
-        raise keys.wrong("expert_group_used_count", f"{num_groups_used} of {num_groups} groups")
+    has_groups = keys.count("expert_group_count") > 1
     rule = RoutingRule(
         base.num_experts_used,
         _GATINGS[gating],
         normalise=keys.flag("expert_weights_norm", False),
         scale=keys.number("expert_weights_scale", 0.0) or 1.0,
-        num_groups=num_groups,
-        num_groups_used=num_groups_used,
+        num_groups=keys.uint("expert_group_count") if has_groups else 1,
+        num_groups_used=keys.uint("expert_group_used_count") if has_groups else 1,
     )
     try:
         rule.check(base.num_experts)

@@ -61,13 +61,11 @@ class RoutingRule:
     num_groups: int = 1
     num_groups_used: int = 1
 
-    def __post_init__(self) -> None:
-        assert 1 <= self.num_groups_used <= self.num_groups
-
     def check(self, num_experts: int) -> None:
         """Raises: ValueError if there are no such groups, or too few experts to choose from."""
         per_group, rest = divmod(num_experts, self.num_groups)
-        if rest or not 0 < self.num_experts_used <= per_group * self.num_groups_used:
+        has_groups = not rest and self.num_groups_used <= self.num_groups
+        if not has_groups or not 0 < self.num_experts_used <= per_group * self.num_groups_used:
             raise ValueError(
                 f"{self.num_experts_used} experts used of {num_experts} in {self.num_groups} "
                 f"groups, {self.num_groups_used} of them used"

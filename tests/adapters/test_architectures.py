@@ -249,6 +249,7 @@ def test_a_missing_key_is_named(tmp_path: Path, shape: RandomShape, key: str) ->
         (GLM4MOE, "nextn_predict_layers", 2, r"\b2 of 2 blocks"),
         (GLM4MOE, "nextn_predict_layers", (1 << 31) - 1, r"\bof 2 blocks"),
         (GLM4MOE, "expert_group_count", 5, r"\b12 in 5 groups"),
+        (random_glm4moe.SHAPES[2], "expert_group_used_count", 0, r"\b0 .*range"),
         (GLM4MOE, "expert_shared_count", 0, r"\b0 .*range"),
         (GPT_OSS, "attention.sliding_window", 0, r"\b0 .*range"),
     ],

@@ -24,15 +24,14 @@ from dflash_adapters.keys import (
 from dflash_adapters.layers import Attention, Description, Ffn, Layer, Rotary, RoutedFfn
 from dflash_adapters.rope import RopePairing
 
-_SECTIONS = "rope.dimension_sections"
-
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
     base = read_base(keys)
     num_layers = base.num_layers - num_prediction_blocks(keys)
-    if keys.has(_SECTIONS) and any(keys.file.get_uint_array(keys.name(_SECTIONS))[3:]):
-        raise keys.unsupported(_SECTIONS, "pairs rotated by a coordinate that text does not have")
+    sections = "rope.dimension_sections"
+    if keys.has(sections) and any(keys.file.get_uint_array(keys.name(sections))[3:]):
+        raise keys.unsupported(sections, "pairs rotated by a coordinate that text does not have")
     heads = read_heads(keys, base.hidden_size)
     rope = read_rope(keys, RopePairing.HALF_SPLIT, read_num_rotated(keys, heads.dim))
     rule = read_routing_rule(keys, base)
@@ -40,36 +39,29 @@ def describe(file: GgufFile) -> Description:
     ffn_size = keys.uint("expert_feed_forward_length")
     shared_size = ffn_size * keys.uint("expert_shared_count")
 
-    def attention(block: Block) -> Attention:
+    def layer(layer_id: int) -> Layer:
+        block = Block(file, layer_id, base.hidden_size)
         has_norms = block.name("attn_q_norm.weight") in file.tensors
-        return Attention(
+        attention = Attention(
             heads,
             block.qkv(heads, may_have_bias=True),
             block.output("attn_output", heads.query_size),
             block.normed_rotary(rope, heads.dim) if has_norms else Rotary(rope),
             scale=heads.dim**-0.5,
         )
+        ffn: Ffn | RoutedFfn
+        if layer_id < num_dense:
+            ffn = block.ffn(keys.uint("feed_forward_length"))
+        else:
+            ffn = RoutedFfn(
+                block.linear("ffn_gate_inp", base.num_experts),
+                rule,
+                block.experts(base.expert_sizes(ffn_size)),
+                bias=block.vector("exp_probs_b.bias", base.num_experts),
+                shared=block.shared_expert(shared_size, is_gated=False),
+            )
+        return Layer(block.norm("attn_norm"), block.norm("post_attention_norm"), attention, ffn)
 
-    def ffn(block: Block) -> Ffn | RoutedFfn:
-        if block.layer_id < num_dense:
-            return block.ffn(keys.uint("feed_forward_length"))
-        return RoutedFfn(
-            block.linear("ffn_gate_inp", base.num_experts),
-            rule,
-            block.experts(base.expert_sizes(ffn_size)),
-            bias=block.vector("exp_probs_b.bias", base.num_experts),
-            shared=block.shared_expert(shared_size, is_gated=False),
-        )
-
-    def layer(layer_id: int) -> Layer:
-        block = Block(file, layer_id, base.hidden_size)
-        norms = block.norm("attn_norm"), block.norm("post_attention_norm")
-        return Layer(*norms, attention(block), ffn(block))
-
-    return describe_model(
-        file,
-        base,
-        map(layer, range(num_layers)),
-        may_be_tied=True,
-        left_out=(f"blk.{block}." for block in range(num_layers, base.num_layers)),
-    )
+    layers = map(layer, range(num_layers))
+    left_out = (f"blk.{block_id}." for block_id in range(num_layers, base.num_layers))
+    return describe_model(file, base, layers, may_be_tied=True, left_out=left_out)
